@@ -15,7 +15,7 @@ import pytest
 
 from agent.daemon.config import PREFIX as AGENT_PREFIX
 from agent.daemon.config import AgentSettings
-from coordinator.serve.config import PREFIX as COORDINATOR_PREFIX
+from coordinator.serve.config import ENVIRONMENT_PREFIX as COORDINATOR_PREFIX
 from coordinator.serve.config import CoordinatorSettings
 from hearth.client.answers import AsyncGeneration, Generation, SamplingSettings, Token, Usage
 from hearth.client.home import AsyncHome, Result, connect_async

@@ -15,9 +15,9 @@ import pytest
 from agent.daemon.config import PREFIX as AGENT_PREFIX
 from agent.daemon.config import AgentSettings
 from agent.daemon.config import load_agent_settings as load_agent
-from coordinator.serve.config import PREFIX as COORDINATOR_PREFIX
+from coordinator.serve.config import ENVIRONMENT_PREFIX as COORDINATOR_PREFIX
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.config import load_settings as load_coordinator
+from coordinator.serve.config import load_coordinator_settings as load_coordinator
 
 UNITS = Path(__file__).parents[1] / "systemd"
 SERVICES = ("hearth-agent", "hearth-coordinator")

@@ -16,7 +16,7 @@ from hearth.wire.codec import Array
 FORMATS: tuple[ValueFormatName, ...] = get_args(ValueFormatName)
 
 SAFETY_FACTOR = 2.0  # on the measured error: real inputs may cause a larger one than the few calibration inputs
-MIN_GAIN = 0.05  # least fraction of the exact format's time that a lossy one must save: step times vary by as much
+MIN_TIME_SAVING = 0.05  # fraction of the exact format's time that a lossy one must save: step times vary by as much
 _REPEATS = 3  # timed steps of each format, on the longest batch
 _SEED = 20240525  # arbitrary; fixed, so that every run measures the same inputs
 
@@ -25,7 +25,7 @@ RunBatch: TypeAlias = Callable[[ValueFormatName, Array], Awaitable[tuple[Array, 
 
 
 @dataclass(frozen=True)
-class Measured:
+class FormatMeasurement:
     """One format's worst relative error over all rows, and its median seconds for a full-length step."""
 
     values: ValueFormatName
@@ -33,14 +33,14 @@ class Measured:
     seconds: float
 
 
-def relative_error(exact_TH: Array, other_TH: Array) -> float:
+def max_relative_error(exact_TH: Array, other_TH: Array) -> float:
     """max over rows of ||other - exact|| / ||exact||. NaN counts as infinite; equal rows have error 0."""
     exact, other = exact_TH.astype(np.float64), other_TH.astype(np.float64)
     if exact.size == 0 or np.array_equal(exact, other):
         return 0.0
     with np.errstate(all="ignore"):
-        away = np.linalg.norm(other - exact, axis=-1)
-        ratios = np.where(away == 0, 0.0, away / np.linalg.norm(exact, axis=-1))
+        distances = np.linalg.norm(other - exact, axis=-1)
+        ratios = np.where(distances == 0, 0.0, distances / np.linalg.norm(exact, axis=-1))
     return float(np.max(np.where(np.isnan(ratios), np.inf, ratios)))
 
 
@@ -51,7 +51,7 @@ def calibration_batches(vocab_size: int, seq_len: int) -> list[Array]:
     return [random.integers(0, vocab_size, length, dtype=np.int32) for length in lengths]
 
 
-async def calibrate(run: RunBatch, vocab_size: int, seq_len: int) -> list[Measured]:
+async def calibrate(run: RunBatch, vocab_size: int, seq_len: int) -> list[FormatMeasurement]:
     """Measure every format. Raises the errors of `run`."""
     errors: dict[ValueFormatName, list[float]] = {values: [] for values in FORMATS}
     seconds: dict[ValueFormatName, list[float]] = {values: [] for values in FORMATS}
@@ -59,31 +59,31 @@ async def calibrate(run: RunBatch, vocab_size: int, seq_len: int) -> list[Measur
     for ids in short:
         exact, _ = await run("exact", ids)
         for values in FORMATS[1:]:
-            errors[values].append(relative_error(exact, (await run(values, ids))[0]))
+            errors[values].append(max_relative_error(exact, (await run(values, ids))[0]))
     exact, _ = await run("exact", longest)  # not timed: the first step of this length is a warm-up
     for _ in range(_REPEATS):  # formats interleaved, so that background load affects all of them
         for values in FORMATS:
-            rows, taken = await run(values, longest)
-            errors[values].append(relative_error(exact, rows))
-            seconds[values].append(taken)
-    return [Measured(values, max(errors[values]), median(seconds[values])) for values in FORMATS]
+            rows, step_seconds = await run(values, longest)
+            errors[values].append(max_relative_error(exact, rows))
+            seconds[values].append(step_seconds)
+    return [FormatMeasurement(values, max(errors[values]), median(seconds[values])) for values in FORMATS]
 
 
-def choose(measured: Sequence[Measured], budget: float) -> Measured:
+def choose_format(measurements: Sequence[FormatMeasurement], budget: float) -> FormatMeasurement:
     """The fastest format whose error times `SAFETY_FACTOR` is within the budget.
 
-    The exact format, unless another one saves at least `MIN_GAIN` of its time.
+    The exact format, unless another one saves at least `MIN_TIME_SAVING` of its time.
     """
-    exact = next(each for each in measured if each.values == "exact")
-    enough = (1 - MIN_GAIN) * exact.seconds
-    worth = [each for each in measured if each.error * SAFETY_FACTOR <= budget and each.seconds <= enough]
-    return min(worth, key=lambda each: (each.seconds, each.error), default=exact)
+    exact = next(each for each in measurements if each.values == "exact")
+    max_seconds = (1 - MIN_TIME_SAVING) * exact.seconds
+    acceptable = [each for each in measurements if each.error * SAFETY_FACTOR <= budget and each.seconds <= max_seconds]
+    return min(acceptable, key=lambda each: (each.seconds, each.error), default=exact)
 
 
-def describe(measured: Sequence[Measured], chosen: Measured, budget: float) -> str:
+def describe_choice(measurements: Sequence[FormatMeasurement], chosen: FormatMeasurement, budget: float) -> str:
     """The measurements and the choice in one log line."""
     parts = [
         f"{each.values} {format_seconds(each.seconds)}" + (f" error {each.error:.1e}" if each.values != "exact" else "")
-        for each in measured
+        for each in measurements
     ]
     return f"activations travel as {chosen.values} (accuracy budget {budget:g}: {', '.join(parts)})"

@@ -13,20 +13,20 @@ _D = TypeVar("_D")
 
 
 class Admission(Generic[_D]):
-    """FIFO queue. At most `capacity` requests run at once and at most `most_waiting` wait; while closed, all wait.
+    """FIFO queue. At most `capacity` requests run at once and at most `max_waiting` wait; while closed, all wait.
 
     The caller must call `leave` once for every `enter` that returned.
     """
 
-    def __init__(self, most_waiting: int) -> None:
-        self.running = 0
-        self.admitted = 0  # in total
-        self._most_waiting = most_waiting
+    def __init__(self, max_waiting: int) -> None:
+        self.num_running = 0
+        self.num_admitted = 0  # in total
+        self._max_waiting = max_waiting
         self._capacity = 0
         self._deployment: _D | None = None  # None: closed
         self._refusal: HearthError | None = None
-        self._exclusive = False  # whether the running slot is exclusive
-        self._turns: dict[asyncio.Future[_D], bool] = {}  # the queue in FIFO order; whether each entry is exclusive
+        self._running_exclusive = False  # whether the running slot is exclusive
+        self._queue: dict[asyncio.Future[_D], bool] = {}  # the queue in FIFO order; whether each entry is exclusive
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -35,21 +35,21 @@ class Admission(Generic[_D]):
         return self._deployment is not None
 
     @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Number of waiting requests, without exclusive ones."""
-        return sum(not exclusive for exclusive in self._turns.values())
+        return sum(not exclusive for exclusive in self._queue.values())
 
     def open(self, deployment: _D, capacity: int) -> None:
         self._deployment, self._capacity = deployment, capacity
-        self._advance()
+        self._admit_waiting()
 
     def close(self, refusal: HearthError | None = None) -> None:
         """Admit no request until the next `open`. With `refusal`, waiting and future requests raise it."""
         self._deployment, self._refusal = None, refusal
         if refusal is not None:
-            for turn in self._turns:
-                turn.set_exception(refusal)
-            self._turns.clear()
+            for slot in self._queue:
+                slot.set_exception(refusal)
+            self._queue.clear()
 
     async def enter(self, timeout_seconds: float) -> _D:
         """Wait for a slot; returns the deployment to run on.
@@ -58,14 +58,14 @@ class Admission(Generic[_D]):
         """
         if self._refusal is not None:
             raise self._refusal
-        return await self._turn(exclusive=False, timeout_seconds=timeout_seconds)
+        return await self._wait_for_slot(exclusive=False, timeout_seconds=timeout_seconds)
 
     def leave(self) -> None:
-        self.running -= 1
-        self._exclusive = False
-        if self.running == 0:
+        self.num_running -= 1
+        self._running_exclusive = False
+        if self.num_running == 0:
             self._idle.set()
-        self._advance()
+        self._admit_waiting()
 
     @asynccontextmanager
     async def exclusively(self, timeout_seconds: float | None = None) -> AsyncIterator[None]:
@@ -73,45 +73,45 @@ class Admission(Generic[_D]):
 
         Raises asyncio.TimeoutError if running requests take longer; admission then continues.
         """
-        await self._turn(exclusive=True, timeout_seconds=timeout_seconds)
+        await self._wait_for_slot(exclusive=True, timeout_seconds=timeout_seconds)
         try:
             yield
         finally:
             self.leave()
 
-    async def drained(self) -> None:
+    async def wait_until_drained(self) -> None:
         """Wait until no request runs."""
         await self._idle.wait()
 
-    async def _turn(self, exclusive: bool, timeout_seconds: float | None) -> _D:
-        turn: asyncio.Future[_D] = asyncio.get_running_loop().create_future()
-        self._turns[turn] = exclusive
-        self._advance()
+    async def _wait_for_slot(self, exclusive: bool, timeout_seconds: float | None) -> _D:
+        slot: asyncio.Future[_D] = asyncio.get_running_loop().create_future()
+        self._queue[slot] = exclusive
+        self._admit_waiting()
         try:
-            if not turn.done():
-                if not exclusive and self.waiting > self._most_waiting:
-                    raise QueueFull(limit=self._most_waiting)
-                await asyncio.wait({turn}, timeout=timeout_seconds)
-            if not turn.done():
+            if not slot.done():
+                if not exclusive and self.num_waiting > self._max_waiting:
+                    raise QueueFull(limit=self._max_waiting)
+                await asyncio.wait({slot}, timeout=timeout_seconds)
+            if not slot.done():
                 raise asyncio.TimeoutError
-            return turn.result()
+            return slot.result()
         except asyncio.CancelledError:
-            if turn.done() and turn.exception() is None:
+            if slot.done() and slot.exception() is None:
                 self.leave()  # admitted and cancelled at the same time
             raise
         finally:
-            if self._turns.pop(turn, None):
-                self._advance()  # a cancelled exclusive entry may have blocked those behind it
+            if self._queue.pop(slot, None):
+                self._admit_waiting()  # a cancelled exclusive entry may have blocked those behind it
 
-    def _advance(self) -> None:
+    def _admit_waiting(self) -> None:
         """Admit from the front of the queue while slots are free."""
-        while self._turns and self._deployment is not None:
-            turn, exclusive = next(iter(self._turns.items()))
-            if self._exclusive or self.running >= (1 if exclusive else self._capacity):
+        while self._queue and self._deployment is not None:
+            slot, exclusive = next(iter(self._queue.items()))
+            if self._running_exclusive or self.num_running >= (1 if exclusive else self._capacity):
                 return
-            del self._turns[turn]
-            self._exclusive = exclusive
-            self.running += 1
-            self.admitted += 1
+            del self._queue[slot]
+            self._running_exclusive = exclusive
+            self.num_running += 1
+            self.num_admitted += 1
             self._idle.clear()
-            turn.set_result(self._deployment)
+            slot.set_result(self._deployment)

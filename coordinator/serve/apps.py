@@ -27,7 +27,7 @@ class AppRegistry:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp: tuple[int, int] | None = None
+        self._file_stamp: tuple[int, int] | None = None
         self._apps = Apps()
 
     def add(self, name: str, public_key: str) -> None:
@@ -42,11 +42,11 @@ class AppRegistry:
     def revoke(self, name: str) -> None:
         """Revoke an app. Raises BadRequest if no app has this name."""
         apps = self.current()
-        gone = {key: app for key, app in apps.keys.items() if app == name}
-        if not gone:
+        revoked = {key: app for key, app in apps.keys.items() if app == name}
+        if not revoked:
             raise BadRequest(reason=f"there is no app '{name}'")
-        left = {key: app for key, app in apps.keys.items() if app != name}
-        self._write(Apps(keys=left, revoked={**apps.revoked, **gone}))
+        remaining = {key: app for key, app in apps.keys.items() if app != name}
+        self._write(Apps(keys=remaining, revoked={**apps.revoked, **revoked}))
 
     def current(self) -> Apps:
         """The apps; reads the file if it has changed. Raises BadSetting."""
@@ -55,12 +55,12 @@ class AppRegistry:
         except FileNotFoundError:
             return Apps()
         stamp = (status.st_mtime_ns, status.st_size)
-        if stamp != self._stamp:
+        if stamp != self._file_stamp:
             try:
                 self._apps = Apps.model_validate_json(self._path.read_bytes())
             except ValueError:
                 raise BadSetting(setting=str(self._path), reason="the list of apps cannot be read") from None
-            self._stamp = stamp
+            self._file_stamp = stamp
         return self._apps
 
     def _write(self, apps: Apps) -> None:

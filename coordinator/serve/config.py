@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from hearth.client.home import COORDINATOR_PORT
 from hearth.platform.settings import read_settings
 
-PREFIX = "HEARTH_COORDINATOR_"
+ENVIRONMENT_PREFIX = "HEARTH_COORDINATOR_"
 
 
 class CoordinatorSettings(BaseModel):
@@ -57,7 +57,7 @@ def default_state_dir(environ: Mapping[str, str]) -> Path:
     return Path(base) / "hearth-coordinator"
 
 
-def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> CoordinatorSettings:
+def load_coordinator_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> CoordinatorSettings:
     """Flags override variables, which override defaults. Raises BadSetting naming the setting."""
     defaults = {"state_dir": default_state_dir(environ)}
-    return read_settings(CoordinatorSettings, PREFIX, environ, flags, defaults)
+    return read_settings(CoordinatorSettings, ENVIRONMENT_PREFIX, environ, flags, defaults)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coordinator.deploy.transformer import TransformerDeployment
-from coordinator.serve.prompts import GenerationDefaults, StopTexts, TextStream, TextTokenizer
+from coordinator.serve.prompts import GenerationDefaults, StopTextFilter, TextStream, TextTokenizer
 from coordinator.serve.requests import Requests
 from hearth.errors import BadPlan, BadRequest, ContextTooLong, DeadlineExceeded, HearthError, QueueFull
 from hearth.plan.model_spec import ModelSpec
@@ -22,7 +22,7 @@ from hearth.wire import messages as wire
 from hearth.wire.codec import Array
 from hearth.wire.rpc import MAX_REQUESTS_PER_CALLER
 
-_MAX_AT_ONCE = MAX_REQUESTS_PER_CALLER // 2  # the rest of rank 0's limit per caller is left for heartbeats
+_MAX_CONCURRENT = MAX_REQUESTS_PER_CALLER // 2  # the rest of rank 0's limit per caller is left for heartbeats
 _MAX_FAILURES = 3  # deployments that may fail under one request; the next failure is returned to the client
 _MAX_STOP_CHARACTERS = 1000  # of a stop text; every stop text is searched for at every token
 _WARM_UP_TOKENS = 8  # of the warm-up prompt
@@ -61,17 +61,17 @@ class TextModel:
         return ids
 
 
-def context_tokens(plan: TransformerPlan) -> int:
+def max_context_tokens(plan: TransformerPlan) -> int:
     """Maximum tokens of one request, prompt and answer together. Raises BadPlan."""
     if plan.body.generation is None:
         raise BadPlan(reason="it is not for a model that generates text")
-    promised = plan.body.generation.kv_tokens
-    return min(plan.model.max_positions, promised, plan.body.generation.context or promised)
+    capacity = plan.body.generation.kv_tokens
+    return min(plan.model.max_positions, capacity, plan.body.generation.context or capacity)
 
 
 async def warm_up(deployment: TransformerDeployment) -> None:
     """Generate two tokens: checks that all workers reach each other in prefill and decoding, and loads the kernels."""
-    context = context_tokens(deployment.plan)
+    context = max_context_tokens(deployment.plan)
     prompt = np.zeros(max(min(_WARM_UP_TOKENS, context - 2), 1), np.int32)
     max_tokens = max(min(2, context - len(prompt)), 1)
     async with aclosing(deployment.generate(prompt, wire.Sampling(), max_tokens, (), 0, _WARM_UP_SECONDS)) as answers:
@@ -79,12 +79,12 @@ async def warm_up(deployment: TransformerDeployment) -> None:
             pass
 
 
-class Generations:
+class GenerationRunner:
     """All generation requests, at most `limit` at once. They run concurrently: rank 0 batches them."""
 
     def __init__(self, requests: Requests[TransformerDeployment], limit: int) -> None:
         self.num_running = 0
-        self.limit = min(limit, _MAX_AT_ONCE)
+        self.limit = min(limit, _MAX_CONCURRENT)
         self._requests = requests
 
     async def run(
@@ -101,91 +101,93 @@ class Generations:
             if self.num_running > self.limit:
                 raise QueueFull(limit=self.limit)
             try:
-                reading = asyncio.to_thread(model.prompt_ids, request, token_ids)
-                prompt = await with_timeout(request.timeout_seconds, reading)
+                tokenising = asyncio.to_thread(model.prompt_ids, request, token_ids)
+                prompt = await with_timeout(request.timeout_seconds, tokenising)
             except asyncio.TimeoutError:
-                raise _too_late(request) from None
-            answer = _Answer(model, request, prompt, began)
-            async with aclosing(self._parts(answer, began + request.timeout_seconds)) as parts:
-                async for part in parts:
-                    yield part
-            ended = answer.ended()
-            yield ended
-            self._requests.count(ended.first_token_seconds + ended.decode_seconds)
+                raise _timeout_error(request) from None
+            generation = _RunningGeneration(model, request, prompt, began)
+            async with aclosing(self._stream(generation, began + request.timeout_seconds)) as messages:
+                async for message in messages:
+                    yield message
+            end_message = generation.end_message()
+            yield end_message
+            self._requests.count_served(end_message.first_token_seconds + end_message.decode_seconds)
         except HearthError as error:
-            self._requests.count_failure(error)
+            self._requests.count_failed(error)
             raise
         finally:
             self.num_running -= 1
 
-    async def _parts(self, answer: _Answer, deadline: float) -> AsyncGenerator[wire.TextGenerated, None]:
+    async def _stream(
+        self, generation: _RunningGeneration, deadline: float
+    ) -> AsyncGenerator[wire.TextGenerated, None]:
         """Stream up to the end of the answer, on successive deployments if some fail."""
         loop = asyncio.get_running_loop()
         num_failures = 0
-        answer.left(answer.model.spec.max_positions)  # refuse a prompt that can never fit before queueing it
-        while answer.reason is None:
-            async with self._requests.place(deadline - loop.time()) as deployment:
-                max_tokens = answer.left(context_tokens(deployment.plan))
+        generation.remaining_tokens(generation.model.spec.max_positions)  # refuse early a prompt that can never fit
+        while generation.reason is None:
+            async with self._requests.slot(deadline - loop.time()) as deployment:
+                max_tokens = generation.remaining_tokens(max_context_tokens(deployment.plan))
                 if max_tokens == 0:  # all tokens had arrived; only the end message was lost
-                    answer.reason = "stop" if answer.stopped else "length"
+                    generation.reason = "stop" if generation.ends_with_stop_token else "length"
                     return
-                async with aclosing(answer.on(deployment, max_tokens, deadline)) as events:
-                    while answer.reason is None:
+                async with aclosing(generation.continue_on(deployment, max_tokens, deadline)) as events:
+                    while generation.reason is None:
                         try:
                             event = await with_timeout(max(deadline - loop.time(), 0.001), anext(events))
                         except asyncio.TimeoutError:
-                            raise _too_late(answer.request) from None
+                            raise _timeout_error(generation.request) from None
                         except HearthError as error:
-                            self._requests.failed_on(deployment, error)
+                            self._requests.on_failure(deployment, error)
                             num_failures += 1
                             if num_failures > _MAX_FAILURES or error.scope not in ("worker", "peer"):
                                 raise
                             break
                         if isinstance(event, wire.TokensGenerated):
-                            yield answer.take(event.token_ids)
+                            yield generation.append(event.token_ids)
                         else:
-                            answer.end, answer.reason = event, event.reason
+                            generation.worker_end, generation.reason = event, event.reason
 
 
-class _Answer:
+class _RunningGeneration:
     """One request and its generated tokens. Times are those of the event loop's clock, in seconds."""
 
     def __init__(self, model: TextModel, request: wire.Generate, prompt: list[int], began: float) -> None:
         self.model = model
         self.request = request
         self.reason: wire.FinishReason | None = None  # None while it runs
-        self.end: wire.GenerationEnded | None = None  # as rank 0 reported it
+        self.worker_end: wire.GenerationEnded | None = None  # as rank 0 reported it
         self._prompt = prompt
         self._tokens: list[int] = []
-        self._text: TextStream | None = model.tokenizer.stream(prompt) if model.tokenizer is not None else None
-        self._stops = StopTexts(request.stop)
+        self._text_stream: TextStream | None = model.tokenizer.stream(prompt) if model.tokenizer is not None else None
+        self._stop_filter = StopTextFilter(request.stop)
         self._sampling = model.defaults.merged(request.sampling, secrets.randbits(62))
         self._clock = asyncio.get_running_loop().time
-        self._began = began
-        self._num_plans = 0
-        self._sent = self._first = self._last = began
+        self._began_at = began
+        self._num_deployments = 0
+        self._sent_at = self._first_token_at = self._last_token_at = began
 
     @property
-    def stopped(self) -> bool:
+    def ends_with_stop_token(self) -> bool:
         """Whether the newest token is an end-of-text token."""
         return bool(self._tokens) and self._tokens[-1] in self.model.defaults.stop_ids
 
-    def left(self, context: int) -> int:
+    def remaining_tokens(self, context: int) -> int:
         """Number of tokens that may still be generated. Raises ContextTooLong."""
-        wanted, room = self.request.max_tokens, context - len(self._prompt)
-        if room < (wanted or 1):
-            raise ContextTooLong(num_prompt_tokens=len(self._prompt), max_tokens=wanted or 1, context_tokens=context)
-        if self.stopped:
+        requested, room = self.request.max_tokens, context - len(self._prompt)
+        if room < (requested or 1):
+            raise ContextTooLong(num_prompt_tokens=len(self._prompt), max_tokens=requested or 1, context_tokens=context)
+        if self.ends_with_stop_token:
             return 0
-        return max((wanted or min(self.model.defaults.max_tokens, room)) - len(self._tokens), 0)
+        return max((requested or min(self.model.defaults.max_tokens, room)) - len(self._tokens), 0)
 
-    def on(
+    def continue_on(
         self, deployment: TransformerDeployment, max_tokens: int, deadline: float
     ) -> AsyncGenerator[wire.TokensGenerated | wire.GenerationEnded, None]:
         """Generate the remaining tokens on this deployment."""
-        self._num_plans += 1
-        if self._num_plans == 1:
-            self._sent = self._clock()
+        self._num_deployments += 1
+        if self._num_deployments == 1:
+            self._sent_at = self._clock()
         return deployment.generate(
             np.asarray([*self._prompt, *self._tokens], np.int32),
             self._sampling,
@@ -195,34 +197,35 @@ class _Answer:
             timeout_seconds=deadline - self._clock() + REPLY_MARGIN_SECONDS,
         )
 
-    def take(self, token_ids: Sequence[int]) -> wire.TextGenerated:
+    def append(self, token_ids: Sequence[int]) -> wire.TextGenerated:
         """Append the next tokens, up to one that completes a stop text, which ends the answer."""
-        self._last = self._clock()
+        self._last_token_at = self._clock()
         if not self._tokens:
-            self._first = self._last
+            self._first_token_at = self._last_token_at
         text = ""
         for count, token_id in enumerate(token_ids, start=1):
             self._tokens.append(token_id)
-            if self._text is not None and not self.stopped:
-                text += self._stops.push(self._text.push(token_id))
-                if self._stops.found:
+            if self._text_stream is not None and not self.ends_with_stop_token:
+                text += self._stop_filter.push(self._text_stream.push(token_id))
+                if self._stop_filter.found:
                     self.reason = "stop"
                     return wire.TextGenerated(token_ids=tuple(token_ids[:count]), text=text)
         return wire.TextGenerated(token_ids=tuple(token_ids), text=text)
 
-    def ended(self) -> wire.TextEnded:
+    def end_message(self) -> wire.TextEnded:
         """The end message, with the text that was held back."""
         assert self.reason is not None
         text = ""
-        if self._text is not None:
-            text = self._stops.push(self._text.flush()) + self._stops.flush()
-        queued, first, others = self._sent - self._began, self._first - self._sent, self._last - self._first
-        if self.end is not None and self._num_plans == 1:  # rank 0 measured its own queueing more exactly
-            queued += self.end.queued_seconds
-            first, others = self.end.prefill_seconds, self.end.decode_seconds
+        if self._text_stream is not None:
+            text = self._stop_filter.push(self._text_stream.flush()) + self._stop_filter.flush()
+        queued, first = self._sent_at - self._began_at, self._first_token_at - self._sent_at
+        others = self._last_token_at - self._first_token_at
+        if self.worker_end is not None and self._num_deployments == 1:  # rank 0 measured its own queueing more exactly
+            queued += self.worker_end.queued_seconds
+            first, others = self.worker_end.prefill_seconds, self.worker_end.decode_seconds
         return wire.TextEnded(
             text=text,
-            reason="stop" if self._stops.found else self.reason,
+            reason="stop" if self._stop_filter.found else self.reason,
             num_prompt_tokens=len(self._prompt),
             num_tokens=len(self._tokens),
             queued_seconds=queued,
@@ -231,5 +234,5 @@ class _Answer:
         )
 
 
-def _too_late(request: wire.Generate) -> DeadlineExceeded:
+def _timeout_error(request: wire.Generate) -> DeadlineExceeded:
     return DeadlineExceeded(action="the generation", seconds=request.timeout_seconds)

@@ -30,7 +30,7 @@ _D = TypeVar("_D", bound=NamedDevice)
 
 
 @dataclass(frozen=True)
-class Model:
+class TransformerModel:
     """A model, read once from its directory. A decoder processes a prompt longer than a step in chunks."""
 
     directory: Path
@@ -40,22 +40,22 @@ class Model:
     generation: GenerationRequest | None = None  # None for encoders
 
 
-def open_model(goal: TransformerGoal) -> Model:
+def open_transformer(goal: TransformerGoal) -> TransformerModel:
     """Read config and tokenizer. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
     directory = Path(goal.model_dir)
     spec = read_spec(directory).model_copy(update={"weights": goal.weights})
-    generation = _generation(goal, spec)
-    longest = generation.context if generation else spec.max_positions
-    seq_len = min(goal.seq_len or DEFAULT_SEQ_LEN, longest)
+    generation = _generation_request(goal, spec)
+    max_seq_len = generation.context if generation else spec.max_positions
+    seq_len = min(goal.seq_len or DEFAULT_SEQ_LEN, max_seq_len)
     if not spec.causal:
         read_pooling(directory)
     tokenizer = None
     if (directory / "tokenizer.json").exists():
         tokenizer = TextTokenizer(directory) if spec.causal else SentenceTokenizer(directory)
-    return Model(directory, spec, seq_len, tokenizer, generation)
+    return TransformerModel(directory, spec, seq_len, tokenizer, generation)
 
 
-def _generation(goal: TransformerGoal, spec: ModelSpec) -> GenerationRequest | None:
+def _generation_request(goal: TransformerGoal, spec: ModelSpec) -> GenerationRequest | None:
     if not spec.causal:
         for option, value in (("--context", goal.context), ("--sequences", goal.sequences)):
             if value is not None:
@@ -67,7 +67,7 @@ def _generation(goal: TransformerGoal, spec: ModelSpec) -> GenerationRequest | N
     return GenerationRequest(context, goal.sequences or DEFAULT_SEQUENCES)
 
 
-def allowed(goal: Goal, devices: Iterable[_D]) -> list[_D]:
+def allowed_devices(goal: Goal, devices: Iterable[_D]) -> list[_D]:
     """The devices that the user did not exclude, by name or id."""
     excluded = set(goal.exclude)
     return [device for device in devices if not {device.name, device.device_id} & excluded]
@@ -75,7 +75,7 @@ def allowed(goal: Goal, devices: Iterable[_D]) -> list[_D]:
 
 def plan_request(
     goal: TransformerGoal,
-    model: Model,
+    model: TransformerModel,
     cluster: ClusterProfile,
     values: ValueFormatName | None = None,
     deployed: TransformerPlan | None = None,

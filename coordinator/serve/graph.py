@@ -22,9 +22,9 @@ from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.predict import current_objective_seconds
 from coordinator.plan.graph.request import objective_seconds
 from coordinator.serve.goal import graph_request
-from coordinator.serve.kind import Handler, Tools
-from coordinator.serve.planner_process import solve
-from coordinator.serve.requests import Answer, Requests, failure_of
+from coordinator.serve.kind import RequestHandler, SharedServices
+from coordinator.serve.planner_process import solve_graph
+from coordinator.serve.requests import ComputedReply, Requests, as_hearth_error
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, StepFailed
 from hearth.plan.graph_spec import Tensor
@@ -36,7 +36,7 @@ from hearth.wire.messages import ArrayInfo, GetModelInfo, Infer, Inferred, Messa
 from hearth.wire.rpc import Reply
 
 # Upper limit of the plan search while clients wait for a recovery.
-_RECOVERY_SECONDS = 3.0
+_MAX_RECOVERY_SECONDS = 3.0
 
 
 class GraphKind:
@@ -44,7 +44,7 @@ class GraphKind:
 
     usage = "the model is a graph of operators; ask it with `hearth infer` or home.infer()"
 
-    def __init__(self, goal: GraphGoal, tools: Tools, requests: Requests[GraphDeployment]) -> None:
+    def __init__(self, goal: GraphGoal, services: SharedServices, requests: Requests[GraphDeployment]) -> None:
         GRAPH_METHODS.check(goal.strategy, goal.objective)
         self.graph = read_graph_file(Path(goal.model_file), goal.dims)
         if self.graph.model is None:
@@ -52,9 +52,9 @@ class GraphKind:
         self.spec = self.graph.spec
         self.graph.check_types()
         self.workload = graph_workload(self.graph)
-        self.handlers: Mapping[type[Message], Handler] = {GetModelInfo: self.info, Infer: self.infer}
+        self.handlers: Mapping[type[Message], RequestHandler] = {GetModelInfo: self.info, Infer: self.infer}
         self._goal = goal
-        self._tools = tools
+        self._services = services
         self._requests = requests
         self._chunks = SegmentChunks(self.graph)
         self._probe: asyncio.Task[None] | None = None
@@ -71,15 +71,15 @@ class GraphKind:
         check_segments(self.spec, plan.body.segments)
 
     async def profile(self, devices: Sequence[Device]) -> GraphCluster:
-        return await graph_cluster(self._tools.profiler, devices, self.graph, self.workload)
+        return await graph_cluster(self._services.profiler, devices, self.graph, self.workload)
 
     async def plan(self, cluster: GraphCluster, recovering: bool) -> Plan:
         goal = self._goal
         if recovering:
-            goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, _RECOVERY_SECONDS)})
+            goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, _MAX_RECOVERY_SECONDS)})
         request = graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits))
-        plan = (await solve(request)).plan
-        self._tools.report(
+        plan = (await solve_graph(request)).plan
+        self._services.report(
             f"planned by {plan.planner}: {format_seconds(objective_seconds(plan))} "
             f"{'for one request' if plan.body.objective == 'latency' else 'per request of a full pipeline'}"
         )
@@ -88,7 +88,7 @@ class GraphKind:
     async def revise(self, cluster: GraphCluster, deployment: GraphDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan
         request = graph_request(self._goal, self.graph, graph_cluster_with_limits(cluster, self._goal.limits, deployed))
-        new = (await solve(request)).plan
+        new = (await solve_graph(request)).plan
         return new, objective_seconds(new), current_objective_seconds(request, deployed)
 
     # ---- deployments ----------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class GraphKind:
 
     def deployment(self, plan: Plan, name: str) -> GraphDeployment:
         assert is_graph_plan(plan)
-        return GraphDeployment(self._tools.fleet, plan, name)
+        return GraphDeployment(self._services.fleet, plan, name)
 
     def capacity(self, deployment: GraphDeployment) -> int:
         return deployment.max_in_flight
@@ -114,37 +114,39 @@ class GraphKind:
 
     async def info(self, request: GetModelInfo, payload: Sequence[Any]) -> ModelInfo:
         """Names, dtypes and shapes of the model's inputs and outputs."""
-        return ModelInfo(name=self.spec.name[:256], inputs=_infos(self.spec.inputs), outputs=_infos(self.spec.outputs))
+        return ModelInfo(
+            name=self.spec.name[:256], inputs=_array_infos(self.spec.inputs), outputs=_array_infos(self.spec.outputs)
+        )
 
     async def infer(self, request: Infer, payload: Sequence[Any]) -> Reply:
         """Run one request. Raises BadRequest naming the input, QueueFull, NotServing, DeadlineExceeded, DeviceLost, ..."""
-        inputs = arrays_of(request.names, payload)
+        inputs = arrays_by_name(request.names, payload)
         check_inputs(self.spec.inputs, inputs)
         admission = self._requests.admission
 
-        async def compute(deployment: GraphDeployment) -> Answer:
-            before, alone = admission.admitted, admission.running == 1
+        async def compute(deployment: GraphDeployment) -> ComputedReply:
+            before, alone = admission.num_admitted, admission.num_running == 1
             result = await deployment.infer(inputs, request.trace)
             # In a pipeline, requests wait for earlier ones; only the total time of one that ran alone shows the links.
-            total = result.latency_seconds if alone and admission.admitted == before else None
+            total = result.latency_seconds if alone and admission.num_admitted == before else None
             self._requests.observe(deployment, 1.0, result.compute_seconds, total)
             names = tuple(result.outputs)
-            answer = Inferred(names=names, latency_seconds=result.latency_seconds, traces=result.traces)
-            return answer, pack_arrays(result.outputs)
+            reply = Inferred(names=names, latency_seconds=result.latency_seconds, traces=result.traces)
+            return reply, pack_arrays(result.outputs)
 
-        return await self._requests.run(compute, request.timeout_seconds, self._failed_on)
+        return await self._requests.run(compute, request.timeout_seconds, self._on_failure)
 
-    def _failed_on(self, deployment: GraphDeployment, error: HearthError) -> None:
+    def _on_failure(self, deployment: GraphDeployment, error: HearthError) -> None:
         """After StepFailed, run a probe with zeros: if it fails too, the deployment is at fault, not the request's values."""
         if not isinstance(error, StepFailed):
-            self._requests.failed_on(deployment, error)
+            self._requests.on_failure(deployment, error)
             return
 
         async def probe() -> None:
             try:
                 await deployment.infer(_zeros(self.spec.inputs))
             except Exception as error:
-                self._requests.failed_on(deployment, failure_of(error))
+                self._requests.on_failure(deployment, as_hearth_error(error))
 
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(probe())
@@ -153,7 +155,7 @@ class GraphKind:
 # ---- arrays -----------------------------------------------------------------------------------------------------------
 
 
-def arrays_of(names: Sequence[str], payload: Sequence[Any]) -> dict[str, Array]:
+def arrays_by_name(names: Sequence[str], payload: Sequence[Any]) -> dict[str, Array]:
     """The arrays of a payload by name, two frames each. Raises BadRequest, BadMessage."""
     if len(payload) != 2 * len(names):
         raise BadRequest(reason=f"{len(names)} inputs came in {len(payload)} frames; each needs two")
@@ -162,13 +164,13 @@ def arrays_of(names: Sequence[str], payload: Sequence[Any]) -> dict[str, Array]:
     return unpack_arrays(names, payload)
 
 
-def check_inputs(wanted: Sequence[Tensor], given: dict[str, Array]) -> None:
+def check_inputs(expected: Sequence[Tensor], given: dict[str, Array]) -> None:
     """Raise BadRequest naming the first input that is unknown, missing, or has a wrong dtype or shape."""
-    names = [tensor.name for tensor in wanted]
+    names = [tensor.name for tensor in expected]
     for name in given:
         if name not in names:
             raise BadRequest(reason=f"the model has no input '{name}'; it takes {', '.join(names)}")
-    for tensor in wanted:
+    for tensor in expected:
         if tensor.name not in given:
             raise BadRequest(reason=f"the input '{tensor.name}' is missing")
         array = given[tensor.name]
@@ -180,7 +182,7 @@ def check_inputs(wanted: Sequence[Tensor], given: dict[str, Array]) -> None:
             )
 
 
-def _infos(tensors: Sequence[Tensor]) -> tuple[ArrayInfo, ...]:
+def _array_infos(tensors: Sequence[Tensor]) -> tuple[ArrayInfo, ...]:
     return tuple(
         ArrayInfo.model_validate({"name": tensor.name, "dtype": tensor.dtype, "shape": tensor.shape})
         for tensor in tensors

@@ -19,11 +19,11 @@ from hearth.wire.messages import Message
 from hearth.wire.rpc import Response
 
 D = TypeVar("D", bound=Deployment)
-Handler: TypeAlias = Callable[[Any, Sequence[Any]], Awaitable[Response]]  # takes a message and its payload
+RequestHandler: TypeAlias = Callable[[Any, Sequence[Any]], Awaitable[Response]]  # takes a message and its payload
 
 
 @dataclass(frozen=True)
-class Tools:
+class SharedServices:
     """Services shared by all deployments of a coordinator. `report` logs a line for the user."""
 
     fleet: Fleet
@@ -39,7 +39,7 @@ class ModelKind(Protocol[D]):
 
     usage: str  # tells a client that sent a request of another kind which requests the model answers
     workload: Workload[Any]  # measured on each device before planning
-    handlers: Mapping[type[Message], Handler]  # by type of request
+    handlers: Mapping[type[Message], RequestHandler]  # by type of request
 
     def check(self, plan: Plan) -> None:
         """Raise BadPlan if a plan is not for this model and these settings."""

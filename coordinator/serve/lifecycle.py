@@ -14,7 +14,7 @@ from hearth.plan.plan import Plan
 from hearth.wire.messages import DeploymentPhase
 
 RETRY_SECONDS = 2.0  # pause after a failure: does not flood the log, and is short compared with planning and loading
-HISTORY_LENGTH = 50  # moves kept: enough for several recoveries of about eight moves each
+HISTORY_LENGTH = 50  # transitions kept: enough for several recoveries of about eight transitions each
 _BRING_UP = ("settling", "profiling", "planning", "pushing", "loading", "warming")
 
 
@@ -29,14 +29,14 @@ class GoalSet:
 
 
 @dataclass(frozen=True)
-class PlanRestored:
+class SavedPlanAccepted:
     """All devices of the saved plan are available. `last_epoch` is the newest epoch that any agent has seen."""
 
     last_epoch: int
 
 
 @dataclass(frozen=True)
-class PlanSetAside:
+class SavedPlanRejected:
     """The saved plan cannot be used: a device is missing, or it violates a limit of the user."""
 
     reason: str
@@ -95,7 +95,7 @@ class DeploymentLost:
 
 
 @dataclass(frozen=True)
-class WorkFailed:
+class ActionFailed:
     """An action of the bring-up raised `error`."""
 
     error: HearthError
@@ -122,8 +122,9 @@ class StopRequested:
 
 
 Event: TypeAlias = (
-    GoalSet | PlanRestored | PlanSetAside | DevicesSettled | DevicesProfiled | PlanMade | ChunksPushed | WorkersLoaded
-    | WarmedUp | BetterPlanMade | DeploymentLost | WorkFailed | RetryDue | Drained | DrainTimedOut | StopRequested
+    GoalSet | SavedPlanAccepted | SavedPlanRejected | DevicesSettled | DevicesProfiled | PlanMade | ChunksPushed
+    | WorkersLoaded | WarmedUp | BetterPlanMade | DeploymentLost | ActionFailed | RetryDue | Drained | DrainTimedOut
+    | StopRequested
 )  # fmt: skip
 
 
@@ -135,7 +136,7 @@ Action: TypeAlias = Literal[
     "refuse_requests",  # fail waiting and new requests with NotServing
     "record_loss",  # remember the lost device, so that plans avoid it for a while
     # Executed in order, after the previous actions have ended:
-    "take_down",  # stop the deployment's workers, if there are any
+    "stop_workers",  # stop the deployment's workers, if there are any
     "finish",  # end `run`; in the phase `failed`, with an error that retrying cannot fix
     # Likewise, and each reports an event when done. Every phase except `idle` has one:
     "await_devices",  # wait for those of the saved plan
@@ -156,8 +157,8 @@ Actions: TypeAlias = tuple[Action, ...]
 
 
 @dataclass(frozen=True)
-class Move:
-    """At `at` seconds, `cause` moved the deployment to `phase`. A repeated failure is one move with a count, `times`."""
+class Transition:
+    """At `at` seconds, `cause` moved the deployment to `phase`. A repeated failure is one transition, counted in `times`."""
 
     at: float
     phase: DeploymentPhase
@@ -173,12 +174,12 @@ class Lifecycle:
     devices: tuple[Any, ...] = ()  # that the next plan may use
     cluster: Any = None  # their profile
     plan: Plan | None = None  # of the deployment that is starting, serving or draining
-    saved: Plan | None = None  # tried first, once
-    following: Plan | None = None  # while draining: the plan to deploy next; None: stop
+    saved_plan: Plan | None = None  # tried first, once
+    next_plan: Plan | None = None  # while draining: the plan to deploy next; None: stop
     last_epoch: int = 0  # the newest of all deployments of this home
     has_served: bool = False
     finished: bool = False  # final state
-    history: tuple[Move, ...] = ()
+    history: tuple[Transition, ...] = ()
 
     @property
     def epoch(self) -> int | None:
@@ -193,31 +194,31 @@ class Lifecycle:
     @property
     def error(self) -> HearthError | None:
         """The error of `cause`, if it is a failure."""
-        return self.cause.error if isinstance(self.cause, DeploymentLost | WorkFailed) else None
+        return self.cause.error if isinstance(self.cause, DeploymentLost | ActionFailed) else None
 
 
-class IllegalMove(Exception):
+class IllegalEvent(Exception):
     """A bug: the event cannot happen in this phase. The message contains the history."""
 
     def __init__(self, state: Lifecycle, event: Event) -> None:
         self.state = state
-        moves = "\n".join(f"  {move.at:.3f} {move.phase} x{move.times}: {move.cause}" for move in state.history)
-        super().__init__(f"{event} cannot happen while {state.phase}; history:\n{moves}")
+        history = "\n".join(f"  {each.at:.3f} {each.phase} x{each.times}: {each.cause}" for each in state.history)
+        super().__init__(f"{event} cannot happen while {state.phase}; history:\n{history}")
 
 
 def step(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, Actions]:
-    """The next state and the actions to execute. Events of earlier deployments are ignored. Raises IllegalMove."""
+    """The next state and the actions to execute. Events of earlier deployments are ignored. Raises IllegalEvent."""
     if getattr(event, "epoch", state.epoch) != state.epoch or (state.finished and isinstance(event, StopRequested)):
         return state, ()
-    moved = None if state.finished else _move(state, event)
-    if moved is None:
-        raise IllegalMove(state, event)
-    after, actions = moved
-    move = Move(now, after.phase, event)
-    return replace(after, history=_remembered(state.history, move)), actions
+    result = None if state.finished else _transition(state, event)
+    if result is None:
+        raise IllegalEvent(state, event)
+    after, actions = result
+    transition = Transition(now, after.phase, event)
+    return replace(after, history=_append_to_history(state.history, transition)), actions
 
 
-def _move(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | None:
+def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | None:
     """The transition table; None: the event is illegal in this phase."""
 
     def to(phase: DeploymentPhase, *actions: Action, **changes: Any) -> tuple[Lifecycle, Actions]:
@@ -225,26 +226,28 @@ def _move(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | None:
 
     def deploy(plan: Plan, last_epoch: int, *first: Action) -> tuple[Lifecycle, Actions]:
         epoch = max(state.last_epoch, last_epoch) + 1
-        return to("pushing", *first, "push", plan=plan.with_epoch(epoch), saved=None, following=None, last_epoch=epoch)
+        return to(
+            "pushing", *first, "push", plan=plan.with_epoch(epoch), saved_plan=None, next_plan=None, last_epoch=epoch
+        )
 
     def settle(*first: Action) -> tuple[Lifecycle, Actions]:
-        return to("settling", *first, "settle", plan=None, saved=None, following=None)
+        return to("settling", *first, "settle", plan=None, saved_plan=None, next_plan=None)
 
     def fail(error: HearthError, *first: Action) -> tuple[Lifecycle, Actions]:
         last: Action = "finish" if error.contradiction else "wait_to_retry"
-        return to("failed", *first, "take_down", last, plan=None, saved=None, finished=error.contradiction)
+        return to("failed", *first, "stop_workers", last, plan=None, saved_plan=None, finished=error.contradiction)
 
     def end(*first: Action) -> tuple[Lifecycle, Actions]:
-        return to("idle", *first, "take_down", "finish", plan=None, saved=None, following=None, finished=True)
+        return to("idle", *first, "stop_workers", "finish", plan=None, saved_plan=None, next_plan=None, finished=True)
 
     match state.phase, event:
         case "idle", GoalSet(plan):
-            return to("settling", "await_devices", saved=plan) if plan is not None else settle()
-        case "settling", PlanRestored(last_epoch) if state.saved is not None:
-            return deploy(state.saved, last_epoch)
-        case "settling", PlanSetAside() if state.saved is not None:
+            return to("settling", "await_devices", saved_plan=plan) if plan is not None else settle()
+        case "settling", SavedPlanAccepted(last_epoch) if state.saved_plan is not None:
+            return deploy(state.saved_plan, last_epoch)
+        case "settling", SavedPlanRejected() if state.saved_plan is not None:
             return settle()
-        case "settling", DevicesSettled(devices) if state.saved is None:
+        case "settling", DevicesSettled(devices) if state.saved_plan is None:
             return to("profiling", "profile", devices=devices)
         case "profiling", DevicesProfiled(cluster):
             return to("planning", "make_plan", cluster=cluster)
@@ -259,38 +262,39 @@ def _move(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | None:
 
         case "serving", BetterPlanMade(plan, _, last_epoch):
             last_epoch = max(state.last_epoch, last_epoch)
-            return to("draining", "stop_admitting", "drain", following=plan, last_epoch=last_epoch)
+            return to("draining", "stop_admitting", "drain", next_plan=plan, last_epoch=last_epoch)
         case "draining", Drained() | DrainTimedOut():
-            return deploy(state.following, 0, "take_down") if state.following is not None else end()
+            return deploy(state.next_plan, 0, "stop_workers") if state.next_plan is not None else end()
 
         case "pushing" | "loading" | "warming", DeploymentLost(_, error):
             return fail(error, "record_loss")
         case "serving", DeploymentLost():
-            return settle("stop_admitting", "record_loss", "take_down")
-        case "draining", DeploymentLost() if state.following is not None:
-            return settle("record_loss", "take_down")
+            return settle("stop_admitting", "record_loss", "stop_workers")
+        case "draining", DeploymentLost() if state.next_plan is not None:
+            return settle("record_loss", "stop_workers")
         case "draining", DeploymentLost():
             return end("record_loss")
-        case phase, WorkFailed(error) if phase in _BRING_UP:
+        case phase, ActionFailed(error) if phase in _BRING_UP:
             return fail(error)
         case "failed", RetryDue():
             return settle()
 
         case "serving", StopRequested():
             return to("draining", "refuse_requests", "drain")
-        case "draining", StopRequested() if state.following is not None:
-            return to("draining", "refuse_requests", "drain", following=None)
+        case "draining", StopRequested() if state.next_plan is not None:
+            return to("draining", "refuse_requests", "drain", next_plan=None)
         case _, StopRequested():
             return end("refuse_requests")
     return None
 
 
-def _remembered(history: tuple[Move, ...], move: Move) -> tuple[Move, ...]:
+def _append_to_history(history: tuple[Transition, ...], transition: Transition) -> tuple[Transition, ...]:
     """The history with the newest move, bounded. A failure that repeats the last one only increases its count."""
-    if isinstance(move.cause, WorkFailed):
-        kept = list(history)
-        while kept and kept[-1].phase in _BRING_UP:
-            kept.pop()
-        if kept and isinstance(cause := kept[-1].cause, WorkFailed) and str(cause.error) == str(move.cause.error):
-            return (*kept[:-1], replace(move, times=kept[-1].times + 1))
-    return (*history, move)[-HISTORY_LENGTH:]
+    if isinstance(transition.cause, ActionFailed):
+        earlier = list(history)
+        while earlier and earlier[-1].phase in _BRING_UP:
+            earlier.pop()
+        last = earlier[-1] if earlier else None
+        if last and isinstance(last.cause, ActionFailed) and str(last.cause.error) == str(transition.cause.error):
+            return (*earlier[:-1], replace(transition, times=last.times + 1))
+    return (*history, transition)[-HISTORY_LENGTH:]

@@ -9,7 +9,7 @@ from hearth.wire.messages import PhaseEntered
 
 _CAUSES: dict[type[cycle.Event], str] = {
     cycle.GoalSet: "asked to serve a model",
-    cycle.PlanRestored: "all devices of the last plan are available",
+    cycle.SavedPlanAccepted: "all devices of the last plan are available",
     cycle.DevicesProfiled: "devices profiled",
     cycle.ChunksPushed: "weights are on the devices",
     cycle.WorkersLoaded: "workers are loaded and connected",
@@ -21,7 +21,7 @@ _CAUSES: dict[type[cycle.Event], str] = {
 }
 
 
-def describe(state: cycle.Lifecycle) -> str:
+def describe_state(state: cycle.Lifecycle) -> str:
     """What a deployment is doing, in one line."""
     plan, cause = state.plan, state.cause
     match state.phase, cause:
@@ -31,25 +31,25 @@ def describe(state: cycle.Lifecycle) -> str:
             return "stopped"
         case "settling", cycle.DeploymentLost(_, error):
             return f"planning again: {error.explanation()}"
-        case "settling", _ if state.saved is not None:
+        case "settling", _ if state.saved_plan is not None:
             return "waiting for the devices of the last plan"
         case "settling", _:
             return "looking for devices"
         case "profiling", cycle.DevicesSettled(devices):
             return f"profiling {len(devices)} devices"
         case "pushing", _ if plan is not None:
-            return f"pushing weights to {names(plan)}"
+            return f"pushing weights to {device_names(plan)}"
         case "loading", _ if plan is not None:
-            return f"loading on {names(plan)}"
+            return f"loading on {device_names(plan)}"
         case "warming", _:
             return "warming up"
         case "serving", _ if plan is not None:
-            return f"serving {plan.model.name} on {names(plan)} ({title(plan)})"
-        case "draining", _ if state.following is not None:
+            return f"serving {plan.model.name} on {device_names(plan)} ({plan_title(plan)})"
+        case "draining", _ if state.next_plan is not None:
             return "changing to a better plan: running requests finish, new ones wait"
         case "draining", _:
             return "stopping: running requests finish, new ones are refused"
-        case "failed", cycle.WorkFailed(error) | cycle.DeploymentLost(_, error):
+        case "failed", cycle.ActionFailed(error) | cycle.DeploymentLost(_, error):
             return str(error) if state.finished else f"not ready, trying again: {error}"
     return state.phase
 
@@ -57,19 +57,19 @@ def describe(state: cycle.Lifecycle) -> str:
 def describe_cause(event: cycle.Event) -> str:
     """What an event reports, in one line."""
     match event:
-        case cycle.PlanSetAside(reason):
+        case cycle.SavedPlanRejected(reason):
             return f"the last plan is not used: {reason}"
         case cycle.DevicesSettled(devices):
             return f"devices: {', '.join(device.name for device in devices)}"
         case cycle.PlanMade(plan) | cycle.BetterPlanMade(plan):
-            return f"planned: {title(plan)} on {names(plan)}"
-        case cycle.DeploymentLost(_, error) | cycle.WorkFailed(error):
+            return f"planned: {plan_title(plan)} on {device_names(plan)}"
+        case cycle.DeploymentLost(_, error) | cycle.ActionFailed(error):
             return error.explanation()
     return _CAUSES[type(event)]
 
 
-def history_of(state: cycle.Lifecycle, now: float) -> tuple[PhaseEntered, ...]:
-    """The moves of the life cycle, oldest first, for `hearth status`."""
+def history_entries(state: cycle.Lifecycle, now: float) -> tuple[PhaseEntered, ...]:
+    """The transitions of the life cycle, oldest first, for `hearth status`."""
     return tuple(
         PhaseEntered(
             phase=move.phase, cause=describe_cause(move.cause), seconds_ago=max(now - move.at, 0.0), times=move.times
@@ -78,10 +78,10 @@ def history_of(state: cycle.Lifecycle, now: float) -> tuple[PhaseEntered, ...]:
     )
 
 
-def names(plan: Plan) -> str:
+def device_names(plan: Plan) -> str:
     return ", ".join(device.name for device in plan.devices)
 
 
-def title(plan: Plan) -> str:
+def plan_title(plan: Plan) -> str:
     body = plan.body
     return f"{plan.planner}, for {body.objective}" if isinstance(body, GraphSegments) else body.title

@@ -27,8 +27,8 @@ from hearth.platform.child import run_module
 # alone, not starting the interpreter, building the problem and the heuristics.
 _GRACE_SECONDS = 300.0
 _GRACE_FACTOR = 3.0
-_MARK = "planning: "  # prefix of a strategy's name on the child's standard error
-Progress = Callable[[str], None]
+_STRATEGY_PREFIX = "planning: "  # prefix of a strategy's name on the child's standard error
+ReportStrategy = Callable[[str], None]
 _Kind = Literal["transformer", "graph", "instance"]
 # Types of request and answer. "instance" is a placement problem in the file that the goal names.
 _TYPES: dict[_Kind, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
@@ -40,53 +40,57 @@ _TYPES: dict[_Kind, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
 
 async def solve_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:
     """`plan_transformer` in a child process, which is killed if this call is cancelled. Also raises DeadlineExceeded."""
-    planned: PlanningResult[TransformerPlan] = await _ask("transformer", request, 0.0)
+    planned: PlanningResult[TransformerPlan] = await _run_child("transformer", request, 0.0)
     return planned
 
 
-async def solve(request: GraphRequest, progress: Progress = lambda line: None) -> PlanningResult[GraphPlan]:
-    """`plan_graph` in a child process. `progress` is called with each strategy. Also raises DeadlineExceeded."""
-    planned: PlanningResult[GraphPlan] = await _ask("graph", request, request.time_limit_seconds, progress)
+async def solve_graph(
+    request: GraphRequest, report_strategy: ReportStrategy = lambda line: None
+) -> PlanningResult[GraphPlan]:
+    """`plan_graph` in a child process. `report_strategy` is called with each strategy. Also raises DeadlineExceeded."""
+    planned: PlanningResult[GraphPlan] = await _run_child("graph", request, request.time_limit_seconds, report_strategy)
     return planned
 
 
-async def solve_instance(goal: GraphGoal, progress: Progress) -> PlanningResult[GraphPlan]:
+async def solve_instance(goal: GraphGoal, report_strategy: ReportStrategy) -> PlanningResult[GraphPlan]:
     """`plan_instance` in a child process, for the placement problem in a file. Also raises DeadlineExceeded, BadGraph."""
-    planned: PlanningResult[GraphPlan] = await _ask("instance", goal, goal.time_limit_seconds, progress)
+    planned: PlanningResult[GraphPlan] = await _run_child("instance", goal, goal.time_limit_seconds, report_strategy)
     return planned
 
 
-async def _ask(kind: _Kind, request: Any, time_limit_seconds: float, progress: Progress = lambda line: None) -> Any:
+async def _run_child(
+    kind: _Kind, request: Any, time_limit_seconds: float, report_strategy: ReportStrategy = lambda line: None
+) -> Any:
     def on_stderr_line(line: str) -> None:
-        if line.startswith(_MARK):
-            progress(line.removeprefix(_MARK))
+        if line.startswith(_STRATEGY_PREFIX):
+            report_strategy(line.removeprefix(_STRATEGY_PREFIX))
 
-    takes, gives = _TYPES[kind]
+    request_type, result_type = _TYPES[kind]
     seconds = _GRACE_FACTOR * time_limit_seconds + _GRACE_SECONDS
-    question = json.dumps({"kind": kind, "request": takes.dump_python(request, mode="json")}).encode()
+    task = json.dumps({"kind": kind, "request": request_type.dump_python(request, mode="json")}).encode()
     try:
-        ended = await run_module(__name__, question, seconds, on_stderr_line)
+        child = await run_module(__name__, task, seconds, on_stderr_line)
     except asyncio.TimeoutError:
         raise DeadlineExceeded(action="planning", seconds=seconds) from None
     try:
-        values = json.loads(ended.output)
+        reply = json.loads(child.output)
     except ValueError:  # the child died, most likely out of memory
-        reason = f"the planner process {ended.cause}: {' '.join(ended.stderr_tail)}"
+        reason = f"the planner process {child.cause}: {' '.join(child.stderr_tail)}"
         raise InternalError(where="the coordinator", reason=reason[:1000]) from None
-    if "error" in values:
-        raise error_from_wire(values["error"], values["details"])
-    return gives.validate_python(values)
+    if "error" in reply:
+        raise error_from_wire(reply["error"], reply["details"])
+    return result_type.validate_python(reply)
 
 
 # ---- the child ------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    takes, gives = _TYPES[asked["kind"]]
+    task = json.load(sys.stdin)
+    request_type, result_type = _TYPES[task["kind"]]
     try:
-        planned = _plan(asked["kind"], takes.validate_python(asked["request"]))
-        result = gives.dump_python(planned, mode="json")
+        planned = _plan(task["kind"], request_type.validate_python(task["request"]))
+        result = result_type.dump_python(planned, mode="json")
     except HearthError as error:
         result = {"error": error.code, "details": error.details()}
     json.dump(result, sys.stdout)
@@ -96,7 +100,7 @@ def _plan(kind: _Kind, request: Any) -> Any:
     """Imports the planners late: the coordinator needs none of them, and the child only those of one kind."""
 
     def progress(strategy: str) -> None:
-        print(f"{_MARK}{strategy}", file=sys.stderr, flush=True)
+        print(f"{_STRATEGY_PREFIX}{strategy}", file=sys.stderr, flush=True)
 
     if kind == "transformer":
         from coordinator.plan.transformer.make import plan_transformer

@@ -87,9 +87,9 @@ class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int] = ()) -> None:
         self._decode = decode
         self._ids = list(prompt_ids[-self._CONTEXT :])
-        self._num_given = len(self._ids)  # tokens whose text was returned
+        self._num_released = len(self._ids)  # tokens whose text was returned
         # A character that the prompt leaves incomplete is returned with its last byte.
-        self._given = decode(self._ids).rstrip(_NO_CHARACTER) if self._ids else ""
+        self._released_text = decode(self._ids).rstrip(_NO_CHARACTER) if self._ids else ""
 
     def push(self, token_id: int) -> str:
         """The new text that cannot change any more; empty while a character is incomplete."""
@@ -97,22 +97,22 @@ class TextStream:
         text = self._decode(self._ids)
         if text.endswith(_NO_CHARACTER):
             return ""
-        return self._give(text)
+        return self._release(text)
 
     def flush(self) -> str:
         """The text held back: bytes that did not become a character."""
-        return self._give(self._decode(self._ids))
+        return self._release(self._decode(self._ids))
 
-    def _give(self, text: str) -> str:
-        new = text[len(self._given) :]
+    def _release(self, text: str) -> str:
+        new = text[len(self._released_text) :]
         if new:  # the new tokens become the context of the next ones
-            self._ids = self._ids[self._num_given :]
-            self._given = self._decode(self._ids)
-        self._num_given = len(self._ids)
+            self._ids = self._ids[self._num_released :]
+            self._released_text = self._decode(self._ids)
+        self._num_released = len(self._ids)
         return new
 
 
-class StopTexts:
+class StopTextFilter:
     """Cuts a streamed text at the first stop text, and holds back a possible beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:

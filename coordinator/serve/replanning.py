@@ -10,45 +10,52 @@ from typing import Any
 from coordinator.deploy.deployment import Deployment
 from coordinator.devices.registry import Device
 from coordinator.serve.admission import Admission
-from coordinator.serve.drift import COMPUTE_DRIFT, DriftMonitor, Reasons, Watch, explain, pays
-from coordinator.serve.goal import allowed
-from coordinator.serve.kind import ModelKind, Tools
-from coordinator.serve.requests import failure_of
+from coordinator.serve.drift import (
+    COMPUTE_DRIFT,
+    DriftMonitor,
+    ReplanReasons,
+    ReplanTrigger,
+    describe_reasons,
+    is_clearly_faster,
+)
+from coordinator.serve.goal import allowed_devices
+from coordinator.serve.kind import ModelKind, SharedServices
+from coordinator.serve.requests import as_hearth_error
 from coordinator.serve.state import Goal
 from hearth.errors import DeviceLost
 from hearth.plan.plan import Plan
 from hearth.platform.units import format_seconds
 
-_LOOK_SECONDS = 1.0  # interval at which to check for reasons to plan again
-_LINK_PAUSE_SECONDS = 5.0  # longest that requests wait while the links of two devices are measured
+_POLL_SECONDS = 1.0  # interval at which to check for reasons to plan again
+_MAX_LINK_PAUSE_SECONDS = 5.0  # longest that requests wait while the links of two devices are measured
 
 
 class Replanner:
     """Background planning for one served model; outlives its deployments."""
 
     def __init__(
-        self, kind: ModelKind[Any], tools: Tools, admission: Admission[Any], clock: Callable[[], float]
+        self, kind: ModelKind[Any], services: SharedServices, admission: Admission[Any], clock: Callable[[], float]
     ) -> None:
         self._kind = kind
-        self._tools = tools
+        self._services = services
         self._admission = admission
         self._clock = clock
-        self._watch = Watch()
+        self._trigger = ReplanTrigger()
 
-    def lost(self, device_id: str) -> None:
+    def record_loss(self, device_id: str) -> None:
         """Record the loss of a device that was in use."""
-        self._watch.lost(device_id, self._clock())
+        self._trigger.record_loss(device_id, self._clock())
 
-    def restored(self, plan: Plan) -> None:
+    def record_restored_plan(self, plan: Plan) -> None:
         """Record that a saved plan is used: devices outside it count as new."""
-        self._watch.planned([device.device_id for device in plan.devices], self._clock())
+        self._trigger.record_plan([device.device_id for device in plan.devices], self._clock())
 
-    def considered(self, devices: Sequence[Device], plan: Plan) -> None:
+    def record_best_plan(self, devices: Sequence[Device], plan: Plan) -> None:
         """Record that `plan` is the best plan for `devices`. Slow devices that it leaves out are measured again later."""
         ids = {device.device_id for device in devices}
         left_out = ids - {device.device_id for device in plan.devices}
-        slow = [device_id for device_id in left_out if self._tools.profiler.slowdown(device_id) > COMPUTE_DRIFT]
-        self._watch.planned(ids, self._clock(), slow)
+        slow = [device_id for device_id in left_out if self._services.profiler.slowdown(device_id) > COMPUTE_DRIFT]
+        self._trigger.record_plan(ids, self._clock(), slow)
 
     async def run(self, goal: Goal, deployment: Deployment, monitor: DriftMonitor) -> Plan:
         """Wait for a plan that is clearly better than the deployed one, send its weights to the devices and return it.
@@ -56,50 +63,56 @@ class Replanner:
         Errors of measuring or planning are reported and do not end the deployment.
         """
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            usable = [device.device_id for device in allowed(goal, self._tools.fleet.usable())]
-            reasons = self._watch.due(usable, monitor.finding, self._clock())
+            await asyncio.sleep(_POLL_SECONDS)
+            usable = [device.device_id for device in allowed_devices(goal, self._services.fleet.usable())]
+            reasons = self._trigger.reasons_to_replan(usable, monitor.drift, self._clock())
             if reasons is None:
                 continue
             try:
                 plan = await self._better_plan(goal, deployment, reasons)
                 if plan is not None:
-                    ahead = self._kind.deployment(plan, deployment.name)
-                    await ahead.push(self._kind.weights(plan), self._tools.progress)
+                    next_deployment = self._kind.deployment(plan, deployment.name)
+                    await next_deployment.push(self._kind.weights(plan), self._services.progress)
                     return plan
             except Exception as error:
-                self._tools.report(f"the plan stays, because looking for a better one failed: {failure_of(error)}")
+                self._services.report(
+                    f"the plan stays, because looking for a better one failed: {as_hearth_error(error)}"
+                )
             finally:
-                if reasons.finding is not None:
-                    monitor.rebase()
+                if reasons.drift is not None:
+                    monitor.reset_baseline()
 
-    async def _better_plan(self, goal: Goal, deployment: Deployment, reasons: Reasons) -> Plan | None:
+    async def _better_plan(self, goal: Goal, deployment: Deployment, reasons: ReplanReasons) -> Plan | None:
         """A new plan, or None if it gains too little; both plans are priced with the current profiles."""
-        devices = allowed(goal, self._tools.fleet.usable())
-        self.considered(devices, deployment.plan)  # before measuring, so that a device that fails is not tried for ever
+        devices = allowed_devices(goal, self._services.fleet.usable())
+        self.record_best_plan(
+            devices, deployment.plan
+        )  # before measuring, so that a device that fails is not tried for ever
         await self._refresh_profiles(devices, deployment, reasons)
         cluster = await self._kind.profile(devices)
         profiled = {device.device_id for device in cluster.devices}
         if missing := [device.name for device in deployment.plan.devices if device.device_id not in profiled]:
             raise DeviceLost(device=", ".join(missing), reason="it could not be measured")
         plan, new_seconds, old_seconds = await self._kind.revise(cluster, deployment)
-        why = explain(reasons, {device.device_id: device.name for device in devices})
+        why = describe_reasons(reasons, {device.device_id: device.name for device in devices})
         before, after = format_seconds(old_seconds), format_seconds(new_seconds)
-        compared = f"a new one is predicted to take {after} instead of {before}"
-        if not pays(new_seconds, old_seconds):
-            self._tools.report(f"{why}: the plan stays; {compared}")
+        comparison = f"a new one is predicted to take {after} instead of {before}"
+        if not is_clearly_faster(new_seconds, old_seconds):
+            self._services.report(f"{why}: the plan stays; {comparison}")
             return None
-        self.considered(devices, plan)
-        self._tools.report(f"{why}: changing the plan; {compared}")
+        self.record_best_plan(devices, plan)
+        self._services.report(f"{why}: changing the plan; {comparison}")
         return plan
 
-    async def _refresh_profiles(self, devices: Sequence[Device], deployment: Deployment, reasons: Reasons) -> None:
+    async def _refresh_profiles(
+        self, devices: Sequence[Device], deployment: Deployment, reasons: ReplanReasons
+    ) -> None:
         """Apply the drift found, and measure new devices and links; links exclusively, so requests do not disturb them."""
-        profiler = self._tools.profiler
-        if reasons.finding is not None:
-            for device_id, factor in reasons.finding.factors.items():
+        profiler = self._services.profiler
+        if reasons.drift is not None:
+            for device_id, factor in reasons.drift.factors.items():
                 profiler.multiply_slowdown(device_id, factor)
-            if reasons.finding.links_suspect:
+            if reasons.drift.links_suspect:
                 profiler.forget_links([device.device_id for device in deployment.plan.devices])
         for device in devices:
             if device.device_id in reasons.joined and profiler.slowdown(device.device_id) != 1.0:
@@ -109,7 +122,7 @@ class Replanner:
             if {(a, b), (b, a)} <= profiler.links.keys():
                 continue
             try:
-                async with self._admission.exclusively(_LINK_PAUSE_SECONDS):
-                    await asyncio.wait_for(profiler.measure_links([one, other]), _LINK_PAUSE_SECONDS)
+                async with self._admission.exclusively(_MAX_LINK_PAUSE_SECONDS):
+                    await asyncio.wait_for(profiler.measure_links([one, other]), _MAX_LINK_PAUSE_SECONDS)
             except asyncio.TimeoutError:
                 pass  # `profile` measures the pair later, concurrently with requests

@@ -46,7 +46,7 @@ class SentenceTokenizer:
         return encoded
 
 
-def batches(lengths: Sequence[int], max_rows: int) -> list[range]:
+def step_batches(lengths: Sequence[int], max_rows: int) -> list[range]:
     """Group sequences, in order, into steps of at most `max_rows` rows and at least one sequence."""
     result: list[range] = []
     start = rows = 0
@@ -60,7 +60,7 @@ def batches(lengths: Sequence[int], max_rows: int) -> list[range]:
     return result
 
 
-def pack(sequences: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+def pack_sequences(sequences: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     """Concatenate sequences: token ids [T] and cumulative lengths [N+1], both int32."""
     ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in sequences])
     lengths = np.zeros(len(sequences) + 1, dtype=np.int32)

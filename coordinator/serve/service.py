@@ -21,7 +21,7 @@ from coordinator.devices.registry import Device
 from coordinator.serve.apps import AppRegistry
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
-from coordinator.serve.kind import Tools
+from coordinator.serve.kind import SharedServices
 from coordinator.serve.state import Goal, StateFile
 from hearth.errors import AppRevoked, BadPlan, BadRequest, NotAuthorised, NotServing, ProtocolMismatch
 from hearth.plan.plan import Plan
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "coordinator"
 # Messages that an app key may send; all others need an admin key.
-_FOR_APPS = (wire.Hello, wire.GetReadiness, wire.ModelRequest)
+_APP_MESSAGES = (wire.Hello, wire.GetReadiness, wire.ModelRequest)
 
 
 class Service:
@@ -54,8 +54,10 @@ class Service:
             agent_access(home), settings.name, settings.interfaces, settings.devices, on_change=self._device_changed
         )
         profiler = Profiler(self._fleet, settings.state_dir / "profiles", report)
-        self._tools = Tools(self._fleet, profiler, settings, StateFile(settings.state_dir), report, progress)
-        self._deployments: dict[str, Controller] = {}
+        self._services = SharedServices(
+            self._fleet, profiler, settings, StateFile(settings.state_dir), report, progress
+        )
+        self._controllers: dict[str, Controller] = {}
 
     async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
         """Serve `goal`, or the saved deployments if it is None, until SIGTERM or SIGINT. A second signal skips draining.
@@ -66,12 +68,12 @@ class Service:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, notifier)
-        self._open(goal, plan)
+        self._create_controllers(goal, plan)
         async with AsyncExitStack() as stack:
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
             gatekeeper = asyncio_gatekeeper(context)
-            gatekeeper.admit(ZAP_DOMAIN, self._admits)
+            gatekeeper.admit(ZAP_DOMAIN, self._admits_key)
             gatekeeper.start()
             stack.callback(gatekeeper.stop)
             server = RpcServer(
@@ -84,9 +86,9 @@ class Service:
                     advertised(COORDINATOR_SERVICE, server.port, own, secrets.token_hex(8), self._settings.interfaces)
                 )
             await stack.enter_async_context(self._fleet)
-            self._tools.report(f"listening on port {server.port}")
+            self._services.report(f"listening on port {server.port}")
             notifier.send("READY=1")
-            serving = asyncio.gather(*(deployment.run() for deployment in self._deployments.values()))
+            serving = asyncio.gather(*(deployment.run() for deployment in self._controllers.values()))
             watchdog = asyncio.create_task(notifier.keep_alive(self._status_line))
             waits: set[asyncio.Future[Any]] = {serving, watchdog}
             try:
@@ -97,29 +99,29 @@ class Service:
                 notifier.send("STOPPING=1")
                 await cancel_all(waits)
 
-    def _open(self, goal: Goal | None, plan: Plan | None) -> None:
-        tools = self._tools
+    def _create_controllers(self, goal: Goal | None, plan: Plan | None) -> None:
+        services = self._services
         if goal is not None:
-            self._deployments[DEFAULT_DEPLOYMENT] = Controller(DEFAULT_DEPLOYMENT, goal, plan, tools)
+            self._controllers[DEFAULT_DEPLOYMENT] = Controller(DEFAULT_DEPLOYMENT, goal, plan, services)
             return
-        for name, saved in tools.state.load().deployments.items():
+        for name, saved in services.state.load().deployments.items():
             try:
-                self._deployments[name] = Controller(name, saved.goal, saved.plan, tools)
+                self._controllers[name] = Controller(name, saved.goal, saved.plan, services)
             except BadPlan as error:  # saved with keep_plan, but the model has changed since
-                self._tools.report(f"the saved plan of {saved.goal.path} is no longer used: {error.reason}")
+                self._services.report(f"the saved plan of {saved.goal.path} is no longer used: {error.reason}")
                 goal = saved.goal.model_copy(update={"keep_plan": False})
-                self._deployments[name] = Controller(name, goal, None, tools)
-        if not self._deployments:
+                self._controllers[name] = Controller(name, goal, None, services)
+        if not self._controllers:
             raise NotServing(state="no model has been served here before")
 
     def _stop(self, notifier: Notifier) -> None:
         notifier.send("STOPPING=1")
-        for deployment in self._deployments.values():
-            deployment.stop()
+        for controller in self._controllers.values():
+            controller.stop()
 
     def _device_changed(self, device: Device) -> None:
-        for deployment in self._deployments.values():
-            deployment.device_changed(device)
+        for controller in self._controllers.values():
+            controller.device_changed(device)
 
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which the RPC server sends to the client."""
@@ -129,26 +131,26 @@ class Service:
                 raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
             return wire.CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
         if isinstance(message, wire.GetReadiness):
-            deployment = self._addressed(message)
+            controller = self._controller_for(message)
             return wire.Readiness(
-                deployment=deployment.name,
-                ready=deployment.lifecycle.phase == "serving",
-                state=deployment.state,
-                model=deployment.goal.path[-256:],
+                deployment=controller.name,
+                ready=controller.lifecycle.phase == "serving",
+                state=controller.state,
+                model=controller.goal.path[-256:],
             )
         if isinstance(message, wire.ModelRequest):
-            deployment = self._addressed(message)
-            answer = deployment.kind.handlers.get(type(message))
-            if answer is None:
-                raise BadRequest(reason=deployment.kind.usage)
-            return await answer(message, payload)
+            controller = self._controller_for(message)
+            handler = controller.kind.handlers.get(type(message))
+            if handler is None:
+                raise BadRequest(reason=controller.kind.usage)
+            return await handler(message, payload)
         if isinstance(message, wire.ListDevices):
             await self._fleet.refresh_telemetry()
             return wire.DeviceList(
-                devices=tuple(self._fleet.device_infos()), links=tuple(self._tools.profiler.links.values())
+                devices=tuple(self._fleet.device_infos()), links=tuple(self._services.profiler.links.values())
             )
         if isinstance(message, wire.GetStatus):
-            return self._status(self._addressed(message))
+            return self._status(self._controller_for(message))
         if isinstance(message, wire.AddApp):
             self._apps.add(message.name, message.public_key)
             return wire.Done()
@@ -164,7 +166,7 @@ class Service:
 
     # ---- trust ----------------------------------------------------------------------------------------------------
 
-    def _admits(self, public_key: str) -> bool:
+    def _admits_key(self, public_key: str) -> bool:
         """Whether a key passes the handshake. A revoked app does: its first request then fails with AppRevoked."""
         if public_key in self._admins:
             return True
@@ -179,40 +181,40 @@ class Service:
             raise AppRevoked(app=apps.revoked[public_key])
         if public_key not in apps.keys:
             raise NotAuthorised(role="none", action="ask this coordinator")
-        if not isinstance(message, _FOR_APPS):
+        if not isinstance(message, _APP_MESSAGES):
             raise NotAuthorised(role="app", action=f"send {type(message).__name__}")
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
-    def _addressed(self, message: wire.ClientRequest) -> Controller:
+    def _controller_for(self, message: wire.ClientRequest) -> Controller:
         """The deployment named in the request; without a name, the first one that handles this type of request."""
-        found = list(self._deployments.values())
+        controllers = list(self._controllers.values())
         if message.deployment is None:
-            return next((each for each in found if type(message) in each.kind.handlers), found[0])
-        if message.deployment not in self._deployments:
-            there = ", ".join(self._deployments)
-            raise BadRequest(reason=f"there is no deployment '{message.deployment}'; deployments here: {there}")
-        return self._deployments[message.deployment]
+            return next((each for each in controllers if type(message) in each.kind.handlers), controllers[0])
+        if message.deployment not in self._controllers:
+            names = ", ".join(self._controllers)
+            raise BadRequest(reason=f"there is no deployment '{message.deployment}'; deployments here: {names}")
+        return self._controllers[message.deployment]
 
-    def _status(self, deployment: Controller) -> wire.Status:
-        requests, running = deployment.requests, deployment.deployment
+    def _status(self, controller: Controller) -> wire.Status:
+        requests, deployment = controller.requests, controller.deployment
         return wire.Status(
             name=self._settings.name,
             version=hearth.__version__,
-            deployment=deployment.name,
-            phase=deployment.lifecycle.phase,
-            state=deployment.state,
-            history=deployment.history(),
-            model_path=deployment.goal.path,
-            plan=deployment.plan,
-            queued_requests=requests.admission.waiting,
-            served_requests=requests.served,
-            failed_requests=requests.failed,
+            deployment=controller.name,
+            phase=controller.lifecycle.phase,
+            state=controller.state,
+            history=controller.history(),
+            model_path=controller.goal.path,
+            plan=controller.plan,
+            queued_requests=requests.admission.num_waiting,
+            served_requests=requests.num_served,
+            failed_requests=requests.num_failed,
             last_error=requests.last_error,
             last_latency_seconds=requests.last_latency_seconds,
-            wire=running.wire if running else wire.WireStats(),
-            dropped_messages=running.dropped_messages if running else 0,
+            wire=deployment.wire if deployment else wire.WireStats(),
+            dropped_messages=deployment.dropped_messages if deployment else 0,
         )
 
     def _status_line(self) -> str:
-        return "; ".join(deployment.state for deployment in self._deployments.values())
+        return "; ".join(deployment.state for deployment in self._controllers.values())

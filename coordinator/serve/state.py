@@ -75,13 +75,13 @@ class SavedDeployment(BaseModel):
 
     @field_validator("goal", mode="before")
     @classmethod
-    def _of_some_kind(cls, goal: Any) -> Any:
+    def _upgrade_goal(cls, goal: Any) -> Any:
         """In version 1 only graph goals have the field `kind`."""
         return {"kind": "transformer", **goal} if isinstance(goal, dict) else goal
 
     @field_validator("plan", mode="before")
     @classmethod
-    def _migrated(cls, plan: Any) -> Any:
+    def _upgrade_plan(cls, plan: Any) -> Any:
         """Upgrade plans of version 1."""
         return migrate(plan)
 
@@ -97,7 +97,7 @@ class SavedState(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_version_1(cls, saved: Any) -> Any:
+    def _upgrade_version_1(cls, saved: Any) -> Any:
         """Upgrade version 1, which holds one deployment without a name."""
         if not isinstance(saved, dict) or "version" in saved or "deployments" in saved:
             return saved
@@ -118,9 +118,9 @@ class StateFile:
         except FileNotFoundError:
             return SavedState()
         except (ValidationError, ValueError, OSError) as error:
-            aside = self._path.with_suffix(".unreadable")
-            log.warning("%s cannot be read and was renamed to %s: %s", self._path, aside.name, error)
-            self._path.replace(aside)
+            backup = self._path.with_suffix(".unreadable")
+            log.warning("%s cannot be read and was renamed to %s: %s", self._path, backup.name, error)
+            self._path.replace(backup)
             return SavedState()
 
     def save(self, name: str, deployment: SavedDeployment, last_epoch: int) -> None:

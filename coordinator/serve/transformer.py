@@ -15,14 +15,14 @@ from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.registry import Device
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import build_plan, on_subset
-from coordinator.serve.accuracy import calibrate, choose, describe
-from coordinator.serve.generation import Generations, TextModel, warm_up
-from coordinator.serve.goal import open_model, plan_request
-from coordinator.serve.kind import Handler, Tools
+from coordinator.serve.accuracy import calibrate, choose_format, describe_choice
+from coordinator.serve.generation import GenerationRunner, TextModel, warm_up
+from coordinator.serve.goal import open_transformer, plan_request
+from coordinator.serve.kind import RequestHandler, SharedServices
 from coordinator.serve.planner_process import solve_transformer
 from coordinator.serve.prompts import read_generation_defaults
-from coordinator.serve.requests import Answer, Requests
-from coordinator.serve.sentences import SentenceTokenizer, batches, mean_pool, pack
+from coordinator.serve.requests import ComputedReply, Requests
+from coordinator.serve.sentences import SentenceTokenizer, mean_pool, pack_sequences, step_batches
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import BadPlan, BadRequest, BadSetting, TextTooLong
 from hearth.plan.plan import Plan, is_transformer_plan
@@ -41,16 +41,18 @@ class TransformerKind:
 
     usage = "the model is a transformer; it embeds (home.embed()) or generates (home.generate())"
 
-    def __init__(self, goal: TransformerGoal, tools: Tools, requests: Requests[TransformerDeployment]) -> None:
-        self.model = open_model(goal)
+    def __init__(
+        self, goal: TransformerGoal, services: SharedServices, requests: Requests[TransformerDeployment]
+    ) -> None:
+        self.model = open_transformer(goal)
         self.workload = block_workload(self.model.spec, self.model.seq_len)
-        self.handlers: Mapping[type[wire.Message], Handler] = {
+        self.handlers: Mapping[type[wire.Message], RequestHandler] = {
             wire.Embed: self.embed,
             wire.GetHiddenStates: self.hidden_states,
             wire.Generate: self.generate,
         }
         self._goal = goal
-        self._tools = tools
+        self._services = services
         self._requests = requests
         self._values: ValueFormatName | None = None  # activation format that the accuracy budget chose last
         self._text_model: TextModel | None = None  # None for encoders
@@ -62,7 +64,7 @@ class TransformerKind:
             tokenizer = self.model.tokenizer
             assert not isinstance(tokenizer, SentenceTokenizer)
             self._text_model = TextModel(self.model.spec, tokenizer, read_generation_defaults(self.model.directory))
-        self._generations = Generations(requests, tools.settings.queue_limit)
+        self._generation_runner = GenerationRunner(requests, services.settings.queue_limit)
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
@@ -70,19 +72,19 @@ class TransformerKind:
         model, spec = self.model, self.model.spec
         if not is_transformer_plan(plan):
             raise BadPlan(reason=f"it is for a graph of operators, and {spec.name} is a transformer")
-        body, wanted = plan.body, model.generation.limits(model.seq_len) if model.generation is not None else None
-        if wanted is not None:  # a pipeline prefills in smaller chunks
-            wanted = wanted.model_copy(update={"prefill_rows": min(wanted.prefill_rows, body.max_step_rows)})
+        body, expected = plan.body, model.generation.limits(model.seq_len) if model.generation is not None else None
+        if expected is not None:  # a pipeline prefills in smaller chunks
+            expected = expected.model_copy(update={"prefill_rows": min(expected.prefill_rows, body.max_step_rows)})
         if plan.model != spec:
             what = "weights in another format" if plan.model.name == spec.name else f"the model {plan.model.name}"
             raise BadPlan(reason=f"it was made for {what}, not for {model.directory} with weights in {spec.weights}")
         if body.seq_len != model.seq_len:
             raise BadPlan(reason=f"it was made for --seq-len {body.seq_len}, not {model.seq_len}")
-        if body.generation != wanted:
+        if body.generation != expected:
             raise BadPlan(reason="it was made for another --context or another number of --sequences")
 
     async def profile(self, devices: Sequence[Device]) -> ClusterProfile:
-        return await block_cluster(self._tools.profiler, devices, self.workload)
+        return await block_cluster(self._services.profiler, devices, self.workload)
 
     async def plan(self, cluster: ClusterProfile, recovering: bool) -> Plan:
         return (await solve_transformer(plan_request(self._goal, self.model, cluster, self._values))).plan
@@ -99,28 +101,28 @@ class TransformerKind:
 
     def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
         assert is_transformer_plan(plan)
-        return shard_weights(self.model.directory, plan, self._tools.settings.state_dir / "manifests")
+        return shard_weights(self.model.directory, plan, self._services.settings.state_dir / "manifests")
 
     def deployment(self, plan: Plan, name: str) -> TransformerDeployment:
         assert is_transformer_plan(plan)
-        deployment = TransformerDeployment(self._tools.fleet, plan, name)
+        deployment = TransformerDeployment(self._services.fleet, plan, name)
         if self._goal.accuracy_budget is not None:
             deployment.values = "exact"  # until measured
         return deployment
 
     def capacity(self, deployment: TransformerDeployment) -> int:
-        return self._generations.limit if self.model.spec.causal else 1
+        return self._generation_runner.limit if self.model.spec.causal else 1
 
     async def warm_up(self, deployment: TransformerDeployment) -> None:
         if deployment.weight_error:
-            lost = f"{100 * deployment.weight_error:.2g} %"
-            self._tools.report(
-                f"quantisation error of the weights in {self.model.spec.weights}: {lost} (relative, root mean square)"
+            error_percent = f"{100 * deployment.weight_error:.2g} %"
+            self._services.report(
+                f"quantisation error of the weights in {self.model.spec.weights}: {error_percent} (relative, root mean square)"
             )
         if self.model.spec.causal:
             await warm_up(deployment)
         else:
-            await deployment.run_step(*pack([[0] * min(_WARM_UP_TOKENS, self.model.seq_len)]), "mean")
+            await deployment.run_step(*pack_sequences([[0] * min(_WARM_UP_TOKENS, self.model.seq_len)]), "mean")
 
     async def tune(self, deployment: TransformerDeployment) -> None:
         """Choose the activation format within the accuracy budget; until then activations are sent exactly."""
@@ -131,13 +133,13 @@ class TransformerKind:
 
         async def run(values: ValueFormatName, ids: Array) -> tuple[Array, float]:
             async with self._requests.admission.exclusively():
-                result = await deployment.run_step(*pack([ids.tolist()]), "hidden", values=values)
+                result = await deployment.run_step(*pack_sequences([ids.tolist()]), "hidden", values=values)
             return result.outputs, result.step_seconds
 
         measured = await calibrate(run, self.model.spec.vocab_size, self.model.seq_len)
-        chosen = choose(measured, budget)
+        chosen = choose_format(measured, budget)
         self._values = deployment.values = chosen.values
-        self._tools.report(describe(measured, chosen, budget))
+        self._services.report(describe_choice(measured, chosen, budget))
 
     # ---- requests to an encoder -----------------------------------------------------------------------------------
 
@@ -149,19 +151,19 @@ class TransformerKind:
             raise BadRequest(reason="the model has no tokenizer.json; send token ids instead of texts")
         encoded = await asyncio.to_thread(model.tokenizer.encode, request.texts, model.seq_len)
 
-        async def compute(deployment: TransformerDeployment) -> Answer:
+        async def compute(deployment: TransformerDeployment) -> ComputedReply:
             vectors: list[Array] = []
             traces: list[wire.DeviceTrace] = []
             seconds = 0.0
-            for batch in batches([len(ids) for ids in encoded], model.seq_len):
-                ids, lengths = pack([encoded[i] for i in batch])
+            for batch in step_batches([len(ids) for ids in encoded], model.seq_len):
+                ids, lengths = pack_sequences([encoded[i] for i in batch])
                 result = await deployment.run_step(ids, lengths, "mean", request.trace)
                 self._observe(deployment, len(ids), result)
                 vectors.append(mean_pool(result.outputs, lengths))
                 traces.extend(result.traces)
                 seconds += result.latency_seconds
-            answer = wire.Vectors(latency_seconds=seconds, num_tokens=sum(map(len, encoded)), traces=tuple(traces))
-            return answer, pack_array(np.concatenate(vectors))
+            reply = wire.Vectors(latency_seconds=seconds, num_tokens=sum(map(len, encoded)), traces=tuple(traces))
+            return reply, pack_array(np.concatenate(vectors))
 
         return await self._requests.run(compute, request.timeout_seconds)
 
@@ -175,9 +177,9 @@ class TransformerKind:
             raise TextTooLong(index=0, num_tokens=len(token_ids), max_tokens=model.seq_len)
         if token_ids.min() < 0 or token_ids.max() >= model.spec.vocab_size:
             raise BadRequest(reason=f"token ids must lie between 0 and {model.spec.vocab_size - 1}")
-        ids, lengths = pack([token_ids.tolist()])
+        ids, lengths = pack_sequences([token_ids.tolist()])
 
-        async def compute(deployment: TransformerDeployment) -> Answer:
+        async def compute(deployment: TransformerDeployment) -> ComputedReply:
             result = await deployment.run_step(ids, lengths, "hidden")
             self._observe(deployment, len(ids), result)
             return wire.Vectors(latency_seconds=result.latency_seconds, num_tokens=len(ids)), pack_array(result.outputs)
@@ -199,12 +201,12 @@ class TransformerKind:
     async def generate(
         self, request: wire.Generate, payload: Sequence[Any]
     ) -> AsyncGenerator[wire.TextGenerated | wire.TextEnded, None]:
-        """Stream the answer to a prompt (see `Generations.run`). Closing the stream early ends it on the workers too."""
+        """Stream the answer to a prompt (see `GenerationRunner.run`). Closing the stream early ends it on the workers too."""
         token_ids = _token_ids(payload) if payload else None
         if self._text_model is None:
             name = self.model.spec.name
             raise BadRequest(reason=f"{name} does not generate text; it embeds (`hearth embed`, home.embed())")
-        return self._generations.run(self._text_model, request, token_ids)
+        return self._generation_runner.run(self._text_model, request, token_ids)
 
 
 def _token_ids(payload: Sequence[Any]) -> Array:

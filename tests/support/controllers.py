@@ -17,7 +17,7 @@ from coordinator.devices.profiling import Profiler
 from coordinator.serve import replanning
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
-from coordinator.serve.kind import Tools
+from coordinator.serve.kind import SharedServices
 from coordinator.serve.state import Goal, StateFile
 from hearth.plan.plan import Plan
 from hearth.protocol import DEFAULT_DEPLOYMENT
@@ -25,10 +25,10 @@ from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import GetHiddenStates
 
 
-def tools_for(folder: Path, fleet: Any, lines: list[str], **settings: Any) -> Tools:
+def tools_for(folder: Path, fleet: Any, lines: list[str], **settings: Any) -> SharedServices:
     made = CoordinatorSettings.model_validate({"state_dir": folder, "settle_seconds": 0, **settings})
     profiler = Profiler(fleet, folder / "profiles", lines.append)
-    return Tools(fleet, profiler, made, StateFile(folder), lines.append, lambda name, done, total: None)
+    return SharedServices(fleet, profiler, made, StateFile(folder), lines.append, lambda name, done, total: None)
 
 
 class ServedController:
@@ -109,7 +109,7 @@ async def serving(
     **settings: Any,
 ) -> AsyncIterator[ServedController]:
     """A served model until the context ends; the controller must not end before."""
-    monkeypatch.setattr(replanning, "_LOOK_SECONDS", 0.002)
+    monkeypatch.setattr(replanning, "_POLL_SECONDS", 0.002)
     served = ServedController(fleet, folder, goal, plan, **settings)
     running = asyncio.create_task(served.controller.run())
     try:

@@ -33,5 +33,5 @@ def in_process_graph_planning() -> Iterator[None]:
         problem = read_instance(goal.model_file, goal.congestion)
         return plan_instance(problem, goal.strategy, goal.time_limit_seconds, time.monotonic, progress)
 
-    with mock.patch.object(graph, "solve", solve), mock.patch.object(problem, "solve_instance", solve_instance):
+    with mock.patch.object(graph, "solve_graph", solve), mock.patch.object(problem, "solve_instance", solve_instance):
         yield

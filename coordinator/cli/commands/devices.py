@@ -12,7 +12,7 @@ from coordinator.cli.output import out, print_json, report
 from coordinator.cli.render.tables import device_table, link_table
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
-from coordinator.serve.config import load_settings
+from coordinator.serve.config import load_coordinator_settings
 from hearth.errors import HearthError, NoDevices, NotAuthorised
 from hearth.plan.profile import Link
 from hearth.platform.security import HomeKey, agent_access, resolve_credential
@@ -41,7 +41,7 @@ def devices(
             found = await fleet.settle(wait, 1, limit)
             if not found and not fleet.refusals:
                 raise NoDevices(seconds=limit)
-            profiler = Profiler(fleet, load_settings({}).state_dir / "profiles", report)
+            profiler = Profiler(fleet, load_coordinator_settings({}).state_dir / "profiles", report)
             links = await profiler.measure_links(found) if measure else {}
             return fleet.device_infos(), list(links.values()), fleet.refusals
 

@@ -18,7 +18,7 @@ from coordinator.cli.planning.live import Reach
 from coordinator.cli.planning.problem import plan_problem
 from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.cli.render.picture import check_picture
-from coordinator.serve.config import load_settings
+from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.state import GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 
@@ -113,6 +113,8 @@ def plan(
     planning: Planning = TransformerPlanning(goal) if isinstance(goal, TransformerGoal) else GraphPlanning(goal)
     if compare:
         rounds = rounds or _DEFAULT_ROUNDS
-        print_comparison(run_interruptibly(compare_plans(planning, reach, load_settings({}), rounds)), rounds, as_json)
+        print_comparison(
+            run_interruptibly(compare_plans(planning, reach, load_coordinator_settings({}), rounds)), rounds, as_json
+        )
         return
     asyncio.run(plan_model(planning, load_profile, cluster, reach, output))

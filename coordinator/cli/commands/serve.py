@@ -14,7 +14,7 @@ from coordinator.cli import options
 from coordinator.cli.goals import goal_of
 from coordinator.cli.output import err, report
 from coordinator.models.file_kinds import read_json_file, why_wrong_kind
-from coordinator.serve.config import load_settings
+from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.service import Service
 from coordinator.serve.state import Goal
 from hearth.errors import BadKey, BadPlan
@@ -70,7 +70,7 @@ def serve(
 ) -> None:
     """Serve a model on the devices of this home until stopped. Without MODEL, serve the last one again."""
     own = ("port", "state_dir", "name", "min_devices", "mdns_interfaces", "encrypt_data_plane")
-    settings = load_settings({"devices": static, **{each: command.params[each] for each in own}})
+    settings = load_coordinator_settings({"devices": static, **{each: command.params[each] for each in own}})
     home = resolve_credential(key)
     if not isinstance(home, HomeKey):
         raise BadKey(source=str(key or "the key file"), reason="a coordinator needs the home key")

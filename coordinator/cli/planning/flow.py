@@ -12,7 +12,7 @@ from coordinator.cli.planning.graph import GraphPlanning, PlannedGraph
 from coordinator.cli.planning.live import Reach, reached, wanted
 from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.cli.render.picture import save_picture
-from coordinator.serve.config import load_settings
+from coordinator.serve.config import load_coordinator_settings
 from hearth.trace import chrome_trace
 
 Planning: TypeAlias = TransformerPlanning | GraphPlanning
@@ -36,7 +36,7 @@ async def plan_model(
     """Plan for the devices of a saved profile, of a cluster file (`devices`), or for live ones. Raises HearthError."""
     cluster: Any = planning.read(profile, devices)
     if cluster is None:
-        async with reached(planning.goal, reach, load_settings({})) as live:
+        async with reached(planning.goal, reach, load_coordinator_settings({})) as live:
             cluster = await planning.profile(live)
     else:
         left = wanted(planning.goal, cluster.devices, cluster.devices)

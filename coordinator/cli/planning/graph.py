@@ -30,7 +30,7 @@ from coordinator.plan.graph.predict import predict_plan, predicted_graph_timelin
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.goal import graph_request
-from coordinator.serve.planner_process import solve
+from coordinator.serve.planner_process import solve_graph
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting
 from hearth.plan.plan import GraphPlan
@@ -96,7 +96,7 @@ class PlannedGraph:
         """This plan, then the best one of each other strategy. Equal plans become one, whose `planner` names all strategies."""
         found = self.found
         if self.request.strategy != "auto":
-            found = await solve(replace(self.request, strategy="auto"), report_strategy)
+            found = await solve_graph(replace(self.request, strategy="auto"), report_strategy)
         best = {self.plan.planner: self.plan}
         for candidate in found.candidates:  # the fastest first
             if candidate.plan is not None:
@@ -140,7 +140,7 @@ class GraphPlanning:
     async def plan(self, cluster: GraphCluster) -> PlannedGraph:
         """The best plan under the user's limits. Raises ModelDoesNotFit, ..."""
         asked = graph_request(self.goal, self.graph, graph_cluster_with_limits(cluster, self.goal.limits))
-        return PlannedGraph(await solve(asked, report_strategy), asked)
+        return PlannedGraph(await solve_graph(asked, report_strategy), asked)
 
     # ---- with --compare -------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.plan.limits import NamedDevice, require_known
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.goal import allowed
+from coordinator.serve.goal import allowed_devices
 from coordinator.serve.state import Goal
 from hearth.errors import BadSetting, NoDevices, NotAuthorised
 from hearth.platform.security import HomeKey, agent_access, resolve_credential
@@ -65,7 +65,7 @@ async def reached(
         await fleet.settle(reach.wait_seconds, 0, limit)
         if not fleet.devices:
             await fleet.settle(reach.wait_seconds, 1, limit)
-        for device in allowed(goal, fleet.devices.values()):
+        for device in allowed_devices(goal, fleet.devices.values()):
             if device.health == "busy":  # asking again raises AgentBusy with the holder, unless the device is free now
                 request = AcquireLease(holder=fleet.holder, holder_name=lease_name or "", seconds=LEASE_SECONDS)
                 await fleet.ask(device.device_id, request, LeaseGranted)
@@ -80,7 +80,7 @@ def wanted(goal: Goal, devices: Collection[_D], known: Collection[NamedDevice]) 
     """The devices that `goal` allows. Raises BadSetting if none is left, and for a name that no `known` device has."""
     require_known("--limit", [limit.device for limit in goal.limits], known)
     require_known("--exclude", goal.exclude, known)
-    left = allowed(goal, devices)
+    left = allowed_devices(goal, devices)
     if not left:
         raise BadSetting(setting="--exclude", reason="no device is left")
     return left

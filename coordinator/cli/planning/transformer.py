@@ -24,9 +24,9 @@ from coordinator.plan.transformer.cost.predict import predicted_step_timeline
 from coordinator.plan.transformer.explain import best_of_each_strategy, candidate_as_json, seconds_unit, why_won
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
-from coordinator.serve.generation import context_tokens
-from coordinator.serve.goal import open_model, plan_request
-from coordinator.serve.sentences import pack
+from coordinator.serve.generation import max_context_tokens
+from coordinator.serve.goal import open_transformer, plan_request
+from coordinator.serve.sentences import pack_sequences
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import StepFailed
 from hearth.plan.plan import TransformerPlan
@@ -91,7 +91,7 @@ class TransformerPlanning:
 
     def __init__(self, goal: TransformerGoal) -> None:
         self.goal = goal
-        self.model = open_model(goal)
+        self.model = open_transformer(goal)
 
     def read(self, profile: Path | None = None, devices: Path | None = None) -> ClusterProfile | None:
         """The cluster of a saved profile; None: measure live devices. Raises BadSetting."""
@@ -129,7 +129,7 @@ def timed_tokens(plan: TransformerPlan) -> tuple[int, int]:
     if limits is None:
         return seq_len, 0
     length = limits.prompt_tokens or seq_len
-    return length, max(min(limits.new_tokens, context_tokens(plan) - length), 1)
+    return length, max(min(limits.new_tokens, max_context_tokens(plan) - length), 1)
 
 
 async def _seconds(deployment: TransformerDeployment, seed: int) -> float:
@@ -137,7 +137,7 @@ async def _seconds(deployment: TransformerDeployment, seed: int) -> float:
     length, new_tokens = timed_tokens(plan)
     ids = random.integers(0, plan.model.vocab_size, length, dtype=np.int32)
     if not new_tokens:
-        return (await deployment.run_step(*pack([ids.tolist()]), "mean")).step_seconds
+        return (await deployment.run_step(*pack_sequences([ids.tolist()]), "mean")).step_seconds
     async with aclosing(deployment.generate(ids, Sampling(), new_tokens, (), 0, _ANSWER_SECONDS)) as answers:
         async for answer in answers:
             if isinstance(answer, GenerationEnded):

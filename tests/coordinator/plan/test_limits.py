@@ -18,7 +18,7 @@ from coordinator.plan.limits import (
     require_known,
     unknown_names,
 )
-from coordinator.serve.goal import Model, plan_request
+from coordinator.serve.goal import TransformerModel, plan_request
 from coordinator.serve.state import SavedDeployment, TransformerGoal
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.parts import MemoryUse
@@ -96,8 +96,8 @@ def test_plans_respect_limits(mebibytes: float, percent: float, strategy: str) -
     assert limit_violation(plan, goal.limits, (), {f"id{index}": 2 * GIB for index in range(3)}) is None
 
 
-def model() -> Model:
-    return Model(Path("/m"), SMALL, 284, None)
+def model() -> TransformerModel:
+    return TransformerModel(Path("/m"), SMALL, 284, None)
 
 
 def deployed(held: int, planned: int) -> TransformerPlan:

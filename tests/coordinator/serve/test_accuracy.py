@@ -18,15 +18,15 @@ from coordinator.cli.demo_run import COMMANDS, SENTENCES
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.serve.accuracy import (
     FORMATS,
-    MIN_GAIN,
+    MIN_TIME_SAVING,
     SAFETY_FACTOR,
-    Measured,
+    FormatMeasurement,
     ValueFormatName,
     calibrate,
     calibration_batches,
-    choose,
-    describe,
-    relative_error,
+    choose_format,
+    describe_choice,
+    max_relative_error,
 )
 from coordinator.serve.sentences import SentenceTokenizer
 from hearth.plan.parts import WireFormat
@@ -46,33 +46,33 @@ def test_error_is_that_of_the_worst_row(seed: int, size: float, row: int) -> Non
     exact = rows(seed)
     other = exact.astype(np.float64)
     other[row] *= 1 + size
-    assert relative_error(exact, other) == pytest.approx(size)
+    assert max_relative_error(exact, other) == pytest.approx(size)
     other[(row + 1) % 5] *= 1 - size / 2
-    assert relative_error(exact, other) == pytest.approx(size)
+    assert max_relative_error(exact, other) == pytest.approx(size)
 
 
 @given(st.integers(0, 1000), st.floats(1e-3, 1e3), st.floats(0, 1))
 def test_error_is_scale_invariant(seed: int, scale: float, size: float) -> None:
     exact, noise = rows(seed).astype(np.float64), rows(seed + 1)
-    plain = relative_error(exact, exact + size * noise)
-    assert relative_error(scale * exact, scale * (exact + size * noise)) == pytest.approx(plain, abs=1e-12)
+    plain = max_relative_error(exact, exact + size * noise)
+    assert max_relative_error(scale * exact, scale * (exact + size * noise)) == pytest.approx(plain, abs=1e-12)
 
 
 def test_nan_is_an_infinite_error_and_zero_rows_are_allowed() -> None:
     exact = rows(0)
     exact[2] = 0
-    assert relative_error(exact, exact) == 0.0
+    assert max_relative_error(exact, exact) == 0.0
     other = exact.copy()
     other[1] *= 1.5
-    assert relative_error(exact, other) == pytest.approx(0.5)
+    assert max_relative_error(exact, other) == pytest.approx(0.5)
     other[2] = 1e-9
-    assert relative_error(exact, other) == np.inf
+    assert max_relative_error(exact, other) == np.inf
     for bad in (np.nan, np.inf):
         other = exact.copy()
         other[0, 0] = bad
-        assert relative_error(exact, other) == np.inf
-        assert relative_error(other, exact) == np.inf
-    assert relative_error(exact[:0], exact[:0]) == 0.0
+        assert max_relative_error(exact, other) == np.inf
+        assert max_relative_error(other, exact) == np.inf
+    assert max_relative_error(exact[:0], exact[:0]) == 0.0
 
 
 # ---- the choice -----------------------------------------------------------------------------------------------------
@@ -87,26 +87,30 @@ POSITIVE = st.floats(1e-6, 10)
 def test_chosen_format_is_the_fastest_within_the_budget(
     seconds: list[float], errors: list[float], budget: float
 ) -> None:
-    measured = [Measured(*each) for each in zip(FORMATS, [0.0, *errors], seconds, strict=True)]
-    chosen = choose(measured, budget)
+    measured = [FormatMeasurement(*each) for each in zip(FORMATS, [0.0, *errors], seconds, strict=True)]
+    chosen = choose_format(measured, budget)
     exact = measured[0]
     assert chosen.error * SAFETY_FACTOR <= budget
-    assert chosen is exact or chosen.seconds <= (1 - MIN_GAIN) * exact.seconds
+    assert chosen is exact or chosen.seconds <= (1 - MIN_TIME_SAVING) * exact.seconds
     for each in measured:
-        if each.error * SAFETY_FACTOR <= budget and each.seconds <= (1 - MIN_GAIN) * exact.seconds:
+        if each.error * SAFETY_FACTOR <= budget and each.seconds <= (1 - MIN_TIME_SAVING) * exact.seconds:
             assert chosen.seconds <= each.seconds
-    assert choose(measured, 2 * budget).seconds <= chosen.seconds  # a larger budget never makes it slower
-    assert f"travel as {chosen.values} " in describe(measured, chosen, budget)
+    assert choose_format(measured, 2 * budget).seconds <= chosen.seconds  # a larger budget never makes it slower
+    assert f"travel as {chosen.values} " in describe_choice(measured, chosen, budget)
 
 
 def test_exact_is_chosen_if_nothing_is_faster_or_accurate_enough() -> None:
-    same = [Measured("exact", 0.0, 1.0), Measured("int8", 1e-3, 1.0)]
-    assert choose(same, 0.1).values == "exact"
-    hardly = [Measured("exact", 0.0, 1.0), Measured("int8", 1e-3, 0.96)]
-    assert choose(hardly, 0.1).values == "exact"
-    faster = [Measured("exact", 0.0, 1.0), Measured("int8", 0.03, 0.4), Measured("bf16", 0.004, 0.6)]
-    assert [choose(faster, budget).values for budget in (0.1, 0.01, 0.001)] == ["int8", "bf16", "exact"]
-    line = describe(faster, faster[2], 0.01)
+    same = [FormatMeasurement("exact", 0.0, 1.0), FormatMeasurement("int8", 1e-3, 1.0)]
+    assert choose_format(same, 0.1).values == "exact"
+    hardly = [FormatMeasurement("exact", 0.0, 1.0), FormatMeasurement("int8", 1e-3, 0.96)]
+    assert choose_format(hardly, 0.1).values == "exact"
+    faster = [
+        FormatMeasurement("exact", 0.0, 1.0),
+        FormatMeasurement("int8", 0.03, 0.4),
+        FormatMeasurement("bf16", 0.004, 0.6),
+    ]
+    assert [choose_format(faster, budget).values for budget in (0.1, 0.01, 0.001)] == ["int8", "bf16", "exact"]
+    line = describe_choice(faster, faster[2], 0.01)
     assert line == (
         "activations travel as bf16 (accuracy budget 0.01: exact 1.00 s, int8 400 ms error 3.0e-02, "
         "bf16 600 ms error 4.0e-03)"
@@ -223,7 +227,7 @@ def test_calibrated_error_holds_on_real_sentences() -> None:
         texts = [np.asarray(ids) for ids in sentences]
         exact = run("exact", texts)
         for format_ in measured[1:]:
-            assert 0 < relative_error(exact, run(format_.values, texts)) <= SAFETY_FACTOR * format_.error, format_
+            assert 0 < max_relative_error(exact, run(format_.values, texts)) <= SAFETY_FACTOR * format_.error, format_
 
 
 def test_waiting_for_a_slow_peer_is_not_compute_time(bert: Path) -> None:

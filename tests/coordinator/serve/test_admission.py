@@ -41,7 +41,7 @@ def test_admission_is_fifo_and_rejects_when_the_queue_is_full() -> None:
         admission, order = open_admission(capacity=2), list[object]()
         tasks = [asyncio.create_task(enter(admission, order, number)) for number in range(5)]
         await let_tasks_run()
-        assert (order, admission.waiting, admission.running) == ([(0, "one"), (1, "one")], 3, 2)
+        assert (order, admission.num_waiting, admission.num_running) == ([(0, "one"), (1, "one")], 3, 2)
         with pytest.raises(QueueFull) as full:
             await admission.enter(FOREVER)
         assert full.value.limit == 3
@@ -50,10 +50,10 @@ def test_admission_is_fifo_and_rejects_when_the_queue_is_full() -> None:
         assert order[2:] == [(2, "one")]
         tasks[3].cancel()
         await let_tasks_run()
-        assert admission.waiting == 1
+        assert admission.num_waiting == 1
         admission.leave()
         await let_tasks_run()
-        assert (order[3:], admission.waiting, admission.running) == ([(4, "one")], 0, 2)
+        assert (order[3:], admission.num_waiting, admission.num_running) == ([(4, "one")], 0, 2)
 
     scenario(main)
 
@@ -84,7 +84,7 @@ def test_slot_granted_to_a_cancelled_request_goes_to_the_next() -> None:
         admission.leave()  # grants the slot to the first task, which has not run yet
         first.cancel()
         await asyncio.wait({first, second}, timeout=1)
-        assert (order, admission.running) == ([(2, "one")], 1)
+        assert (order, admission.num_running) == ([(2, "one")], 1)
 
     scenario(main)
 
@@ -95,10 +95,10 @@ def test_requests_wait_for_the_next_deployment_while_closed() -> None:
         admission.close()
         waiting = asyncio.create_task(enter(admission, order, 1))
         await let_tasks_run()
-        assert (order, admission.waiting) == ([], 1)
+        assert (order, admission.num_waiting) == ([], 1)
         with pytest.raises(asyncio.TimeoutError):
             await admission.enter(0.001)
-        assert admission.waiting == 1
+        assert admission.num_waiting == 1
         admission.open("two", 1)
         await waiting
         assert order == [(1, "two")]
@@ -116,7 +116,7 @@ def test_refusal_ends_waiting_and_new_requests() -> None:
         for request in (waiting, asyncio.create_task(admission.enter(FOREVER))):
             with pytest.raises(NotServing, match="stopping"):
                 await request
-        drained = asyncio.create_task(admission.drained())
+        drained = asyncio.create_task(admission.wait_until_drained())
         await let_tasks_run()
         assert not drained.done()
         admission.leave()
@@ -131,7 +131,7 @@ def test_exclusive_maintenance_runs_alone_and_in_order() -> None:
 
         async def exclusive() -> None:
             async with admission.exclusively():
-                assert admission.running == 1
+                assert admission.num_running == 1
                 order.append("began")
                 await release.wait()
                 order.append("ended")
@@ -143,7 +143,7 @@ def test_exclusive_maintenance_runs_alone_and_in_order() -> None:
         await let_tasks_run()
         late = asyncio.create_task(enter(admission, order, "late"))
         await let_tasks_run()
-        assert (order, admission.waiting) == ([], 1)
+        assert (order, admission.num_waiting) == ([], 1)
         admission.leave()
         await let_tasks_run()
         assert order == []
@@ -176,7 +176,7 @@ def test_abandoned_maintenance_blocks_no_requests(how: str) -> None:
             maintenance.cancel()
         await late
         await maintenance
-        assert (order, admission.running) == ([("late", "one")], 2)
+        assert (order, admission.num_running) == ([("late", "one")], 2)
 
     scenario(main)
 
@@ -223,12 +223,12 @@ def test_random_sequences_respect_capacity_and_exclusiveness(steps: list[str], c
             elif step == "open":
                 admission.open("next", capacity)
             await let_tasks_run(5 + 3 * len(asked))  # enough iterations for all waiting requests to enter and leave
-            assert admission.running == len(inside) <= capacity
+            assert admission.num_running == len(inside) <= capacity
             assert len(inside) == 1 or "exclusive" not in inside
         admission.open("last", capacity)
         for end in ends:
             end.set()
         await asyncio.gather(*asked, return_exceptions=True)
-        assert (admission.running, admission.waiting) == (0, 0)
+        assert (admission.num_running, admission.num_waiting) == (0, 0)
 
     scenario(main)

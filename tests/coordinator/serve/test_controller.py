@@ -22,7 +22,7 @@ from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve import graph as graph_kind
 from coordinator.serve import lifecycle
-from coordinator.serve.drift import REPLAN_SECONDS, STAY_SECONDS
+from coordinator.serve.drift import MIN_PRESENCE_SECONDS, REPLAN_SECONDS
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
 from hearth.errors import (
     BadCheckpoint,
@@ -77,7 +77,7 @@ def plan_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     async def here(request: GraphRequest) -> PlanningResult[GraphPlan]:
         return plan_graph(request, lambda: 0.0)  # stops when proven, however busy the machine
 
-    monkeypatch.setattr(graph_kind, "solve", here)
+    monkeypatch.setattr(graph_kind, "solve_graph", here)
 
 
 # ---- fatal and temporary errors -------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_new_device_joins_a_graph_without_failing_requests(
             case.fleet.devices["b"] = there
             await home.wait_for_replanner()
             assert home.names() == "a"
-            home.now += STAY_SECONDS
+            home.now += MIN_PRESENCE_SECONDS
 
             async def ask() -> None:
                 for _ in range(30):
@@ -285,7 +285,7 @@ def test_new_device_joins_a_graph_without_failing_requests(
             asking = asyncio.gather(*(ask() for _ in range(3)))  # none of them fails
             await home.until(lambda: home.ready and home.names() == "ab")
             await asking
-            assert home.controller.requests.failed == 0
+            assert home.controller.requests.num_failed == 0
             assert home.phases()[-6:] == ["serving", "draining", "pushing", "loading", "warming", "serving"]
             kinds = [type(message) for _, message in case.fleet.asked]
             assert kinds.index(Unload) < len(kinds) - 1 - kinds[::-1].index(Run)

@@ -21,17 +21,17 @@ from coordinator.cli.app import app
 from coordinator.plan.limits import parse_limit
 from coordinator.serve.drift import (
     BASELINE_STEPS,
-    LOOK_AGAIN_SECONDS,
-    MAX_STAY_SECONDS,
+    MAX_PRESENCE_SECONDS,
+    MIN_PRESENCE_SECONDS,
+    REMEASURE_SLOW_SECONDS,
     REPLAN_SECONDS,
-    STAY_SECONDS,
     SUSTAINED_STEPS,
     DriftMonitor,
-    Finding,
-    Reasons,
-    Watch,
-    explain,
-    pays,
+    ReplanReasons,
+    ReplanTrigger,
+    SustainedDrift,
+    describe_reasons,
+    is_clearly_faster,
 )
 from coordinator.serve.state import StateFile, TransformerGoal
 from hearth.errors import DeviceLost
@@ -78,7 +78,7 @@ class Steps:
 
     def run(
         self, count: int, slow: Sequence[float] = (), total: float = 1.0, rows: int = SEQ_LEN, noise: float = 0.0
-    ) -> Finding | None:
+    ) -> SustainedDrift | None:
         """The first finding within `count` steps."""
         slow = slow or [1.0] * len(self.compute)
         found = None
@@ -111,7 +111,7 @@ def test_changed_device_is_found_soon_and_measured_accurately(n: int, change: fl
     assert not found.links_suspect
     assert found.factors["id0"] == pytest.approx(factor, rel=0.1)
     assert all(found.factors[f"id{rank}"] == pytest.approx(1.0, rel=0.1) for rank in range(1, n))
-    feed.monitor.rebase()
+    feed.monitor.reset_baseline()
     assert feed.run(30, [factor] + [1.0] * (n - 1), noise=0.03) is None  # the new baseline
     back = feed.run(SUSTAINED_STEPS + 4, noise=0.03)
     assert back is not None
@@ -129,7 +129,7 @@ def test_opposite_changes_of_two_devices_are_drift() -> None:
 def test_step_drift_without_device_drift_makes_links_suspect(change: float, faster: bool) -> None:
     feed = steps(0.3, 0.3)
     feed.run(10)
-    assert feed.run(12, total=1 / change if faster else change) == Finding(links_suspect=True)
+    assert feed.run(12, total=1 / change if faster else change) == SustainedDrift(links_suspect=True)
     alone = steps(0.3)
     alone.run(10)
     assert alone.run(20, total=change) is None  # a single device has no links
@@ -162,7 +162,7 @@ def test_short_and_first_steps_are_ignored_and_temporary_drift_expires() -> None
     assert feed.run(20, [2.0, 1.0], rows=SEQ_LEN // 2) is not None
     for _ in range(20):
         feed.run(1)
-    assert feed.monitor.finding is None
+    assert feed.monitor.drift is None
 
 
 def test_times_that_are_not_reported_or_predicted_are_ignored() -> None:
@@ -175,62 +175,67 @@ def test_times_that_are_not_reported_or_predicted_are_ignored() -> None:
 
 
 def test_device_joins_only_after_the_stay_time() -> None:
-    watch = Watch()
-    watch.planned(["a"], 0.0)
-    assert watch.due(["a"], None, 100.0) is None
-    assert watch.due(["a", "b"], None, 101.0) is None
-    assert watch.due(["a"], None, 105.0) is None  # the device left, so the time starts again
-    assert watch.due(["a", "b"], None, 106.0) is None
-    assert watch.due(["a", "b"], None, 105.9 + STAY_SECONDS) is None
-    assert watch.due(["a", "b"], None, 106.0 + STAY_SECONDS) == Reasons(frozenset("b"))
-    watch.planned(["a", "b"], 117.0)
-    assert watch.due(["a", "b"], None, 1000.0) is None
-    assert watch.due(["a"], None, 1001.0) is None
-    assert watch.due(["a", "b"], None, 1002.0) is None
-    assert watch.due(["a", "b"], None, 1012.0) == Reasons(frozenset("b"))  # the device came back
+    watch = ReplanTrigger()
+    watch.record_plan(["a"], 0.0)
+    assert watch.reasons_to_replan(["a"], None, 100.0) is None
+    assert watch.reasons_to_replan(["a", "b"], None, 101.0) is None
+    assert watch.reasons_to_replan(["a"], None, 105.0) is None  # the device left, so the time starts again
+    assert watch.reasons_to_replan(["a", "b"], None, 106.0) is None
+    assert watch.reasons_to_replan(["a", "b"], None, 105.9 + MIN_PRESENCE_SECONDS) is None
+    assert watch.reasons_to_replan(["a", "b"], None, 106.0 + MIN_PRESENCE_SECONDS) == ReplanReasons(frozenset("b"))
+    watch.record_plan(["a", "b"], 117.0)
+    assert watch.reasons_to_replan(["a", "b"], None, 1000.0) is None
+    assert watch.reasons_to_replan(["a"], None, 1001.0) is None
+    assert watch.reasons_to_replan(["a", "b"], None, 1002.0) is None
+    assert watch.reasons_to_replan(["a", "b"], None, 1012.0) == ReplanReasons(frozenset("b"))  # the device came back
 
 
 def test_device_left_out_as_slow_is_reconsidered_later() -> None:
-    watch = Watch()
-    watch.planned(["a", "b"], 0.0, slow=["b"])
-    assert watch.due(["a", "b"], None, LOOK_AGAIN_SECONDS) is None
-    assert watch.due(["a", "b"], None, LOOK_AGAIN_SECONDS + STAY_SECONDS) == Reasons(frozenset("b"))
+    watch = ReplanTrigger()
+    watch.record_plan(["a", "b"], 0.0, slow=["b"])
+    assert watch.reasons_to_replan(["a", "b"], None, REMEASURE_SLOW_SECONDS) is None
+    assert watch.reasons_to_replan(["a", "b"], None, REMEASURE_SLOW_SECONDS + MIN_PRESENCE_SECONDS) == ReplanReasons(
+        frozenset("b")
+    )
 
 
 @given(st.integers(1, 12))
 def test_stay_time_doubles_with_each_loss(losses: int) -> None:
-    watch = Watch()
-    watch.planned(["a"], 0.0)
+    watch = ReplanTrigger()
+    watch.record_plan(["a"], 0.0)
     for _ in range(losses):
-        watch.lost("b", 0.0)
-    stay = min(STAY_SECONDS * 2 ** (losses - 1), MAX_STAY_SECONDS)
-    assert watch.due(["a", "b"], None, 10.0) is None
-    assert watch.due(["a", "b"], None, 9.0 + stay) is None
-    assert watch.due(["a", "b"], None, 10.0 + stay) is not None
+        watch.record_loss("b", 0.0)
+    stay = min(MIN_PRESENCE_SECONDS * 2 ** (losses - 1), MAX_PRESENCE_SECONDS)
+    assert watch.reasons_to_replan(["a", "b"], None, 10.0) is None
+    assert watch.reasons_to_replan(["a", "b"], None, 9.0 + stay) is None
+    assert watch.reasons_to_replan(["a", "b"], None, 10.0 + stay) is not None
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.booleans(), st.sets(st.sampled_from("abc"))), max_size=60))
 def test_replanning_is_never_more_frequent_than_the_pause(looks: list[tuple[float, bool, set[str]]]) -> None:
-    watch, now, answered = Watch(), 0.0, []
+    watch, now, answered = ReplanTrigger(), 0.0, []
     for pause, drifted, devices in looks:
         now += pause
-        if watch.due(sorted(devices), Finding(links_suspect=True) if drifted else None, now):
+        if watch.reasons_to_replan(sorted(devices), SustainedDrift(links_suspect=True) if drifted else None, now):
             answered.append(now)
             if now % 2 < 1:
-                watch.planned(devices, now)
+                watch.record_plan(devices, now)
     assert all(b - a >= REPLAN_SECONDS for a, b in zip(answered, answered[1:], strict=False))
 
 
 def test_reasons_are_described_with_device_names() -> None:
     names = {"a": "attic", "b": "barn"}
-    assert explain(Reasons(frozenset("ba")), names) == "attic can join, barn can join"
-    assert explain(Reasons(finding=Finding(links_suspect=True)), names) == "the links have changed"
-    assert explain(Reasons(finding=Finding({"a": 2.0, "b": 1.02})), names) == "attic takes 2.00x its time"
+    assert describe_reasons(ReplanReasons(frozenset("ba")), names) == "attic can join, barn can join"
+    assert describe_reasons(ReplanReasons(drift=SustainedDrift(links_suspect=True)), names) == "the links have changed"
+    assert (
+        describe_reasons(ReplanReasons(drift=SustainedDrift({"a": 2.0, "b": 1.02})), names)
+        == "attic takes 2.00x its time"
+    )
 
 
 def test_new_plan_must_gain_a_tenth() -> None:
-    assert pays(0.9, 1.0)
-    assert not pays(0.91, 1.0)
+    assert is_clearly_faster(0.9, 1.0)
+    assert not is_clearly_faster(0.91, 1.0)
 
 
 # ---- a controller that re-plans -------------------------------------------------------------------------------------
@@ -249,7 +254,7 @@ async def serving_transformer(
     fleet = TransformerFleet(names)
     async with serving(monkeypatch, fleet, folder / "state", transformers(folder, **goal), plan) as home:
         yield home
-        assert home.controller.requests.failed == 0
+        assert home.controller.requests.num_failed == 0
 
 
 async def ask(home: ServedController, count: int) -> None:
@@ -288,10 +293,10 @@ def test_slow_device_that_was_left_out_is_measured_again_and_returns(
             await ask(home, 15)
             await home.until(lambda: home.names() == "b" and home.ready)
             home.fleet.slow["a"] = 1.0
-            home.now += LOOK_AGAIN_SECONDS
+            home.now += REMEASURE_SLOW_SECONDS
             await home.wait_for_replanner()
             assert home.names() == "b"
-            home.now += STAY_SECONDS
+            home.now += MIN_PRESENCE_SECONDS
             await home.until(lambda: home.names() == "ab" and home.ready)
             assert home.tools.profiler.slowdown("a") == 1.0
 
@@ -331,7 +336,7 @@ def test_returning_device_joins_without_failing_requests(tmp_path: Path, monkeyp
             home.now = 100.0
             home.fleet.devices["b"] = there
             await home.wait_for_replanner()
-            home.now += STAY_SECONDS - 1
+            home.now += MIN_PRESENCE_SECONDS - 1
             await home.wait_for_replanner()
             assert home.names() == "a"
             home.now += 1
@@ -350,7 +355,7 @@ def test_excluded_device_does_not_join(tmp_path: Path, monkeypatch: pytest.Monke
         async with serving_transformer(tmp_path, monkeypatch, exclude=("c",)) as home:
             home.fleet.add("c")
             await home.wait_for_replanner()
-            home.now += STAY_SECONDS
+            home.now += MIN_PRESENCE_SECONDS
             await home.wait_for_replanner()
             assert home.names() == "ab"
 
@@ -389,7 +394,7 @@ def test_limits_apply_to_every_plan_and_unknown_names_are_reported(
             assert home.count_lines("no device here is called cellar yet") == 1
             home.fleet.add("c")
             await home.wait_for_replanner()
-            home.now += STAY_SECONDS
+            home.now += MIN_PRESENCE_SECONDS
             await home.until(lambda: home.names() == "abc" and home.ready)
             assert budgets(home) == {"a": 1, "b": 4, "c": 2}  # half of what is offered, not half of the limited budget
 
@@ -428,7 +433,7 @@ def test_device_that_cannot_be_measured_does_not_disturb_serving(
             home.fleet.call = call  # type: ignore[method-assign]
             home.fleet.add("c")
             await home.wait_for_replanner()
-            home.now += STAY_SECONDS
+            home.now += MIN_PRESENCE_SECONDS
             await home.until(lambda: home.count_lines("c can join: the plan stays"))
             home.now += 10 * REPLAN_SECONDS
             await ask(home, 5)

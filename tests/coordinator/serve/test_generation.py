@@ -30,8 +30,8 @@ from typer.testing import CliRunner
 from coordinator.cli.app import app
 from coordinator.cli.commands import chat as chat_command
 from coordinator.deploy.transformer import TransformerDeployment
-from coordinator.serve.drift import STAY_SECONDS
-from coordinator.serve.generation import Generations, TextModel, context_tokens, warm_up
+from coordinator.serve.drift import MIN_PRESENCE_SECONDS
+from coordinator.serve.generation import GenerationRunner, TextModel, max_context_tokens, warm_up
 from coordinator.serve.prompts import GenerationDefaults, TextTokenizer
 from coordinator.serve.requests import Requests
 from coordinator.serve.state import TransformerGoal
@@ -202,11 +202,13 @@ class Outcome:
 async def ask(
     host: Host, *, model: TextModel = MODEL, token_ids: Sequence[int] | None = (1, 2, 3), limit: int = 9, **fields: Any
 ) -> Outcome:
-    generations = Generations(host, limit)
+    generations = GenerationRunner(host, limit)
     return await read(generations, model, token_ids, **fields)
 
 
-async def read(generations: Generations, model: TextModel, token_ids: Sequence[int] | None, **fields: Any) -> Outcome:
+async def read(
+    generations: GenerationRunner, model: TextModel, token_ids: Sequence[int] | None, **fields: Any
+) -> Outcome:
     ids = None if token_ids is None else np.asarray(token_ids, np.int32)
     tokens: list[int] = []
     text = ""
@@ -270,7 +272,7 @@ def test_request_above_the_context_is_rejected_with_numbers(num_prompt: int, max
 
 def test_encoder_plan_is_a_bad_plan() -> None:
     with pytest.raises(BadPlan):
-        context_tokens(with_generation(PLAN, None))
+        max_context_tokens(with_generation(PLAN, None))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def test_bad_request_is_rejected_before_it_runs(fields: dict[str, Any], token_id
 
 def test_requests_above_the_limit_are_rejected_immediately() -> None:
     async def main() -> None:
-        generations = Generations(Host(Script(silent_after=1)), 2)
+        generations = GenerationRunner(Host(Script(silent_after=1)), 2)
         async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as one:
             async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as two:
                 await anext(one)
@@ -328,13 +330,13 @@ def test_closing_the_answer_ends_the_sequence() -> None:
     async def main() -> None:
         script = Script()
         host = Host(script)
-        generations = Generations(host, 2)
+        generations = GenerationRunner(host, 2)
         parts = generations.run(MODEL, Generate(), np.ones(1, np.int32))
         for _ in range(3):
             await anext(parts)
-        assert (script.open_now, generations.num_running, host.admission.running) == (1, 1, 1)
+        assert (script.open_now, generations.num_running, host.admission.num_running) == (1, 1, 1)
         await parts.aclose()
-        assert (script.open_now, generations.num_running, host.admission.running) == (0, 0, 0)
+        assert (script.open_now, generations.num_running, host.admission.num_running) == (0, 0, 0)
 
     asyncio.run(main())
 
@@ -423,11 +425,11 @@ def test_smaller_plan_truncates_default_length_and_rejects_explicit_length() -> 
 def test_plan_change_waits_for_running_answers_and_holds_new_ones() -> None:
     async def main() -> None:
         host = Host(Script(silent_after=2), Script())
-        generations = Generations(host, 9)
+        generations = GenerationRunner(host, 9)
         one = generations.run(MODEL, Generate(max_tokens=3), np.ones(1, np.int32))
         await anext(one)
         host.admission.close()
-        drained = asyncio.create_task(host.admission.drained())
+        drained = asyncio.create_task(host.admission.wait_until_drained())
         asking = asyncio.create_task(read(generations, MODEL, [1], max_tokens=3))
         await anext(one)
         await let_tasks_run()
@@ -677,10 +679,10 @@ def test_only_errors_beyond_the_request_end_the_deployment(
             if error.scope == "request":
                 with pytest.raises(type(error)):
                     await tokens_of(home, max_tokens=5)
-                assert (home.ready, home.plan.epoch, home.controller.requests.failed) == (True, 1, 1)
+                assert (home.ready, home.plan.epoch, home.controller.requests.num_failed) == (True, 1, 1)
             else:
                 assert await tokens_of(home, max_tokens=5) == expected((1, 2, 3), 5)
-                assert (home.ready, home.plan.epoch, home.controller.requests.failed) == (True, 2, 0)
+                assert (home.ready, home.plan.epoch, home.controller.requests.num_failed) == (True, 2, 0)
 
     asyncio.run(main())
 
@@ -698,7 +700,7 @@ def test_long_answer_continues_on_the_next_plan(tmp_path: Path, monkeypatch: pyt
             await home.until(lambda: script.tokens_given == 2 + 2)  # two of them from the warm-up
             home.fleet.add("b")
             await home.wait_for_replanner()
-            home.now += STAY_SECONDS
+            home.now += MIN_PRESENCE_SECONDS
             await home.until(lambda: "draining" in home.phases())
             script.silent_after = None
             assert await asking == expected((1, 2, 3), 6)
@@ -721,7 +723,7 @@ def test_requests_must_match_the_kind_of_model(tmp_path: Path) -> None:
             await encoder.kind.generate(Generate(), ())
         with pytest.raises(NotServing):
             await tokens_of(decoder, timeout_seconds=0.05)
-        assert (decoder.controller.requests.failed, decoder.controller.requests.served) == (1, 0)
+        assert (decoder.controller.requests.num_failed, decoder.controller.requests.num_served) == (1, 0)
         with pytest.raises(BadSetting, match="accuracy-budget"):
             ServedController(
                 TransformerFleet("a"), tmp_path, goal_of(tmp_path / "b", "llama", accuracy_budget=0.01), None
@@ -743,7 +745,7 @@ class Coordinator:
         self.asked = 0
         self.error: HearthError | None = None
         self._model = model
-        self._generations = Generations(Host(script), 9)
+        self._generations = GenerationRunner(Host(script), 9)
 
     async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
         if isinstance(message, Hello):

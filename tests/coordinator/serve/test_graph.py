@@ -25,7 +25,7 @@ from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve import graph as graph_kind
-from coordinator.serve.graph import arrays_of, check_inputs
+from coordinator.serve.graph import arrays_by_name, check_inputs
 from coordinator.serve.state import GraphGoal, StateFile
 from hearth.errors import (
     BadModelFile,
@@ -71,12 +71,12 @@ def test_invalid_input_is_named(given: dict[str, Any], reason: str) -> None:
 
 def test_arrays_have_two_frames_each_and_unique_names() -> None:
     frames = [frame for value in (1.5, 2.5) for frame in pack_array(np.array([value], np.float32))]
-    found = arrays_of(("x", "y"), frames)
+    found = arrays_by_name(("x", "y"), frames)
     assert {name: array.tolist() for name, array in found.items()} == {"x": [1.5], "y": [2.5]}
     with pytest.raises(BadRequest, match="1 inputs came in 4 frames"):
-        arrays_of(("x",), frames)
+        arrays_by_name(("x",), frames)
     with pytest.raises(BadRequest, match="twice"):
-        arrays_of(("x", "x"), frames)
+        arrays_by_name(("x", "x"), frames)
 
 
 def test_random_inputs_have_the_models_types_and_small_integers() -> None:
@@ -169,7 +169,7 @@ async def serving_graph(
     ) -> PlanningResult[GraphPlan]:  # the planner's process is tested with the plans
         return plan_graph(request, lambda: 0.0)  # stops when proven, however busy the machine
 
-    monkeypatch.setattr(graph_kind, "solve", here)
+    monkeypatch.setattr(graph_kind, "solve_graph", here)
     fields = {"model_file": str(graph.path), "objective": "throughput", "time_limit_seconds": 60.0, **wishes}
     goal, fleet = GraphGoal.model_validate(fields), GraphFleet(names, graph)
     async with serving(monkeypatch, fleet, folder / "state", goal, plan, queue_limit=5) as home:
@@ -199,13 +199,13 @@ def test_pipeline_is_filled_and_further_requests_are_queued_or_rejected(
             home.fleet.released.clear()
             asked = [ask(home) for _ in range(room + 5)]
             await home.until(lambda: home.fleet.running.total() == 3 * room)
-            assert home.controller.requests.admission.waiting == 5
+            assert home.controller.requests.admission.num_waiting == 5
             with pytest.raises(QueueFull):
                 await ask(home)
             home.fleet.released.set()
             answers = await asyncio.gather(*asked)
             assert all(answer.message.names == ("scores",) for answer in answers)
-            assert (home.fleet.most_running, home.controller.requests.served) == (room, room + 5)
+            assert (home.fleet.most_running, home.controller.requests.num_served) == (room, room + 5)
 
     asyncio.run(main())
 
@@ -262,9 +262,9 @@ def test_timed_out_request_keeps_its_slot_until_devices_finish(
             asked = ask(home, timeout_seconds=0.05)
             with pytest.raises(HearthError, match=r"0\.05 s"):
                 await asked
-            assert home.controller.requests.admission.running == 1
+            assert home.controller.requests.admission.num_running == 1
             home.fleet.released.set()
-            await home.until(lambda: home.controller.requests.admission.running == 0)
+            await home.until(lambda: home.controller.requests.admission.num_running == 0)
             with pytest.raises(BadRequest, match="'image' is missing"):
                 await home.kind.infer(Infer(names=()), ())
 

@@ -14,6 +14,7 @@ from support.plans import BERT_LARGE, make_plan
 from coordinator.serve.lifecycle import (
     HISTORY_LENGTH,
     Action,
+    ActionFailed,
     Actions,
     BetterPlanMade,
     ChunksPushed,
@@ -25,16 +26,15 @@ from coordinator.serve.lifecycle import (
     DrainTimedOut,
     Event,
     GoalSet,
-    IllegalMove,
+    IllegalEvent,
     Lifecycle,
     PlanMade,
-    PlanRestored,
-    PlanSetAside,
     RetryDue,
+    SavedPlanAccepted,
+    SavedPlanRejected,
     StopRequested,
     WarmedUp,
     WorkersLoaded,
-    WorkFailed,
     step,
 )
 from coordinator.serve.lifecycle_text import describe_cause
@@ -90,29 +90,29 @@ def test_first_start_passes_every_phase_with_one_action_each() -> None:
 # (earlier events, event, phase afterwards, actions, plan of the deployment afterwards)
 TABLE: list[tuple[tuple[Event, ...], Event, DeploymentPhase, Actions, Any]] = [
     ((), GoalSet(plan("old", 7)), "settling", ("await_devices",), None),
-    ((GoalSet(plan("old", 7)),), PlanRestored(41), "pushing", ("push",), plan("old", 42)),
-    ((GoalSet(plan("old", 7)),), PlanSetAside("a device did not come"), "settling", ("settle",), None),
+    ((GoalSet(plan("old", 7)),), SavedPlanAccepted(41), "pushing", ("push",), plan("old", 42)),
+    ((GoalSet(plan("old", 7)),), SavedPlanRejected("a device did not come"), "settling", ("settle",), None),
     (UP_TO_SERVING, BetterPlanMade(plan("better"), 1, 5), "draining", ("stop_admitting", "drain"), plan(epoch=1)),
-    (UP_TO_SWAP, Drained(), "pushing", ("take_down", "push"), plan("better", 2)),
-    (UP_TO_SWAP, DrainTimedOut(), "pushing", ("take_down", "push"), plan("better", 2)),
-    (UP_TO_SWAP, DeploymentLost(1, LOST), "settling", ("record_loss", "take_down", "settle"), None),
+    (UP_TO_SWAP, Drained(), "pushing", ("stop_workers", "push"), plan("better", 2)),
+    (UP_TO_SWAP, DrainTimedOut(), "pushing", ("stop_workers", "push"), plan("better", 2)),
+    (UP_TO_SWAP, DeploymentLost(1, LOST), "settling", ("record_loss", "stop_workers", "settle"), None),
     (UP_TO_SWAP, StopRequested(), "draining", ("refuse_requests", "drain"), plan(epoch=1)),
     (
         UP_TO_SERVING, DeploymentLost(1, LOST), "settling",
-        ("stop_admitting", "record_loss", "take_down", "settle"), None,
+        ("stop_admitting", "record_loss", "stop_workers", "settle"), None,
     ),
     (UP_TO_SERVING, StopRequested(), "draining", ("refuse_requests", "drain"), plan(epoch=1)),
-    (UP_TO_STOP, Drained(), "idle", ("take_down", "finish"), None),
-    (UP_TO_STOP, DrainTimedOut(), "idle", ("take_down", "finish"), None),
-    (UP_TO_STOP, DeploymentLost(1, LOST), "idle", ("record_loss", "take_down", "finish"), None),
-    (UP_TO_STOP, StopRequested(), "idle", ("refuse_requests", "take_down", "finish"), None),
-    (UP_TO_PLANNING, StopRequested(), "idle", ("refuse_requests", "take_down", "finish"), None),
-    (UP_TO_WARMING, DeploymentLost(1, LOST), "failed", ("record_loss", "take_down", "wait_to_retry"), None),
-    (UP_TO_WARMING, WorkFailed(FULL), "failed", ("take_down", "wait_to_retry"), None),
-    (UP_TO_PLANNING, WorkFailed(NoDevices(seconds=1)), "failed", ("take_down", "wait_to_retry"), None),
-    (UP_TO_PLANNING, WorkFailed(WRONG), "failed", ("take_down", "finish"), None),
-    ((*UP_TO_WARMING, WorkFailed(FULL)), RetryDue(), "settling", ("settle",), None),
-    ((*UP_TO_SERVING, DeploymentLost(1, LOST), WorkFailed(FULL)), RetryDue(), "settling", ("settle",), None),
+    (UP_TO_STOP, Drained(), "idle", ("stop_workers", "finish"), None),
+    (UP_TO_STOP, DrainTimedOut(), "idle", ("stop_workers", "finish"), None),
+    (UP_TO_STOP, DeploymentLost(1, LOST), "idle", ("record_loss", "stop_workers", "finish"), None),
+    (UP_TO_STOP, StopRequested(), "idle", ("refuse_requests", "stop_workers", "finish"), None),
+    (UP_TO_PLANNING, StopRequested(), "idle", ("refuse_requests", "stop_workers", "finish"), None),
+    (UP_TO_WARMING, DeploymentLost(1, LOST), "failed", ("record_loss", "stop_workers", "wait_to_retry"), None),
+    (UP_TO_WARMING, ActionFailed(FULL), "failed", ("stop_workers", "wait_to_retry"), None),
+    (UP_TO_PLANNING, ActionFailed(NoDevices(seconds=1)), "failed", ("stop_workers", "wait_to_retry"), None),
+    (UP_TO_PLANNING, ActionFailed(WRONG), "failed", ("stop_workers", "finish"), None),
+    ((*UP_TO_WARMING, ActionFailed(FULL)), RetryDue(), "settling", ("settle",), None),
+    ((*UP_TO_SERVING, DeploymentLost(1, LOST), ActionFailed(FULL)), RetryDue(), "settling", ("settle",), None),
 ]  # fmt: skip
 
 
@@ -149,37 +149,37 @@ def test_events_of_earlier_deployments_are_ignored() -> None:
 
 def test_illegal_transition_raises_with_the_history() -> None:
     state, _ = run(*UP_TO_PLANNING)
-    with pytest.raises(IllegalMove) as error:
+    with pytest.raises(IllegalEvent) as error:
         step(state, RetryDue(), 9.0)
     assert "RetryDue() cannot happen while planning" in str(error.value)
     assert "2.000 profiling x1: DevicesSettled(devices=('a',))" in str(error.value)
 
 
 def test_contradiction_and_stop_are_final() -> None:
-    contradicted, _ = run(*UP_TO_PLANNING, WorkFailed(WRONG))
+    contradicted, _ = run(*UP_TO_PLANNING, ActionFailed(WRONG))
     stopped, _ = run(StopRequested())
     for state in (contradicted, stopped):
         assert step(state, StopRequested(), 9.0) == (state, ())
         for event in (RetryDue(), GoalSet()):
-            with pytest.raises(IllegalMove):
+            with pytest.raises(IllegalEvent):
                 step(state, event, 9.0)
 
 
 @pytest.mark.parametrize("error", [WRONG, BadPlan(reason="for another model")])
 def test_contradictions_are_final_and_other_errors_are_retried(error: HearthError) -> None:
-    state, taken = run(*UP_TO_PLANNING, WorkFailed(error))
+    state, taken = run(*UP_TO_PLANNING, ActionFailed(error))
     assert (state.finished, state.error, taken[-1][-1]) == (True, error, "finish")
 
 
 def test_repeated_failures_are_merged_in_the_history() -> None:
-    attempt = (RetryDue(), DevicesSettled(("a",)), WorkFailed(NoDevices(seconds=0)))
-    state, _ = run(*UP_TO_SERVING, DeploymentLost(1, LOST), WorkFailed(NoDevices(seconds=0)), *attempt * 1000)
+    attempt = (RetryDue(), DevicesSettled(("a",)), ActionFailed(NoDevices(seconds=0)))
+    state, _ = run(*UP_TO_SERVING, DeploymentLost(1, LOST), ActionFailed(NoDevices(seconds=0)), *attempt * 1000)
     assert [(move.phase, move.times) for move in state.history[-3:]] == [
         ("serving", 1),
         ("settling", 1),
         ("failed", 1001),
     ]
-    state, _ = run(RetryDue(), WorkFailed(FULL), *attempt, state=state)
+    state, _ = run(RetryDue(), ActionFailed(FULL), *attempt, state=state)
     assert [(move.phase, move.times) for move in state.history if move.phase == "failed"] == [
         ("failed", 1001), ("failed", 1), ("failed", 1),
     ]  # fmt: skip
@@ -199,13 +199,13 @@ def test_history_is_bounded() -> None:
 
 def test_every_event_has_a_description() -> None:
     examples: dict[type[Any], Event] = {
-        PlanSetAside: PlanSetAside("gone"), DevicesSettled: DevicesSettled((ready_device("a"),)),
-        PlanMade: PlanMade(make_plan(BERT_LARGE, "hmp", (1, 1)), 0), WorkFailed: WorkFailed(FULL),
+        SavedPlanRejected: SavedPlanRejected("gone"), DevicesSettled: DevicesSettled((ready_device("a"),)),
+        PlanMade: PlanMade(make_plan(BERT_LARGE, "hmp", (1, 1)), 0), ActionFailed: ActionFailed(FULL),
         BetterPlanMade: BetterPlanMade(make_plan(BERT_LARGE, "hmp", (1, 1)), 1, 0), DeploymentLost: DeploymentLost(1, LOST),
     }  # fmt: skip
     found = {kind: describe_cause(examples.get(kind) or object.__new__(kind)) for kind in get_args(Event)}
     assert len(set(found.values())) == len(found) - 1  # both plans have the same description
-    assert found[PlanSetAside] == "the last plan is not used: gone"
+    assert found[SavedPlanRejected] == "the last plan is not used: gone"
     assert found[WorkersLoaded] == "workers are loaded and connected"
 
 
@@ -216,15 +216,15 @@ PLANS = st.sampled_from("xyz").map(plan)
 ERRORS = st.sampled_from([LOST, FULL, WRONG])
 EVENTS = st.one_of(
     st.builds(GoalSet, st.none() | PLANS),
-    st.builds(PlanRestored, EPOCHS),
-    st.just(PlanSetAside("gone")),
+    st.builds(SavedPlanAccepted, EPOCHS),
+    st.just(SavedPlanRejected("gone")),
     st.just(DevicesSettled(("a", "b"))),
     st.just(DevicesProfiled("cluster")),
     st.builds(PlanMade, PLANS, EPOCHS),
     st.builds(BetterPlanMade, PLANS, EPOCHS, EPOCHS),
     st.builds(DeploymentLost, EPOCHS, ERRORS),
     st.one_of(*(st.builds(event, EPOCHS) for event in (ChunksPushed, WorkersLoaded, WarmedUp))),
-    st.builds(WorkFailed, ERRORS),
+    st.builds(ActionFailed, ERRORS),
     st.sampled_from([RetryDue(), Drained(), DrainTimedOut(), StopRequested()]),
 )
 WORK: dict[DeploymentPhase, tuple[Action, ...]] = {
@@ -238,7 +238,7 @@ def reports(state: Lifecycle) -> list[Event]:
     """The completions that an executor of this phase's action could report."""
     epoch = state.epoch or 0
     return {
-        "settling": [PlanRestored(0)] if state.saved else [DevicesSettled(("a",))],
+        "settling": [SavedPlanAccepted(0)] if state.saved_plan else [DevicesSettled(("a",))],
         "profiling": [DevicesProfiled("cluster")],
         "planning": [PlanMade(plan("new"), 0)],
         "pushing": [ChunksPushed(epoch)],
@@ -266,7 +266,7 @@ def test_random_events_keep_all_invariants(data: st.DataObject) -> None:
         event = data.draw(st.sampled_from(reports(state)) | st.sampled_from(present) | EVENTS)
         try:
             after, actions = step(state, event, float(now))
-        except IllegalMove as error:
+        except IllegalEvent as error:
             assert error.state is state
             continue
         if not actions:
@@ -289,7 +289,7 @@ def test_random_events_keep_all_invariants(data: st.DataObject) -> None:
                 assert event == WarmedUp(after.epoch or 0)
             elif action in ("stop_admitting", "refuse_requests"):
                 admitting = False
-            elif action == "take_down":
+            elif action == "stop_workers":
                 assert not admitting
                 worker_runs = False
             elif action == "load":
@@ -305,7 +305,7 @@ def test_random_events_keep_all_invariants(data: st.DataObject) -> None:
         if state.phase == "serving" and isinstance(event, DeploymentLost):
             # A lost plan is not deployed again unchanged: the coordinator looks for devices and plans.
             assert after.phase == "settling"
-            assert (after.plan, after.saved, after.following) == (None, None, None)
+            assert (after.plan, after.saved_plan, after.next_plan) == (None, None, None)
             lost_plan = state.plan
         if isinstance(event, ChunksPushed | WorkersLoaded):
             assert event.epoch == state.epoch
@@ -320,7 +320,7 @@ def test_every_unfinished_state_can_stop_and_can_reach_serving(events: list[Even
     for now, event in enumerate(events):
         try:
             state, _ = step(state, event, float(now))
-        except IllegalMove:
+        except IllegalEvent:
             continue
     if state.finished:
         return
@@ -329,7 +329,7 @@ def test_every_unfinished_state_can_stop_and_can_reach_serving(events: list[Even
         stopped, _ = step(stopped, DrainTimedOut(), 101.0)
     assert (stopped.phase, stopped.finished, stopped.plan) == ("idle", True, None)
     for _ in range(12):
-        if state.phase == "serving" or (state.phase == "draining" and state.following is None):
+        if state.phase == "serving" or (state.phase == "draining" and state.next_plan is None):
             break
         state, _ = step(state, reports(state)[0], 100.0)
     else:

@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.serve.prompts import GenerationDefaults, StopTexts, TextStream, TextTokenizer, read_generation_defaults
+from coordinator.serve.prompts import (
+    GenerationDefaults,
+    StopTextFilter,
+    TextStream,
+    TextTokenizer,
+    read_generation_defaults,
+)
 from hearth.errors import BadCheckpoint, BadRequest
 from hearth.wire.messages import ChatMessage, Sampling, SamplingChoice
 
@@ -145,7 +151,7 @@ _LETTERS = st.text("ab", max_size=30)
 @given(_LETTERS, st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), st.lists(st.integers(0, 6), max_size=30))
 def test_stop_text_is_found_however_the_text_is_divided(text: str, stops: list[str], cuts: list[int]) -> None:
     expected, is_found = cut_at_first(text, stops)
-    filter_, out, rest = StopTexts(stops), "", text
+    filter_, out, rest = StopTextFilter(stops), "", text
     for cut in [*cuts, len(text)]:
         out += filter_.push(rest[:cut])
         rest = rest[cut:]
@@ -155,10 +161,10 @@ def test_stop_text_is_found_however_the_text_is_divided(text: str, stops: list[s
 
 
 def test_only_possible_starts_of_a_stop_text_are_withheld() -> None:
-    stops = StopTexts(["\nUser:", "END"])
+    stops = StopTextFilter(["\nUser:", "END"])
     assert [stops.push(text) for text in ("Hi", "\n", "Us", "a", "EN")] == ["Hi", "", "", "\nUsa", ""]
     assert (stops.flush(), stops.found) == ("EN", False)
-    stops = StopTexts(["\nUser:"])
+    stops = StopTextFilter(["\nUser:"])
     assert [stops.push(text) for text in ("Hi\nUse", "r: what", "more")] == ["Hi", "", ""]
     assert (stops.flush(), stops.found) == ("", True)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from coordinator.serve.sentences import SentenceTokenizer, batches, mean_pool, pack
+from coordinator.serve.sentences import SentenceTokenizer, mean_pool, pack_sequences, step_batches
 from hearth.errors import BadCheckpoint, TextTooLong
 
 runner = CliRunner()
@@ -18,13 +18,13 @@ runner = CliRunner()
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 100))
 def test_batches_keep_order_and_limit(lengths: list[int], max_rows: int) -> None:
-    found = batches(lengths, max_rows)
+    found = step_batches(lengths, max_rows)
     assert [i for batch in found for i in batch] == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in batch) <= max_rows or len(batch) == 1 for batch in found)
 
 
 def test_sums_become_normalised_means() -> None:
-    ids, lengths = pack([[1, 2], [3]])
+    ids, lengths = pack_sequences([[1, 2], [3]])
     assert (ids.tolist(), lengths.tolist()) == ([1, 2, 3], [0, 2, 3])
     pooled = mean_pool(np.array([[6.0, 8.0], [0.0, 0.0]], np.float32), lengths)
     assert pooled.tolist() == [[pytest.approx(0.6), pytest.approx(0.8)], [0.0, 0.0]]

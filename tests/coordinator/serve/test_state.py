@@ -9,7 +9,7 @@ import pytest
 from support.plans import BERT_LARGE, make_plan
 from typer.testing import CliRunner
 
-from coordinator.serve.config import load_settings
+from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.state import GraphGoal, SavedDeployment, SavedState, StateFile, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.plan import is_graph_plan, plan_from_json
@@ -54,9 +54,9 @@ def test_coordinator_settings_come_from_flags_then_environment() -> None:
         "HEARTH_COORDINATOR_PORT": "5",
         "HEARTH_COORDINATOR_MDNS_INTERFACES": "1.2.3.4, 5.6.7.8",
     }
-    assert load_settings({}, environ).port == 5
-    assert load_settings({"port": 6}, environ).port == 6
-    assert load_settings({}, environ).interfaces == ["1.2.3.4", "5.6.7.8"]
-    assert load_settings({}, {"HOME": "/h"}).state_dir == Path("/h/.local/state/hearth-coordinator")
+    assert load_coordinator_settings({}, environ).port == 5
+    assert load_coordinator_settings({"port": 6}, environ).port == 6
+    assert load_coordinator_settings({}, environ).interfaces == ["1.2.3.4", "5.6.7.8"]
+    assert load_coordinator_settings({}, {"HOME": "/h"}).state_dir == Path("/h/.local/state/hearth-coordinator")
     with pytest.raises(BadSetting, match="--port"):
-        load_settings({"port": 70_000}, environ)
+        load_coordinator_settings({"port": 70_000}, environ)

@@ -33,7 +33,7 @@ from coordinator.plan.graph.predict import (
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.simulator import compute_resources, send_resources, simulate, transfer_resources
-from coordinator.serve.planner_process import solve
+from coordinator.serve.planner_process import solve_graph
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from hearth.plan.profile import WireCost
@@ -257,7 +257,7 @@ def test_planner_process_equals_in_process_planning() -> None:
     cluster = cluster_of(spec, [1.0, 3.0], 50.0, latency_seconds=0.125, run_bytes=3)
     request = GraphRequest(spec, cluster, "throughput", time_limit_seconds=1.0, model_hash="ab" * 32)
     seen: list[str] = []
-    there, here = asyncio.run(solve(request, seen.append)), plan_graph(request, time.monotonic)
+    there, here = asyncio.run(solve_graph(request, seen.append)), plan_graph(request, time.monotonic)
     assert there.chosen.plan == here.chosen.plan
     assert [each.label for each in there.candidates] == [each.label for each in here.candidates]
     assert there.chosen.solution is not None
@@ -269,7 +269,7 @@ def test_planner_process_equals_in_process_planning() -> None:
 def test_planner_process_errors_keep_their_type() -> None:
     spec = chain(1, [1, 1], weights=[100, 100])
     with pytest.raises(ModelDoesNotFit) as error:
-        asyncio.run(solve(GraphRequest(spec, cluster_of(spec, [1.0], 1e9, 120))))
+        asyncio.run(solve_graph(GraphRequest(spec, cluster_of(spec, [1.0], 1e9, 120))))
     assert error.value.missing_bytes == 80
 
 

@@ -31,7 +31,7 @@ from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, excess_bytes
 from coordinator.plan.transformer.shares import ShareBudget, body_from_grains
 from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body
-from coordinator.serve.goal import open_model, plan_request
+from coordinator.serve.goal import open_transformer, plan_request
 from coordinator.serve.prompts import TextTokenizer
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import BadSetting, ModelDoesNotFit
@@ -482,21 +482,21 @@ def test_encoder_plans_are_unchanged() -> None:
 def test_goal_sets_context_and_sequences(tmp_path: Path) -> None:
     model_dir = write_model(tmp_path / "model", "llama")
     spec = read_spec(model_dir)
-    model = open_model(TransformerGoal(model_dir=str(model_dir)))
+    model = open_transformer(TransformerGoal(model_dir=str(model_dir)))
     assert model.generation == GenerationRequest(min(spec.max_positions, 2048), 4)
     assert model.seq_len == spec.max_positions
     assert model.tokenizer is None
     asked = TransformerGoal(model_dir=str(model_dir), context=8, sequences=2, seq_len=100)
-    model = open_model(asked)
+    model = open_transformer(asked)
     assert (model.seq_len, model.generation) == (8, GenerationRequest(8, 2))
     home = cluster([device_profile(0, 1.0, spec, 8)], 100)
     assert plan_request(asked, model, home).generation == GenerationRequest(8, 2)
     with pytest.raises(BadSetting, match=f"at most {spec.max_positions}"):
-        open_model(asked.model_copy(update={"context": spec.max_positions + 1}))
+        open_transformer(asked.model_copy(update={"context": spec.max_positions + 1}))
     encoder = write_model(tmp_path / "encoder")
     for option in ("context", "sequences"):
         with pytest.raises(BadSetting, match="generates no text"):
-            open_model(TransformerGoal.model_validate({"model_dir": str(encoder), option: 2}))
+            open_transformer(TransformerGoal.model_validate({"model_dir": str(encoder), option: 2}))
     with pytest.raises(ValidationError):
         TransformerGoal(model_dir="/m", sequences=0)
 
@@ -507,7 +507,7 @@ def test_decoder_has_a_text_tokenizer_and_no_pooling(tmp_path: Path) -> None:
     model_dir = write_model(tmp_path / "model", "llama")
     Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(model_dir / "tokenizer.json"))
     (model_dir / "modules.json").write_text("[")
-    assert isinstance(open_model(TransformerGoal(model_dir=str(model_dir))).tokenizer, TextTokenizer)
+    assert isinstance(open_transformer(TransformerGoal(model_dir=str(model_dir))).tokenizer, TextTokenizer)
 
 
 # ---- printed plans --------------------------------------------------------------------------------------------------
