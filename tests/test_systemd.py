@@ -77,7 +77,7 @@ def test_unit_exposure_is_below_the_limit(service: str) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_service_has_its_own_user_and_reads_the_key_as_a_credential(service: str) -> None:
+def test_service_has_its_own_user_and_a_key_credential(service: str) -> None:
     directives = unit(service)
     users = re.findall(r"^u (\S+)", (UNITS / "hearth.sysusers").read_text(), re.MULTILINE)
     assert directives["User"] == users

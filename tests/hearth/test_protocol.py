@@ -7,20 +7,20 @@ import pytest
 from hearth import protocol as p
 
 
-def test_a_silent_device_is_dead_before_its_lease_ends() -> None:
+def test_silent_device_is_dead_before_its_lease_ends() -> None:
     assert p.HEARTBEAT_SECONDS < p.HEARTBEAT_TIMEOUT_SECONDS < p.SUSPECT_SECONDS < p.DEAD_SECONDS < p.LEASE_SECONDS
 
 
-def test_the_coordinator_waits_longer_for_a_worker_than_its_agent() -> None:
+def test_coordinator_timeout_exceeds_that_of_the_agent() -> None:
     assert p.WORKER_LOAD_SECONDS < p.LOAD_SECONDS
     assert p.WORKER_CONNECT_SECONDS < p.CONNECT_SECONDS
 
 
 @pytest.mark.parametrize("timeout_seconds", [0.1, 5.0, 3600.0])
-def test_a_worker_notices_a_timeout_before_its_agent_and_its_coordinator(timeout_seconds: float) -> None:
+def test_worker_times_out_before_agent_and_coordinator(timeout_seconds: float) -> None:
     assert timeout_seconds < p.agent_run_seconds(timeout_seconds) < p.coordinator_run_seconds(timeout_seconds)
 
 
-def test_the_link_port_stays_open_while_chunks_are_fetched() -> None:
+def test_link_port_stays_open_while_chunks_are_fetched() -> None:
     assert p.FETCH_SECONDS + p.LINK_OPEN_MARGIN_SECONDS <= p.MAX_LINK_OPEN_SECONDS
     assert p.LINK_OPEN_MARGIN_SECONDS < p.REPLY_MARGIN_SECONDS

@@ -122,10 +122,10 @@ class TestHome:
         pattern = r"(?:control|listening on) port (\d+)"
 
         def found() -> list[str]:
-            said = self._log_bytes(name)[self._began.get(name, 0) :].decode(errors="replace")
+            output = self._log_bytes(name)[self._began.get(name, 0) :].decode(errors="replace")
             ended = self._processes[name].poll()
-            ports = re.findall(pattern, said)
-            assert ports or ended is None, f"{name} ended with {ended}: {said}"
+            ports = re.findall(pattern, output)
+            assert ports or ended is None, f"{name} ended with {ended}: {output}"
             return ports
 
         return int(wait_for(f"the port of {name}", found)[-1])

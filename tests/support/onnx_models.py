@@ -115,7 +115,7 @@ def _options() -> Any:
     return options
 
 
-# ---- graphs by hand: each saves itself and says nothing more than its name ----------------------------------------
+# ---- handmade graphs: each function saves one ---------------------------------------------------------------------
 
 
 def shared_weights(path: Path) -> Path:

@@ -114,13 +114,13 @@ def test_requests_above_limits_and_invalid_ones_are_rejected(pair: TestHome) -> 
         with pytest.raises(ContextTooLong) as error:
             home.generate(token_ids=PROMPT, max_tokens=CONTEXT).text()
         assert (error.value.num_prompt_tokens, error.value.context_tokens) == (len(PROMPT), CONTEXT)
-        for fields, said in (
+        for fields, message in (
             ({"token_ids": [3000]}, "between 0 and 2999"),
             ({"token_ids": []}, "empty"),
             ({"prompt": "hello"}, "tokenizer"),
             ({"token_ids": [1], "stop": "x"}, "tokenizer"),
         ):
-            with pytest.raises(BadRequest, match=said):
+            with pytest.raises(BadRequest, match=message):
                 home.generate(**fields).text()  # type: ignore[arg-type]
         with pytest.raises(BadRequest, match="hearth generate"):
             home.embed(["a model that generates embeds nothing"])

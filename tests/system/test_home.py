@@ -130,12 +130,12 @@ def test_invalid_requests_get_typed_errors_and_serving_continues(pair: TestHome)
 
 def test_status_and_devices_describe_the_deployment(pair: TestHome) -> None:
     with pair.ready() as home:
-        wait_for("a heartbeat of both", lambda: all(map(_works, home.devices().devices)))
+        wait_for("a heartbeat of both", lambda: all(map(_has_ready_worker, home.devices().devices)))
         status, devices = home.status(), home.devices()
     assert status.plan is not None
     assert status.plan.body.strategy == "hmp"
     assert {device.name for device in devices.devices} == {"a", "b"}
-    assert all(map(_works, devices.devices))
+    assert all(map(_has_ready_worker, devices.devices))
     assert {(link.source, link.target) for link in devices.links} == {
         (a.device_id, b.device_id) for a in devices.devices for b in devices.devices if a != b
     }
@@ -222,9 +222,7 @@ def test_key_of_another_home_is_rejected(pair: TestHome) -> None:
         _ask_agent(pair, new_home_key(), GetTelemetry())
 
 
-def test_worker_killed_during_a_request_raises_and_serving_continues(
-    slow_model_dir: Path, profile_cache: Path, tmp_path: Path
-) -> None:
+def test_killed_worker_raises_and_serving_continues(slow_model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
     with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
         for name in ("a", "b", "c"):
             running_home.start_agent(name)
@@ -300,9 +298,9 @@ def sp_pair(model_dir: Path, profile_cache: Path, tmp_path_factory: pytest.TempP
 
 
 def test_chunks_needed_by_two_devices_leave_the_coordinator_once(sp_pair: TestHome) -> None:
-    said = re.search(r"sent ([\d.]+ \w+) of weights; devices forwarded ([\d.]+ \w+)", sp_pair.log("coordinator"))
-    assert said is not None
-    pushed, passed = map(parse_bytes, said.groups())
+    sizes = re.search(r"sent ([\d.]+ \w+) of weights; devices forwarded ([\d.]+ \w+)", sp_pair.log("coordinator"))
+    assert sizes is not None
+    pushed, passed = map(parse_bytes, sizes.groups())
     assert 0.1 * pushed < passed < pushed  # all chunks but the vocabulary, which is divided
 
 
@@ -415,5 +413,5 @@ def test_agent_busy_error_names_the_coordinator() -> None:
     assert "coordinator" in str(AgentBusy(device="a", holder="other"))
 
 
-def _works(device: DeviceInfo) -> bool:
+def _has_ready_worker(device: DeviceInfo) -> bool:
     return [worker.state for worker in device.workers] == ["ready"]

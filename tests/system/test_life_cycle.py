@@ -71,7 +71,7 @@ def test_status_shows_the_phase_and_its_history(running_home: TestHome) -> None:
     assert told["phase"] == "serving"
 
 
-def test_full_queue_rejects_immediately_and_serves_queued_requests(running_home: TestHome) -> None:
+def test_full_queue_rejects_and_serves_queued_requests(running_home: TestHome) -> None:
     with running_home.connect() as home, ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(home.hidden_states, [7] * 512) for _ in range(8)]
         outcomes = [future.exception() or future.result().shape for future in asked]

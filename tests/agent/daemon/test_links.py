@@ -25,7 +25,7 @@ from hearth.wire.messages import (
 )
 
 
-def test_link_is_measured_within_limits_for_authorised_peers_only() -> None:
+def test_link_is_measured_within_limits_for_authorised_peers() -> None:
     async def scenario() -> None:
         with zmq_context() as context:
             gatekeeper = asyncio_gatekeeper(context)

@@ -27,7 +27,7 @@ from hearth.errors import (
 )
 
 
-def test_externally_deleted_chunks_are_missing_and_can_be_stored_again(tmp_path: Path) -> None:
+def test_externally_deleted_chunks_can_be_stored_again(tmp_path: Path) -> None:
     store = ShardStore(tmp_path / "store", 1000, "d")
     name, data = chunk(1)
     store.put(name, data)

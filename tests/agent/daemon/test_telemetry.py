@@ -210,7 +210,7 @@ def test_cgroup_limit_is_reported_as_total_memory(limit: str, usage: str, member
     ("limit_bytes", "percent", "expected"),
     [(None, None, 6 << 30), (1 << 30, None, 1 << 30), (None, 50.0, 5 << 30), (1 << 30, 50.0, 1 << 30)],
 )
-def test_memory_budget_is_the_user_limit_or_free_memory_minus_reserve(
+def test_memory_budget_is_limit_or_free_memory_minus_reserve(
     limit_bytes: int | None, percent: float | None, expected: int
 ) -> None:
     assert memory_budget(10 << 30, 7 << 30, limit_bytes, percent) == expected

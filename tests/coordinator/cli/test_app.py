@@ -84,7 +84,7 @@ def test_keys_are_created_shown_exported_and_rotated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "status", "message"),
     [
         (("embed", "hello", "--key", "none"), 1, "no key at none"),
         (("plan", "no-such-model"), 1, "no-such-model"),
@@ -104,7 +104,7 @@ def test_keys_are_created_shown_exported_and_rotated(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_input_is_reported_in_one_line(
-    arguments: tuple[str, ...], status: int, said: str, tmp_path: Path
+    arguments: tuple[str, ...], status: int, message: str, tmp_path: Path
 ) -> None:
     write_model(tmp_path / "model")
     run("key", "new", "--key", str(tmp_path / "key"))
@@ -117,7 +117,7 @@ def test_invalid_input_is_reported_in_one_line(
     }  # fmt: skip
     key = () if "--key" in arguments else ("--key", str(tmp_path / "key")) if arguments[0] != "demo" else ()
     output = run(*(str(places.get(argument, argument)) for argument in (*arguments, *key)), code=status)
-    assert said in " ".join(output.split())
+    assert message in " ".join(output.split())
 
 
 def test_plan_is_printed_with_bytes_and_budgets() -> None:

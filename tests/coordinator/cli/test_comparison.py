@@ -211,7 +211,7 @@ def test_limits_and_exclusions_apply_offline(offline: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--limit", "cellar=1GiB"), "no device here is called cellar; there are: attic, kitchen, living-room"),
         (("--exclude", "cellar"), "no device here is called cellar"),
@@ -221,10 +221,10 @@ def test_limits_and_exclusions_apply_offline(offline: Any) -> None:
         (("--rounds", "3"), "it needs --compare"),
     ],
 )
-def test_invalid_option_is_reported_in_one_line(arguments: tuple[str, ...], said: str, offline: Any) -> None:
+def test_invalid_option_is_reported_in_one_line(arguments: tuple[str, ...], message: str, offline: Any) -> None:
     result = offline(*arguments)
     assert result.exit_code == 1
-    assert said in result.output
+    assert message in result.output
     assert len(result.output.splitlines()) == 1
 
 
@@ -242,7 +242,7 @@ def _of_another_model(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda text: text[:-20], "is not JSON ("),
         (lambda text: "{}", "is not a valid profile (devices: Field required)"),
@@ -252,12 +252,12 @@ def _of_another_model(text: str) -> str:
         (None, "cannot be read"),
     ],
 )
-def test_invalid_profile_is_reported_in_one_line(damage: Any, said: str, offline: Any) -> None:
+def test_invalid_profile_is_reported_in_one_line(damage: Any, message: str, offline: Any) -> None:
     if damage is not None:
         (offline.folder / "bad.json").write_text(damage((offline.folder / "profile.json").read_text()))
     result = offline(profile="bad.json")
     assert result.exit_code == 1
-    assert said in result.output
+    assert message in result.output
     assert len(result.output.splitlines()) == 1
 
 
@@ -454,9 +454,7 @@ def test_graph_strategies_with_equal_plans_share_a_run(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--compare",)])
-def test_graph_with_unsupported_input_is_rejected_before_devices_are_used(
-    options: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_graph_with_unsupported_input_is_rejected_early(options: tuple[str, ...], tmp_path: Path) -> None:
     model = save_bfloat16_model(tmp_path / "model.onnx")
     result = CliRunner().invoke(app, ["plan", str(model), *options, "--key", str(tmp_path / "none")])
     assert result.exit_code == 1
@@ -494,7 +492,7 @@ def test_real_agents_run_the_plans_of_a_graph(objective: str, tmp_path: Path) ->
 
 
 @pytest.mark.processes
-def test_real_agents_are_leased_during_a_comparison_and_left_without_workers(tmp_path: Path) -> None:
+def test_comparison_leases_real_agents_and_stops_their_workers(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     names = ("attic", "kitchen")
     model_dir = save_random_model(tmp_path / "model", small_bert())
@@ -516,26 +514,26 @@ def test_real_agents_are_leased_during_a_comparison_and_left_without_workers(tmp
             try:
                 pids = wait_for("its workers", lambda: [pid for name in names if (pid := home.worker_pid(name))])
                 with compare() as second:
-                    _, said = second.communicate(timeout=WAIT_LIMIT_SECONDS)
+                    _, errors = second.communicate(timeout=WAIT_LIMIT_SECONDS)
                 assert second.returncode == 1
-                assert "already works for the coordinator" in said
+                assert "already works for the coordinator" in errors
                 assert any(home.worker_pid(name) in pids for name in names)  # and were not disturbed
             finally:
                 first.send_signal(signal.SIGINT)
-                _, said = first.communicate(timeout=WAIT_LIMIT_SECONDS)
-        assert first.returncode == 130, said
+                _, errors = first.communicate(timeout=WAIT_LIMIT_SECONDS)
+        assert first.returncode == 130, errors
         assert not any(home.worker_pid(name) for name in names)
 
         def third() -> tuple[str, str] | None:
             """If a busy agent missed the end of its lease, the lease expires; on a busy machine a lease may be lost."""
             with compare("--rounds", "2", "--json") as process:
-                printed, said = process.communicate(timeout=WAIT_LIMIT_SECONDS)
-            assert process.returncode == 0 or "already works for the coordinator" in said, said
-            return None if process.returncode != 0 or " was lost: " in printed else (printed, said)
+                printed, errors = process.communicate(timeout=WAIT_LIMIT_SECONDS)
+            assert process.returncode == 0 or "already works for the coordinator" in errors, errors
+            return None if process.returncode != 0 or " was lost: " in printed else (printed, errors)
 
-        printed, said = wait_for("a comparison with the devices free again", third)
+        printed, errors = wait_for("a comparison with the devices free again", third)
         plans = json.loads(printed)["plans"]
-        assert {plan["strategy"] for plan in plans} == {"local", "hmp", "sp", "megatron-tp", "pipeline"}, said
+        assert {plan["strategy"] for plan in plans} == {"local", "hmp", "sp", "megatron-tp", "pipeline"}, errors
         for plan in plans:
             assert plan["failure"] is None
             assert len(plan["step_seconds"]) == 2

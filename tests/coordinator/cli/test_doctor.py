@@ -122,9 +122,7 @@ def test_multicast_probe_is_a_valid_mdns_query() -> None:
         ({"nft": Output(False, ""), "ufw": Output(True, "Status: active")}, "warning", "ufw filters"),
     ],
 )
-def test_firewall_check_distinguishes_active_absent_and_unreadable(
-    installed: dict[str, Output], status: str, says: str
-) -> None:
+def test_firewall_check_table(installed: dict[str, Output], status: str, says: str) -> None:
     finding = check_firewall(programs(**installed))
     assert (finding.status, says in finding.what) == (status, True)
     if status == "warning":

@@ -129,9 +129,9 @@ def test_single_device_choice_is_explained_on_slow_links(files: Path) -> None:
     (files / "cluster.json").write_text(json.dumps({**cluster, "latency_seconds": 10}))
     result = run(files, "graph.json", "--cluster", "cluster.json", "--time-limit", "1")
     assert result.exit_code == 0, result.output
-    said = " ".join(result.output.split())
-    assert "on 1 device, for latency" in said
-    assert "one device is faster" in said
+    output = " ".join(result.output.split())
+    assert "on 1 device, for latency" in output
+    assert "one device is faster" in output
     answer = as_json(files, "graph.json", "--cluster", "cluster.json", "--strategy", "critical-path")
     assert answer["strategy"] == "critical-path"
 
@@ -259,8 +259,8 @@ def test_profile_cannot_be_served_as_a_plan(files: Path) -> None:
          "--state-dir", str(files / "state")],
     )  # fmt: skip
     assert result.exit_code != 0
-    said = re.sub(r"\s+", " ", result.output)
-    assert "p.json is a profile of devices for a graph of operators, not a saved plan" in said
+    output = re.sub(r"\s+", " ", result.output)
+    assert "p.json is a profile of devices for a graph of operators, not a saved plan" in output
 
 
 def test_wrong_file_type_is_recognised(files: Path) -> None:

@@ -28,7 +28,7 @@ def parameters(command: str) -> set[str]:
     return {each.name for each in found.params}
 
 
-def given(name: str) -> list[str]:
+def arguments_for(name: str) -> list[str]:
     option = f"--{name.replace('_', '-')}"
     return [option] if name in FLAGS else [option, VALUES.get(name, "some-file.json")]
 
@@ -51,12 +51,12 @@ def test_option_for_another_kind_of_model_is_rejected_by_name(name: str, tmp_pat
     models = {"transformer": write_model(tmp_path / "model"), "graph": tmp_path / "graph.json"}
     for kind, model in models.items():
         if kind not in CAPABILITIES[name]:
-            said = error("plan", str(model), *given(name))
-            assert f"The setting --{name.replace('_', '-')} cannot be used: it applies to" in said
+            message = error("plan", str(model), *arguments_for(name))
+            assert f"The setting --{name.replace('_', '-')} cannot be used: it applies to" in message
 
 
 @pytest.mark.parametrize("name", OF_MODEL)
 def test_serve_without_model_rejects_model_options(name: str, tmp_path: Path) -> None:
     save_credential(tmp_path / "key", new_home_key())
-    said = error("serve", "--key", str(tmp_path / "key"), "--state-dir", str(tmp_path), *given(name))
-    assert "it needs a MODEL" in said
+    message = error("serve", "--key", str(tmp_path / "key"), "--state-dir", str(tmp_path), *arguments_for(name))
+    assert "it needs a MODEL" in message

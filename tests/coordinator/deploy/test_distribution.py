@@ -20,12 +20,12 @@ def chunk(index: int) -> Chunk:
     return Chunk(digest, 100 + index, bytes)
 
 
-def lacking(**needs: Iterable[int]) -> dict[str, list[Chunk]]:
+def missing_chunks(**needs: Iterable[int]) -> dict[str, list[Chunk]]:
     return {device: [chunk(index) for index in indexes] for device, indexes in needs.items()}
 
 
 def test_new_chunk_leaves_the_coordinator_once_and_is_passed_on() -> None:
-    scheduler = ChunkScheduler(lacking(a=[0, 1], b=[0]), {})
+    scheduler = ChunkScheduler(missing_chunks(a=[0, 1], b=[0]), {})
     assert scheduler.next_from_coordinator("a") == chunk(0)
     assert scheduler.next_from_coordinator("b") is None  # device a is receiving it and will pass it on
     assert scheduler.next_from_coordinator("a") == chunk(1)
@@ -41,26 +41,28 @@ def test_new_chunk_leaves_the_coordinator_once_and_is_passed_on() -> None:
 
 
 def test_chunk_held_by_a_device_is_not_sent_by_the_coordinator() -> None:
-    scheduler = ChunkScheduler(lacking(a=[0]), {"old": {chunk(0).hash}})
+    scheduler = ChunkScheduler(missing_chunks(a=[0]), {"old": {chunk(0).hash}})
     assert scheduler.next_from_coordinator("a") is None
     assert scheduler.next_from_device("old", "a", LEAST, MOST) == [chunk(0)]
 
 
 def test_coordinator_sends_each_device_a_different_part() -> None:
     """The coordinator sends the model once, and all devices share in passing it on."""
-    scheduler = ChunkScheduler(lacking(**dict.fromkeys("abcd", range(40))), {})
+    scheduler = ChunkScheduler(missing_chunks(**dict.fromkeys("abcd", range(40))), {})
     sent = {device: [scheduler.next_from_coordinator(device) for _ in range(10)] for device in "abcd"}
     assert {each for chunks in sent.values() for each in chunks} == {chunk(index) for index in range(40)}
     assert all(scheduler.next_from_coordinator(device) is None for device in "abcd")
 
 
 def test_chunks_needed_by_most_devices_are_sent_first() -> None:
-    scheduler = ChunkScheduler(lacking(a=[0, 1, 2], b=[2]), {})
+    scheduler = ChunkScheduler(missing_chunks(a=[0, 1, 2], b=[2]), {})
     assert scheduler.next_from_coordinator("a") == chunk(2)
 
 
 def test_device_that_fails_to_send_is_not_asked_again() -> None:
-    scheduler = ChunkScheduler(lacking(a=[0, 1]), {"old": {chunk(0).hash, chunk(1).hash}, "other": {chunk(1).hash}})
+    scheduler = ChunkScheduler(
+        missing_chunks(a=[0, 1]), {"old": {chunk(0).hash, chunk(1).hash}, "other": {chunk(1).hash}}
+    )
     batch = scheduler.next_from_device("old", "a", LEAST, MOST)
     assert batch == [chunk(0), chunk(1)]
     scheduler.mark_missed("old", "a", batch, give_up_pair=True)
@@ -71,8 +73,10 @@ def test_device_that_fails_to_send_is_not_asked_again() -> None:
     assert scheduler.next_from_device("other", "a", LEAST, MOST) == [chunk(1)]
 
 
-def test_damaged_chunk_is_fetched_elsewhere_and_others_are_unaffected() -> None:
-    scheduler = ChunkScheduler(lacking(a=[0, 1, 2, 3, 4, 5, 6]), {"old": {chunk(index).hash for index in range(7)}})
+def test_only_the_damaged_chunk_is_fetched_elsewhere() -> None:
+    scheduler = ChunkScheduler(
+        missing_chunks(a=[0, 1, 2, 3, 4, 5, 6]), {"old": {chunk(index).hash for index in range(7)}}
+    )
     batch = scheduler.next_from_device("old", "a", LEAST, MOST)
     scheduler.mark_received("old", "a", batch[1:])
     scheduler.mark_missed("old", "a", batch[:1], give_up_pair=False)

@@ -38,9 +38,9 @@ def noise(random: Random) -> list[float]:
 
 @given(st.integers(3, 5), st.integers(0, 17), st.randoms(use_true_random=False))
 @settings(max_examples=50, deadline=None)
-def test_equal_devices_get_equal_profiles_despite_disturbed_points(count: int, spoilt: int, random: Random) -> None:
+def test_smoothing_removes_disturbed_points(count: int, disturbed: int, random: Random) -> None:
     every = [noise(random) for _ in range(count)]
-    every[0][spoilt] = 1.3
+    every[0][disturbed] = 1.3
     found = smooth_profiles({str(index): measured(1.0, each) for index, each in enumerate(every)})
     assert all(getattr(blocks, name) == getattr(found["1"], name) for blocks in found.values() for name in CURVES)
     assert 0.95 <= layer_seconds(found["0"]) / layer_seconds(device_profile(0, 1.0).blocks) <= 1.08

@@ -133,9 +133,9 @@ def test_gpu_without_int4_is_left_out_and_named(tmp_path: Path) -> None:
     fleet, lines = with_gpu("ag", "g"), []
     assert [device.name for device in int4(fleet, tmp_path, lines).devices] == ["a"]
     assert profiled_on(fleet) == "a"
-    (said,) = [line for line in lines if "left out" in line]
-    assert said.startswith("g is left out: g cannot keep weights as int4")
-    assert "`--weights int8`" in said
+    (notice,) = [line for line in lines if "left out" in line]
+    assert notice.startswith("g is left out: g cannot keep weights as int4")
+    assert "`--weights int8`" in notice
 
 
 def test_no_device_with_int4_raises_unsupported_weights(tmp_path: Path) -> None:

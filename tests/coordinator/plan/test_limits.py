@@ -117,7 +117,7 @@ def deployed(held: int, planned: int) -> TransformerPlan:
         ("device0=1000M", 2500, 1500, 3000, 1000),
     ],
 )
-def test_percentage_applies_to_memory_offered_without_the_deployed_plan(
+def test_percentage_includes_memory_of_the_deployed_plan(
     text: str, free: int, held: int, planned: int, expected: int
 ) -> None:
     mega = 1_000_000
@@ -141,8 +141,8 @@ def test_given_plan_is_checked_against_limits_and_exclusions() -> None:
     offered = {"id0": 4 * GIB}
     assert limit_violation(plan, [parse_limit("device0=1GiB")], ["attic"], offered) is None
     assert limit_violation(plan, [parse_limit("id0=25%")], [], offered) is None
-    said = limit_violation(plan, [parse_limit("device0=24%")], [], offered)
-    assert said == "device0 would hold 1.00 GiB, above its limit of 24 %"
+    violation = limit_violation(plan, [parse_limit("device0=24%")], [], offered)
+    assert violation == "device0 would hold 1.00 GiB, above its limit of 24 %"
     assert limit_violation(plan, [parse_limit("device1=0.5GiB")], [], {}) is not None
     assert limit_violation(plan, [], ["id1"], {}) == "device1 is excluded"
 

@@ -66,11 +66,11 @@ def test_new_request_does_not_overtake_a_waiting_one() -> None:
         waiting = asyncio.create_task(enter(admission, order, "first"))
         await let_tasks_run()
         admission.leave()
-        newcomer = asyncio.create_task(enter(admission, order, "second"))
+        later = asyncio.create_task(enter(admission, order, "second"))
         await let_tasks_run()
         assert order == [("first", "one")]
-        newcomer.cancel()
-        await asyncio.gather(waiting, newcomer, return_exceptions=True)
+        later.cancel()
+        await asyncio.gather(waiting, later, return_exceptions=True)
 
     scenario(main)
 

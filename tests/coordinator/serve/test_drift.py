@@ -136,7 +136,7 @@ def test_step_drift_without_device_drift_makes_links_suspect(change: float, fast
 
 
 @given(st.floats(1.4, 5))
-def test_slow_device_that_slows_the_step_does_not_make_links_suspect(change: float) -> None:
+def test_slow_device_does_not_make_links_suspect(change: float) -> None:
     feed = steps(0.9, 0.3)
     feed.run(10)
     found = feed.run(20, [change, 1.0], total=change)
@@ -152,7 +152,7 @@ def test_single_outlier_is_no_drift(size: float, when: int) -> None:
     assert feed.run(30) is None
 
 
-def test_short_and_first_steps_are_ignored_and_temporary_drift_expires() -> None:
+def test_short_steps_are_ignored_and_brief_drift_expires() -> None:
     feed = steps(0.5, 0.5)
     assert feed.run(1, [50.0, 50.0], total=50.0) is None
     assert feed.run(100, [9.0, 1.0], rows=SEQ_LEN // 2 - 1) is None
@@ -282,9 +282,7 @@ def test_slower_device_gets_a_smaller_share(tmp_path: Path, monkeypatch: pytest.
     asyncio.run(main())
 
 
-def test_slow_device_that_was_left_out_is_measured_again_and_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_left_out_as_slow_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with serving_transformer(tmp_path, monkeypatch, strategy="auto") as home:
             assert home.names() == "ab"
@@ -380,9 +378,7 @@ def test_given_plan_is_kept_when_devices_join(tmp_path: Path, monkeypatch: pytes
     asyncio.run(main())
 
 
-def test_limits_apply_to_every_plan_and_unknown_names_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_apply_and_unknown_names_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = tuple(parse_limit(text) for text in ("a=1GiB", "b=50%", "c=2GiB", "cellar=1GiB"))
 
     def budgets(home: ServedController) -> dict[str, int]:
@@ -414,8 +410,8 @@ def test_given_plan_that_exceeds_a_limit_is_rejected(tmp_path: Path, monkeypatch
         ({"limits": (parse_limit(f"a={held - 1}"),)}, 1),
         ({"exclude": ("a",)}, 1),
     ):
-        _, said = asyncio.run(main(given, keep_plan=True, **goal))
-        assert said == refused
+        _, message = asyncio.run(main(given, keep_plan=True, **goal))
+        assert message == refused
 
 
 def test_device_that_cannot_be_measured_does_not_disturb_serving(
@@ -493,7 +489,7 @@ def test_messages_of_a_plan_change_are_in_order(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("MODEL", "--accuracy-budget", "0"), "above 0"),
         (("MODEL", "--accuracy-budget", "nan"), "above 0"),
@@ -501,7 +497,7 @@ def test_messages_of_a_plan_change_are_in_order(tmp_path: Path, monkeypatch: pyt
         (("MODEL", "--accuracy-budget", "0.1", "--wire", "int8"), "omit --wire"),
     ],
 )
-def test_invalid_accuracy_budget_is_one_clear_line(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_invalid_accuracy_budget_is_one_clear_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     write_model(tmp_path / "MODEL")
@@ -511,4 +507,4 @@ def test_invalid_accuracy_budget_is_one_clear_line(arguments: tuple[str, ...], s
     command = ["serve", *(places.get(argument, argument) for argument in arguments), "--key", str(tmp_path / "key")]
     result = runner.invoke(app, command)
     assert result.exit_code == 2
-    assert said in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())

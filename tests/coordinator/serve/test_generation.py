@@ -276,7 +276,7 @@ def test_encoder_plan_is_a_bad_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "token_ids", "said"),
+    ("fields", "token_ids", "message_part"),
     [
         ({}, None, "only one of them"),
         ({"prompt": "a", "messages": (ChatMessage(role="user", content="a"),)}, None, "only one of them"),
@@ -289,11 +289,11 @@ def test_encoder_plan_is_a_bad_plan() -> None:
         ({}, [[1]], "a list of 32-bit integers"),
     ],
 )
-def test_bad_request_is_rejected_before_it_runs(fields: dict[str, Any], token_ids: Any, said: str) -> None:
+def test_bad_request_is_rejected_before_it_runs(fields: dict[str, Any], token_ids: Any, message_part: str) -> None:
     host = Host(Script())
     with pytest.raises(BadRequest) as error:
         asyncio.run(ask(host, token_ids=token_ids, **fields))
-    assert said in str(error.value)
+    assert message_part in str(error.value)
     assert not host.errors
     assert not host.deployments[0].requests
 
@@ -410,7 +410,7 @@ def test_lost_end_message_causes_no_new_request(tokens: list[int], reason: str) 
     assert (found.tokens, found.end.reason, second.requests) == (tokens[:count], reason, [])
 
 
-def test_smaller_plan_truncates_default_length_and_rejects_explicit_length() -> None:
+def test_smaller_plan_limits_the_length_or_rejects() -> None:
     limits = GenerationLimits(kv_tokens=20, max_sequences=1, prefill_rows=8)
     small = with_generation(PLAN, limits)
 
@@ -622,7 +622,7 @@ def test_abandoned_stream_is_closed_at_the_agent() -> None:
         script = Script(silent_after=2)
         _, answers = await deployed(Agents(script))
         await anext(answers)
-        waiting = asyncio.create_task(_all(answers))
+        waiting = asyncio.create_task(_collect(answers))
         await let_tasks_run()
         waiting.cancel()
         await asyncio.wait({waiting})
@@ -631,7 +631,7 @@ def test_abandoned_stream_is_closed_at_the_agent() -> None:
     asyncio.run(main())
 
 
-async def _all(answers: AsyncGenerator[Any, None]) -> list[Any]:
+async def _collect(answers: AsyncGenerator[Any, None]) -> list[Any]:
     return [answer async for answer in answers]
 
 
@@ -663,7 +663,7 @@ def goal_of(folder: Path, family: str, **wishes: Any) -> TransformerGoal:
 
 
 async def tokens_of(home: ServedController, **fields: Any) -> list[int]:
-    parts = await _all(await home.kind.generate(Generate(**fields), pack_array(np.asarray([1, 2, 3], np.int32))))
+    parts = await _collect(await home.kind.generate(Generate(**fields), pack_array(np.asarray([1, 2, 3], np.int32))))
     return [token for part in parts if isinstance(part, TextGenerated) for token in part.token_ids]
 
 
@@ -809,7 +809,7 @@ def test_client_reads_tokens_text_and_usage(tokenizer: TextTokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message_part"),
     [
         ({"temperature": -1}, "temperature must be a number of at least 0 and at most 100, not -1"),
         ({"temperature": float("nan")}, "temperature must be a number of at least 0 and at most 100, not nan"),
@@ -831,12 +831,12 @@ def test_client_reads_tokens_text_and_usage(tokenizer: TextTokenizer) -> None:
         ({"prompt": None, "token_ids": ["a"]}, "32-bit integers"),
     ],
 )
-def test_value_out_of_range_is_rejected_before_sending(fields: dict[str, Any], said: str) -> None:
+def test_value_out_of_range_is_rejected_before_sending(fields: dict[str, Any], message_part: str) -> None:
     async def main() -> None:
         async with AsyncHome(access(), "127.0.0.1:1", None) as home:
             with pytest.raises(BadRequest) as error:
                 home.generate(**{"prompt": "a", **fields})
-            assert said in str(error.value)
+            assert message_part in str(error.value)
 
     asyncio.run(main())
 

@@ -188,7 +188,7 @@ def num_slots(home: ServedController) -> int:
     return home.kind.capacity(deployment)
 
 
-def test_pipeline_is_filled_and_further_requests_are_queued_or_rejected(
+def test_full_pipeline_queues_then_rejects_requests(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -210,7 +210,7 @@ def test_pipeline_is_filled_and_further_requests_are_queued_or_rejected(
     asyncio.run(main())
 
 
-def test_device_loss_fails_running_requests_and_queued_ones_succeed(
+def test_device_loss_fails_running_requests_only(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:

@@ -209,7 +209,7 @@ def test_rendered_chats_equal_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         (None, "no chat template"),
         ([{"name": "tool_use", "template": "no"}], "no chat template"),
@@ -221,13 +221,13 @@ def test_rendered_chats_equal_transformers(tmp_path: Path) -> None:
         ("{% for i in range(10 ** 9) %}{% endfor %}", "too big"),
     ],
 )
-def test_missing_failing_or_escaping_template_is_a_bad_request(template: Any, said: str, tmp_path: Path) -> None:
+def test_missing_failing_or_escaping_template_is_a_bad_request(template: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="template") as error:
         rendered(tmp_path, template)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
-def test_prompts_are_not_truncated_or_padded_and_damaged_files_are_named(tmp_path: Path) -> None:
+def test_padding_and_truncation_are_off_and_damaged_files_named(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(save_byte_level(tmp_path))
     assert len(tokenizer.encode("x" * 100)) == 101
     assert tokenizer.encode("") == token_ids_of(tmp_path, "<s>")

@@ -25,9 +25,9 @@ def run(seconds: float = 60.0, **options: object) -> ChildResult:
 
 def test_input_output_and_log_lines_are_passed(module: Path) -> None:
     module.write_text("import sys; print(sum(map(int, input().split()))); print('one\\ntwo', file=sys.stderr)")
-    heard: list[str] = []
-    assert run(on_stderr_line=heard.append) == ChildResult(b"6\n", 0, ("one", "two"))
-    assert heard == ["one", "two"]
+    lines: list[str] = []
+    assert run(on_stderr_line=lines.append) == ChildResult(b"6\n", 0, ("one", "two"))
+    assert lines == ["one", "two"]
 
 
 def test_exit_code_signal_and_last_lines_are_reported(module: Path) -> None:
@@ -47,9 +47,9 @@ def test_child_is_killed_on_timeout_and_cancellation(module: Path) -> None:
     module.write_text("import sys, time; print('here', file=sys.stderr, flush=True); time.sleep(600)")
 
     async def cancel() -> None:
-        came = asyncio.Event()
-        running = asyncio.ensure_future(run_module("short_lived", b"", 60.0, lambda line: came.set()))
-        await asyncio.wait_for(came.wait(), 60.0)
+        arrived = asyncio.Event()
+        running = asyncio.ensure_future(run_module("short_lived", b"", 60.0, lambda line: arrived.set()))
+        await asyncio.wait_for(arrived.wait(), 60.0)
         running.cancel()
         await asyncio.wait({running})
         assert running.cancelled()

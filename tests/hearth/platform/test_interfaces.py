@@ -74,7 +74,7 @@ def interface(name: str, address: str, wireless: bool = False, speed: int = 1000
     return Interface(name, address, wireless, speed, reason_to_skip(name, address, True))
 
 
-def test_wired_and_fast_interfaces_come_first_unless_the_user_chooses() -> None:
+def test_wired_and_fast_interfaces_are_preferred() -> None:
     found = [
         interface("docker0", "172.17.0.1", speed=10000),
         interface("wlan0", "192.168.1.7", wireless=True, speed=5000),

@@ -165,16 +165,16 @@ async def guarded() -> Any:
 def test_admitted_key_gets_through_and_is_identified() -> None:
     async def scenario() -> None:
         async with guarded() as (guard, client):
-            friend, stranger = new_keypair(), new_keypair()
-            guard.admitted.add(friend.public)
+            known_key, unknown_key = new_keypair(), new_keypair()
+            guard.admitted.add(known_key.public)
             with pytest.raises(WrongKey):
-                await client(stranger).call(GetReadiness(), timeout_seconds=30)
+                await client(unknown_key).call(GetReadiness(), timeout_seconds=30)
             with pytest.raises(HearthError) as wrong_server:  # the server does not have the expected key
-                await client(friend, new_keypair().public).call(GetReadiness(), timeout_seconds=2)
+                await client(known_key, new_keypair().public).call(GetReadiness(), timeout_seconds=2)
             assert isinstance(wrong_server.value, WrongKey | Unreachable)
             assert guard.received == []
-            await client(friend).call(GetReadiness(), timeout_seconds=30)
-            assert guard.received == [Caller(friend.public)]
+            await client(known_key).call(GetReadiness(), timeout_seconds=30)
+            assert guard.received == [Caller(known_key.public)]
 
     asyncio.run(scenario())
 
@@ -182,12 +182,12 @@ def test_admitted_key_gets_through_and_is_identified() -> None:
 def test_revoked_key_cannot_reconnect() -> None:
     async def scenario() -> None:
         async with guarded() as (guard, client):
-            friend = new_keypair()
-            guard.admitted.add(friend.public)
-            await client(friend).call(GetReadiness(), timeout_seconds=30)
+            known_key = new_keypair()
+            guard.admitted.add(known_key.public)
+            await client(known_key).call(GetReadiness(), timeout_seconds=30)
             guard.admitted.clear()
             with pytest.raises(WrongKey):
-                await client(friend).call(GetReadiness(), timeout_seconds=30)
+                await client(known_key).call(GetReadiness(), timeout_seconds=30)
 
     asyncio.run(scenario())
 

@@ -244,15 +244,15 @@ def test_stream_arrives_in_order_up_to_its_last_message() -> None:
 
 def test_error_inside_a_stream_ends_it_with_its_type() -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
-        came = []
+        received = []
 
         async def read() -> None:
             async for reply in stream(client, "broken", 20):
-                came.append(reply)
+                received.append(reply)
 
         with pytest.raises(TextTooLong) as error:
             await read()
-        assert (len(came), error.value.index) == (10, 10)
+        assert (len(received), error.value.index) == (10, 10)
         assert await client.call(Done(), timeout_seconds=30)
 
     run(scenario)

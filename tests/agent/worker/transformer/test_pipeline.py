@@ -139,7 +139,7 @@ def test_encoder_output_is_on_the_last_stage(tmp_path: Path) -> None:
         assert sent[-1] == 0
 
 
-def test_a_lossy_wire_format_stays_close(models: Any) -> None:
+def test_lossy_wire_format_stays_close(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     sequences = prompts_of(spec, [60])
@@ -154,7 +154,7 @@ def test_a_lossy_wire_format_stays_close(models: Any) -> None:
 # ---- memory of a stage ----------------------------------------------------------------------------------------------
 
 
-def test_stage_memory_equals_its_layers_and_first_stage_has_the_vocabulary(models: Any) -> None:
+def test_stage_memory_covers_its_layers_only(models: Any) -> None:
     from coordinator.plan.transformer.strategies import rank_memory
 
     for family in ("gpt2", "llama"):  # tied, and with a separate output head
@@ -183,7 +183,7 @@ def test_stage_memory_equals_its_layers_and_first_stage_has_the_vocabulary(model
 # ---- several steps in flight ----------------------------------------------------------------------------------------
 
 
-def test_prompt_chunks_and_decode_groups_are_in_flight_concurrently(models: Any) -> None:
+def test_chunks_and_decode_groups_are_in_flight_concurrently(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, (2, 1, 2), prefill_rows=10)) as cluster:
@@ -208,7 +208,7 @@ def test_prompt_chunks_and_decode_groups_are_in_flight_concurrently(models: Any)
         assert [home.answers[each] for each in requests] == [greedy(model_dir, prompt, 20) for prompt in prompts]
 
 
-def test_requests_may_come_and_be_cancelled_during_steps_in_flight(models: Any) -> None:
+def test_requests_start_and_end_during_steps_in_flight(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     prompts = prompts_of(spec, [30, 40, 10, 25, 5])

@@ -124,7 +124,7 @@ def test_eager_segments_delay_no_transfer(case: tuple[GraphSpec, list[int]]) -> 
     assert ends(cut(spec, assignment, eager=True)) == ends(single)
 
 
-def test_branch_on_another_device_starts_before_the_local_branch_ends() -> None:
+def test_remote_branch_starts_before_the_local_branch_ends() -> None:
     """0 is the stem, 1-2 the branch on the same device, 3-4 the other branch, 5 joins them."""
     spec = from_edges(
         "branches",

@@ -215,7 +215,7 @@ def test_unsupported_operator_is_named(
     assert (error.value.operator, error.value.node) == (operator, name)
 
 
-def test_output_shape_of_an_unknown_operator_is_read_from_the_file(tmp_path: Path) -> None:
+def test_unknown_operator_has_the_output_shape_of_the_file(tmp_path: Path) -> None:
     of = graph([node("Fancy", "x", "y", domain="com.microsoft")], X, [value("y", [2, 3])])
     assert read_onnx(saved(tmp_path / "model.onnx", of)).spec.outputs[0].shape == (2, 3)
 
@@ -261,7 +261,7 @@ def test_non_onnx_files_are_rejected(tmp_path: Path) -> None:
             read_onnx(path)
 
 
-def outside(tmp_path: Path) -> Path:
+def save_with_external_weights(tmp_path: Path) -> Path:
     path = tmp_path / "outside.onnx"
     model = onnx.load(onnx_models.shared_weights(tmp_path / "inside.onnx"))
     onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=1024)
@@ -295,7 +295,7 @@ def point_at(location: str, length: int = 32768) -> Callable[[Path], None]:
     ],
 )
 def test_invalid_external_weights_are_reported(tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
-    path = outside(tmp_path)
+    path = save_with_external_weights(tmp_path)
     read_onnx(path)
     damage(path)
     with pytest.raises(BadModelFile, match=reason):

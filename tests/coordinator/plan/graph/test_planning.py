@@ -352,7 +352,7 @@ def test_limits_lower_budgets() -> None:
     assert [device.budget_bytes for device in limited.devices] == [2 << 20, 25 << 20]
 
 
-def test_kernel_seconds_are_divided_among_operators_and_scaled_to_the_run() -> None:
+def test_kernel_seconds_are_divided_and_scaled_to_the_run() -> None:
     spec = chain(1, [1, 1, 1, 1])
     operators = tuple(
         operator._replace(flops=flops) for operator, flops in zip(spec.operators, (3.0, 1.0, 0.0, 0.0), strict=True)

@@ -79,7 +79,7 @@ def with_input(num_bytes: int) -> GraphSpec:
     return replace(spec, tensors=(given_input, first, last._replace(is_output=True)))
 
 
-def test_graph_inputs_and_outputs_use_links_of_profiled_devices_only() -> None:
+def test_inputs_and_outputs_use_links_of_profiled_devices() -> None:
     spec = with_input(500)
     segments = cut(spec, [0, 1])
     out_of_a_file = cluster_of(spec, [1.0, 1.0], bytes_per_second=100.0)

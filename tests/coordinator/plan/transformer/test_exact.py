@@ -102,7 +102,7 @@ def test_objective_equals_brute_force(
 @pytest.mark.parametrize("spec", [BERT_LARGE, LLAMA_1B.model_copy(update={"num_layers": 4})])
 @given(speeds=st.lists(st.floats(0.1, 4), min_size=2, max_size=4), mbit=st.floats(10, 1000), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_exact_shares_are_never_worse_than_galaxy_under_the_simulator(
+def test_exact_shares_are_never_worse_than_galaxy(
     spec: ModelSpec, speeds: list[float], mbit: float, data: st.DataObject
 ) -> None:
     budgets = [data.draw(st.sampled_from([400 << 20, 600 << 20, 1 << 30, 8 << 30])) for _ in speeds]

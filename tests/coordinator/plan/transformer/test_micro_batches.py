@@ -25,7 +25,7 @@ def request(mbit: float, num_devices: int = 2) -> PlanRequest:
     return PlanRequest(SPEC, cluster(devices, mbit), 256, generation=GenerationRequest(320, 1, 256, 64))
 
 
-def test_communication_of_one_micro_batch_overlaps_compute_of_another() -> None:
+def test_micro_batches_overlap_communication_and_compute() -> None:
     asked = request(250)
     whole = plan_strategy(asked, "megatron-tp")
     cut = split_into_micro_batches(asked, whole)

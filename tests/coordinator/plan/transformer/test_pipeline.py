@@ -103,7 +103,7 @@ def test_split_is_optimal(
     assert found.seconds == pytest.approx(min(map(seconds, allowed)))
 
 
-def test_single_step_prefers_the_fast_device_and_chunks_are_balanced() -> None:
+def test_chunked_prefill_balances_stages_unlike_a_single_step() -> None:
     assert best_split(8, [8, 8], [1, 2], [1, 2], [0, 0]) == Split((7, 1), 9)
     assert best_split(8, [5, 8], [1, 2], [1, 2], [0, 0]) == Split((5, 3), 11)
     balanced = best_split(9, [9, 9], [1, 2], [1, 2], [0, 0], repeats=100)
@@ -204,17 +204,17 @@ def test_auto_is_at_most_slightly_slower_than_any_strategy(
 def test_pipeline_wins_on_high_latency_links_only() -> None:
     """Two devices are needed: tensor parallelism waits in every layer, a pipeline once per stage."""
     budgets = [4 << 30] * 2
-    laggy, quick = (
+    high_latency, low_latency = (
         plan_for(request(home([1.0, 1.0], 20, rtt, budgets), generation=GenerationRequest(2048)))
         for rtt in (10e-3, 0.1e-3)
     )
-    assert laggy.body.strategy == "pipeline"
-    assert laggy.body.chunk_rows > 0  # both compute at the same time, at least during prefill
-    assert laggy.body.generation is not None
-    assert laggy.body.generation.prefill_rows == laggy.body.chunk_rows
+    assert high_latency.body.strategy == "pipeline"
+    assert high_latency.body.chunk_rows > 0  # both compute at the same time, at least during prefill
+    assert high_latency.body.generation is not None
+    assert high_latency.body.generation.prefill_rows == high_latency.body.chunk_rows
     fast_link = plan_for(request(home([1.0, 1.0], 2000, 0.1e-3, budgets), generation=GenerationRequest(2048)))
     assert fast_link.body.strategy == "hmp"
-    assert request_seconds(quick) < request_seconds(laggy)
+    assert request_seconds(low_latency) < request_seconds(high_latency)
     named = [each for each in fast_link.alternatives if each.strategy.startswith("pipeline")]
     assert named[0].predicted_seconds is not None
     assert named[0].predicted_seconds > 1.2 * request_seconds(fast_link)
@@ -248,7 +248,7 @@ def test_six_devices_form_a_ring_without_slow_links() -> None:
     assert not {frozenset(pair) for pair in zip(ids, (*ids[1:], ids[0]), strict=True)} & slow
 
 
-# ---- what it costs --------------------------------------------------------------------------------------------------
+# ---- cost -----------------------------------------------------------------------------------------------------------
 
 
 def test_token_passes_each_stage_and_hop_once() -> None:
@@ -300,7 +300,7 @@ def test_predicted_timeline_has_every_hop_of_every_chunk() -> None:
     assert len(found) == 4 * 2 + 1  # and the last row, back to the head
 
 
-# ---- what it holds --------------------------------------------------------------------------------------------------
+# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [LLAMA_1B, BERT_LARGE], ids=lambda spec: spec.name)

@@ -262,7 +262,7 @@ def test_tokens_and_logits_equal_transformers_at_published_widths(model: Model, 
         assert differences(model, cluster) == []
 
 
-def test_the_comparison_finds_a_wrong_weight() -> None:
+def test_comparison_detects_a_wrong_weight() -> None:
     case = Case("hmp", (2, 1), chunked=True)
     with made(small_decoder("llama")) as model:
         with EngineCluster(model.directory, plan_of(model.spec, case), chunks=model.chunks) as right:

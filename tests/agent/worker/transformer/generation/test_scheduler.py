@@ -25,7 +25,7 @@ def execute_order(scheduler: Scheduler, order: StepOrder, token: int = 7) -> Non
                 scheduler.remove(rows.sequence)
 
 
-def test_long_prompt_is_prefilled_in_chunks_and_samples_at_its_end() -> None:
+def test_long_prompt_is_prefilled_in_chunks() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=100, max_sequences=4, prefill_rows=8))
     scheduler.add(sequence(1, 20, 3))
     sizes, samples = [], []

@@ -108,7 +108,7 @@ def test_groups_partition_operators_in_topological_order(data: st.DataObject) ->
 
 @settings(max_examples=40)
 @given(st.data())
-def test_coarsened_plan_is_valid_and_no_slower_on_the_original_graph(data: st.DataObject) -> None:
+def test_coarsened_plan_is_valid_on_the_original_graph(data: st.DataObject) -> None:
     spec = data.draw(graphs())
     n = spec.num_operators
     seconds = data.draw(st.lists(st.floats(0, 1e-6, allow_subnormal=False), min_size=n, max_size=n))

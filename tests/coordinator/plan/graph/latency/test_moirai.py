@@ -121,7 +121,7 @@ def test_optimum_equals_brute_force_on_small_graphs(problem: PlacementProblem) -
 
 @settings(max_examples=40)
 @given(problems(most=7))
-def test_never_worse_than_a_baseline_and_schedules_pass_the_checker(problem: PlacementProblem) -> None:
+def test_planner_is_never_worse_than_a_baseline(problem: PlacementProblem) -> None:
     baselines = []
     for name, baseline in BASELINES.items():
         try:
@@ -183,7 +183,7 @@ def repeating(draw: st.DrawFn) -> PlacementProblem:
 
 @settings(max_examples=20)
 @given(repeating())
-def test_nearly_equal_blocks_share_a_bound_and_the_path_is_optimal(
+def test_path_is_optimal_for_nearly_equal_blocks(
     problem: PlacementProblem,
 ) -> None:
     ticked, _ = in_ticks(problem)
@@ -324,7 +324,7 @@ def instances() -> Path:
 
 @pytest.mark.parametrize("congestion", [False, True])
 @pytest.mark.parametrize("name", ["example-1", "GoogLeNet", "transformer"])
-def test_every_schedule_of_a_published_instance_passes_the_checker(name: str, congestion: bool) -> None:
+def test_schedules_of_published_instances_pass_the_checker(name: str, congestion: bool) -> None:
     problem = read_instance(instances() / f"{name}.json", congestion)
     best = solve(problem, 10, time.monotonic)
     assert violations(problem, best.assignment) == []

@@ -114,7 +114,7 @@ def test_every_planner_gives_a_valid_pipeline_and_bound(seed: int) -> None:
 
 @given(SEEDS)
 @settings(max_examples=100, deadline=None)
-def test_joint_with_published_partitions_takes_the_best_nearest_neighbour_walk(seed: int) -> None:
+def test_joint_takes_the_best_nearest_neighbour_walk(seed: int) -> None:
     problem = random_problem(Random(seed), equal=True)
     try:
         partitioning, devices = equal_partitions(problem)
@@ -286,7 +286,7 @@ def test_colour_coding_failure_rate_is_as_specified() -> None:
 
 @given(SEEDS, st.sampled_from([1, 3, 20]))
 @settings(max_examples=60, deadline=None)
-def test_published_planner_respects_its_bound_and_is_deterministic(seed: int, num_classes: int) -> None:
+def test_published_planner_is_bounded_and_deterministic(seed: int, num_classes: int) -> None:
     problem = larger_problem(Random(seed), num_blocks=15, num_devices=8)
     stages = published_stages(problem, Random(seed), num_classes)
     check_stages(problem, stages)
