@@ -20,7 +20,7 @@ def test_a_missed_target_fails_the_run_and_is_a_conclusion() -> None:
     assert findings_summary("good", good).conclusions == ("2 of 2 figures meet their targets",)
     summary = findings_summary("bad", [*good, equal("bytes", 7, 0, "7 bytes", "0 bytes")])
     assert "misses its target" in summary.failure
-    assert summary.conclusions[1:] == ("missed: bytes: 7 bytes; asked: 0 bytes",)
+    assert summary.conclusions[1:] == ("missed: bytes: 7 bytes; target: 0 bytes",)
     assert "| bytes | 0 bytes | 7 bytes | **no** |" in summary.tables[0].markdown()
 
 

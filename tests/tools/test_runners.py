@@ -28,16 +28,16 @@ def test_a_runner_computes_until_told_to_stop() -> None:
         assert not runner._computing.is_alive()
 
 
-class _Asked(EngineRunners):
-    """Runners that are no processes: what each is asked, in order."""
+class _RecordedRunners(EngineRunners):
+    """Runners without processes that record their calls in order."""
 
     def __init__(self, devices: tuple[str, ...], all_busy: bool) -> None:
         self._devices = devices if all_busy else ()
         self._plans = {"plan": SimpleNamespace(devices=[SimpleNamespace(name="b")])}  # type: ignore[dict-item]
-        self.asked: list[tuple[str, tuple[str, ...]]] = []
+        self.called: list[tuple[str, tuple[str, ...]]] = []
 
-    def ask(self, requests: Mapping[str, Mapping[str, Any]], seconds: float = 0.0) -> dict[str, dict[str, Any]]:
-        self.asked += [(str(request["do"]), tuple(requests)) for request in list(requests.values())[:1]]
+    def call_each(self, requests: Mapping[str, Mapping[str, Any]], seconds: float = 0.0) -> dict[str, dict[str, Any]]:
+        self.called += [(str(request["do"]), tuple(requests)) for request in list(requests.values())[:1]]
         answer = {
             "began": 1.0, "ended": 3.0, "cpu_seconds": 1.0, "sums": [1.0], "compute_seconds": 1.0, "sent_bytes": 0,
             "raw_bytes": 0, "lz4_saved_bytes": 0, "trace": [],
@@ -46,9 +46,9 @@ class _Asked(EngineRunners):
 
 
 def test_devices_without_a_part_in_a_step_compute_meanwhile() -> None:
-    runners = _Asked(("a", "b", "c"), all_busy=True)
+    runners = _RecordedRunners(("a", "b", "c"), all_busy=True)
     assert runners.run("plan", 8).seconds == 2.0
-    assert runners.asked == [("begin_to_compute", ("a", "c")), ("run", ("b",)), ("end_computing", ("a", "c"))]
-    runners = _Asked(("a", "b", "c"), all_busy=False)
+    assert runners.called == [("begin_to_compute", ("a", "c")), ("run", ("b",)), ("end_computing", ("a", "c"))]
+    runners = _RecordedRunners(("a", "b", "c"), all_busy=False)
     runners.run("plan", 8)
-    assert runners.asked == [("run", ("b",))]
+    assert runners.called == [("run", ("b",))]

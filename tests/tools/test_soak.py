@@ -11,7 +11,7 @@ from support.plans import make_plan
 
 from agent.worker.transformer.generation.facts import SequenceCancelled, StepBegun, log_fact
 from coordinator.models.checkpoint.families import read_spec
-from tools.bench.clients import Ask, Outcome
+from tools.bench.clients import Outcome, Request
 from tools.bench.experiment import make_experiment, read_settings
 from tools.bench.findings import all_hold
 from tools.bench.soak import (
@@ -29,10 +29,10 @@ from tools.bench.soak import (
 
 
 def test_requests_are_the_same_for_a_seed_and_every_other_one_is_sampled() -> None:
-    asks = requests(1000, count=40, seed=3)
-    assert asks == requests(1000, count=40, seed=3) != requests(1000, count=40, seed=4)
-    assert all(1 <= len(ask.prompt) <= MAX_PROMPT and 2 <= ask.max_tokens <= MAX_TOKENS for ask in asks)
-    assert [ask.seed is not None for ask in asks] == [False, True] * 20
+    pool = requests(1000, count=40, seed=3)
+    assert pool == requests(1000, count=40, seed=3) != requests(1000, count=40, seed=4)
+    assert all(1 <= len(each.token_ids) <= MAX_PROMPT and 2 <= each.max_tokens <= MAX_TOKENS for each in pool)
+    assert [each.seed is not None for each in pool] == [False, True] * 20
 
 
 def test_rows_of_a_cancelled_sequence_count_from_the_step_that_follows_on_any_rank() -> None:
@@ -77,17 +77,17 @@ def logged(*facts: StepBegun | SequenceCancelled) -> list[str]:
 
 # ---- findings --------------------------------------------------------------------------------------------------------
 
-POOL = [Ask(prompt=[3, 4], max_tokens=3), Ask(prompt=[5], max_tokens=2, temperature=0.9, seed=1)]
-ALONE = [Outcome(ask=0, tokens=[7, 8, 9]), Outcome(ask=1, tokens=[6, 6])]
+POOL = [Request(token_ids=[3, 4], max_tokens=3), Request(token_ids=[5], max_tokens=2, temperature=0.9, seed=1)]
+ALONE = [Outcome(index=0, tokens=[7, 8, 9]), Outcome(index=1, tokens=[6, 6])]
 
 
 def test_answers_under_load_must_equal_those_alone() -> None:
-    whole = Outcome(ask=0, tokens=[7, 8, 9], first_token_seconds=0.5)
-    part = Outcome(ask=1, tokens=[6], cancelled=True)
+    whole = Outcome(index=0, tokens=[7, 8, 9], first_token_seconds=0.5)
+    part = Outcome(index=1, tokens=[6], cancelled=True)
     assert all_hold(of_answers(POOL, ALONE, [whole, part], 2.0))
-    wrong = Outcome(ask=0, tokens=[7, 8, 1], first_token_seconds=0.5)
-    failed = Outcome(ask=0, tokens=[], error="too late")
-    missed = [each.what for each in of_answers(POOL, ALONE, [wrong, part, failed], 2.0) if each.holds is False]
+    wrong = Outcome(index=0, tokens=[7, 8, 1], first_token_seconds=0.5)
+    failed = Outcome(index=0, tokens=[], error="too late")
+    missed = [each.figure for each in of_answers(POOL, ALONE, [wrong, part, failed], 2.0) if each.holds is False]
     assert missed == ["completed, and equal to the answer to the request alone", "errors"]
 
 

@@ -17,7 +17,7 @@ from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.parts import MemoryUse
 from hearth.platform.units import format_bytes, parse_bytes
-from tools.bench.clients import Ask, Outcome
+from tools.bench.clients import Outcome, Request
 from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import Finding, at_least, at_most, equal, findings_summary
 from tools.bench.homes import GenerationClients, Model, agent_names, agents, decoder_directory, hub_scenario
@@ -79,7 +79,7 @@ class Capacity(Experiment):
                 )  # fmt: skip
                 plan = clients.served_plan()
                 context.report("answering")
-                outcomes = clients.answers(self._requests(plan.model.vocab_size), together=True)
+                outcomes = clients.generate(self._requests(plan.model.vocab_size), together=True)
                 workers = {name: worker for name in names if (worker := worker_of(testbed, name)) is not None}
                 peaks = {name: peak_bytes(worker.pid) for name, worker in workers.items()}
             rows = [
@@ -99,10 +99,13 @@ class Capacity(Experiment):
     def _new_tokens(self) -> int:
         return max(self.context // 4, 1)
 
-    def _requests(self, vocab_size: int) -> list[Ask]:
+    def _requests(self, vocab_size: int) -> list[Request]:
         length = self.context - self._new_tokens
         return [
-            Ask(prompt=[3 + (7919 * i + number) % (vocab_size - 3) for i in range(length)], max_tokens=self._new_tokens)
+            Request(
+                token_ids=[3 + (7919 * i + number) % (vocab_size - 3) for i in range(length)],
+                max_tokens=self._new_tokens,
+            )
             for number in range(self.sequences)
         ]
 
@@ -110,8 +113,8 @@ class Capacity(Experiment):
         size = int(sum(num_chunk_weights(spec, kind, grain) for kind, _, grain in all_chunks(spec)) * spec.matrix_bytes)
         ratio = size / self.limit
         measured = f"{ratio:.2f} x ({format_bytes(size)}, limit {format_bytes(self.limit)})"
-        what = f"the model's weights in {spec.weights}, over a device's limit"
-        yield at_least(what, ratio, 1.0, measured, "more than any device has")
+        figure = f"the model's weights in {spec.weights}, over a device's limit"
+        yield at_least(figure, ratio, 1.0, measured, "more than one device has")
         whole = sum(not each.error and len(each.tokens) == self._new_tokens for each in outcomes)
         errors = "; ".join(sorted({each.error for each in outcomes if each.error}))
         measured = f"{whole} of {len(outcomes)}, at once, {self.context} tokens each {errors}".strip()
@@ -135,10 +138,10 @@ def _of_memory(rows: Sequence[DeviceMemory], killed: int, coordinator_bytes: int
     yield at_most("the most that a device held, of its limit", fullest.held_share, 1.0, measured, "at most 100%")
     yield equal("killed for memory", killed, 0, str(killed), "none")
     worst = max((row.off for row in rows), key=abs)
-    what = "a worker's actual peak against what was planned, the worst device"
-    yield at_most(what, abs(worst), PLAN_TOLERANCE, f"{worst:+.1%}", f"within {PLAN_TOLERANCE:.0%}")
-    measured, asked = format_bytes(coordinator_bytes), f"at most {format_bytes(COORDINATOR_BYTES)}"
-    yield at_most("the coordinator's peak", coordinator_bytes, COORDINATOR_BYTES, measured, asked)
+    figure = "a worker's actual peak against the planned memory, worst device"
+    yield at_most(figure, abs(worst), PLAN_TOLERANCE, f"{worst:+.1%}", f"within {PLAN_TOLERANCE:.0%}")
+    measured, target = format_bytes(coordinator_bytes), f"at most {format_bytes(COORDINATOR_BYTES)}"
+    yield at_most("the coordinator's peak", coordinator_bytes, COORDINATOR_BYTES, measured, target)
 
 
 _COLUMNS = ("device", "limit", "weights", "embeddings", "KV cache", "activations", "workspace", "planned", "actual peak",

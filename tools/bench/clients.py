@@ -20,17 +20,17 @@ from hearth.errors import HearthError
 from tools.bench.child import AsyncTarget, serve
 
 _CONNECT_SECONDS = 30.0  # most time to reach a coordinator that serves already
-_ANSWER_SECONDS = 300.0  # timeout of a request
-_CANCEL_EVERY = 3  # each client cancels one request in this many
-_BEFORE_FIRST_TOKEN_SECONDS = 0.05  # after which to cancel a request before its first token
+_ANSWER_SECONDS = 300.0  # timeout of a request: far above any answer, so that a loaded machine causes no error
+_CANCEL_EVERY = 3  # each client cancels one request in this many: enough to test, and most still complete
+_BEFORE_FIRST_TOKEN_SECONDS = 0.05  # after which to cancel a request before its first token: it is in prefill then
 
 
-class Ask(BaseModel):
-    """A request to generate."""
+class Request(BaseModel):
+    """A request to generate; arguments of `hearth.client.Home.generate`."""
 
     model_config = ConfigDict(frozen=True)
 
-    prompt: list[int]
+    token_ids: list[int]
     max_tokens: int
     temperature: float | None = None
     top_k: int | None = None
@@ -39,11 +39,11 @@ class Ask(BaseModel):
 
 
 class Outcome(BaseModel):
-    """The outcome of a request; `ask` is its index in the list."""
+    """The outcome of a request. `index`: of the request in the list."""
 
     model_config = ConfigDict(frozen=True)
 
-    ask: int
+    index: int
     tokens: list[int]
     cancelled: bool = False
     error: str = ""
@@ -51,7 +51,7 @@ class Outcome(BaseModel):
 
 
 class HomeClients(AsyncTarget):
-    """Apps of one home, on the client library. Subclasses add their requests."""
+    """Client apps of one home, on the client library. Subclasses add their requests."""
 
     def __init__(self, key: Path, address: str) -> None:
         super().__init__()
@@ -70,28 +70,28 @@ class HomeClients(AsyncTarget):
 class Clients(HomeClients):
     """Clients that generate."""
 
-    async def ask(self, asks: list[Any], together: bool) -> dict[str, Any]:
+    async def generate(self, requests: list[Any], together: bool) -> dict[str, Any]:
         """Send all requests, concurrently (`together`) or one after the other."""
         async with await self.connected() as home:
-            calls = [_answered(home, index, Ask.model_validate(each), None) for index, each in enumerate(asks)]
+            calls = [_generate(home, index, Request.model_validate(each), None) for index, each in enumerate(requests)]
             outcomes = await asyncio.gather(*calls) if together else [await call for call in calls]
         return _dumped(outcomes)
 
-    async def soak(self, asks: list[Any], clients: int, seconds: float, seed: int) -> dict[str, Any]:
+    async def soak(self, requests: list[Any], clients: int, seconds: float, seed: int) -> dict[str, Any]:
         """Run `clients` clients for `seconds`. Each sends random requests one after the other and cancels every third."""
-        pool = [Ask.model_validate(each) for each in asks]
+        pool = [Request.model_validate(each) for each in requests]
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         outcomes: list[Outcome] = []
 
         async def client(number: int, home: AsyncHome) -> None:
-            chance = random.Random(f"{seed} {number}")
-            asked = number  # so that clients do not cancel at the same time
+            rng = random.Random(f"{seed} {number}")
+            sent = number  # so that clients do not cancel at the same time
             while loop.time() < until:
-                index = chance.randrange(len(pool))
-                after = chance.randint(0, pool[index].max_tokens * 3 // 4) if asked % _CANCEL_EVERY == 0 else None
-                outcomes.append(await _answered(home, index, pool[index], after))
-                asked += 1
+                index = rng.randrange(len(pool))
+                after = rng.randint(0, pool[index].max_tokens * 3 // 4) if sent % _CANCEL_EVERY == 0 else None
+                outcomes.append(await _generate(home, index, pool[index], after))
+                sent += 1
 
         async with AsyncExitStack() as stack:
             homes = [await stack.enter_async_context(await self.connected()) for _ in range(clients)]
@@ -103,12 +103,9 @@ def _dumped(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {"outcomes": [outcome.model_dump() for outcome in outcomes]}
 
 
-async def _answered(home: AsyncHome, index: int, ask: Ask, cancel_after: int | None) -> Outcome:
+async def _generate(home: AsyncHome, index: int, request: Request, cancel_after: int | None) -> Outcome:
     """Run one request. Cancel it after `cancel_after` tokens; 0: before the first token; None: never."""
-    answer = home.generate(
-        token_ids=ask.prompt, max_tokens=ask.max_tokens, temperature=ask.temperature, top_k=ask.top_k,
-        top_p=ask.top_p, seed=ask.seed, timeout_seconds=_ANSWER_SECONDS,
-    )  # fmt: skip
+    answer = home.generate(**request.model_dump(), timeout_seconds=_ANSWER_SECONDS)
     first, error = None, ""
     try:
         async with answer:
@@ -125,7 +122,7 @@ async def _answered(home: AsyncHome, index: int, ask: Ask, cancel_after: int | N
     except HearthError as failure:
         error = str(failure)
     cancelled = cancel_after is not None and not error and answer.usage is None
-    return Outcome(ask=index, tokens=answer.token_ids, cancelled=cancelled, error=error, first_token_seconds=first)
+    return Outcome(index=index, tokens=answer.token_ids, cancelled=cancelled, error=error, first_token_seconds=first)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from hearth.wire.messages import ChunkRef, TraceEvent
 from tools.bench.processes import ProcessGroup
 from tools.testbed import Testbed
 
-_FIRST_GLOO_PORT = 29511  # counts up with every group that joins
+_FIRST_GLOO_PORT = 29511  # counts up with every group that joins, because the last one's may not be free yet
+_NOMINAL_BYTES_PER_SECOND = 1e9  # of a link that is measured: a peer needs a rate, but only codecs use it
+_STORE_BYTES = 1 << 40  # more than any model, so that no chunk is evicted
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class StoredModel:
         self.directory = model_dir
         self.store_dir = store_dir
         self.spec: ModelSpec = read_spec(model_dir)
-        store = ShardStore(store_dir, 1 << 40, "bench")
+        store = ShardStore(store_dir, _STORE_BYTES, "bench")
         with Checkpoint(model_dir) as checkpoint:
             self.refs: tuple[ChunkRef, ...] = build_manifest(checkpoint, self.spec)
             for ref in self.refs:
@@ -78,35 +80,28 @@ class EngineRunners(ProcessGroup):
         """Load and connect a plan, whose device names are the testbed's. `text`: the plan in the runners' file format."""
         names = [device.name for device in plan.devices]
         self._plans[plan_id] = plan
-        bound = self.ask(
+        common = {
+            "do": "load", "plan_id": plan_id, "plan": text or plan.model_dump_json(), "store": str(model.store_dir),
+            "encrypt": encrypt,
+        }  # fmt: skip
+        chunks = [
+            [ref.model_dump() for ref in chunks_for_rank(model.refs, plan, rank)] for rank in range(plan.num_ranks)
+        ]
+        bound = self.call_each(
+            {name: {**common, "rank": rank, "chunks": chunks[rank]} for rank, name in enumerate(names)}
+        )
+        peers = [self._peer(rank, name, bound[name], link_bytes_per_second) for rank, name in enumerate(names)]
+        self.call_each(
             {
-                name: {
-                    "do": "load", "plan_id": plan_id, "plan": text or plan.model_dump_json(), "rank": rank,
-                    "chunks": [ref.model_dump() for ref in chunks_for_rank(model.refs, plan, rank)],
-                    "store": str(model.store_dir), "encrypt": encrypt,
-                }
+                name: {"do": "connect", "plan_id": plan_id, "peers": peers[:rank] + peers[rank + 1 :]}
                 for rank, name in enumerate(names)
-            }
-        )  # fmt: skip
-        self.ask(
-            {
-                name: {
-                    "do": "connect",
-                    "plan_id": plan_id,
-                    "peers": [
-                        self._peer(rank, other, bound[other], link_bytes_per_second)
-                        for rank, other in enumerate(names)
-                        if other != name
-                    ],
-                }
-                for name in names
             }
         )
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> Sample:
         names = self._names(plan_id)
         with self._others_busy(names):
-            answers = self.ask_all(names, "run", plan_id=plan_id, num_rows=num_rows, trace=trace)
+            answers = self.call_all(names, "run", plan_id=plan_id, num_rows=num_rows, trace=trace)
         parts = list(answers.values())
         return Sample(
             seconds=max(part["ended"] for part in parts) - min(part["began"] for part in parts),
@@ -122,64 +117,66 @@ class EngineRunners(ProcessGroup):
     def generate(self, plan_id: str, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
         """Generate one answer: `tokens`, and the seconds of `prefill` and of `decode` (all tokens except the first)."""
         names = self._names(plan_id)
-        answers = self.ask_all(names, "generate", plan_id=plan_id, prompt=list(prompt), num_tokens=num_tokens)
+        answers = self.call_all(names, "generate", plan_id=plan_id, prompt=list(prompt), num_tokens=num_tokens)
         return answers[names[0]]
 
     def exchange_seconds(self, plan_id: str, count: int) -> float:
         """Seconds of one exchange of partial sums in decoding, on the slowest device."""
-        answers = self.ask_all(self._names(plan_id), "exchange", plan_id=plan_id, count=count)
+        answers = self.call_all(self._names(plan_id), "exchange", plan_id=plan_id, count=count)
         return max(float(answer["seconds"]) for answer in answers.values())
 
     def unload(self, plan_id: str) -> None:
-        self.ask_all(self._names(plan_id), "unload", plan_id=plan_id)
+        self.call_all(self._names(plan_id), "unload", plan_id=plan_id)
         del self._plans[plan_id]
 
     def profile(self, devices: Mapping[str, int], spec: ModelSpec, seq_len: int) -> dict[str, BlockProfile]:
         """Profile these devices at once; `devices` are numbers of threads by name. No two may share a core."""
-        request = {"do": "profile", "model": spec.model_dump(mode="json"), "seq_len": seq_len}
+        common = {"do": "profile", "model": spec.model_dump(mode="json"), "seq_len": seq_len}
         with self._others_busy(list(devices)):
-            answers = self.ask({name: {**request, "num_threads": threads} for name, threads in devices.items()})
+            answers = self.call_each({name: {**common, "num_threads": threads} for name, threads in devices.items()})
         return {name: BlockProfile.model_validate(answer["blocks"]) for name, answer in answers.items()}
 
     @contextmanager
     def _others_busy(self, names: Sequence[str]) -> Iterator[None]:
         others = [name for name in self._devices if name not in names]
-        self.ask_all(others, "begin_to_compute")
+        self.call_all(others, "begin_to_compute")
         yield  # after an exception the testbed ends the runners
-        self.ask_all(others, "end_computing")
+        self.call_all(others, "end_computing")
 
-    def measure_link(self, source: str, target: str, seconds: float, encrypt: bool = True) -> Link:
+    def measure_link(self, source: str, target: str, seconds: float) -> Link:
         """Measure a link over a data-plane socket for `seconds`."""
-        self._open_link(source, target, encrypt)
-        measured = self.ask({target: {"do": "confirm_link"}, source: {"do": "measure_link", "seconds": seconds}})
-        self.ask_all((source, target), "close_link")
+        with self._link(source, target):
+            measured = self.call_each(
+                {target: {"do": "confirm_link"}, source: {"do": "measure_link", "seconds": seconds}}
+            )
         return Link(source=source, target=target, **measured[source])
 
-    def ping_seconds(self, source: str, target: str, num_bytes: int, count: int, encrypt: bool = True) -> float:
+    def ping_seconds(self, source: str, target: str, num_bytes: int, count: int) -> float:
         """One-way seconds of a message of this size over a data-plane socket."""
-        self._open_link(source, target, encrypt)
-        echoed = self.ask({target: {"do": "echo"}, source: {"do": "ping", "num_bytes": num_bytes, "count": count}})
-        self.ask_all((source, target), "close_link")
+        with self._link(source, target):
+            echoed = self.call_each(
+                {target: {"do": "echo"}, source: {"do": "ping", "num_bytes": num_bytes, "count": count}}
+            )
         return float(echoed[source]["seconds"])
 
-    def swap_seconds(self, source: str, target: str, num_bytes: int, count: int, encrypt: bool = True) -> float:
+    def swap_seconds(self, source: str, target: str, num_bytes: int, count: int) -> float:
         """Seconds to swap a message in both directions at once, on the slower end: a lower bound of an exchange."""
-        self._open_link(source, target, encrypt)
-        swapped = self.ask_all((source, target), "swap", num_bytes=num_bytes, count=count)
-        self.ask_all((source, target), "close_link")
+        with self._link(source, target):
+            swapped = self.call_all((source, target), "swap", num_bytes=num_bytes, count=count)
         return max(float(answer["seconds"]) for answer in swapped.values())
 
-    def _open_link(self, source: str, target: str, encrypt: bool) -> None:
-        ends = {
-            name: {"do": "open_link", "rank": rank, "encrypt": encrypt} for rank, name in enumerate((source, target))
-        }
-        bound = self.ask(ends)
-        self.ask(
-            {
-                source: {"do": "connect_link", "peer": self._peer(1, target, bound[target], 1e9)},
-                target: {"do": "connect_link", "peer": self._peer(0, source, bound[source], 1e9)},
-            }
+    @contextmanager
+    def _link(self, *ends: str) -> Iterator[None]:
+        """An encrypted data-plane connection between two devices."""
+        bound = self.call_each(
+            {name: {"do": "open_link", "rank": rank, "encrypt": True} for rank, name in enumerate(ends)}
         )
+        peers = [self._peer(rank, name, bound[name], _NOMINAL_BYTES_PER_SECOND) for rank, name in enumerate(ends)]
+        self.call_each(
+            {name: {"do": "connect_link", "peer": peer} for name, peer in zip(ends, reversed(peers), strict=True)}
+        )
+        yield  # after an exception the testbed ends the runners
+        self.call_all(ends, "close_link")
 
     def _names(self, plan_id: str) -> list[str]:
         return [device.name for device in self._plans[plan_id].devices]
@@ -202,26 +199,22 @@ class GlooRunners(ProcessGroup):
         if self._members == list(devices):
             return
         if self._members:
-            self.ask_all(self._members, "leave")
+            self.call_all(self._members, "leave")
         self._members = list(devices)
         host = self._testbed.address(devices[0])
-        self.ask(
-            {
-                name: {"do": "join", "rank": rank, "num_ranks": len(devices), "host": host, "port": self._next_port}
-                for rank, name in enumerate(devices)
-            }
-        )
+        common = {"do": "join", "num_ranks": len(devices), "host": host, "port": self._next_port}
+        self.call_each({name: {**common, "rank": rank} for rank, name in enumerate(devices)})
         self._next_port += 1
 
     def load(self, model: StoredModel) -> None:
-        self.ask_all(self._members, "load", model_dir=str(model.directory))
+        self.call_all(self._members, "load", model_dir=str(model.directory))
 
     def unload(self) -> None:
-        self.ask_all(self._members, "unload")
+        self.call_all(self._members, "unload")
 
     def run(self, num_rows: int, wire: str) -> Sample:
         """Run one step. `sent_bytes` are counted by the network interfaces, with headers."""
-        parts = list(self.ask_all(self._members, "run", num_rows=num_rows, wire=wire).values())
+        parts = list(self.call_all(self._members, "run", num_rows=num_rows, wire=wire).values())
         return Sample(
             seconds=max(part["ended"] for part in parts) - min(part["began"] for part in parts),
             cpu_seconds=tuple(part["cpu_seconds"] for part in parts),

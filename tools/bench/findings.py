@@ -14,29 +14,29 @@ class Finding(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    what: str
+    figure: str
     measured: str
     value: float | None = None  # the figure itself, in the unit that `measured` names
-    asked: str = ""
+    target: str = ""
     holds: bool | None = None
 
 
-def at_most(what: str, value: float, limit: float, measured: str, asked: str) -> Finding:
-    return Finding(what=what, measured=measured, value=value, asked=asked, holds=value <= limit)
+def at_most(figure: str, value: float, limit: float, measured: str, target: str) -> Finding:
+    return Finding(figure=figure, measured=measured, value=value, target=target, holds=value <= limit)
 
 
-def at_least(what: str, value: float, limit: float, measured: str, asked: str) -> Finding:
-    return Finding(what=what, measured=measured, value=value, asked=asked, holds=value >= limit)
+def at_least(figure: str, value: float, limit: float, measured: str, target: str) -> Finding:
+    return Finding(figure=figure, measured=measured, value=value, target=target, holds=value >= limit)
 
 
-def equal(what: str, value: float, expected: float, measured: str, asked: str) -> Finding:
-    return Finding(what=what, measured=measured, value=value, asked=asked, holds=value == expected)
+def equal(figure: str, value: float, expected: float, measured: str, target: str) -> Finding:
+    return Finding(figure=figure, measured=measured, value=value, target=target, holds=value == expected)
 
 
 def findings_table(title: str, findings: Sequence[Finding]) -> Table:
     holds = {None: "-", True: "yes", False: "**no**"}
-    rows = [(each.what, each.asked or "-", each.measured, holds[each.holds]) for each in findings]
-    return Table.of(title, ("what", "asked", "measured", "holds"), rows)
+    rows = [(each.figure, each.target or "-", each.measured, holds[each.holds]) for each in findings]
+    return Table.of(title, ("figure", "target", "measured", "holds"), rows)
 
 
 def findings_summary(title: str, findings: Sequence[Finding], *more: Table) -> Summary:
@@ -46,7 +46,7 @@ def findings_summary(title: str, findings: Sequence[Finding], *more: Table) -> S
     return Summary(
         conclusions=(
             f"{targets - len(missed)} of {targets} figures meet their targets",
-            *(f"missed: {each.what}: {each.measured}; asked: {each.asked}" for each in missed),
+            *(f"missed: {each.figure}: {each.measured}; target: {each.target}" for each in missed),
         ),
         tables=(findings_table(title, findings), *more),
         failure="" if all_hold(findings) else "a figure misses its target; see the table",

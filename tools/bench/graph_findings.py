@@ -23,7 +23,7 @@ def of_pipelines(one: Served, pipelines: Sequence[Served], target_gain: float | 
     """Findings of pipelines against one device. `target_gain`: target for the best pipeline; None: no target."""
     findings = [
         Finding(
-            what=f"{one.label}: inferences a second",
+            figure=f"{one.label}: inferences a second",
             measured=f"{1 / one.median_seconds:.2f} ({_range(one.seconds)} each)",
             value=1 / one.median_seconds,
         )
@@ -31,16 +31,16 @@ def of_pipelines(one: Served, pipelines: Sequence[Served], target_gain: float | 
     best = max(pipelines, key=lambda each: paired_ratio(one.seconds, each.seconds).median)
     for each in pipelines:
         gain = paired_ratio(one.seconds, each.seconds)
-        what = f"{each.label}: inferences a second, over one device's"
+        figure = f"{each.label}: inferences a second, over one device's"
         said = f"{gain.median:.2f} {_interval(gain)} ({1 / each.median_seconds:.2f} a second)"
         if target_gain is not None and each is best:
-            findings.append(at_least(what, gain.median, target_gain, said, f"at least {target_gain:g}"))
+            findings.append(at_least(figure, gain.median, target_gain, said, f"at least {target_gain:g}"))
         else:
-            findings.append(Finding(what=what, measured=said, value=gain.median))
+            findings.append(Finding(figure=figure, measured=said, value=gain.median))
     for each in (one, *pipelines):
-        what = f"{each.label}: bottleneck, predicted against measured"
-        asked = f"within {TARGET_ERROR:.0%}"
-        findings.append(at_most(what, abs(each.error), TARGET_ERROR, _prediction(each), asked))
+        figure = f"{each.label}: bottleneck, predicted against measured"
+        target = f"within {TARGET_ERROR:.0%}"
+        findings.append(at_most(figure, abs(each.error), TARGET_ERROR, _prediction(each), target))
     return [*findings, *of_answers((one, *pipelines))]
 
 
@@ -56,13 +56,13 @@ def of_placements(groups: Iterable[Sequence[Served]]) -> list[Finding]:
         winners.add("several devices" if several else "one device")
         findings += _of_several(one, moirai, auto) if several else _of_one(one, auto, forced)
         for each in (one, moirai, auto, *forced):
-            what = f"{each.label}: latency, predicted against measured"
-            findings.append(Finding(what=what, measured=_prediction(each), value=each.error))
+            figure = f"{each.label}: latency, predicted against measured"
+            findings.append(Finding(figure=figure, measured=_prediction(each), value=each.error))
         findings += of_answers((one, moirai, auto, *forced))
-    what = "rates at which several devices win, and at which one does, according to the simulator"
+    figure = "rates at which several devices win, and at which one does, according to the simulator"
     missing = {"several devices", "one device"} - winners
     measured = f"none for {', '.join(sorted(missing))}" if missing else "both"
-    return [*findings, Finding(what=what, measured=measured, asked="both", holds=not missing)]
+    return [*findings, Finding(figure=figure, measured=measured, target="both", holds=not missing)]
 
 
 def _of_several(one: Served, moirai: Served, auto: Served) -> list[Finding]:
@@ -81,13 +81,13 @@ def _of_several(one: Served, moirai: Served, auto: Served) -> list[Finding]:
 def _of_one(one: Served, auto: Served, forced: Sequence[Served]) -> list[Finding]:
     """Where one device is predicted to win, `auto` must take one, and a plan on several must be slower."""
     at = f"{one.mbit:g} Mbit/s"
-    what = f"{at}: devices that auto takes where no plan on several is predicted to be faster"
-    findings = [equal(what, len(auto.devices), 1, f"{len(auto.devices)}", "one")]
+    figure = f"{at}: devices that auto takes where no plan on several is predicted to be faster"
+    findings = [equal(figure, len(auto.devices), 1, f"{len(auto.devices)}", "one")]
     for each in forced:
         loss, expected = paired_ratio(each.seconds, one.seconds), each.predicted_seconds / one.predicted_seconds
-        what = f"{at}: a plan on {len(each.devices)} devices, latency over one device's; predicted {expected:.2f}"
+        figure = f"{at}: a plan on {len(each.devices)} devices, latency over one device's; predicted {expected:.2f}"
         measured = f"{loss.median:.2f} {_interval(loss)} ({_medians(each, one)})"
-        findings.append(at_least(what, loss.median, 1.0, measured, "slower"))
+        findings.append(at_least(figure, loss.median, 1.0, measured, "slower"))
     return findings
 
 

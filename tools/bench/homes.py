@@ -11,7 +11,7 @@ from typing import Any
 from coordinator.models.checkpoint.families import FAMILIES
 from hearth.errors import BadSetting
 from hearth.plan.plan import TransformerPlan
-from tools.bench.clients import Ask, Outcome
+from tools.bench.clients import Outcome, Request
 from tools.bench.interrupts import shielded
 from tools.bench.processes import ClientProcess
 from tools.bench.shapes import SHAPES, find_shape, save_random_model
@@ -88,15 +88,15 @@ class GenerationClients(ClientProcess):
         """Wait until a plan is served and return it. Raises InternalError with the end of the coordinator's log."""
         return TransformerPlan.model_validate(self.ready_status(_READY_SECONDS)["plan"])
 
-    def answers(self, asks: Sequence[Ask], together: bool) -> list[Outcome]:
+    def generate(self, requests: Sequence[Request], together: bool) -> list[Outcome]:
         """The outcomes of all requests, sent concurrently (`together`) or one after the other."""
-        answered = self.call("ask", _ANSWERS_SECONDS, asks=[each.model_dump() for each in asks], together=together)
-        return [Outcome.model_validate(each) for each in answered["outcomes"]]
+        return self._outcomes("generate", _ANSWERS_SECONDS, requests, together=together)
 
-    def soak(self, asks: Sequence[Ask], clients: int, seconds: float, seed: int) -> list[Outcome]:
+    def soak(self, requests: Sequence[Request], clients: int, seconds: float, seed: int) -> list[Outcome]:
         """The outcomes of concurrent clients that send random ones of these requests for `seconds`."""
-        answered = self.call(
-            "soak", seconds + _ANSWERS_SECONDS, asks=[each.model_dump() for each in asks], clients=clients,
-            seconds=seconds, seed=seed,
-        )  # fmt: skip
-        return [Outcome.model_validate(each) for each in answered["outcomes"]]
+        timeout = seconds + _ANSWERS_SECONDS
+        return self._outcomes("soak", timeout, requests, clients=clients, seconds=seconds, seed=seed)
+
+    def _outcomes(self, method: str, timeout: float, requests: Sequence[Request], **arguments: Any) -> list[Outcome]:
+        answer = self.call(method, timeout, requests=[each.model_dump() for each in requests], **arguments)
+        return [Outcome.model_validate(each) for each in answer["outcomes"]]

@@ -58,7 +58,7 @@ class ProcessGroup:
                 environment={"GLOO_SOCKET_IFNAME": "eth0"},
             )  # fmt: skip
 
-    def ask(
+    def call_each(
         self, requests: Mapping[str, Mapping[str, Any]], timeout_seconds: float = _ANSWER_SECONDS
     ) -> dict[str, dict[str, Any]]:
         """Send each device its request, wait for all answers. Raises InternalError (a child's error), DeadlineExceeded."""
@@ -68,13 +68,13 @@ class ProcessGroup:
         answers = {device: self._answer(device, deadline) for device in requests}
         for device, answer in answers.items():
             if "error" in answer:
-                said = "".join(f"; {other} said: {line}" for other in requests if (line := self._last_line(other)))
-                raise InternalError(where=f"{self._module} on {device}", reason=answer["error"] + said)
+                logs = "".join(f"; log of {other}: {line}" for other in requests if (line := self._last_line(other)))
+                raise InternalError(where=f"{self._module} on {device}", reason=answer["error"] + logs)
         return answers
 
-    def ask_all(self, devices: Iterable[str], method: str, **arguments: Any) -> dict[str, dict[str, Any]]:
-        """Send the same request to all these devices; answers by device, as `ask`."""
-        return self.ask({device: {"do": method, **arguments} for device in devices})
+    def call_all(self, devices: Iterable[str], method: str, **arguments: Any) -> dict[str, dict[str, Any]]:
+        """Send the same request to all these devices; answers by device, as `call_each`."""
+        return self.call_each({device: {"do": method, **arguments} for device in devices})
 
     def send(self, device: str, request: Mapping[str, Any]) -> None:
         """Send a request without waiting for the answer."""
@@ -110,8 +110,8 @@ class DeviceProcess(ProcessGroup):
         self.start(device, *arguments, limited=limited)
 
     def call(self, method: str, timeout_seconds: float = _ANSWER_SECONDS, /, **arguments: Any) -> dict[str, Any]:
-        """Call a method of the child and return its answer. Raises as `ask`."""
-        return self.ask({self._device: {"do": method, **arguments}}, timeout_seconds)[self._device]
+        """Call a method of the child and return its answer. Raises as `call_each`."""
+        return self.call_each({self._device: {"do": method, **arguments}}, timeout_seconds)[self._device]
 
     def begin(self, method: str, /, **arguments: Any) -> None:
         """Start a call without waiting for its answer."""

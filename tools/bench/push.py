@@ -118,7 +118,7 @@ class _Pushes:
         with Checkpoint(self._model_dir) as checkpoint:
             self._refs = cached_manifest(checkpoint, self._spec, self._cache_dir)
         measured = f"{format_bytes(read['num_bytes'])} in {format_seconds(read['seconds'])}"
-        return Finding(what="checkpoint read and hashed, once", measured=measured, value=read["seconds"])
+        return Finding(figure="checkpoint read and hashed, once", measured=measured, value=read["seconds"])
 
     def _to_one(self) -> Finding:
         self._empty_stores()
@@ -130,8 +130,8 @@ class _Pushes:
             f"{share:.1%} ({format_bytes(done.sent_bytes)} in {format_seconds(done.seconds)}, "
             f"{format_rate(rate)} of {self._mbit:g} Mbit/s)"
         )
-        what = "to one device: share of the link's rate"
-        return at_least(what, share, LEAST_SHARE, measured, f"at least {LEAST_SHARE:.0%}")
+        figure = "to one device: share of the link's rate"
+        return at_least(figure, share, LEAST_SHARE, measured, f"at least {LEAST_SHARE:.0%}")
 
     def _to_all(self, how: str, plan: TransformerPlan, hub_mbit: float) -> Iterator[Finding]:
         """Push a plan and compare with the least time that the links allow.
@@ -158,7 +158,7 @@ class _Pushes:
         if hub_seconds > shard_seconds:
             ratio = done.seconds / shard_seconds
             measured = f"{ratio:.2f} x (the whole model must cross the uplink once)"
-            yield Finding(what=f"{to_all} that of the largest shard alone", measured=measured, value=ratio)
+            yield Finding(figure=f"{to_all} that of the largest shard alone", measured=measured, value=ratio)
 
     def _again(self, plan: TransformerPlan) -> Finding:
         self._report("the same plan once more")
@@ -179,8 +179,8 @@ class _Pushes:
             f"{format_bytes(most)} (base {format_bytes(statistics.median(bases))}, "
             f"largest shard {format_bytes(max(shards))})"
         )
-        what = "a worker's peak while loading, beyond its base and its shard"
-        return at_most(what, most, chunk, measured, f"at most one chunk: {format_bytes(chunk)}")
+        figure = "a worker's peak while loading, beyond its base and its shard"
+        return at_most(figure, most, chunk, measured, f"at most one chunk: {format_bytes(chunk)}")
 
     def _without_one(self, before: TransformerPlan) -> Iterator[Finding]:
         """Remove the last device; the others get their missing chunks, from each other if possible."""
@@ -200,10 +200,10 @@ class _Pushes:
         change = f"from {len(self._names)} devices to {len(left)}"
         total = format_bytes(sum(map(_bytes, shards)))
         measured = f"{done.moved_bytes} ({format_bytes(done.moved_bytes)}; all shards: {total})"
-        yield equal(f"{change}: bytes that move", done.moved_bytes, needed, measured, f"{needed}, what is missing")
+        yield equal(f"{change}: bytes that move", done.moved_bytes, needed, measured, f"{needed}: the missing chunks")
         measured = f"{done.sent_bytes} ({format_bytes(done.sent_bytes)})"
-        what = f"{change}: of these from the coordinator"
-        yield equal(what, done.sent_bytes, nowhere, measured, f"{nowhere}, what no other has")
+        figure = f"{change}: of these from the coordinator"
+        yield equal(figure, done.sent_bytes, nowhere, measured, f"{nowhere}: chunks that no other device has")
         self._testbed.start_agent(gone)
         self._wait_for(self._names)
 
@@ -222,18 +222,18 @@ class _Pushes:
         moved = self._push(plan).moved_bytes
         self._testbed.network.set_mbit(self._hub, self._mbit)
         measured = f"{moved} ({format_bytes(moved)} of {format_bytes(total)})"
-        what = "after the coordinator was killed half-way: bytes that the next one moves"
-        return equal(what, moved, missing, measured, f"{missing}, what was not there")
+        figure = "after the coordinator was killed half-way: bytes that the next one moves"
+        return equal(figure, moved, missing, measured, f"{missing}: the missing chunks")
 
     def _memory(self) -> Iterator[Finding]:
         coordinator = max(self._killed_peak_bytes, peak_bytes(self._pusher.pid))
         measured = f"{format_bytes(coordinator)} (model {format_bytes(_bytes(self._refs))})"
-        asked = f"at most {format_bytes(COORDINATOR_BYTES)}"
-        yield at_most("the coordinator's peak over all of this", coordinator, COORDINATOR_BYTES, measured, asked)
+        target = f"at most {format_bytes(COORDINATOR_BYTES)}"
+        yield at_most("the coordinator's peak over all of this", coordinator, COORDINATOR_BYTES, measured, target)
         peak = max(
             peak_bytes(agent.pid) for name in self._names if (agent := agent_of(self._testbed, name)) is not None
         )
-        yield Finding(what="an agent's peak over all of this", measured=format_bytes(peak), value=peak)
+        yield Finding(figure="an agent's peak over all of this", measured=format_bytes(peak), value=peak)
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 

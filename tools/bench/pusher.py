@@ -81,13 +81,13 @@ class Pusher(AsyncTarget):
         self._deployment = deployment
         states = self._fleet.devices
 
-        def all_told() -> bool:
+        def all_reported() -> bool:
             found = [states[device].worker(deployment.name) for device in ids]
             return all(
                 worker is not None and (worker.state, worker.epoch) == ("ready", self._epoch) for worker in found
             )
 
-        await self._until("the workers' first heartbeat", all_told)
+        await self._until("the workers' first heartbeat", all_reported)
         return {"peaks": {device: states[device].info().peak_bytes for device in ids}}
 
     async def unload(self) -> None:
@@ -95,11 +95,11 @@ class Pusher(AsyncTarget):
             await self._deployment.close()
 
     @staticmethod
-    async def _until(what: str, probe: Callable[[], bool]) -> None:
+    async def _until(action: str, probe: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _SETTLE_SECONDS
         while not probe():
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(action=what, seconds=_SETTLE_SECONDS)
+                raise DeadlineExceeded(action=action, seconds=_SETTLE_SECONDS)
             await asyncio.sleep(0.05)
 
     @staticmethod

@@ -16,13 +16,12 @@ class Reference:
         torch.set_num_threads(1)
         self._model: Any = None
 
-    def load(self, model_dir: str, dtype: str) -> dict[str, Any]:
+    def load(self, model_dir: str, dtype: str) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
-        return {}
 
     def generate(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
         """Generate greedily with the library's KV cache; returns the seconds of prefill and of all tokens after the first."""

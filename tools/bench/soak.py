@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from agent.worker.transformer.generation.facts import FACT_PREFIX, SequenceCancelled, StepBegun
 from coordinator.models.checkpoint.families import read_spec
 from hearth.platform.units import format_bytes, format_seconds
-from tools.bench.clients import Ask, Outcome
+from tools.bench.clients import Outcome, Request
 from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import Finding, at_most, equal, findings_summary
 from tools.bench.homes import GenerationClients, Model, agent_names, agents, decoder_directory, hub_scenario
@@ -84,7 +84,7 @@ class Soak(Experiment):
             pool = requests(read_spec(model_dir).vocab_size)
             with MemoryWatch({name: partial(resident_bytes, pid) for name, pid in pids.items()}) as watch:
                 context.report(f"{len(pool)} requests, one after the other")
-                alone = clients.answers(pool, together=False)
+                alone = clients.generate(pool, together=False)
                 before = watch.now()
                 context.report(f"{self.clients} clients for {self.seconds:g} s")
                 began = time.monotonic()
@@ -119,15 +119,15 @@ class Soak(Experiment):
 # ---- requests ---------------------------------------------------------------------------------------------------------
 
 
-def requests(vocab_size: int, count: int = _POOL, seed: int = _SEED) -> list[Ask]:
+def requests(vocab_size: int, count: int = _POOL, seed: int = _SEED) -> list[Request]:
     """Requests of random lengths; every other one is sampled, with its own seed."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     pool = []
     for index in range(count):
-        prompt = [chance.randrange(3, vocab_size) for _ in range(chance.randint(1, MAX_PROMPT))]
-        max_tokens = chance.randint(2, MAX_TOKENS)
+        prompt = [rng.randrange(3, vocab_size) for _ in range(rng.randint(1, MAX_PROMPT))]
+        max_tokens = rng.randint(2, MAX_TOKENS)
         sampled = {"temperature": 0.9, "top_k": 200, "top_p": 0.95, "seed": index} if index % 2 else {}
-        pool.append(Ask.model_validate({"prompt": prompt, "max_tokens": max_tokens, **sampled}))
+        pool.append(Request.model_validate({"token_ids": prompt, "max_tokens": max_tokens, **sampled}))
     return pool
 
 
@@ -199,7 +199,7 @@ def _facts_in(lines: Iterable[str]) -> Iterator[StepBegun | SequenceCancelled]:
 
 
 def of_answers(
-    pool: Sequence[Ask], alone: Sequence[Outcome], outcomes: Sequence[Outcome], seconds: float
+    pool: Sequence[Request], alone: Sequence[Outcome], outcomes: Sequence[Outcome], seconds: float
 ) -> Iterator[Finding]:
     """Speed, and equality with the answers to the same requests alone."""
     completed = [each for each in outcomes if not each.cancelled and not each.error]
@@ -208,12 +208,12 @@ def of_answers(
     first = [each.first_token_seconds for each in completed if each.first_token_seconds is not None] or [0.0]
     waits = "; ".join(f"{share:.0%}: {format_seconds(percentile(first, share))}" for share in (0.5, 0.95))
     measured = f"{len(outcomes)}, {tokens} tokens ({tokens / seconds:.0f} a second); first token {waits}"
-    yield Finding(what=f"requests in {seconds:.0f} s", measured=measured, value=len(outcomes))
-    whole = sum(each.tokens == alone[each.ask].tokens for each in completed)
-    sampled = sum(pool[each.ask].seed is not None for each in completed)
+    yield Finding(figure=f"requests in {seconds:.0f} s", measured=measured, value=len(outcomes))
+    whole = sum(each.tokens == alone[each.index].tokens for each in completed)
+    sampled = sum(pool[each.index].seed is not None for each in completed)
     measured = f"{whole} of {len(completed)} ({len(completed) - sampled} greedy, {sampled} sampled with a seed)"
     yield equal("completed, and equal to the answer to the request alone", whole, len(completed), measured, "all")
-    begun = sum(each.tokens == alone[each.ask].tokens[: len(each.tokens)] for each in cancelled)
+    begun = sum(each.tokens == alone[each.index].tokens[: len(each.tokens)] for each in cancelled)
     measured = f"{begun} of {len(cancelled)} ({len(cancelled) / max(len(outcomes), 1):.0%} of all)"
     yield equal("cancelled midway, and equal so far", begun, len(cancelled), measured, "all")
     errors = [each.error for each in (*alone, *outcomes) if each.error]
@@ -228,17 +228,17 @@ def of_cancelled(outcomes: Sequence[Outcome], ledgers: Sequence[Ledger]) -> Iter
     measured = f"{late}, in {steps} steps with {len(chosen)} cancels at rank 0"
     yield equal("rows computed for a request after rank 0 took its cancel, on any rank", late, 0, measured, "none")
     unseen = sum(chosen) - sum(len(each.tokens) for each in outcomes if each.cancelled)
-    what = "tokens chosen for these that their clients did not take: on the way, or before the cancel came"
+    figure = "tokens chosen for these that their clients did not take: on the way, or before the cancel came"
     measured = f"{unseen} ({unseen / max(len(chosen), 1):.1f} of each)"
-    yield Finding(what=what, measured=measured, value=unseen)
+    yield Finding(figure=figure, measured=measured, value=unseen)
 
 
 def of_processes(rows: Sequence[ProcessMemory]) -> Iterator[Finding]:
     """Growth of memory, and processes that ended."""
     worst = max(rows, key=lambda row: row.end_bytes - row.before_bytes)
     grown = worst.end_bytes - worst.before_bytes
-    measured, asked = f"{format_bytes(grown)} ({worst.process})", f"at most {format_bytes(MOST_LEFT_BYTES)}"
-    what = "memory at the end over that before the clients came, the worst process"
-    yield at_most(what, grown, MOST_LEFT_BYTES, measured, asked)
+    measured, target = f"{format_bytes(grown)} ({worst.process})", f"at most {format_bytes(MOST_LEFT_BYTES)}"
+    figure = "growth of memory from before the clients to the end, worst process"
+    yield at_most(figure, grown, MOST_LEFT_BYTES, measured, target)
     ended = [row.process for row in rows if not row.end_bytes]
     yield equal("processes that ended meanwhile", len(ended), 0, ", ".join(ended) or "none", "none")
