@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.models.file_kinds import read_json_file, why_wrong_kind
-from coordinator.plan.graph.cluster import ClusterDevice, FloatMatrix, GraphCluster, cluster_from_links
+from coordinator.plan.graph.cluster import ClusterDevice, FloatTable, GraphCluster, cluster_from_links
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from hearth.errors import BadGraph, BadSetting
 from hearth.plan.graph_spec import GraphSpec
@@ -116,7 +116,7 @@ def _memory(path: Path, device: _FileDevice) -> int:
     return num_bytes
 
 
-def _matrix(path: Path, field: str, value: float | tuple[tuple[float, ...], ...], size: int) -> FloatMatrix:
+def _matrix(path: Path, field: str, value: float | tuple[tuple[float, ...], ...], size: int) -> FloatTable:
     if not isinstance(value, tuple):
         return tuple((value,) * size for _ in range(size))
     if len(value) != size or any(len(row) != size for row in value):

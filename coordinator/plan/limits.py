@@ -85,27 +85,27 @@ def limited_budgets(
     offered when nothing runs, but gives no more than it did for the deployed plan.
     """
     planned = {device.device_id: device for device in deployed.devices} if deployed else {}
-    found: dict[str, int] = {}
+    by_device: dict[str, int] = {}
     for device in devices:
         held, budget = planned.get(device.device_id), device.budget_bytes
-        everything = budget + (held.memory.total if held is not None else 0)
+        offered_bytes = budget + (held.memory.total if held is not None else 0)
         if held is not None:
-            budget = max(budget, min(held.budget_bytes, everything))
+            budget = max(budget, min(held.budget_bytes, offered_bytes))
         for limit in limits:
             if limit.device in (device.name, device.device_id):
-                budget = min(budget, limit.applied_to(everything))
+                budget = min(budget, limit.applied_to(offered_bytes))
                 if held is not None and limit.percent is not None:
                     budget = min(budget, held.budget_bytes)
-        found[device.device_id] = budget
-    return found
+        by_device[device.device_id] = budget
+    return by_device
 
 
 def profile_with_limits(
     cluster: ClusterProfile, limits: Sequence[MemoryLimit], deployed: Plan | None = None
 ) -> ClusterProfile:
     """The cluster with the budgets that `limited_budgets` computes."""
-    of = limited_budgets(cluster.devices, limits, deployed)
-    devices = (device.model_copy(update={"budget_bytes": of[device.device_id]}) for device in cluster.devices)
+    budgets = limited_budgets(cluster.devices, limits, deployed)
+    devices = (device.model_copy(update={"budget_bytes": budgets[device.device_id]}) for device in cluster.devices)
     return cluster.model_copy(update={"devices": tuple(devices)})
 
 
@@ -134,5 +134,7 @@ def require_known(setting: str, names: Iterable[str], devices: Iterable[NamedDev
     """Raise BadSetting for names that no device has; the message lists the existing names."""
     devices = list(devices)
     if unknown := unknown_names(names, devices):
-        there = ", ".join(sorted({device.name for device in devices})) or "none"
-        raise BadSetting(setting=setting, reason=f"no device here is called {', '.join(unknown)}; there are: {there}")
+        existing = ", ".join(sorted({device.name for device in devices})) or "none"
+        raise BadSetting(
+            setting=setting, reason=f"no device here is called {', '.join(unknown)}; there are: {existing}"
+        )

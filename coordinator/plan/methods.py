@@ -25,7 +25,7 @@ class Methods(tuple[Method, ...]):
         """The values of `--strategy` besides auto; with an objective, only those for it."""
         return tuple(dict.fromkeys(each.name for each in self if objective in (None, each.objective)))
 
-    def selected(self, name: str, objective: Objective) -> list[Method]:
+    def select(self, name: str, objective: Objective) -> list[Method]:
         """The method of this name, or all methods that `auto` tries. Raises BadSetting."""
         self.check(name, objective)
         of_objective = (each for each in self if each.objective == objective)

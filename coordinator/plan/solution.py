@@ -94,7 +94,7 @@ class PlanningResult(Generic[P]):
         return (self.chosen, *self.others)
 
 
-def choose(
+def choose_candidate(
     candidates: Sequence[Candidate[P]], is_eligible: Callable[[Candidate[P]], bool], tolerance: float
 ) -> Candidate[P] | None:
     """The candidate on the fewest devices among those within `tolerance` times the seconds of the fastest one.

@@ -21,7 +21,7 @@ from coordinator.models.onnx.cutting import cut
 from coordinator.models.onnx.reader import OnnxModel, read_onnx
 from coordinator.models.onnx.segments import segment_model
 from coordinator.plan.graph.latency.coarsening import CoarseGraph, coarsen
-from coordinator.plan.graph.latency.moirai import solve
+from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
 from hearth.errors import BadMessage, DeadlineExceeded, InternalError
@@ -193,7 +193,7 @@ def compare(network: str, spec: GraphSpec, profiled: Profile, congestion: bool, 
 
 
 def _plan(problem: PlacementProblem, time_limit: float, coarsening_seconds: float = 0.0) -> tuple[Planned, Schedule]:
-    found = solve(problem, time_limit, time.monotonic)
+    found = solve_moirai(problem, time_limit, time.monotonic)
     planned = Planned(
         makespan=found.value, bound=found.bound, proven=found.proven, planning_seconds=coarsening_seconds + found.seconds,
         best_baseline=min(baseline_makespans(problem).values()),

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES
-from coordinator.plan.graph.latency.moirai import solve
+from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from hearth.errors import ModelDoesNotFit, NoPlacement
 from tools.bench.experiment import Context, Experiment
@@ -61,7 +61,7 @@ class Moirai(Experiment):
             instance=problem.name, num_operators=problem.num_operators, makespans=baseline_makespans(problem)
         )
         try:
-            found = solve(problem, self.time_limit, time.monotonic, self.workers)
+            found = solve_moirai(problem, self.time_limit, time.monotonic, self.workers)
         except (NoPlacement, ModelDoesNotFit):
             return row
         return row.model_copy(update={

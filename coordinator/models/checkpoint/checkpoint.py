@@ -79,7 +79,7 @@ class _MappedFile:
             raise self._bad("it was cut short, or is not a safetensors file")
         try:
             header = json.loads(data[8 : 8 + header_bytes])
-            found = {
+            tensors = {
                 str(name): self._tensor(str(name), entry, 8 + header_bytes)
                 for name, entry in header.items()
                 if name != "__metadata__"
@@ -87,13 +87,13 @@ class _MappedFile:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise self._bad("its header cannot be read") from None
         end = 8 + header_bytes
-        for tensor in sorted(found.values(), key=lambda tensor: (tensor.start, tensor.stop)):
+        for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
             if tensor.start != end:
                 raise self._bad("its tensors overlap or leave gaps")
             end = tensor.stop
         if end != len(data):
             raise self._bad(f"it has {len(data)} bytes, its header describes {end}: it was cut short or appended to")
-        return found
+        return tensors
 
     def _tensor(self, name: str, entry: dict[str, Any], data_start: int) -> _Tensor:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
@@ -206,11 +206,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def _add(self, path: Path, listed: set[str]) -> None:
         file = _MappedFile(path)
         self._files.append(file)
-        found = file.tensors()
-        if missing := listed - found.keys():
+        tensors = file.tensors()
+        if missing := listed - tensors.keys():
             reason = f"it lacks the tensor {min(missing)}, which the index lists for it"
             raise BadCheckpoint(path=str(path), reason=reason)
-        self._tensors.update(found)
+        self._tensors.update(tensors)
 
     def _tensor(self, name: str) -> _Tensor:
         try:
@@ -223,11 +223,11 @@ def _copy_by_blocks(file: _MappedFile, view: np.ndarray[Any, Any], shift: int) -
     """Like `np.array`, for a view that spans more of the file than may be resident."""
     copy = np.empty(view.shape, view.dtype)
     slowest = int(np.argmax(view.strides))  # copying along this axis reads the file from start to end once
-    here, there = np.moveaxis(copy, slowest, 0), np.moveaxis(view, slowest, 0)
-    count = max(_COPY_BLOCK_BYTES // there.strides[0], 1)
-    for first in range(0, there.shape[0], count):
-        block = there[first : first + count]
-        here[first : first + count] = block
+    target, source = np.moveaxis(copy, slowest, 0), np.moveaxis(view, slowest, 0)
+    count = max(_COPY_BLOCK_BYTES // source.strides[0], 1)
+    for first in range(0, source.shape[0], count):
+        block = source[first : first + count]
+        target[first : first + count] = block
         start = block.ctypes.data + shift
         extent = sum((size - 1) * stride for size, stride in zip(block.shape, block.strides, strict=True))
         file.release_pages(start, start + extent + block.itemsize)

@@ -56,11 +56,11 @@ def _safetensors_blob(tensors: dict[str, np.ndarray[Any, Any]], dtype: str) -> b
 def _checked_view(checkpoint: Checkpoint, spec: ModelSpec, source: TensorSource, tensor: str) -> np.ndarray[Any, Any]:
     """Our tensor as a view of the mapped file. Raises BadCheckpoint for an unexpected shape or dtype."""
     name = source.name
-    expected, found = source.stored_shape(tensor_shapes(spec)[tensor]), checkpoint.shape(name)
-    if found != expected:
+    expected, stored = source.stored_shape(tensor_shapes(spec)[tensor]), checkpoint.shape(name)
+    if stored != expected:
         raise BadCheckpoint(
             path=str(checkpoint.path),
-            reason=f"the tensor {name} has the shape {list(found)}; config.json implies {list(expected)}",
+            reason=f"the tensor {name} has the shape {list(stored)}; config.json implies {list(expected)}",
         )
     if checkpoint.dtype(name) != spec.dtype:
         raise BadCheckpoint(

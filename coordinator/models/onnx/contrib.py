@@ -31,12 +31,12 @@ def output_types(node: NodeProto, inputs: InputTypes) -> list[TensorType] | None
     """The types of the outputs, in the node's order; None if there is no rule, or the rule does not fit the inputs."""
     missing = TensorType(TensorProto.UNDEFINED, ())
     try:
-        found = _RULES[node.op_type](attributes_of(node), [each or missing for each in inputs])
+        types = _RULES[node.op_type](attributes_of(node), [each or missing for each in inputs])
     except (IndexError, KeyError, TypeError, ValueError):
         return None
-    if any(each.element_type == TensorProto.UNDEFINED for each in found) or len(found) < len(node.output):
+    if any(each.element_type == TensorProto.UNDEFINED for each in types) or len(types) < len(node.output):
         return None
-    return found
+    return types
 
 
 def without_activation(node: NodeProto) -> NodeProto | None:
@@ -118,8 +118,8 @@ def _multi_head_attention(_: dict[str, Any], inputs: Sequence[TensorType]) -> li
 def _embedding(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
     """The third input are the word embeddings. Outputs: embeddings, length of each mask, sum before the normalisation."""
     tokens, words = inputs[0], inputs[2]
-    found = TensorType(words.element_type, (*tokens.shape, words.shape[1]))
-    return [found, TensorType(TensorProto.INT32, tokens.shape[:1]), found]
+    embedded = TensorType(words.element_type, (*tokens.shape, words.shape[1]))
+    return [embedded, TensorType(TensorProto.INT32, tokens.shape[:1]), embedded]
 
 
 def _dequantised(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:

@@ -101,13 +101,13 @@ class OnnxFile:
         paths = {
             self._locate(reference, tensor)[0] for tensor in tensors_of(self.proto) if (reference := _reference(tensor))
         }
-        found = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for path in (self.path, *sorted(paths - {self.path})):
-            found.update(len(self._map(path)).to_bytes(8, "little"))
+            sha256.update(len(self._map(path)).to_bytes(8, "little"))
             with path.open("rb") as file:  # not through the mapping, whose pages would stay resident
                 while block := file.read(_HASH_BLOCK_BYTES):
-                    found.update(block)
-        return found.hexdigest()
+                    sha256.update(block)
+        return sha256.hexdigest()
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
@@ -228,17 +228,17 @@ def _without_large_tensors(kind: str, data: memoryview, start: int, stop: int) -
 
 
 def _tensor_reference(data: memoryview, start: int, stop: int) -> bytes:
-    kept, key, place = bytearray(), _MESSAGE, (start, stop - start)
+    other_fields, key, place = bytearray(), _MESSAGE, (start, stop - start)
     for number, wire_type, field_start, value_start, value_stop in _fields(data, start, stop):
         if number == _TENSOR_STRINGS:  # strings have no fixed size, and are never weights
             return bytes(data[start:stop])
         if number not in _TENSOR_DATA:
-            kept += data[field_start:value_stop]
+            other_fields += data[field_start:value_stop]
         elif number == _TENSOR_RAW and wire_type == _BYTES:
             key, place = _RAW, (value_start, value_stop - value_start)
     reference = TensorProto(data_location=TensorProto.EXTERNAL)
     reference.external_data.add(key=key, value=f"{place[0]}:{place[1]}")
-    return bytes(kept + reference.SerializeToString())
+    return bytes(other_fields + reference.SerializeToString())
 
 
 def _fields(data: memoryview, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:

@@ -27,10 +27,10 @@ def bodies(node: NodeProto) -> list[GraphProto]:
 
 def used_tensors(node: NodeProto) -> list[str]:
     """The tensors that a node uses, each once, including those that its bodies capture from outside."""
-    found = dict.fromkeys(name for name in node.input if name)
+    names = dict.fromkeys(name for name in node.input if name)
     for body in bodies(node):
-        found.update(dict.fromkeys(captured_tensors(body)))
-    return list(found)
+        names.update(dict.fromkeys(captured_tensors(body)))
+    return list(names)
 
 
 def captured_tensors(body: GraphProto) -> list[str]:
@@ -38,9 +38,9 @@ def captured_tensors(body: GraphProto) -> list[str]:
     own = {each.name for each in body.input} | {each.name for each in body.initializer}
     for node in body.node:
         own.update(node.output)
-    wanted = [name for node in body.node for name in used_tensors(node)]
-    wanted += [each.name for each in body.output]
-    return [name for name in dict.fromkeys(wanted) if name not in own]
+    names = [name for node in body.node for name in used_tensors(node)]
+    names += [each.name for each in body.output]
+    return [name for name in dict.fromkeys(names) if name not in own]
 
 
 def rename_uses(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> None:
@@ -58,12 +58,12 @@ def rename_uses(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> None:
 
 def all_names(graph: GraphProto) -> set[str]:
     """Every tensor name in a graph and its bodies."""
-    found = {each.name for each in (*graph.input, *graph.output, *graph.initializer)}
+    names = {each.name for each in (*graph.input, *graph.output, *graph.initializer)}
     for node in graph.node:
-        found.update(node.input, node.output)
+        names.update(node.input, node.output)
         for body in bodies(node):
-            found |= all_names(body)
-    return found
+            names |= all_names(body)
+    return names
 
 
 def unique_name(name: str, used_names: set[str]) -> str:

@@ -202,8 +202,8 @@ def _spec(name: str, resolved: ResolvedGraph, inputs: Mapping[str, TensorType], 
     operators = []
     names: set[str] = set()
     for index, (node, flops) in enumerate(zip(resolved.nodes, resolved.flops, strict=True)):
-        for taken in used_tensors(node):
-            consumers.setdefault(taken, []).append(index)
+        for input_name in used_tensors(node):
+            consumers.setdefault(input_name, []).append(index)
         constants, _ = resolved.constant_inputs(used_tensors(node))
         used = sorted(parameters.setdefault(constant, len(parameters)) for constant in constants)
         title = unique_name(node.name or f"{node.op_type}_{index}", names)

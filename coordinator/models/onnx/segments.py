@@ -47,8 +47,8 @@ def segment_model(model: OnnxModel, segment: Segment) -> SegmentModel:
 
 
 def _placeholder(tensor: TensorProto, location: str) -> TensorProto:
-    found = TensorProto(
+    placeholder = TensorProto(
         name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=TensorProto.EXTERNAL
     )
-    found.external_data.add(key="location", value=location)
-    return found
+    placeholder.external_data.add(key="location", value=location)
+    return placeholder

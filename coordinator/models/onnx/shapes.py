@@ -102,30 +102,30 @@ def resolve_types(
     Raises BadModelFile and UnsupportedOperator.
     """
     resolver = _Resolver(file, model, declared)
-    found = ResolvedGraph(types=dict(inputs))
+    resolved = ResolvedGraph(types=dict(inputs))
     values: dict[str, TensorProto] = {}
     for tensor in model.graph.initializer:
-        resolver.add_constant(tensor, found.types, values)
-        found.constants[tensor.name] = tensor
-    todo = deque(_sorted_nodes(file, model.graph, found.types))
+        resolver.add_constant(tensor, resolved.types, values)
+        resolved.constants[tensor.name] = tensor
+    todo = deque(_sorted_nodes(file, model.graph, resolved.types))
     while todo:
         node = todo.popleft()
         if (branch := _constant_branch(node, values)) is not None:
             todo.extendleft(reversed(_inlined(branch, node, used_names)))
             continue
-        flops = resolver.infer_node(node, found.types, values)
+        flops = resolver.infer_node(node, resolved.types, values)
         if node.op_type == "Constant":
-            found.constants[node.output[0]] = resolver.constant_value_of(node)
+            resolved.constants[node.output[0]] = resolver.constant_value_of(node)
         elif all(name in values for name in node.output if name):
-            found.constants.update((name, values[name]) for name in node.output if name)
+            resolved.constants.update((name, values[name]) for name in node.output if name)
         elif _is_repeatable(node) and all(
-            name in found.constants or name in found.derived for name in used_tensors(node)
+            name in resolved.constants or name in resolved.derived for name in used_tensors(node)
         ):
-            found.derived.update((name, node) for name in node.output if name)
+            resolved.derived.update((name, node) for name in node.output if name)
         else:
-            found.nodes.append(node)
-            found.flops.append(flops)
-    return found
+            resolved.nodes.append(node)
+            resolved.flops.append(flops)
+    return resolved
 
 
 def tensor_type(proto: TypeProto, dims: Mapping[str, int]) -> TensorType | None:
@@ -226,11 +226,11 @@ class _Resolver:
             self.add_constant(self.constant_value_of(node), types, values)
             return 0.0
         try:
-            found, flops = self._infer(node, types, values)
+            output_types, flops = self._infer(node, types, values)
         except (IndexError, KeyError, TypeError, ValueError):
             raise self._file.error(f"{_describe(node)} is not complete, or does not fit its inputs") from None
-        types.update(found)
-        for tensor in self._evaluate(node, found, types, values):
+        types.update(output_types)
+        for tensor in self._evaluate(node, output_types, types, values):
             values[tensor.name] = tensor
         return flops
 
@@ -250,17 +250,19 @@ class _Resolver:
         inputs = [types.get(name) for name in node.input]
         standard = contrib.without_activation(node) if _is_contrib(node) else node
         if standard is not None:
-            found = self._standard(standard, types, values)
+            output_types = self._standard(standard, types, values)
         else:
-            found = dict(zip(node.output, contrib.output_types(node, inputs) or (), strict=False))
+            output_types = dict(zip(node.output, contrib.output_types(node, inputs) or (), strict=False))
         for name in filter(None, node.output):
-            if name not in found and name in self._declared:
-                found[name] = self._declared[name]
-            if name not in found:
+            if name not in output_types and name in self._declared:
+                output_types[name] = self._declared[name]
+            if name not in output_types:
                 raise self._unsupported(node, f"the shape of its output {name} is known only at run time")
-        found.pop("", None)
+        output_types.pop("", None)
         shapes = [None if each is None else each.shape for each in inputs]
-        return found, flops_of(node, shapes, [found[name].shape if name else None for name in node.output])
+        return output_types, flops_of(
+            node, shapes, [output_types[name].shape if name else None for name in node.output]
+        )
 
     def _standard(self, node: NodeProto, types: TensorTypes, values: KnownValues) -> dict[str, TensorType]:
         """Output types by the shape inference of `onnx`. Outputs whose shape it leaves open are left out."""
@@ -293,26 +295,26 @@ class _Resolver:
         return model
 
     def _evaluate(
-        self, node: NodeProto, found: Mapping[str, TensorType], types: TensorTypes, values: KnownValues
+        self, node: NodeProto, output_types: Mapping[str, TensorType], types: TensorTypes, values: KnownValues
     ) -> list[TensorProto]:
         """The values of a node's outputs, if they follow from known ones and are small."""
         if _is_contrib(node) or node.op_type in _CONTROL_FLOW or not _is_repeatable(node):
             return []
-        if sum(num_bytes_of(*each) for each in found.values()) > _MAX_CONSTANTS_BYTES:
+        if sum(num_bytes_of(*each) for each in output_types.values()) > _MAX_CONSTANTS_BYTES:
             return []
         if node.op_type not in ("Shape", "Size") and not all(name in values for name in used_tensors(node)):
             return []
         model = self._single_node_model(node, types, values)
-        model.graph.output.extend(helper.make_tensor_value_info(name, *each) for name, each in found.items())
+        model.graph.output.extend(helper.make_tensor_value_info(name, *each) for name, each in output_types.items())
         # Operators that depend only on a shape accept any array of that shape.
         feeds = {each.name: _dummy_array(*types[each.name]) for each in model.graph.input}
         try:
             results = ReferenceEvaluator(model).run(None, feeds)
             arrays = [np.asarray(result) for result in results]
-            tensors = [numpy_helper.from_array(array, name) for array, name in zip(arrays, found, strict=True)]
+            tensors = [numpy_helper.from_array(array, name) for array, name in zip(arrays, output_types, strict=True)]
         except Exception:  # what the reference evaluator cannot compute is left to the device
             return []
-        same = all(TensorType(each.data_type, tuple(each.dims)) == found[each.name] for each in tensors)
+        same = all(TensorType(each.data_type, tuple(each.dims)) == output_types[each.name] for each in tensors)
         return tensors if same else []
 
     # ---- control flow ---------------------------------------------------------------------------------------------
@@ -343,14 +345,14 @@ class _Resolver:
         outputs, flops, inner = self._body(body, [*scalars, *state], types, values)
         if outputs[1 : 1 + len(state)] != state:
             raise self._unsupported(node, "the shape of its state changes between iterations")
-        most, condition = self._scalar(node.input[0], values), (*node.input, "")[1]
+        max_rounds, condition = self._scalar(node.input[0], values), (*node.input, "")[1]
         runs_all = (not condition or self._scalar(condition, values) == 1) and self._never_ends(body, inner)
         stacked = outputs[1 + len(state) :]
-        if stacked and (most is None or not runs_all):
+        if stacked and (max_rounds is None or not runs_all):
             raise self._unsupported(
                 node, "the number of its iterations, and so the shape of its outputs, is known only at run time"
             )
-        rounds = 1 if most is None else max(most, 0)
+        rounds = 1 if max_rounds is None else max(max_rounds, 0)
         return [*state, *(TensorType(each.element_type, (rounds, *each.shape)) for each in stacked)], flops * rounds
 
     def _never_ends(self, body: GraphProto, inner: KnownValues) -> bool:

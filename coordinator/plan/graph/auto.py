@@ -27,7 +27,7 @@ from coordinator.plan.solution import (
     PlanningResult,
     SearchOptions,
     Solution,
-    choose,
+    choose_candidate,
     with_reasons,
 )
 from hearth.errors import HearthError, ModelDoesNotFit, NoPlacement
@@ -59,27 +59,27 @@ def plan_graph(
     """
     options = SearchOptions(request.time_limit_seconds, request.seed, clock)
     has_several_devices = len(request.cluster.devices) > 1
-    found = list(_local_candidates(request))
-    for each in GRAPH_METHODS.selected(request.strategy, request.objective):
+    candidates = list(_local_candidates(request))
+    for each in GRAPH_METHODS.select(request.strategy, request.objective):
         if each.name != LOCAL and has_several_devices:
             progress(each.name)
-            found.append(_try_method(request, each, options))
+            candidates.append(_try_method(request, each, options))
 
     def is_eligible(each: GraphCandidate) -> bool:
         return each.plan is not None and (not has_several_devices or request.strategy in ("auto", each.strategy))
 
-    chosen = choose(found, is_eligible, _TIE_TOLERANCE)
+    chosen = choose_candidate(candidates, is_eligible, _TIE_TOLERANCE)
     if chosen is None:
-        raise _no_plan_error(request, found)
-    others = [each for each in found if each is not chosen]
-    return with_reasons(_with_bound(chosen, found), others, request.strategy)
+        raise _no_plan_error(request, candidates)
+    others = [each for each in candidates if each is not chosen]
+    return with_reasons(_with_bound(chosen, candidates), others, request.strategy)
 
 
-def _with_bound(chosen: GraphCandidate, found: Iterable[GraphCandidate]) -> GraphCandidate:
+def _with_bound(chosen: GraphCandidate, candidates: Iterable[GraphCandidate]) -> GraphCandidate:
     """The chosen candidate with the best lower bound: a bound proven by one planner holds for all of them."""
     solution, plan = chosen.solution, chosen.plan
     assert solution is not None
-    bound = min(max(each.solution.bound for each in found if each.solution), solution.value)
+    bound = min(max(each.solution.bound for each in candidates if each.solution), solution.value)
     proven = solution.proven or (bound > 0 and solution.value <= bound * _PROVEN_RATIO)
     chosen = replace(chosen, solution=replace(solution, bound=bound, proven=proven))
     if plan is None:
@@ -100,7 +100,7 @@ def _make_candidate(
     return Candidate(label, strategy, names, objective_seconds(plan), plan, solution)
 
 
-def _no_plan_error(request: GraphRequest, found: Iterable[GraphCandidate]) -> HearthError:
+def _no_plan_error(request: GraphRequest, candidates: Iterable[GraphCandidate]) -> HearthError:
     """The error to raise: nothing fits, or the requested strategy found no placement."""
     spec = request.spec
     weights = spec.parameter_bytes(range(spec.num_operators))
@@ -108,7 +108,7 @@ def _no_plan_error(request: GraphRequest, found: Iterable[GraphCandidate]) -> He
     if missing > 0:
         return ModelDoesNotFit(model=spec.name, missing_bytes=missing)
     if request.strategy == LOCAL:
-        return ModelDoesNotFit(model=spec.name, missing_bytes=min(each.missing_bytes for each in found))
+        return ModelDoesNotFit(model=spec.name, missing_bytes=min(each.missing_bytes for each in candidates))
     return NoPlacement(graph=spec.name, strategy=request.strategy)
 
 
@@ -119,10 +119,10 @@ def _local_candidates(request: GraphRequest) -> Iterator[GraphCandidate]:
         seconds = sum(row[index] for row in request.cluster.seconds)
         solution = Solution(OperatorAssignment((index,) * request.spec.num_operators), seconds)
         plan = _build_plan(request, solution, LOCAL)
-        lacking = plan.devices[0].memory.total - device.budget_bytes
+        missing_bytes = plan.devices[0].memory.total - device.budget_bytes
         yield (
-            GraphCandidate.too_large(label, LOCAL, lacking)
-            if lacking > 0
+            GraphCandidate.too_large(label, LOCAL, missing_bytes)
+            if missing_bytes > 0
             else _make_candidate(label, LOCAL, plan, solution)
         )
 
@@ -223,11 +223,11 @@ def _solve_placement(problem: PlacementProblem, strategy: str, options: SearchOp
     if strategy == "moirai":
         from coordinator.plan.graph.latency import moirai
 
-        solution = moirai.solve(problem, options.time_limit_seconds, options.clock)
+        solution = moirai.solve_moirai(problem, options.time_limit_seconds, options.clock)
     else:
         from coordinator.plan.graph.latency import baselines
 
-        solution = baselines.solve(strategy, problem, options)
+        solution = baselines.solve_baseline(strategy, problem, options)
     return solution.with_assignment(OperatorAssignment(solution.assignment.assignment, solution.assignment.starts))
 
 
@@ -242,20 +242,20 @@ def plan_instance(
 
     Raises ModelDoesNotFit, NoPlacement and BadSetting.
     """
-    found: list[GraphCandidate] = []
-    for each in GRAPH_METHODS.selected(strategy, "latency"):
+    candidates: list[GraphCandidate] = []
+    for each in GRAPH_METHODS.select(strategy, "latency"):
         progress(each.name)
         try:
             solution = _solve_placement(problem, each.name, SearchOptions(time_limit_seconds, 0, clock))
             used = tuple(problem.devices[device] for device in dict.fromkeys(solution.assignment.devices))
-            found.append(Candidate(each.name, each.name, used, solution.value, solution=solution))
+            candidates.append(Candidate(each.name, each.name, used, solution.value, solution=solution))
         except (ModelDoesNotFit, NoPlacement) as error:
-            found.append(_without_plan(each.name, error))
+            candidates.append(_without_plan(each.name, error))
             failure = error
-    chosen = min(found, key=lambda each: each.seconds)
+    chosen = min(candidates, key=lambda each: each.seconds)
     if chosen.solution is None:
         raise failure
-    return with_reasons(_with_bound(chosen, found), (each for each in found if each is not chosen), strategy)
+    return with_reasons(_with_bound(chosen, candidates), (each for each in candidates if each is not chosen), strategy)
 
 
 # ---- plans ------------------------------------------------------------------------------------------------------------

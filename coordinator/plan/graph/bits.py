@@ -15,8 +15,8 @@ def set_bits(bits: int) -> Iterator[int]:
 
 def reachable_sets(neighbours: Sequence[Iterable[int]], order: Iterable[int]) -> list[int]:
     """For each vertex, the set of vertices reachable from it. `order` lists every vertex after its neighbours."""
-    found = [0] * len(neighbours)
+    reachable = [0] * len(neighbours)
     for vertex in order:
         for other in neighbours[vertex]:
-            found[vertex] |= found[other] | 1 << other
-    return found
+            reachable[vertex] |= reachable[other] | 1 << other
+    return reachable

@@ -11,7 +11,7 @@ from coordinator.plan.limits import MemoryLimit, limited_budgets
 from hearth.plan.plan import GraphPlan, Plan
 from hearth.plan.profile import Link, WireCost
 
-FloatMatrix = tuple[tuple[float, ...], ...]
+FloatTable = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class GraphCluster:
     """
 
     devices: tuple[ClusterDevice, ...]
-    seconds: FloatMatrix
-    bytes_per_second: FloatMatrix
-    latency_seconds: FloatMatrix
+    seconds: FloatTable
+    bytes_per_second: FloatTable
+    latency_seconds: FloatTable
     measured: bool = False
 
     def with_reserved_bytes(self, reserved_bytes: Sequence[int]) -> GraphCluster:
@@ -92,7 +92,7 @@ class GraphCluster:
 
 
 def cluster_from_links(
-    devices: Sequence[ClusterDevice], seconds: FloatMatrix, links: Mapping[tuple[str, str], Link], measured: bool
+    devices: Sequence[ClusterDevice], seconds: FloatTable, links: Mapping[tuple[str, str], Link], measured: bool
 ) -> GraphCluster:
     """A cluster whose links are given by (source, target); `seconds` [n][K]."""
     ids = [device.device_id for device in devices]
@@ -109,5 +109,7 @@ def graph_cluster_with_limits(
     cluster: GraphCluster, limits: Sequence[MemoryLimit], deployed: Plan | None = None
 ) -> GraphCluster:
     """The cluster with the budgets that `coordinator.plan.limits.limited_budgets` computes."""
-    of = limited_budgets(cluster.devices, limits, deployed)
-    return replace(cluster, devices=tuple(replace(each, budget_bytes=of[each.device_id]) for each in cluster.devices))
+    budgets = limited_budgets(cluster.devices, limits, deployed)
+    return replace(
+        cluster, devices=tuple(replace(each, budget_bytes=budgets[each.device_id]) for each in cluster.devices)
+    )

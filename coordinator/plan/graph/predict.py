@@ -40,6 +40,10 @@ _SMALL_READS_FACTOR = 4.0
 # CPU time of a request on every rank, besides its tensors, in units of one message: the coordinator's call, passed by the
 # daemon to the worker, decoded and answered. Measured: 2.6 ms of a core where a message takes 0.07 ms.
 _MESSAGES_PER_REQUEST = 36
+# Concurrent requests per stage of a full pipeline: one that is computed, one in transfer, and one that waits, so that the other
+# stages stay busy when one is late.
+_REQUESTS_PER_STAGE = 3
+_MAX_REQUESTS_IN_FLIGHT = 256  # each takes memory for its tensors; more would only wait in queues
 _INPUTS, _OUTPUTS = "inputs", "outputs"  # names of the transfers from and to the coordinator in a timeline
 
 
@@ -232,11 +236,8 @@ def num_stages(segments: Sequence[Segment]) -> int:
 
 
 def requests_in_flight(segments: Sequence[Segment]) -> int:
-    """Concurrent requests that fill a pipeline: per stage one that is computed, one in transfer, and one that waits.
-
-    The waiting requests keep the others busy when a stage is late. At most 256.
-    """
-    return min(3 * num_stages(segments), 256)
+    """Concurrent requests that fill a pipeline, at most 256."""
+    return min(_REQUESTS_PER_STAGE * num_stages(segments), _MAX_REQUESTS_IN_FLIGHT)
 
 
 def peak_activation_bytes(spec: GraphSpec, operators: Sequence[int]) -> int:

@@ -39,11 +39,11 @@ def rebalance(
         return solution
 
     def assigned(ends: Sequence[int]) -> tuple[int, ...]:
-        found = [0] * len(order)
+        devices_by_operator = [0] * len(order)
         for device, first, last in zip(stages, [0, *ends], [*ends, len(order)], strict=True):
             for operator in order[first:last]:
-                found[operator] = device
-        return tuple(found)
+                devices_by_operator[operator] = device
+        return tuple(devices_by_operator)
 
     def seconds(ends: Sequence[int]) -> float:
         assignment = assigned(ends)
@@ -60,13 +60,15 @@ def rebalance(
     best = seconds(ends)
     for _ in range(_MAX_SWEEPS):
         before = best
-        for which in range(len(ends)):
-            first = (ends[which - 1] if which else 0) + 1
-            last = (ends[which + 1] if which + 1 < len(ends) else len(order)) - 1
-            here = ends[which]
-            for there in range(max(first, here - _MAX_MOVE_OPERATORS), min(last, here + _MAX_MOVE_OPERATORS) + 1):
-                moved = [*ends[:which], there, *ends[which + 1 :]]
-                if there != here and (found := seconds(moved)) < best * _MAX_TIME_RATIO:
+        for cut_index in range(len(ends)):
+            first = (ends[cut_index - 1] if cut_index else 0) + 1
+            last = (ends[cut_index + 1] if cut_index + 1 < len(ends) else len(order)) - 1
+            old_end = ends[cut_index]
+            for new_end in range(
+                max(first, old_end - _MAX_MOVE_OPERATORS), min(last, old_end + _MAX_MOVE_OPERATORS) + 1
+            ):
+                moved = [*ends[:cut_index], new_end, *ends[cut_index + 1 :]]
+                if new_end != old_end and (found := seconds(moved)) < best * _MAX_TIME_RATIO:
                     best, ends = found, moved
         if best == before:
             break

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from coordinator.plan.solution import Candidate, PlanningResult, choose, with_reasons
+from coordinator.plan.solution import Candidate, PlanningResult, choose_candidate, with_reasons
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.planners import plan_on_all, plan_on_some
 from coordinator.plan.transformer.refine.micro_batches import split_into_micro_batches
@@ -15,7 +15,7 @@ from coordinator.plan.transformer.refine.replicate import estimate_replicated_se
 from coordinator.plan.transformer.request import PlanRequest, on_subset
 from coordinator.plan.transformer.shares import devices_by_capacity
 from coordinator.plan.transformer.strategies import STRATEGIES, strategy_of_body
-from coordinator.plan.transformer.strategies.base import Strategy
+from coordinator.plan.transformer.strategies.base import TransformerStrategy
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.plan import TransformerPlan
 
@@ -34,21 +34,21 @@ def plan_auto(request: PlanRequest) -> PlanningResult[TransformerPlan]:
     They are `local` on every device, every other strategy on the fastest two, three, ... devices, and a pipeline on the
     devices that its search chooses. Raises ModelDoesNotFit.
     """
-    found = [_try_candidate(*trial) for trial in _trials(request)]
-    if all(each.plan is None for each in found):
-        least = min(found, key=lambda each: each.missing_bytes)
-        raise ModelDoesNotFit(model=request.spec.name, missing_bytes=least.missing_bytes)
-    found += list(_replication_candidates(request, found))
-    found += list(_micro_batch_candidates(request, found))
+    candidates = [_try_candidate(*trial) for trial in _trials(request)]
+    if all(each.plan is None for each in candidates):
+        closest = min(candidates, key=lambda each: each.missing_bytes)
+        raise ModelDoesNotFit(model=request.spec.name, missing_bytes=closest.missing_bytes)
+    candidates += list(_replication_candidates(request, candidates))
+    candidates += list(_micro_batch_candidates(request, candidates))
     if len(request.cluster.devices) > 1:
         for strategy in STRATEGIES.values():
             if reason := why_ruled_out(request, strategy):
-                found.append(Candidate(strategy.name, strategy.name, reason=reason))
-    chosen = choose(found, lambda each: each.plan is not None, TIE_TOLERANCE)
+                candidates.append(Candidate(strategy.name, strategy.name, reason=reason))
+    chosen = choose_candidate(candidates, lambda each: each.plan is not None, TIE_TOLERANCE)
     assert chosen is not None
     assert chosen.plan is not None
     plan = chosen.plan.model_copy(update={"planner": f"auto: {chosen.plan.planner}"})
-    return with_reasons(replace(chosen, plan=plan), (each for each in found if each is not chosen), "auto")
+    return with_reasons(replace(chosen, plan=plan), (each for each in candidates if each is not chosen), "auto")
 
 
 def plan_strategy(request: PlanRequest, name: str) -> TransformerPlan:
@@ -65,7 +65,7 @@ def plan_strategy(request: PlanRequest, name: str) -> TransformerPlan:
     return plan_on_all(request, strategy)
 
 
-def why_ruled_out(request: PlanRequest, strategy: Strategy[Any]) -> str:
+def why_ruled_out(request: PlanRequest, strategy: TransformerStrategy[Any]) -> str:
     """Why a strategy is impossible for this request; empty if it is possible."""
     return request.why_not_by_rows if strategy.whole_prompts and not request.attention_by_rows else ""
 
@@ -76,14 +76,16 @@ def make_candidate(label: str, plan: TransformerPlan) -> TransformerCandidate:
     return Candidate(label, plan.body.strategy, names, request_seconds(plan), plan)
 
 
-def _try_candidate(label: str, strategy: Strategy[Any], make: Callable[[], TransformerPlan]) -> TransformerCandidate:
+def _try_candidate(
+    label: str, strategy: TransformerStrategy[Any], make: Callable[[], TransformerPlan]
+) -> TransformerCandidate:
     try:
         return make_candidate(label, make())
     except ModelDoesNotFit as error:
         return TransformerCandidate.too_large(label, strategy.name, error.missing_bytes)
 
 
-def _trials(request: PlanRequest) -> Iterator[tuple[str, Strategy[Any], Callable[[], TransformerPlan]]]:
+def _trials(request: PlanRequest) -> Iterator[tuple[str, TransformerStrategy[Any], Callable[[], TransformerPlan]]]:
     """The plans to try: a label, the strategy, and a function that makes the plan."""
     devices, spec = request.cluster.devices, request.spec
     usable = [each for each in STRATEGIES.values() if not why_ruled_out(request, each)]
@@ -115,7 +117,7 @@ def _device_counts(num_devices: int) -> list[int]:
 
 
 def _replication_candidates(
-    request: PlanRequest, found: Sequence[TransformerCandidate]
+    request: PlanRequest, candidates: Sequence[TransformerCandidate]
 ) -> Iterator[TransformerCandidate]:
     """The most promising plans, refined to use spare memory for replicated weights and so to reduce traffic.
 
@@ -123,7 +125,7 @@ def _replication_candidates(
     """
     subsets = [
         (on_subset(request, tuple(device.device_id for device in each.plan.devices)), each.plan)
-        for each in found
+        for each in candidates
         if each.plan is not None and "replicate" in strategy_of_body(each.plan.body).refinements
     ]
     for subset, plan in sorted(subsets, key=lambda each: estimate_replicated_seconds(*each))[:_NUM_REPLICATION_TRIALS]:
@@ -133,12 +135,12 @@ def _replication_candidates(
 
 
 def _micro_batch_candidates(
-    request: PlanRequest, found: Sequence[TransformerCandidate]
+    request: PlanRequest, candidates: Sequence[TransformerCandidate]
 ) -> Iterator[TransformerCandidate]:
     """The most promising tensor-parallel plans, with a decoder's prompt split into concurrent micro-batches."""
     sharing = [
         (each.label, each.plan)
-        for each in sorted(found, key=lambda each: each.seconds)
+        for each in sorted(candidates, key=lambda each: each.seconds)
         if each.plan is not None
         and each.plan.num_ranks > 1
         and "micro-batches" in strategy_of_body(each.plan.body).refinements

@@ -115,18 +115,18 @@ def candidate_as_json(candidate: TransformerCandidate, cluster: ClusterProfile) 
     }
 
 
-def why_won(planned: PlanningResult[TransformerPlan], cluster: ClusterProfile, asked_for: str) -> str:
+def why_won(planned: PlanningResult[TransformerPlan], cluster: ClusterProfile, requested: str) -> str:
     """One or two sentences about the chosen plan."""
     chosen, plan = planned.chosen, planned.plan
     others = [each for each in planned.others if each.plan is not None]
     bound = f"It is bound by {bottleneck(plan, cluster).sentence}."
     takes = f"{plan_title(plan)} takes {format_seconds(chosen.seconds)} {seconds_unit(plan)}"
-    if asked_for != "auto":
-        return f"{takes}. {asked_for} was asked for. {bound}"
+    if requested != "auto":
+        return f"{takes}. {requested} was asked for. {bound}"
     if not others:
         return f"{takes}. Nothing else fits. {bound}"
-    least = "the fastest" if chosen.seconds <= others[0].seconds else "within a few percent of the fastest"
-    text = f"{takes}, {least} of the {len(others) + 1} plans that fit. {bound}"
+    comparison = "the fastest" if chosen.seconds <= others[0].seconds else "within a few percent of the fastest"
+    text = f"{takes}, {comparison} of the {len(others) + 1} plans that fit. {bound}"
     alone = min((each.seconds for each in others if each.num_devices == 1), default=None)
     shared = [each for each in others if each.num_devices > 1]
     if chosen.num_devices > 1 and alone is not None:

@@ -14,6 +14,10 @@ from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items
 from hearth.plan.profile import BlockProfile, DeviceProfile
 from hearth.plan.transformer import ShareStrategy, TensorParallel
 
+# Largest ratio of speeds at which rows are shared equally: a split by speed would gain next to nothing.
+EQUAL_SPEED_RATIO = 1.05
+_MIN_LAYER_SECONDS = 1e-9  # avoids a division by zero where a profile has no times
+
 
 def body_from_grains(
     request: PlanRequest,
@@ -65,12 +69,13 @@ class LayerTimes:
 
 def device_capacity(request: PlanRequest, blocks: BlockProfile) -> float:
     """V_d of Galaxy's Algorithm 1: the inverse of the time for a whole MHA and a whole MLP block on device d."""
-    return 1.0 / max(LayerTimes(request).layer(blocks), 1e-9)
+    return 1.0 / max(LayerTimes(request).layer(blocks), _MIN_LAYER_SECONDS)
 
 
 def row_capacity(request: PlanRequest, blocks: BlockProfile) -> float:
     """V_d for splitting rows: prefill only, since a decoded token has a single row."""
-    return 1.0 / max(blocks.attention(request.spec.num_heads) + blocks.mlp(request.spec.ffn_size), 1e-9)
+    seconds = blocks.attention(request.spec.num_heads) + blocks.mlp(request.spec.ffn_size)
+    return 1.0 / max(seconds, _MIN_LAYER_SECONDS)
 
 
 def devices_by_capacity(request: PlanRequest) -> list[DeviceProfile]:
@@ -83,8 +88,8 @@ class ShareBudget:
 
     def __init__(self, request: PlanRequest, strategy: ShareStrategy) -> None:
         spec, seq_len, limits, devices = request.spec, request.seq_len, request.limits, request.cluster.devices
-        nothing = (0,) * len(devices)
-        empty = body_from_grains(request, strategy, nothing, nothing, nothing)
+        no_grains = (0,) * len(devices)
+        empty = body_from_grains(request, strategy, no_grains, no_grains, no_grains)
         self._free_bytes = [
             device.budget_bytes - rank_memory(spec, empty, rank).total for rank, device in enumerate(devices)
         ]
@@ -115,9 +120,9 @@ class ShareBudget:
 
     def missing_bytes(self, groups: int, columns: int, vocabulary: int) -> int:
         """Bytes that all devices together lack for the whole model; at least 1, since whole grains may not fit either."""
-        wanted = (
+        needed = (
             groups * self.bytes_per_head_grain
             + columns * self.bytes_per_column_grain
             + vocabulary * self.bytes_per_vocabulary_grain
         )
-        return max(wanted - sum(self.share_bytes(device) for device in range(len(self._free_bytes))), 1)
+        return max(needed - sum(self.share_bytes(device) for device in range(len(self._free_bytes))), 1)

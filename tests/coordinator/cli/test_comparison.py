@@ -482,7 +482,7 @@ def test_real_agents_run_the_plans_of_a_graph(objective: str, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["objective"], found["rounds"]) == (objective, 2)
-    asked = [each.name for each in GRAPH_METHODS.selected("auto", objective)]
+    asked = [each.name for each in GRAPH_METHODS.select("auto", objective)]
     assert {name for plan in found["plans"] for name in plan["strategy"].split(", ")} == set(asked), done.stderr
     for plan in found["plans"]:
         assert plan["failure"] is None

@@ -27,7 +27,7 @@ def local(problem: PlacementProblem) -> Schedule:
     return min((best_schedule(problem, each, range(n)) for each in fitting), key=lambda each: each.makespan)
 
 
-def solve(name: str, problem: PlacementProblem, options: SearchOptions) -> Solution[Schedule]:
+def solve_baseline(name: str, problem: PlacementProblem, options: SearchOptions) -> Solution[Schedule]:
     """Solve with one of `BASELINES`, which give no bound. Raises NoPlacement."""
     began = options.clock()
     schedule = BASELINES[name](problem)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil
 
-from coordinator.plan.graph.latency.problem import FloatMatrix, PlacementProblem
+from coordinator.plan.graph.latency.problem import FloatTable, PlacementProblem
 
 TicksByDevice = list[dict[int, float]]  # by operator: device -> ticks
 
 
 def earliest_ends(
-    problem: PlacementProblem, pins: Mapping[int, int] | None = None, releases: FloatMatrix | None = None
+    problem: PlacementProblem, pins: Mapping[int, int] | None = None, releases: FloatTable | None = None
 ) -> TicksByDevice:
     """By operator and device, a lower bound on its end there. It starts no earlier than `releases[i][k]`, if given."""
     pins, ends = pins or {}, list[dict[int, float]]()
@@ -34,7 +34,7 @@ def earliest_ends(
 
 
 def remaining_times(
-    problem: PlacementProblem, pins: Mapping[int, int] | None = None, tails: FloatMatrix | None = None
+    problem: PlacementProblem, pins: Mapping[int, int] | None = None, tails: FloatTable | None = None
 ) -> TicksByDevice:
     """By operator and device, a lower bound on the time from its end there to the end of the schedule."""
     pins = pins or {}

@@ -44,11 +44,11 @@ class CoarseGraph:
 
     def expand_assignment(self, assignment: Sequence[int]) -> tuple[int, ...]:
         """A device for each original operator, from one for each group."""
-        found = [0] * sum(map(len, self.groups))
+        devices = [0] * sum(map(len, self.groups))
         for group, device in zip(self.groups, assignment, strict=True):
             for operator in group:
-                found[operator] = device
-        return tuple(found)
+                devices[operator] = device
+        return tuple(devices)
 
     def group_seconds(self, of_operators: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
         """[groups][K] from [n][K]: a fused kernel takes the sum of its operators' times."""
@@ -60,12 +60,12 @@ class CoarseGraph:
         """The start of each original operator: those of a group follow one another. Empty if `of_groups` is empty."""
         if not of_groups:
             return ()
-        found = [0.0] * len(assignment)
+        starts = [0.0] * len(assignment)
         for group, start in zip(self.groups, of_groups, strict=True):
             for operator in group:
-                found[operator] = start
+                starts[operator] = start
                 start += of_operators[operator][assignment[operator]]
-        return tuple(found)
+        return tuple(starts)
 
 
 def coarsen(spec: GraphSpec) -> CoarseGraph:
@@ -102,17 +102,17 @@ def _operands_match(spec: GraphSpec, last: int, follower: int, kinds: FusionRule
     if kinds == ("MatMul", "Add"):
         return bool(spec.operators[follower].parameters)
     if kinds == ("Sigmoid", "Mul"):
-        taken = {tensor.name for tensor in spec.consumed[follower]}
-        return all(tensor.name in taken for tensor in spec.consumed[last])
+        consumed = {tensor.name for tensor in spec.consumed[follower]}
+        return all(tensor.name in consumed for tensor in spec.consumed[last])
     return True
 
 
 def _only_successor(spec: GraphSpec, operator: int) -> int | None:
     """The only consumer of the operator's only output; None if there are several, or if it is an output of the graph."""
-    made = spec.produced[operator]
-    if len(made) != 1 or made[0].is_output or len(set(made[0].consumers)) != 1:
+    outputs = spec.produced[operator]
+    if len(outputs) != 1 or outputs[0].is_output or len(set(outputs[0].consumers)) != 1:
         return None
-    return made[0].consumers[0]
+    return outputs[0].consumers[0]
 
 
 def _merge(spec: GraphSpec, chains: Sequence[Sequence[int]]) -> CoarseGraph:

@@ -18,7 +18,7 @@ from ortools.sat.python import cp_model
 
 from coordinator.plan.graph.latency.bounds import earliest_ends, remaining_times
 from coordinator.plan.graph.latency.fitting import held_bytes, total_bytes
-from coordinator.plan.graph.latency.problem import FloatMatrix, PlacementProblem
+from coordinator.plan.graph.latency.problem import FloatTable, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, schedule, sorted_by_start
 
 _MAX_DIGITS = 6  # decimals of a time that are kept exactly: whole microseconds, if times are in seconds
@@ -26,7 +26,7 @@ _MAX_DIGITS = 6  # decimals of a time that are kept exactly: whole microseconds,
 _ROUNDED_TICKS = 1 << 26
 
 
-class ModelResult(NamedTuple):
+class SolverResult(NamedTuple):
     """`schedule` is None if none was found; `bound`, in ticks, is a lower bound on the makespan."""
 
     schedule: Schedule | None
@@ -39,8 +39,8 @@ class WindowContext(NamedTuple):
     An operator starts no earlier than its release; from its end to the end of the whole schedule pass its `tails`.
     """
 
-    releases: FloatMatrix
-    tails: FloatMatrix
+    releases: FloatTable
+    tails: FloatTable
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def in_ticks(problem: PlacementProblem) -> tuple[PlacementProblem, float]:
     else:
         per_unit = _ROUNDED_TICKS / (min(totals) or total)
 
-    def ticks(rows: FloatMatrix) -> FloatMatrix:
+    def ticks(rows: FloatTable) -> FloatTable:
         return tuple(tuple(float(math.floor(time * per_unit + 1e-6)) for time in row) for row in rows)
 
     known = {seconds: ticks(seconds) for seconds in {flow.seconds for flow in problem.flows}}
@@ -81,14 +81,14 @@ def in_ticks(problem: PlacementProblem) -> tuple[PlacementProblem, float]:
     return replace(problem, seconds=ticks(problem.seconds), latency=ticks(problem.latency), flows=flows), per_unit
 
 
-def solve_model(
+def solve_placement_model(
     problem: PlacementProblem,
     limits: SolverLimits,
     below: int,
     pins: Mapping[int, int] | None = None,
     hint: Schedule | None = None,
     context: WindowContext | None = None,
-) -> ModelResult:
+) -> SolverResult:
     """Minimise the makespan of a problem in ticks, with some operators pinned to devices.
 
     Only schedules that end before `below` count; if there are none, `below` is the bound. With a context, only the order
@@ -96,8 +96,8 @@ def solve_model(
     """
     pins = pins or {}
     if below <= 0:
-        return ModelResult(None, below)
-    model = _Model(problem, pins, below - 1, context)
+        return SolverResult(None, below)
+    model = _PlacementModel(problem, pins, below - 1, context)
     if hint is not None:
         model.hint(hint)
     solver = cp_model.CpSolver()
@@ -109,9 +109,9 @@ def solve_model(
         solver.parameters.max_deterministic_time = limits.deterministic_seconds
     status = solver.solve(model.model)
     if status == cp_model.INFEASIBLE:
-        return ModelResult(None, below)
+        return SolverResult(None, below)
     bound = max(0, math.ceil(solver.best_objective_bound - 1e-6))
-    return ModelResult(model.read(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None, bound)
+    return SolverResult(model.read(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None, bound)
 
 
 class _ResourceUse(NamedTuple):
@@ -124,7 +124,7 @@ class _ResourceUse(NamedTuple):
     tail: float = 0.0
 
 
-class _Model:
+class _PlacementModel:
     def __init__(
         self,
         problem: PlacementProblem,
@@ -218,7 +218,7 @@ class _Model:
             return
         for target in flow.targets:
             pairs = self._channel_variables(flow.source, target) if any(delay.values()) else {}
-            transfer_delay = sum(delay[a, b] * taken for (a, b), taken in pairs.items() if a != b)
+            transfer_delay = sum(delay[a, b] * used for (a, b), used in pairs.items() if a != b)
             self.model.add(self._starts[target] >= self._ends[flow.source] + transfer_delay)
         if contends:
             self._add_multicast(index, busy, delay)
@@ -229,16 +229,16 @@ class _Model:
         flow = self._problem.flows[index]
         target, start = flow.targets[0], self._new_time()
         pairs = {
-            channel: taken
-            for channel, taken in self._channel_variables(flow.source, target).items()
+            channel: used
+            for channel, used in self._channel_variables(flow.source, target).items()
             if channel[0] != channel[1]
         }
-        transfer_delay = sum(delay[channel] * taken for channel, taken in pairs.items())
+        transfer_delay = sum(delay[channel] * used for channel, used in pairs.items())
         self.model.add(start >= self._ends[flow.source])
         self.model.add(self._starts[target] >= start + transfer_delay)
-        for (a, b), taken in pairs.items():
+        for (a, b), used in pairs.items():
             self._sends[Send(index, b)] = start
-            self._add_channel_use(index, a, b, _ResourceUse(start, busy[a, b], taken), [target])
+            self._add_channel_use(index, a, b, _ResourceUse(start, busy[a, b], used), [target])
 
     def _add_multicast(
         self, index: int, busy: Mapping[tuple[int, int], int], delay: Mapping[tuple[int, int], int]
@@ -253,12 +253,12 @@ class _Model:
             start = self._sends[Send(index, b)] = self._new_time()
             model.add(start >= self._ends[flow.source])
             for a in sources:
-                taken = self._channel_used[Send(index, b), a] = model.new_bool_var("")
-                model.add_implication(taken, self._on[flow.source][a])
-                self._add_channel_use(index, a, b, _ResourceUse(start, busy[a, b], taken), targets)
+                used = self._channel_used[Send(index, b), a] = model.new_bool_var("")
+                model.add_implication(used, self._on[flow.source][a])
+                self._add_channel_use(index, a, b, _ResourceUse(start, busy[a, b], used), targets)
                 for target in targets:
                     pair = self._channel_variables(flow.source, target)[a, b]
-                    model.add_implication(pair, taken)
+                    model.add_implication(pair, used)
                     model.add(self._starts[target] >= start + delay[a, b]).only_enforce_if(pair)
 
     def _add_channel_use(self, index: int, a: int, b: int, use: _ResourceUse, targets: Sequence[int]) -> None:
@@ -323,8 +323,8 @@ class _Model:
                 hinted.add(variable.index)
                 source = self._problem.flows[send.flow].source
                 add(variable, round(when[send].start if send in when else known.ends[source]))
-        for (send, a), taken in self._channel_used.items():
-            add(taken, int(send in when and when[send].source == a))
+        for (send, a), used in self._channel_used.items():
+            add(used, int(send in when and when[send].source == a))
 
     def read(self, solver: cp_model.CpSolver) -> Schedule:
         """The solution as a schedule in which everything starts as early as the order allows."""

@@ -52,11 +52,11 @@ class Reachability:
 
 def exact_cuts(problem: PlacementProblem, reachability: Reachability) -> Cuts:
     """All operators to which no other is parallel, and which no transfer bypasses."""
-    found = [i for i in range(problem.num_operators) if not reachability.parallel_to(i)]
+    candidates = [i for i in range(problem.num_operators) if not reachability.parallel_to(i)]
     late = any(map(any, problem.latency))
     spans = [(f.source, max(f.targets)) for f in problem.flows if late or any(map(any, f.seconds))]
     # Numbers are in topological order: the ancestors of such an operator have lower numbers, its descendants higher ones.
-    return Cuts(tuple(cut for cut in found if not any(source < cut < last for source, last in spans)))
+    return Cuts(tuple(cut for cut in candidates if not any(source < cut < last for source, last in spans)))
 
 
 def near_cuts(problem: PlacementProblem, reachability: Reachability, cuts: Cuts, max_operators: int) -> Cuts:
@@ -109,7 +109,7 @@ def _operators_between(reachability: Reachability, cuts: Sequence[int]) -> list[
 
 def _bypassing_flows(problem: PlacementProblem, reachability: Reachability) -> list[int]:
     """By operator, the flows that bypass it (from an ancestor to a descendant) and take time, as bit sets."""
-    found = [0] * problem.num_operators
+    bypassing = [0] * problem.num_operators
     late = any(map(any, problem.latency))
     for index, flow in enumerate(problem.flows):
         if late or any(map(any, flow.seconds)):
@@ -117,8 +117,8 @@ def _bypassing_flows(problem: PlacementProblem, reachability: Reachability) -> l
             for target in flow.targets:
                 until |= reachability.ancestors[target]
             for operator in set_bits(reachability.descendants[flow.source] & until):
-                found[operator] |= 1 << index
-    return found
+                bypassing[operator] |= 1 << index
+    return bypassing
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ class CutSegment:
     has_exit: bool
 
     def pins(self, entry: int, exit_: int) -> dict[int, int]:
-        found = {0: entry} if self.has_entry else {}
+        pinned = {0: entry} if self.has_entry else {}
         if self.has_exit:
-            found[len(self.operators) - 1] = exit_
-        return found
+            pinned[len(self.operators) - 1] = exit_
+        return pinned
 
 
 def cut_segments(problem: PlacementProblem, cuts: Cuts, reachability: Reachability) -> list[CutSegment]:
@@ -149,7 +149,7 @@ def cut_segments(problem: PlacementProblem, cuts: Cuts, reachability: Reachabili
     for i in range(problem.num_operators):
         if i not in cuts.dropped:
             parts[(reachability.ancestors[i] & cut_bits).bit_count()].append(i)
-    found = []
+    segments = []
     for index, part in enumerate(parts):
         has_entry, has_exit = index > 0, index < len(cuts.operators)
         operators = ([cuts.operators[index - 1]] if has_entry else []) + part
@@ -177,8 +177,8 @@ def cut_segments(problem: PlacementProblem, cuts: Cuts, reachability: Reachabili
             flows=tuple(flows),
             shared=(),
         )
-        found.append(CutSegment(subproblem, tuple(operators), tuple(flow_numbers), has_entry, has_exit))
-    return found
+        segments.append(CutSegment(subproblem, tuple(operators), tuple(flow_numbers), has_entry, has_exit))
+    return segments
 
 
 class JoinedSchedule(NamedTuple):
@@ -192,15 +192,15 @@ class JoinedSchedule(NamedTuple):
 
 def join_schedules(segments: Sequence[CutSegment], schedules: Sequence[Schedule]) -> JoinedSchedule:
     """The segments' schedules as one."""
-    found = JoinedSchedule({}, {}, [], sum(part.makespan for part in schedules))
+    joined = JoinedSchedule({}, {}, [], sum(part.makespan for part in schedules))
     began = 0.0
     for segment, part in zip(segments, schedules, strict=True):
         for item in part.order:
             if isinstance(item, Send):
-                found.order.append(Send(segment.flows[item.flow], item.device))
+                joined.order.append(Send(segment.flows[item.flow], item.device))
             elif item > 0 or not segment.has_entry:
-                found.order.append(segment.operators[item])
-                found.starts[segment.operators[item]] = began + part.starts[item]
-        found.assignment.update(zip(segment.operators, part.assignment, strict=True))
+                joined.order.append(segment.operators[item])
+                joined.starts[segment.operators[item]] = began + part.starts[item]
+        joined.assignment.update(zip(segment.operators, part.assignment, strict=True))
         began += part.makespan
-    return found
+    return joined

@@ -44,23 +44,23 @@ def _assigned_groups(problem: PlacementProblem) -> list[list[int]]:
     speeds = _speeds(problem)
     groups = _groups(speeds)
     fractions = _fractions(problem)
-    found = []
+    assigned = []
     for i in range(problem.num_operators):
-        mass, least = 0.0, 0
+        mass, slowest_group = 0.0, 0
         for index in reversed(range(len(groups))):
             mass += sum(fractions[i, device] for device in groups[index])
             if mass >= 0.5:
-                least = index
+                slowest_group = index
                 break
-        found.append(max(groups[least:], key=lambda group: sum(speeds[device] for device in group)))
-    return found
+        assigned.append(max(groups[slowest_group:], key=lambda group: sum(speeds[device] for device in group)))
+    return assigned
 
 
 def _speeds(problem: PlacementProblem) -> list[float]:
     """One speed per device, as in the paper: the fastest device's time for the whole graph, divided by this device's."""
     totals = [sum(row[device] for row in problem.seconds) for device in range(problem.num_devices)]
-    least = min(totals)
-    return [least / total if total > 0 else 1.0 for total in totals]
+    fastest_total = min(totals)
+    return [fastest_total / total if total > 0 else 1.0 for total in totals]
 
 
 def _groups(speeds: list[float]) -> list[list[int]]:
@@ -84,12 +84,12 @@ def _fractions(problem: PlacementProblem) -> Vector:
     share, end, makespan = 0, n * num_devices, n * num_devices + n
     program = LinearProgram(makespan + 1)
     for i, seconds in enumerate(problem.seconds):
-        mine = {share + i * num_devices + k: seconds[k] for k in range(num_devices)}
-        program.add_equal(dict.fromkeys(mine, 1.0), 1.0)
-        taken = {variable: -coefficient for variable, coefficient in mine.items()}
-        program.add_at_least({end + i: 1.0, **taken}, 0.0)
+        work = {share + i * num_devices + k: seconds[k] for k in range(num_devices)}
+        program.add_equal(dict.fromkeys(work, 1.0), 1.0)
+        negative_work = {variable: -coefficient for variable, coefficient in work.items()}
+        program.add_at_least({end + i: 1.0, **negative_work}, 0.0)
         for before in problem.predecessors[i]:
-            program.add_at_least({end + i: 1.0, end + before: -1.0, **taken}, 0.0)
+            program.add_at_least({end + i: 1.0, end + before: -1.0, **negative_work}, 0.0)
         program.add_at_least({makespan: 1.0, end + i: -1.0}, 0.0)
     for k in range(num_devices):
         load = {share + i * num_devices + k: -problem.seconds[i][k] for i in range(n)}

@@ -17,7 +17,7 @@ from functools import partial
 from coordinator.plan.graph.latency.baselines import BASELINES
 from coordinator.plan.graph.latency.bounds import relaxed_makespan
 from coordinator.plan.graph.latency.contention import contended_heft
-from coordinator.plan.graph.latency.cpsat import SolverLimits, in_ticks, solve_model
+from coordinator.plan.graph.latency.cpsat import SolverLimits, in_ticks, solve_placement_model
 from coordinator.plan.graph.latency.decomposition import (
     JoinedSchedule,
     Reachability,
@@ -43,7 +43,7 @@ _MAX_WHOLE_OPERATORS = 60  # larger graphs are not solved as one model
 _PATH_TIME_FRACTION = 0.5
 
 
-def solve(
+def solve_moirai(
     problem: PlacementProblem, time_limit_seconds: float, clock: Callable[[], float], num_workers: int = 1
 ) -> Solution[Schedule]:
     """The best placement found within the time limit, with a lower bound.
@@ -154,7 +154,7 @@ class _PlacementSearch:
 
     def _solve_whole(self, known: Schedule) -> None:
         limits = SolverLimits(self._seconds_left, num_workers=self._num_workers)
-        result = solve_model(self._ticked, limits, round(known.makespan), hint=known)
+        result = solve_placement_model(self._ticked, limits, round(known.makespan), hint=known)
         if result.schedule is not None:
             self._offer(result.schedule.assignment, result.schedule.order)
         self._bound_ticks = max(self._bound_ticks, result.bound)

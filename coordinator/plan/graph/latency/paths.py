@@ -11,7 +11,7 @@ from itertools import product
 from typing import NamedTuple
 
 from coordinator.plan.graph.latency.bounds import relaxed_makespan
-from coordinator.plan.graph.latency.cpsat import SolverLimits, solve_model
+from coordinator.plan.graph.latency.cpsat import SolverLimits, solve_placement_model
 from coordinator.plan.graph.latency.decomposition import CutSegment
 from coordinator.plan.graph.latency.heft import heft
 from coordinator.plan.graph.latency.patterns import segment_patterns
@@ -95,7 +95,7 @@ class Arc:
         large = self._problem.num_operators > _LARGE_ARC_OPERATORS
         linearization = 0 if (self._tries + large) % 2 == 0 else 2 if large and self._tries > 1 else 1
         limits = SolverLimits(seconds, self._try_seconds, num_workers, linearization)
-        result = solve_model(self._problem, limits, below, self._pins, self.schedule)
+        result = solve_placement_model(self._problem, limits, below, self._pins, self.schedule)
         self._tries += 1
         if not self._tries % 2:
             self._try_seconds *= 2

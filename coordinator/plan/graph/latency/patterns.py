@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coordinator.plan.graph.latency.problem import FloatMatrix, PlacementProblem
+from coordinator.plan.graph.latency.problem import FloatTable, PlacementProblem
 
 # Of each segment's work, and of its transfers, that its pattern must keep: a pattern with less would give a weak bound.
 _MIN_KEPT_FRACTION = 0.95
@@ -68,7 +68,7 @@ def _try_to_join(group: _Group, problem: PlacementProblem, index: int) -> bool:
     return True
 
 
-def _elementwise_min(ours: FloatMatrix, theirs: FloatMatrix) -> FloatMatrix:
+def _elementwise_min(ours: FloatTable, theirs: FloatTable) -> FloatTable:
     return tuple(tuple(map(min, row, other)) for row, other in zip(ours, theirs, strict=True))
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hearth.plan.graph_spec import GraphSpec
 
-FloatMatrix = tuple[tuple[float, ...], ...]
+FloatTable = tuple[tuple[float, ...], ...]
 
 
 class Flow(NamedTuple):
@@ -25,7 +25,7 @@ class Flow(NamedTuple):
 
     source: int
     targets: tuple[int, ...]
-    seconds: FloatMatrix
+    seconds: FloatTable
 
 
 class SharedWeights(NamedTuple):
@@ -47,11 +47,11 @@ class PlacementProblem:
     name: str
     operators: tuple[str, ...]
     devices: tuple[str, ...]
-    seconds: FloatMatrix  # [n][K]
+    seconds: FloatTable  # [n][K]
     memory_bytes: tuple[int, ...]  # [n], without shared weights
     budget_bytes: tuple[int, ...]  # [K]
     flows: tuple[Flow, ...]
-    latency: FloatMatrix  # [K][K], diagonal 0
+    latency: FloatTable  # [K][K], diagonal 0
     congestion: bool = True
     shared: tuple[SharedWeights, ...] = ()
 
@@ -129,9 +129,9 @@ def placement_problem(
             own[operators[0]] += parameter.num_bytes
         elif operators:
             shared.append(SharedWeights(parameter.num_bytes, tuple(operators)))
-    matrices: dict[int, FloatMatrix] = {}
+    matrices: dict[int, FloatTable] = {}
 
-    def times(num_bytes: int) -> FloatMatrix:
+    def times(num_bytes: int) -> FloatTable:
         if num_bytes not in matrices:
             matrices[num_bytes] = tuple(
                 tuple(0.0 if a == b else num_bytes / bytes_per_second[a][b] for b in ranks) for a in ranks

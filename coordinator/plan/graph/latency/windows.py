@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from coordinator.plan.graph.latency.cpsat import SolverLimits, WindowContext, solve_model
+from coordinator.plan.graph.latency.cpsat import SolverLimits, WindowContext, solve_placement_model
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
 
@@ -68,7 +68,7 @@ def solve_window(
 ) -> Schedule | None:
     """The schedule with the operators inside re-placed and reordered; None when the model found no improvement."""
     window = _make_window(problem, known, inside)
-    result = solve_model(window.problem, limits, round(known.makespan), window.pins, context=window.context)
+    result = solve_placement_model(window.problem, limits, round(known.makespan), window.pins, context=window.context)
     if result.schedule is None:
         return None
     assignment = list(known.assignment)
@@ -134,9 +134,9 @@ def _make_window(problem: PlacementProblem, known: Schedule, inside: Sequence[in
             for target in (t for t in flow.targets if t not in inside_set):
                 there = known.assignment[target]
                 for k in ranks:
-                    way = flow.seconds[k][there] + problem.latency[k][there] if k != there else 0.0
+                    transfer = flow.seconds[k][there] + problem.latency[k][there] if k != there else 0.0
                     tail = tails[local[flow.source]]
-                    tail[k] = max(tail[k], way + remaining[target])
+                    tail[k] = max(tail[k], transfer + remaining[target])
         if targets:
             flows.append(Flow(local[flow.source], targets, tuple(map(tuple, times))))
             flow_numbers.append(number)

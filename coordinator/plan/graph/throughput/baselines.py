@@ -42,8 +42,8 @@ def joint_stages(problem: PipelineProblem) -> Stages:
     Each step takes the partition with the smallest transfer after it that the device can hold, then the device with the
     fastest link from there. Raises ModelDoesNotFit.
     """
-    found = [stages for start in range(problem.num_devices) if (stages := joint_stages_from(problem, start))]
-    return min(found, key=problem.bottleneck_seconds) if found else largest_first(problem)
+    pipelines = [stages for start in range(problem.num_devices) if (stages := joint_stages_from(problem, start))]
+    return min(pipelines, key=problem.bottleneck_seconds) if pipelines else largest_first(problem)
 
 
 def largest_first(problem: PipelineProblem) -> Stages:

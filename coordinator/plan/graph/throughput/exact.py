@@ -94,28 +94,28 @@ def _first_with_walk(limits: StageLimits, values: Sequence[float]) -> int:
 def _possible_bottlenecks(problem: PipelineProblem, upper: float) -> list[float]:
     """All possible values of a bottleneck of at most `upper`, sorted and unique; `upper` is included."""
     rates = np.unique(problem.link_rates)
-    found = [np.array([0.0, upper])]
+    arrays = [np.array([0.0, upper])]
     for size in sorted(set(problem.boundary_bytes)):
-        found.append(size / rates[rates > 0])
+        arrays.append(size / rates[rates > 0])
     if problem.seconds.any():
         for first in range(problem.num_blocks):
-            found.append((problem.cumulative_seconds[first + 1 :] - problem.cumulative_seconds[first]).ravel())
-    values: list[float] = np.unique(np.concatenate([part[part <= upper] for part in found])).tolist()
+            arrays.append((problem.cumulative_seconds[first + 1 :] - problem.cumulative_seconds[first]).ravel())
+    values: list[float] = np.unique(np.concatenate([part[part <= upper] for part in arrays])).tolist()
     return values
 
 
 def _starting_pipelines(limits: StageLimits, rng: Random, stop: Callable[[], bool]) -> list[Stages]:
     problem = limits.problem
-    found = []
+    pipelines = []
     searches: Sequence[Callable[[], Stages]] = (
         lambda: published_stages(problem, rng),
         lambda: joint_stages(problem),
     )
     for search in searches:
         with suppress(ModelDoesNotFit):  # the published one assumes that every device has the memory of the smallest
-            found.append(search())
-    if found:
-        return found
+            pipelines.append(search())
+    if pipelines:
+        return pipelines
     with suppress(SearchLimitReached):
         any_at_all = FeasibilityProblem(limits, math.inf).find_pipeline(set(), stop)
         if any_at_all is not None:

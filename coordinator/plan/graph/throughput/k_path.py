@@ -74,12 +74,12 @@ def k_path(
 
 def successors_of(graph: AdjacencyMasks, mask: int) -> int:
     """The mask of all successors of the vertices in `mask`."""
-    found = 0
+    reached = 0
     while mask:
         low = mask & -mask
-        found |= graph[low.bit_length() - 1]
+        reached |= graph[low.bit_length() - 1]
         mask ^= low
-    return found
+    return reached
 
 
 def colour_coded_path(
@@ -225,19 +225,19 @@ def _successor_table(
         _to_words(sum(1 << place[other] for other in set_bits(graph[vertex]) if other in place), words)
         for vertex in used
     ]
-    found = np.zeros((8 * words, 256, words), dtype=np.uint64)
+    table = np.zeros((8 * words, 256, words), dtype=np.uint64)
     for index, reach in enumerate(onward):
         values = np.arange(256) >> index % 8 & 1 == 1
-        found[index // 8, values] |= reach
-    return found
+        table[index // 8, values] |= reach
+    return table
 
 
 def _successor_masks(table: _Words, reaches: NDArray[np.uint64]) -> _Words:
     """[trials, words]: masks of vertices to the masks of their successors."""
-    found = np.zeros_like(table)
+    masks = np.zeros_like(table)
     for index, byte in enumerate(table.view(np.uint8).T):
-        found |= reaches[index, byte]
-    return found
+        masks |= reaches[index, byte]
+    return masks
 
 
 def _reconstruct(

@@ -20,13 +20,13 @@ from random import Random
 from coordinator.plan.graph.throughput.baselines import joint_stages, random_stages
 from coordinator.plan.graph.throughput.exact import best_stages, relaxed_bound
 from coordinator.plan.graph.throughput.points import candidate_chain, fine_chain
-from coordinator.plan.graph.throughput.problem import MatrixLike, PipelineProblem, Stage, Stages, pipeline_problem
+from coordinator.plan.graph.throughput.problem import FloatTableLike, PipelineProblem, Stage, Stages, pipeline_problem
 from coordinator.plan.graph.throughput.published import published_stages
 from coordinator.plan.solution import OperatorAssignment, SearchOptions, Solution
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
 
-EXACT = "pipeline-exact"
+PIPELINE_EXACT = "pipeline-exact"
 # Planners that cut only at candidate points. They raise ModelDoesNotFit.
 PUBLISHED: Mapping[str, Callable[[PipelineProblem, Random], Stages]] = {
     "pipeline": published_stages,
@@ -37,13 +37,13 @@ PUBLISHED: Mapping[str, Callable[[PipelineProblem, Random], Stages]] = {
 
 def plan_pipeline(
     spec: GraphSpec,
-    seconds: MatrixLike,
+    seconds: FloatTableLike,
     memory_bytes: Sequence[int],
-    rate: MatrixLike,
+    rate: FloatTableLike,
     strategy: str,
     options: SearchOptions,
 ) -> Solution[OperatorAssignment]:
-    """The device of each operator, by `EXACT` or one of `PUBLISHED`; other arguments as in `pipeline_problem`.
+    """The device of each operator, by `PIPELINE_EXACT` or one of `PUBLISHED`; other arguments as in `pipeline_problem`.
 
     The bottleneck charges all bytes that cross a cut to the link at that cut. On devices, a tensor may skip stages and go
     straight to its consumer. For a bound that also holds on devices, only tensors between adjacent blocks are
@@ -52,24 +52,24 @@ def plan_pipeline(
     chain = fine_chain(spec)
     coarse = pipeline_problem(spec, seconds, memory_bytes, rate, candidate_chain(spec))
     fine = pipeline_problem(spec, seconds, memory_bytes, rate, chain)
-    least = replace(fine, boundary_bytes=tuple(map(float, chain.adjacent_bytes(spec))))
+    adjacent_only = replace(fine, boundary_bytes=tuple(map(float, chain.adjacent_bytes(spec))))
     began = options.clock()
 
     def stop() -> bool:
         return options.clock() > began + options.time_limit_seconds
 
-    if strategy == EXACT:
+    if strategy == PIPELINE_EXACT:
         try:
             known = [to_fine_chain(coarse, published_stages(coarse, Random(options.seed)))]
         except ModelDoesNotFit:
             known = []
         problem, stages = fine, best_stages(fine, Random(options.seed), stop, known).assignment
-        bound = best_stages(least, Random(options.seed), stop, [stages]).bound
+        bound = best_stages(adjacent_only, Random(options.seed), stop, [stages]).bound
         took = options.clock() - began
     else:
         problem, stages = coarse, PUBLISHED[strategy](coarse, Random(options.seed))
         took = options.clock() - began  # without the bound, which is not part of these planners
-        bound = relaxed_bound(least, to_fine_chain(coarse, stages))
+        bound = relaxed_bound(adjacent_only, to_fine_chain(coarse, stages))
     value = problem.bottleneck_seconds(stages)
     bound = min(bound, value)
     return Solution(OperatorAssignment(problem.assignment(stages)), value, bound, bound >= value, took)

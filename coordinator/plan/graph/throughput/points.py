@@ -47,13 +47,13 @@ class Chain(NamedTuple):
         consumer.
         """
         block_of = {operator: index for index, block in enumerate(self.blocks) for operator in block}
-        found = [0] * len(self.crossing)
+        num_bytes_by_cut = [0] * len(self.crossing)
         for tensor in spec.tensors:
             if tensor.source is not None:
-                made = block_of[tensor.source]
-                if made + 1 in {block_of[consumer] for consumer in tensor.consumers}:
-                    found[made] += tensor.num_bytes
-        return tuple(found)
+                source_block = block_of[tensor.source]
+                if source_block + 1 in {block_of[consumer] for consumer in tensor.consumers}:
+                    num_bytes_by_cut[source_block] += tensor.num_bytes
+        return tuple(num_bytes_by_cut)
 
 
 def candidate_chain(spec: GraphSpec) -> Chain:
@@ -71,8 +71,8 @@ def candidate_chain(spec: GraphSpec) -> Chain:
     for operator in range(spec.num_operators - 1, -1, -1):
         after = spec.successors[operator]
         if operator not in main and after:
-            taken = sum(tensor.num_bytes for tensor in spec.consumed[operator])
-            if taken <= sum(tensor.num_bytes for tensor in spec.produced[operator]):
+            input_bytes = sum(tensor.num_bytes for tensor in spec.consumed[operator])
+            if input_bytes <= sum(tensor.num_bytes for tensor in spec.produced[operator]):
                 block[operator] = min(block[each] for each in after)
     blocks: list[list[int]] = [[] for _ in range(last + 1)]
     for operator, index in enumerate(block):
@@ -151,18 +151,18 @@ def _low_memory_order(spec: GraphSpec, block: Sequence[int]) -> list[int]:
 
 
 def _added_bytes(spec: GraphSpec, operator: int, needed: Mapping[str, int]) -> int:
-    made = sum(tensor.num_bytes for tensor in spec.produced[operator] if tensor.consumers)
-    return made - sum(tensor.num_bytes for tensor in spec.consumed[operator] if needed[tensor.name] == 1)
+    new_bytes = sum(tensor.num_bytes for tensor in spec.produced[operator] if tensor.consumers)
+    return new_bytes - sum(tensor.num_bytes for tensor in spec.consumed[operator] if needed[tensor.name] == 1)
 
 
 def _crossing_tensors(spec: GraphSpec, block: Sequence[int], num_cuts: int) -> tuple[tuple[int, ...], ...]:
-    found: list[list[int]] = [[] for _ in range(num_cuts)]
+    crossing: list[list[int]] = [[] for _ in range(num_cuts)]
     for index, tensor in enumerate(spec.tensors):
         if tensor.consumers:
-            made = 0 if tensor.source is None else block[tensor.source]
-            for cut in range(made, max(block[consumer] for consumer in tensor.consumers)):
-                found[cut].append(index)
-    return tuple(map(tuple, found))
+            source_block = 0 if tensor.source is None else block[tensor.source]
+            for cut in range(source_block, max(block[consumer] for consumer in tensor.consumers)):
+                crossing[cut].append(index)
+    return tuple(map(tuple, crossing))
 
 
 def _data_successors(spec: GraphSpec) -> list[tuple[int, ...]]:

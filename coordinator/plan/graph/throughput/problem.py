@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from coordinator.plan.graph.throughput.points import Chain, candidate_chain
 from hearth.plan.graph_spec import GraphSpec
 
-MatrixLike = Sequence[Sequence[float]]
+FloatTableLike = Sequence[Sequence[float]]
 
 
 class Stage(NamedTuple):
@@ -97,12 +97,12 @@ class PipelineProblem:
 
     def assignment(self, stages: Sequence[Stage]) -> tuple[int, ...]:
         """The device of each operator."""
-        found = [0] * sum(map(len, self.blocks))
+        devices = [0] * sum(map(len, self.blocks))
         for stage in stages:
             for block in self.blocks[stage.first : stage.last + 1]:
                 for operator in block:
-                    found[operator] = stage.device
-        return tuple(found)
+                    devices[operator] = stage.device
+        return tuple(devices)
 
     def missing_bytes(self, budgets: Sequence[int]) -> int:
         """Bytes of the blocks left over when devices with these budgets are filled in turn, largest first."""
@@ -115,7 +115,11 @@ class PipelineProblem:
 
 
 def pipeline_problem(
-    spec: GraphSpec, seconds: MatrixLike, memory_bytes: Sequence[int], rate: MatrixLike, chain: Chain | None = None
+    spec: GraphSpec,
+    seconds: FloatTableLike,
+    memory_bytes: Sequence[int],
+    rate: FloatTableLike,
+    chain: Chain | None = None,
 ) -> PipelineProblem:
     """The problem of a graph on K devices: operator seconds [n][K], weight bytes per device, bytes per second [K][K].
 
@@ -145,10 +149,10 @@ def _stage_bytes(spec: GraphSpec, chain: Chain) -> NDArray[np.int64]:
         for parameter in {each for operator in block for each in spec.operators[operator].parameters}:
             users.setdefault(parameter, []).append(index)
     alone, twice = np.zeros(n, dtype=np.int64), np.zeros((n, n), dtype=np.int64)
-    for parameter, found in users.items():
+    for parameter, user_blocks in users.items():
         num_bytes = spec.parameters[parameter].num_bytes
-        alone[found] += num_bytes
-        for first, second in zip(found, found[1:], strict=False):
+        alone[user_blocks] += num_bytes
+        for first, second in zip(user_blocks, user_blocks[1:], strict=False):
             twice[first, second] += num_bytes
     # Pairs (a, b) with i <= a and b <= j.
     shared = np.cumsum(np.cumsum(twice[::-1], axis=0)[::-1], axis=1)

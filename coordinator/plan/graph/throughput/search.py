@@ -104,11 +104,15 @@ class FeasibilityProblem:
                 startable |= mask & sum(devices for end, devices in nearest if end <= limit)
             if position:
                 graph = self._graphs[position]
-                ways = sum(1 << each for each in set_bits(self._all) if graph[each] & startable) if startable else 0
-                back[position] = ways
-                if ways:
-                    nearest = [(end, devices & ~ways) for end, devices in nearest if devices & ~ways]
-                    nearest.append((position, ways))
+                devices_onward = (
+                    sum(1 << each for each in set_bits(self._all) if graph[each] & startable) if startable else 0
+                )
+                back[position] = devices_onward
+                if devices_onward:
+                    nearest = [
+                        (end, devices & ~devices_onward) for end, devices in nearest if devices & ~devices_onward
+                    ]
+                    nearest.append((position, devices_onward))
         return back, startable
 
     # ---- depth-first search, for a quick positive answer ---------------------------------------------------------------

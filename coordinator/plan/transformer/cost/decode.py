@@ -69,12 +69,12 @@ def simulate_exchange(
     num_values: int,
     sources: Collection[int],
     targets: Collection[int],
-    verbatim: bool = False,
+    exact: bool = False,
 ) -> list[float]:
     """Simulate one exchange: every source sends `num_values` to every target except itself, one after the other.
 
     `ready` is the time at which each rank begins, in seconds. Returns the time at which each rank is done.
-    `verbatim`: the values are sent exactly, whatever the plan's wire format.
+    `exact`: the values are sent exactly, whatever the plan's wire format.
     """
     busy, sending, receiving = list(ready), list(ready), [0.0] * len(ready)
     arriving: list[list[tuple[float, float]]] = [[] for _ in ready]  # arrival time, and CPU seconds of receiving
@@ -84,7 +84,7 @@ def simulate_exchange(
             if target not in targets:
                 continue
             link = layout.links[source, target]
-            format_: ValueFormatName = "exact" if verbatim else layout.formats[source, target]
+            format_: ValueFormatName = "exact" if exact else layout.formats[source, target]
             busy[source] += layout.wire_seconds(source, num_values, format_)
             start = max(busy[source], sending[source], receiving[target])
             end = start + num_values * BYTES_PER_VALUE[format_] / link.bytes_per_second

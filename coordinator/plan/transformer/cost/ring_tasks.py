@@ -15,8 +15,8 @@ from hearth.plan.phases import Phase, TaskKind, Work
 from hearth.plan.transformer import TensorParallel
 from hearth.plan.value_formats import BYTES_PER_VALUE, ValueFormatName
 
-After = tuple[int, ...]  # the tasks that another one waits for
-Ends = tuple[int, int]  # the ranks that send and receive
+TaskIndices = tuple[int, ...]  # the tasks that another one waits for
+RankPair = tuple[int, int]  # the ranks that send and receive
 
 
 class RingTasks:
@@ -30,7 +30,7 @@ class RingTasks:
         self.spec, self.body, self.blocks, self.ranks = layout.spec, layout.body, layout.blocks, layout.ranks
         self.num_rows = part.size
         self.rows = rows_for(self.body.row_weights, part.size)
-        self.last: list[After] = [()] * len(self.ranks)
+        self.last_tasks: list[TaskIndices] = [()] * len(self.ranks)
         self.layer: int | None = None  # of the tasks being appended; None: outside the layers
         self._layout = layout
         self._num_ranks = len(self.ranks)
@@ -83,7 +83,7 @@ class RingTasks:
 
     def compute(self, kind: Work, seconds: Sequence[float]) -> None:
         for rank in self.ranks:
-            self.last[rank] = (self.add_task(kind, rank, seconds[rank], self.last[rank]),)
+            self.last_tasks[rank] = (self.add_task(kind, rank, seconds[rank], self.last_tasks[rank]),)
 
     def connective(self, kind: Work, rows: Sequence[int]) -> None:
         self.compute(kind, [self.blocks[r].connective(rows[r]) for r in self.ranks])
@@ -95,7 +95,7 @@ class RingTasks:
         """
         arrived, wire_seconds = self._ring_all_gather(phase, row_values or self.spec.hidden_size)
         for rank in self.ranks:
-            before = self.last[rank]
+            before = self.last_tasks[rank]
             ends = []
             for tile in (step.compute for step in rings.ring_all_gather(self._num_ranks, rank)):
                 if self.rows[tile]:
@@ -103,12 +103,12 @@ class RingTasks:
                     ends.append(self.add_task(phase.work or phase, rank, seconds[rank][tile], after, tile))
                 if tile == rank:
                     ends.append(self.add_task(Work.WIRE, rank, wire_seconds[rank], before))
-            self.last[rank] = tuple(ends) or before
+            self.last_tasks[rank] = tuple(ends) or before
 
     def scatter(self, phase: Phase, seconds: Sequence[Sequence[float]]) -> None:
         """Ring ReduceScatter: compute a tile, add the partial sum that arrived, and send it on."""
         kind = phase.work or phase
-        start = list(self.last)
+        start = list(self.last_tasks)
         if not self.body.overlap:
             for rank in self.ranks:
                 start[rank] = (self.add_task(kind, rank, sum(seconds[rank]), start[rank]),)
@@ -119,7 +119,7 @@ class RingTasks:
             for tile in self._reduction_order(rank):
                 computed[rank, tile] = self.add_task(kind, rank, seconds[rank][tile], before, tile)
                 before = (computed[rank, tile],)
-            self.last[rank] = before
+            self.last_tasks[rank] = before
         self._ring_reduce_scatter(phase, computed, start)
 
     def gather_and_scatter(
@@ -139,7 +139,7 @@ class RingTasks:
             self.scatter(leaving, second)
             return
         up, down = entering.work or entering, leaving.work or leaving
-        start = list(self.last)
+        start = list(self.last_tasks)
         arrived, wire_seconds = self._ring_all_gather(entering, self.spec.hidden_size)
         computed: dict[tuple[int, int], int] = {}
         for rank in self.ranks:
@@ -153,20 +153,22 @@ class RingTasks:
                     before = (self.add_task(up, rank, first[rank][tile], after, tile),)
                 computed[rank, tile] = self.add_task(down, rank, second[rank][tile], before, tile)
                 before = (computed[rank, tile],)
-            self.last[rank] = (*before, wire)
+            self.last_tasks[rank] = (*before, wire)
         self._ring_reduce_scatter(leaving, computed, start)
 
     def _reduction_order(self, rank: int) -> list[int]:
         """The tiles in the order in which the ring sums them; tiles without rows are left out."""
         return [step.compute for step in rings.ring_reduce_scatter(self._num_ranks, rank) if self.rows[step.compute]]
 
-    def _ring_all_gather(self, phase: Phase, row_values: int) -> tuple[dict[tuple[int, int], After], Sequence[float]]:
+    def _ring_all_gather(
+        self, phase: Phase, row_values: int
+    ) -> tuple[dict[tuple[int, int], TaskIndices], Sequence[float]]:
         """Append the transfers.
 
         Returns the tasks after which rank r has tile k, as `[r, k]`, and the CPU seconds that each rank's ends of the
         transfers take.
         """
-        arrived: dict[tuple[int, int], After] = {(r, r): self.last[r] for r in self.ranks}
+        arrived: dict[tuple[int, int], TaskIndices] = {(r, r): self.last_tasks[r] for r in self.ranks}
         formats: dict[tuple[int, int], ValueFormatName] = {
             (r, r): "exact" for r in self.ranks
         }  # format of tile k on rank r
@@ -184,16 +186,18 @@ class RingTasks:
                     arrived[ends[1], tile] = (index,)
                     formats[ends[1], tile] = self._format(ends, held_format)
         if not self.body.overlap:
-            everything = tuple(index for after in arrived.values() for index in after)
-            arrived = dict.fromkeys(arrived, everything)
+            all_arrivals = tuple(index for after in arrived.values() for index in after)
+            arrived = dict.fromkeys(arrived, all_arrivals)
         return arrived, wire_seconds
 
-    def _ring_reduce_scatter(self, phase: Phase, computed: dict[tuple[int, int], int], start: Sequence[After]) -> None:
+    def _ring_reduce_scatter(
+        self, phase: Phase, computed: dict[tuple[int, int], int], start: Sequence[TaskIndices]
+    ) -> None:
         """Append the transfers; `computed[r, k]` is the task of rank r's partial sum of tile k.
 
         The CPU work of the transfers may begin after `start`.
         """
-        partial: dict[tuple[int, int], After] = {}
+        partial: dict[tuple[int, int], TaskIndices] = {}
         wire_seconds = [0.0] * self._num_ranks
         for t in range(self._num_ranks):
             for rank in self.ranks:
@@ -207,9 +211,12 @@ class RingTasks:
                     num_values = self.rows[tile] * self.spec.hidden_size
                     partial[ends[1], tile] = (self._transfer(ends, phase, tile, num_values, after, wire_seconds),)
                 else:
-                    self.last[rank] = (*self.last[rank], *after)
+                    self.last_tasks[rank] = (*self.last_tasks[rank], *after)
         for rank in self.ranks:
-            self.last[rank] = (*self.last[rank], self.add_task(Work.WIRE, rank, wire_seconds[rank], start[rank]))
+            self.last_tasks[rank] = (
+                *self.last_tasks[rank],
+                self.add_task(Work.WIRE, rank, wire_seconds[rank], start[rank]),
+            )
 
     def exchange(
         self,
@@ -217,16 +224,16 @@ class RingTasks:
         seconds: Sequence[Sequence[float]],
         num_values: Sequence[Sequence[float]],
         tiled: bool = False,
-    ) -> list[dict[int, After]]:
+    ) -> list[dict[int, TaskIndices]]:
         """All-to-all: rank r computes what rank k needs (`seconds[r][k]`) and sends it; it computes its own part last.
 
         `tiled`: rank r computes on the rows of rank k; otherwise on its own rows, for rank k. Returns, for each rank, the
-        tasks after which the parts of each source have arrived; `last` only has the rank's own compute (see `wait_for`).
+        tasks after which the parts of each source have arrived; `last_tasks` only has the rank's own compute (see `wait_for`).
         """
         kind = phase.work or phase
-        arrived: list[dict[int, After]] = [{} for _ in self.ranks]
+        arrived: list[dict[int, TaskIndices]] = [{} for _ in self.ranks]
         wire_seconds = [0.0] * self._num_ranks
-        start = list(self.last)
+        start = list(self.last_tasks)
         for rank in self.ranks:
             before = start[rank]
             for offset in (*range(1, self._num_ranks), 0):
@@ -239,17 +246,20 @@ class RingTasks:
                     arrived[target][rank] = (
                         self._transfer((rank, target), phase, target, values, before, wire_seconds),
                     )
-            self.last[rank] = before
+            self.last_tasks[rank] = before
         for rank in self.ranks:
-            self.last[rank] = (*self.last[rank], self.add_task(Work.WIRE, rank, wire_seconds[rank], start[rank]))
-            arrived[rank][rank] = self.last[rank]
+            self.last_tasks[rank] = (
+                *self.last_tasks[rank],
+                self.add_task(Work.WIRE, rank, wire_seconds[rank], start[rank]),
+            )
+            arrived[rank][rank] = self.last_tasks[rank]
         return arrived
 
-    def wait_for(self, arrived: Sequence[Mapping[int, After]]) -> None:
+    def wait_for(self, arrived: Sequence[Mapping[int, TaskIndices]]) -> None:
         """Make each rank's next computation wait for everything that arrives there."""
         for rank in self.ranks:
             tasks = (task for after in arrived[rank].values() for task in after)
-            self.last[rank] = tuple(dict.fromkeys((*self.last[rank], *tasks)))
+            self.last_tasks[rank] = tuple(dict.fromkeys((*self.last_tasks[rank], *tasks)))
 
     # ---- tasks ----------------------------------------------------------------------------------------------------
 
@@ -268,11 +278,11 @@ class RingTasks:
 
     def _transfer(
         self,
-        ends: Ends,
+        ends: RankPair,
         phase: Phase,
         tile: int,
         values: float,
-        after: After,
+        after: TaskIndices,
         busy: list[float],
         held_format: ValueFormatName = "exact",
     ) -> int:

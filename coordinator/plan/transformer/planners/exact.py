@@ -84,22 +84,22 @@ class _Problem:
         self._head_seconds = [seconds / max(head) for seconds in head] if any(head) else []
 
     def solve(self) -> Solution[Shares]:
-        least = [self._min_threshold(kind) for kind in (0, 1)]
-        bound = sum(self._thresholds[kind][least[kind]] for kind in (0, 1))
+        min_thresholds = [self._min_threshold(kind) for kind in (0, 1)]
+        bound = sum(self._thresholds[kind][min_thresholds[kind]] for kind in (0, 1))
         free = Shares(self._unconstrained_shares(0), self._unconstrained_shares(1), self._unconstrained_vocabulary())
         fits = all(self._used_bytes(free, d) <= self._budget.share_bytes(d) for d in range(self._num_devices))
-        found = free if fits else self._solve_within(least[0], least[1])
-        if found is not None:
-            return Solution(found, bound, bound, proven=True)
+        shares = free if fits else self._solve_within(min_thresholds[0], min_thresholds[1])
+        if shares is not None:
+            return Solution(shares, bound, bound, proven=True)
         last = (len(self._thresholds[0]) - 1, len(self._thresholds[1]) - 1)
-        anything = self._solve_within(*last)
-        if anything is None:
+        any_shares = self._solve_within(*last)
+        if any_shares is None:
             raise ModelDoesNotFit(model=self._model, missing_bytes=self._budget.missing_bytes(*self._totals))
-        best, seconds = anything, self._objective(anything)
+        best, seconds = any_shares, self._objective(any_shares)
         # Follow the border: lower the first threshold from its maximum, and raise the second one as needed.
-        i, j = last[0], least[1]
+        i, j = last[0], min_thresholds[1]
         proven, programs = True, 0
-        while i >= least[0] and j <= last[1]:
+        while i >= min_thresholds[0] and j <= last[1]:
             if self._thresholds[0][i] + self._thresholds[1][j] >= seconds:
                 i -= 1  # no pair with this first threshold and a larger second one can be better
                 continue
@@ -107,12 +107,12 @@ class _Problem:
                 proven = False
                 break
             programs += 1
-            found = self._solve_within(i, j)
-            if found is None:
+            shares = self._solve_within(i, j)
+            if shares is None:
                 j += 1
                 continue
-            if self._objective(found) < seconds:
-                best, seconds = found, self._objective(found)
+            if self._objective(shares) < seconds:
+                best, seconds = shares, self._objective(shares)
             i -= 1
         if proven:
             bound = seconds
@@ -139,14 +139,14 @@ class _Problem:
         weights = [1.0 / max(seconds, 1e-9) for seconds in self._head_seconds] or [1.0] * self._num_devices
         return largest_remainder(weights, self._totals[2])
 
-    def _vocabulary_within(self, found: Shares) -> tuple[int, ...]:
+    def _vocabulary_within(self, given: Shares) -> tuple[int, ...]:
         """The vocabulary of feasible shares, reassigned where it takes time.
 
         Each grain goes to the device that finishes it first, among those with room left by their other shares.
         """
         if not self._head_seconds:
-            return found.vocabulary
-        without = found._replace(vocabulary=(0,) * self._num_devices)
+            return given.vocabulary
+        without = given._replace(vocabulary=(0,) * self._num_devices)
         room = [
             (self._budget.share_bytes(d) - self._used_bytes(without, d)) // self._bytes_per_grain[2]
             for d in range(self._num_devices)
@@ -155,17 +155,17 @@ class _Problem:
         for _ in range(self._totals[2]):
             free = [d for d in range(self._num_devices) if shares[d] < room[d]]
             if not free:  # feasible only within the solver's tolerance
-                return found.vocabulary
+                return given.vocabulary
             shares[min(free, key=lambda d: ((shares[d] + 1) * self._head_seconds[d], d))] += 1
         return tuple(shares)
 
-    def _used_bytes(self, found: Shares, d: int) -> int:
+    def _used_bytes(self, shares: Shares, d: int) -> int:
         """Bytes of a device's shares."""
-        return sum(size * kind[d] for size, kind in zip(self._bytes_per_grain, found, strict=True))
+        return sum(size * kind[d] for size, kind in zip(self._bytes_per_grain, shares, strict=True))
 
-    def _objective(self, found: Shares) -> float:
+    def _objective(self, shares: Shares) -> float:
         return sum(
-            max(self._seconds[kind][d][found[kind][d]] for d in range(self._num_devices) if found[kind][d])
+            max(self._seconds[kind][d][shares[kind][d]] for d in range(self._num_devices) if shares[kind][d])
             for kind in (0, 1)
         )
 
@@ -186,22 +186,22 @@ class _Problem:
         if sum(most[0]) < self._totals[0] or sum(most[1]) < self._totals[1]:
             return None
         bounds = [*most, [self._totals[2]] * self._num_devices]
-        rows = LinearProgram(3 * self._num_devices)  # of each kind, the grains of every device
+        program = LinearProgram(3 * self._num_devices)  # of each kind, the grains of every device
         for kind in range(3):
-            rows.add_equal({kind * self._num_devices + d: 1.0 for d in range(self._num_devices)}, self._totals[kind])
+            program.add_equal({kind * self._num_devices + d: 1.0 for d in range(self._num_devices)}, self._totals[kind])
         unit = float(1 << 20)
         for d in range(self._num_devices):
             row = {kind * self._num_devices + d: self._bytes_per_grain[kind] / unit for kind in range(3)}
-            rows.add_at_most(row, self._budget.share_bytes(d) / unit)
+            program.add_at_most(row, self._budget.share_bytes(d) / unit)
         # Among equals prefer balanced shares: more to fast devices, which have higher upper bounds.
         cost = [1.0 / max(most, 1) if kind < 2 else 0.0 for kind in range(3) for most in bounds[kind]]
         upper = np.array([most for kind in range(3) for most in bounds[kind]], np.float64)
         try:
-            values = rows.minimise(np.array(cost), upper, integer=True, time_limit_seconds=_SOLVE_SECONDS)
+            values = program.minimise(np.array(cost), upper, integer=True, time_limit_seconds=_SOLVE_SECONDS)
         except ValueError:
             return None
-        found = Shares(*(tuple(map(round, of_kind)) for of_kind in values.reshape(3, self._num_devices).tolist()))
-        return found._replace(vocabulary=self._vocabulary_within(found))
+        shares = Shares(*(tuple(map(round, of_kind)) for of_kind in values.reshape(3, self._num_devices).tolist()))
+        return shares._replace(vocabulary=self._vocabulary_within(shares))
 
 
 def _monotonic(kind: Sequence[Sequence[float]]) -> list[list[float]]:

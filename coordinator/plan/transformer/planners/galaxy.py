@@ -22,24 +22,24 @@ def balanced_partition(workload: float, capacities: Sequence[float]) -> list[flo
 
 
 def memory_aware_balancing(
-    shares: Sequence[float], capacities: Sequence[float], room: Callable[[int], float], devices: Sequence[int]
+    shares: Sequence[float], capacities: Sequence[float], max_share: Callable[[int], float], devices: Sequence[int]
 ) -> list[float]:
     """MemoryAwareBalancing (lines 14-27): shift each device's overflow to those with room, in proportion to capacity.
 
-    `room(d)` is the largest share of this kind for which device d has memory, next to everything else that it holds. A
+    `max_share(d)` is the largest share of this kind for which device d has memory, next to everything else that it holds. A
     handled device leaves the list. Overflow that no device can take stays where it is; the caller checks the budgets.
     """
     shares = list(shares)
-    over = [d for d in devices if shares[d] > room(d)]
-    free = [d for d in devices if shares[d] < room(d)]
+    over = [d for d in devices if shares[d] > max_share(d)]
+    free = [d for d in devices if shares[d] < max_share(d)]
     if not over or not free:  # without free devices the paper's line 23 would divide by zero
         return shares
     for device in over:
-        waiting = shares[device] - max(room(device), 0.0)  # clamped: a device can give no more than it has
-        shares[device] -= waiting
+        overflow = shares[device] - max(max_share(device), 0.0)  # clamped: a device can give no more than it has
+        shares[device] -= overflow
         for other in free:
-            shares[other] += capacities[other] / sum(capacities[f] for f in free) * waiting
-    return memory_aware_balancing(shares, capacities, room, [d for d in devices if d not in over])
+            shares[other] += capacities[other] / sum(capacities[f] for f in free) * overflow
+    return memory_aware_balancing(shares, capacities, max_share, [d for d in devices if d not in over])
 
 
 def plan_galaxy(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:

@@ -38,7 +38,7 @@ from hearth.plan.value_formats import BYTES_PER_VALUE
 _CHUNK_COUNTS = (1, 2, 4, 8)
 _MIN_CHUNK_ROWS = 16  # with smaller chunks, a stage reads its weights too often
 # Devices up to which all orders are tried (4! = 24); with more, only orders along a good ring.
-_MAX_ALL_ORDERS = 4
+_MAX_DEVICES_ALL_ORDERS = 4
 # Subsets up to which all are tried; if there are more, only the fastest and the largest devices. Each costs all its orders.
 _MAX_ALL_SUBSETS = 24
 _NUM_SIMULATED = (
@@ -55,44 +55,48 @@ class Split(NamedTuple):
 
 def best_split(
     num_layers: int,
-    most: Sequence[int],
-    weights: Sequence[float],
-    chunk_weights: Sequence[float],
-    chunk_extras: Sequence[float],
+    max_layers: Sequence[int],
+    layer_weights: Sequence[float],
+    chunk_seconds: Sequence[float],
+    extra_seconds: Sequence[float],
     repeats: float = 0.0,
-    least_bound: float = 0.0,
+    link_seconds: float = 0.0,
 ) -> Split | None:
     """Minimise sum n_r w_r + repeats * max(m, max_r (n_r p_r + e_r)) over 1 <= n_r <= most_r that sum to `num_layers`.
 
-    `weights` are w, `chunk_weights` p, `chunk_extras` e and `least_bound` m. Returns None if no split fits in memory.
+    `layer_weights` are w, `chunk_seconds` p, `extra_seconds` e and `link_seconds` m. Returns None if no split fits in memory.
     """
-    ranks = range(len(most))
-    most = [min(count, num_layers - len(most) + 1) for count in most]
-    if min(most) < 1 or sum(most) < num_layers:
+    ranks = range(len(max_layers))
+    max_layers = [min(count, num_layers - len(max_layers) + 1) for count in max_layers]
+    if min(max_layers) < 1 or sum(max_layers) < num_layers:
         return None
-    cheapest = sorted(ranks, key=lambda rank: weights[rank])
+    cheapest = sorted(ranks, key=lambda rank: layer_weights[rank])
 
-    def filled(room: Sequence[int]) -> Split | None:
+    def fill(max_counts: Sequence[int]) -> Split | None:
         layers, left = [1 for _ in ranks], num_layers - len(ranks)
-        if min(room) < 1 or sum(room) < num_layers:
+        if min(max_counts) < 1 or sum(max_counts) < num_layers:
             return None
         for rank in cheapest:
-            more = min(room[rank] - 1, left)
+            more = min(max_counts[rank] - 1, left)
             layers[rank] += more
             left -= more
-        slowest = max(layers[rank] * chunk_weights[rank] + chunk_extras[rank] for rank in ranks)
-        linear = sum(layers[rank] * weights[rank] for rank in ranks)
-        return Split(tuple(layers), linear + repeats * max(slowest, least_bound))
+        slowest = max(layers[rank] * chunk_seconds[rank] + extra_seconds[rank] for rank in ranks)
+        linear = sum(layers[rank] * layer_weights[rank] for rank in ranks)
+        return Split(tuple(layers), linear + repeats * max(slowest, link_seconds))
 
-    best = filled(most)
+    best = fill(max_layers)
     if repeats <= 0 or best is None:
         return best
-    linear = sum(count * weight for count, weight in zip(best.layers, weights, strict=True))  # least for any bound
-    by_rank = [[n * chunk_weights[rank] + chunk_extras[rank] for n in range(1, most[rank] + 1)] for rank in ranks]
+    linear = sum(
+        count * weight for count, weight in zip(best.layers, layer_weights, strict=True)
+    )  # least for any bound
+    by_rank = [
+        [n * chunk_seconds[rank] + extra_seconds[rank] for n in range(1, max_layers[rank] + 1)] for rank in ranks
+    ]
     for bound in sorted({seconds for each in by_rank for seconds in each}):
-        if linear + repeats * max(bound, least_bound) >= best.seconds:
+        if linear + repeats * max(bound, link_seconds) >= best.seconds:
             break  # with this bound or a larger one, no split can be better
-        found = filled([bisect_left(each, bound * (1 + 1e-12) + 1e-15) for each in by_rank])
+        found = fill([bisect_left(each, bound * (1 + 1e-12) + 1e-15) for each in by_rank])
         if found is not None and found.seconds < best.seconds:
             best = found
     return best
@@ -101,7 +105,7 @@ def best_split(
 def plan_stages(request: PlanRequest, num_devices: int) -> TransformerPlan:
     """The fastest pipeline found on `num_devices` of the request's devices. Raises ModelDoesNotFit."""
     search = _StageSearch(request)
-    found: list[_Estimate] = []
+    estimates: list[_Estimate] = []
     missing: list[int] = []
     for subset in search.subsets(num_devices):
         for order, chunk_rows in product(search.orders(subset), search.chunk_sizes(num_devices)):
@@ -109,10 +113,10 @@ def plan_stages(request: PlanRequest, num_devices: int) -> TransformerPlan:
             if isinstance(estimate, int):
                 missing.append(estimate)
             else:
-                found.append(estimate)
-    if not found:
+                estimates.append(estimate)
+    if not estimates:
         raise ModelDoesNotFit(model=request.spec.name, missing_bytes=min(missing))
-    return min((search.build_plan(estimate) for estimate in sorted(found)[:_NUM_SIMULATED]), key=request_seconds)
+    return min((search.build_plan(estimate) for estimate in sorted(estimates)[:_NUM_SIMULATED]), key=request_seconds)
 
 
 class _Estimate(NamedTuple):
@@ -133,9 +137,9 @@ class _StageSearch:
         self._blocks = [device.blocks for device in self._devices]
         self._index = index = {device.device_id: number for number, device in enumerate(self._devices)}
         self._links = {(index[link.source], index[link.target]): link for link in request.cluster.links}
-        promise = request.limits
-        self._steps = promise.prompt_tokens / request.seq_len if promise else 1.0
-        self._tokens = promise.new_tokens if promise else 0
+        limits = request.limits
+        self._steps = limits.prompt_tokens / request.seq_len if limits else 1.0
+        self._tokens = limits.new_tokens if limits else 0
         self._token_layer = [token_layer_seconds(self._spec, each, request.num_cached_tokens) for each in self._blocks]
         # Cached: every order and every chunk size needs them.
         self._chunk_layer = lru_cache(None)(self._chunk_layer_seconds)
@@ -162,7 +166,7 @@ class _StageSearch:
 
         The last stage sends its row back to the first.
         """
-        if len(subset) <= _MAX_ALL_ORDERS:
+        if len(subset) <= _MAX_DEVICES_ALL_ORDERS:
             yield from permutations(subset)
             return
         ring = best_ring(self._request.cluster.subset(tuple(self._devices[device].device_id for device in subset)))
@@ -185,28 +189,30 @@ class _StageSearch:
         spec, H = self._spec, self._spec.hidden_size
         num_chunks = len(prompt_chunks(self._request.seq_len, chunk_rows))
         rows = chunk_rows or self._request.seq_len
-        ways = list(zip(order, (*order[1:], order[0]), strict=True)) if len(order) > 1 else []
-        hops = [self._hop(*way, rows * H) for way in ways[:-1]]
-        per_chunk = [self._chunk_layer(device, chunk_rows) for device in order]
-        weights = [
+        rank_pairs = list(zip(order, (*order[1:], order[0]), strict=True)) if len(order) > 1 else []
+        hops = [self._hop(*pair, rows * H) for pair in rank_pairs[:-1]]
+        chunk_seconds = [self._chunk_layer(device, chunk_rows) for device in order]
+        layer_weights = [
             self._steps * seconds + self._tokens * self._token_layer[device]
-            for device, seconds in zip(order, per_chunk, strict=True)
+            for device, seconds in zip(order, chunk_seconds, strict=True)
         ]
         embedding = self._blocks[order[0]].embedding(rows)
-        extras = [embedding if rank == 0 else 0.0 for rank in range(len(order))]
+        extra_seconds = [embedding if rank == 0 else 0.0 for rank in range(len(order))]
         for rank, hop in enumerate(hops):
-            extras[rank] += hop.sender
-            extras[rank + 1] += hop.receiver
-        most, missing = self._max_layers(order, chunk_rows)
+            extra_seconds[rank] += hop.sender
+            extra_seconds[rank + 1] += hop.receiver
+        max_layers, missing = self._max_layers(order, chunk_rows)
         if missing:
             return missing
         split = best_split(
-            spec.num_layers, most, weights, per_chunk, extras,
-            repeats=self._steps * (num_chunks - 1), least_bound=max((hop.link for hop in hops), default=0.0),
+            spec.num_layers, max_layers, layer_weights, chunk_seconds, extra_seconds,
+            repeats=self._steps * (num_chunks - 1), link_seconds=max((hop.link for hop in hops), default=0.0),
         )  # fmt: skip
         assert split is not None
         once = embedding + sum(hop.total for hop in hops)
-        for_token = token_head_seconds(spec, self._blocks[order[0]]) + sum(self._hop(*way, H).total for way in ways)
+        for_token = token_head_seconds(spec, self._blocks[order[0]]) + sum(
+            self._hop(*pair, H).total for pair in rank_pairs
+        )
         seconds = split.seconds + self._steps * once + self._tokens * for_token
         return _Estimate(seconds, order, split.layers, chunk_rows)
 
@@ -220,13 +226,13 @@ class _StageSearch:
     def _max_layers(self, order: tuple[int, ...], chunk_rows: int) -> tuple[list[int], int]:
         """The number of layers that each device has room for, and the bytes that all devices together lack (0: none)."""
         per_layer, first, other = self._bytes(len(order), chunk_rows)
-        left = [
+        free_bytes = [
             self._devices[device].budget_bytes - (other if rank else first) - per_layer
             for rank, device in enumerate(order)
         ]  # bytes left next to one layer
-        most = [1 + space // per_layer if space >= 0 else 0 for space in left]
-        lacking = self._spec.num_layers - sum(max(count, 1) for count in most)
-        return most, sum(max(-space, 0) for space in left) + max(lacking, 0) * per_layer
+        max_layers = [1 + free // per_layer if free >= 0 else 0 for free in free_bytes]
+        missing_layers = self._spec.num_layers - sum(max(count, 1) for count in max_layers)
+        return max_layers, sum(max(-free, 0) for free in free_bytes) + max(missing_layers, 0) * per_layer
 
     def _stage_bytes(self, num_devices: int, chunk_rows: int) -> tuple[int, int, int]:
         """Bytes of one layer, of the first stage without layers, and of any other stage without layers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, missing_bytes, with_ring_order
-from coordinator.plan.transformer.shares import body_from_grains, row_capacity
+from coordinator.plan.transformer.shares import EQUAL_SPEED_RATIO, body_from_grains, row_capacity
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remainder, num_grains
 from hearth.plan.plan import TransformerPlan
@@ -18,7 +18,7 @@ def plan_rows(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
     missing = [missing_bytes(request, body) for body in bodies]
     if min(missing):
         raise ModelDoesNotFit(model=request.spec.name, missing_bytes=min(missing))
-    fitting = (body for body, lacks in zip(bodies, missing, strict=True) if not lacks)
+    fitting = (body for body, missing_of_body in zip(bodies, missing, strict=True) if not missing_of_body)
     return min((build_plan(request, body, "rows") for body in fitting), key=request_seconds)
 
 
@@ -29,19 +29,23 @@ def _body(request: PlanRequest, strategy: ShareStrategy, rows: tuple[float, ...]
     the vocabulary's, are proportional to the speed at which devices read memory.
     """
     spec, num_ranks = request.spec, len(request.cluster.devices)
-    everything, evenly = [1.0, *[0.0] * (num_ranks - 1)], [1.0] * num_ranks
+    weight_shares, vocabulary_shares = [1.0, *[0.0] * (num_ranks - 1)], [1.0] * num_ranks
     if request.generation is not None:
         rates = [device.blocks.decode_seconds_per_byte for device in request.cluster.devices]
-        everything = evenly = [1.0 / rate for rate in rates] if min(rates) > 0 else evenly
-    groups = largest_remainder(everything, spec.num_kv_heads)
-    columns = largest_remainder(everything, num_grains(spec.ffn_size, COLUMN_GRAIN))
-    vocabulary = largest_remainder(evenly, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
+        weight_shares = vocabulary_shares = [1.0 / rate for rate in rates] if min(rates) > 0 else vocabulary_shares
+    groups = largest_remainder(weight_shares, spec.num_kv_heads)
+    columns = largest_remainder(weight_shares, num_grains(spec.ffn_size, COLUMN_GRAIN))
+    vocabulary = largest_remainder(vocabulary_shares, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
     body = body_from_grains(request, strategy, groups, columns, vocabulary, rows)
     return body.model_copy(update={"overlap": body.mode(0).attention == "heads"})
 
 
 def _row_splits(request: PlanRequest) -> list[tuple[float, ...]]:
-    """Row weights to try: equal parts, and by speed if the devices' speeds differ by more than 5 %."""
+    """Row weights to try: equal parts, and by speed if the devices' speeds differ enough."""
     speeds = [row_capacity(request, device.blocks) for device in request.cluster.devices]
     equal = (1.0,) * len(speeds)
-    return [equal] if max(speeds) <= 1.05 * min(speeds) else [equal, tuple(speed / sum(speeds) for speed in speeds)]
+    return (
+        [equal]
+        if max(speeds) <= EQUAL_SPEED_RATIO * min(speeds)
+        else [equal, tuple(speed / sum(speeds) for speed in speeds)]
+    )

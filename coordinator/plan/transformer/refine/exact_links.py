@@ -27,8 +27,8 @@ def add_exact_links(request: PlanRequest, plan: TransformerPlan) -> TransformerP
         (a, b): request.cluster.link(ids[a], ids[b]).bytes_per_second for a, b in permutations(range(plan.num_ranks), 2)
     }
     best = plan
-    for least in _rate_classes(list(rates.values()))[:_MAX_TRIALS]:
-        links = tuple(sorted(link for link, rate in rates.items() if rate >= least))
+    for min_rate in _rate_classes(list(rates.values()))[:_MAX_TRIALS]:
+        links = tuple(sorted(link for link, rate in rates.items() if rate >= min_rate))
         body = plan.body.model_copy(update={"exact_links": links})
         trial = build_plan(request, body, plan.planner, plan.alternatives)
         if request_seconds(trial) > _MAX_TIME_RATIO * request_seconds(plan):
@@ -39,12 +39,12 @@ def add_exact_links(request: PlanRequest, plan: TransformerPlan) -> TransformerP
 
 def _rate_classes(rates: list[float]) -> list[float]:
     """The slowest rate of each class of similar rates, the fastest class first."""
-    least: list[float] = []
-    newest = 0.0
+    slowest: list[float] = []
+    class_rate = 0.0
     for rate in sorted(rates, reverse=True):
-        if least and newest <= _SIMILAR_RATE_RATIO * rate:
-            least[-1] = rate
+        if slowest and class_rate <= _SIMILAR_RATE_RATIO * rate:
+            slowest[-1] = rate
         else:
-            least.append(rate)
-            newest = rate
-    return least
+            slowest.append(rate)
+            class_rate = rate
+    return slowest

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, excess_bytes
-from coordinator.plan.transformer.shares import row_capacity
+from coordinator.plan.transformer.shares import EQUAL_SPEED_RATIO, row_capacity
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import SEQUENCE, LayerMode, TransformerBody
 
@@ -78,12 +78,12 @@ def _moved_bodies(request: PlanRequest, body: TransformerBody) -> Iterator[Trans
 def _row_weights(request: PlanRequest, body: TransformerBody) -> list[tuple[float, ...]]:
     speeds = [row_capacity(request, device.blocks) for device in request.cluster.devices]
     # A rank without rows holds no replicated weights, and could not decode with its heads.
-    least = 1e-4 if request.spec.causal else 0.0
-    by_speed = tuple(max(round(speed / sum(speeds), 4), least) for speed in speeds)
-    if max(speeds) <= 1.05 * min(speeds):
+    min_weight = 1e-4 if request.spec.causal else 0.0
+    by_speed = tuple(max(round(speed / sum(speeds), 4), min_weight) for speed in speeds)
+    if max(speeds) <= EQUAL_SPEED_RATIO * min(speeds):
         return [body.row_weights]
-    between = tuple(round((speed + 1 / len(speeds)) / 2, 4) for speed in by_speed)
-    return list(dict.fromkeys([body.row_weights, by_speed, between]))
+    mean_weights = tuple(round((speed + 1 / len(speeds)) / 2, 4) for speed in by_speed)
+    return list(dict.fromkeys([body.row_weights, by_speed, mean_weights]))
 
 
 def _max_layers(

@@ -26,7 +26,7 @@ Timing = tuple[float, Mapping[Resource, float]]
 
 
 @dataclass(frozen=True)
-class Strategy(ABC, Generic[B]):
+class TransformerStrategy(ABC, Generic[B]):
     """One way to divide a transformer. `search` names the planner of its shares (see `planners`)."""
 
     name: transformer.Strategy

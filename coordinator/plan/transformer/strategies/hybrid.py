@@ -90,9 +90,9 @@ def _exchange_out(ring: RingTasks) -> None:
         ends = []
         for source in (rank, *((rank - offset) % len(ring.ranks) for offset in range(1, len(ring.ranks)))):
             seconds = whole * heads[source] / spec.num_heads
-            after = arrived[rank].get(source, ring.last[rank])
+            after = arrived[rank].get(source, ring.last_tasks[rank])
             ends.append(ring.add_task(Work.OUT, rank, seconds, after, rank, source))
-        ring.last[rank] = tuple(ends)
+        ring.last_tasks[rank] = tuple(ends)
 
 
 def _attention_by_rows(ring: RingTasks) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from coordinator.plan.simulator import Task, compute_resources, simulate, transfer_resources
 from coordinator.plan.transformer.cost import decode
 from coordinator.plan.transformer.cost.layout import PlanLayout
-from coordinator.plan.transformer.strategies.base import Strategy, Timing
+from coordinator.plan.transformer.strategies.base import Timing, TransformerStrategy
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase, Work
@@ -35,7 +35,7 @@ def layer_seconds(spec: ModelSpec, blocks: BlockProfile, rows: Span) -> float:
 
 
 @dataclass(frozen=True)
-class PipelineStrategy(Strategy[Pipeline]):
+class PipelineStrategy(TransformerStrategy[Pipeline]):
     """Whole layers on each rank, in the order of the ranks."""
 
     def max_devices(self, spec: ModelSpec) -> int:
@@ -61,7 +61,7 @@ class PipelineStrategy(Strategy[Pipeline]):
         """
         spec, ranks = layout.spec, layout.ranks
         ready = decode.simulate_exchange(
-            layout, [0.0 for _ in ranks], decode.SMALL_MESSAGE_VALUES, [0], ranks, verbatim=True
+            layout, [0.0 for _ in ranks], decode.SMALL_MESSAGE_VALUES, [0], ranks, exact=True
         )
         for rank in ranks:
             ready[rank] += layout.body.layers[rank] * decode.token_layer_seconds(spec, layout.blocks[rank], num_tokens)

@@ -14,7 +14,7 @@ from coordinator.plan.simulator import Task, simulate
 from coordinator.plan.transformer.cost import decode
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.ring_tasks import RingTasks
-from coordinator.plan.transformer.strategies.base import Strategy, Timing
+from coordinator.plan.transformer.strategies.base import Timing, TransformerStrategy
 from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Work
@@ -27,7 +27,7 @@ _LAYERS_TO_SETTLE = 4  # layers until micro-batches in flight reach a steady sta
 
 
 @dataclass(frozen=True)
-class TensorParallelStrategy(Strategy[TensorParallel]):
+class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
     """A strategy that divides every layer among all ranks; subclasses append the tasks of one layer."""
 
     @abstractmethod
@@ -55,10 +55,10 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         edges = [seq_len * index // count for index in range(count + 1)]
         tasks: list[Task] = []
         by_layer: list[list[int]] = [[] for _ in modes]
-        kept: dict[tuple[int, int], list[int]] = {}  # by layer and rank: QKV tasks of the previous micro-batch
+        previous_qkv: dict[tuple[int, int], list[int]] = {}  # by layer and rank: QKV tasks of the previous micro-batch
         for part in map(Span, edges, edges[1:]):
             of_part, layers = self._part_tasks(layout, part, modes)
-            offset, keeps = len(tasks), dict[tuple[int, int], list[int]]()
+            offset, current_qkv = len(tasks), dict[tuple[int, int], list[int]]()
             tasks += [task._replace(after=tuple(index + offset for index in task.after)) for task in of_part]
             for layer, (first, end) in enumerate(layers):
                 for index in range(first + offset, end + offset):
@@ -66,10 +66,10 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
                     task = tasks[index]
                     where = (layer, task.resources[0].rank)
                     if task.kind is Work.QKV:
-                        keeps.setdefault(where, []).append(index)
-                    elif task.kind in (Work.ATTENTION, Work.OUT) and where in kept:
-                        tasks[index] = task._replace(after=(*task.after, *kept[where]))
-            kept = keeps
+                        current_qkv.setdefault(where, []).append(index)
+                    elif task.kind in (Work.ATTENTION, Work.OUT) and where in previous_qkv:
+                        tasks[index] = task._replace(after=(*task.after, *previous_qkv[where]))
+            previous_qkv = current_qkv
         return tasks, by_layer
 
     def _part_tasks(
@@ -97,8 +97,8 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         if layout.body.micro_batches > 1:
             return self._timing_of_micro_batches(layout, modes)
         runs = [(mode, len(list(same))) for mode, same in groupby(modes)]
-        shown = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
-        tasks, by_layer = self.step_tasks(layout, shown)
+        simulated_modes = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
+        tasks, by_layer = self.step_tasks(layout, simulated_modes)
         timeline = simulate(tasks)
         total, extra, last = timeline.makespan, dict.fromkeys(timeline.busy, 0.0), -1
         for _, count in runs:
@@ -120,12 +120,14 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         An early micro-batch runs layers ahead of a late one, so each layer adds the same time only after a few layers.
         Unequal layers are all simulated.
         """
-        shown = 2 * _LAYERS_TO_SETTLE
-        if len(set(modes)) > 1 or len(modes) <= shown:
+        num_simulated = 2 * _LAYERS_TO_SETTLE
+        if len(set(modes)) > 1 or len(modes) <= num_simulated:
             timeline = simulate(self.step_tasks(layout, modes)[0])
             return timeline.makespan, timeline.busy
-        short, long = (simulate(self.step_tasks(layout, modes[:count])[0]) for count in (shown // 2, shown))
-        repeats = (len(modes) - shown) / _LAYERS_TO_SETTLE
+        short, long = (
+            simulate(self.step_tasks(layout, modes[:count])[0]) for count in (num_simulated // 2, num_simulated)
+        )
+        repeats = (len(modes) - num_simulated) / _LAYERS_TO_SETTLE
         busy = {key: seconds + repeats * (seconds - short.busy.get(key, 0.0)) for key, seconds in long.busy.items()}
         return long.makespan + repeats * (long.makespan - short.makespan), busy
 
@@ -162,8 +164,8 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         further = max(spec.num_layers - _SIMULATED_LAYERS, 0) * (ends[-1] - (ends[-2] if len(ends) > 1 else 0.0))
         ready = [seconds + further for seconds in ready]
         ready = after(ready, head, decode.STEP_OVERHEAD_LAYERS)
-        ready = decode.simulate_exchange(layout, ready, decode.SMALL_MESSAGE_VALUES, owners, [0], verbatim=True)
-        ready = decode.simulate_exchange(layout, ready, decode.SMALL_MESSAGE_VALUES, [0], ranks, verbatim=True)
+        ready = decode.simulate_exchange(layout, ready, decode.SMALL_MESSAGE_VALUES, owners, [0], exact=True)
+        ready = decode.simulate_exchange(layout, ready, decode.SMALL_MESSAGE_VALUES, [0], ranks, exact=True)
         return max(max(decode.simulate_exchange(layout, ready, H, [owner], ranks)) for owner in owners)
 
     def decoding_values(self, spec: ModelSpec, body: TensorParallel, limits: GenerationLimits) -> int:

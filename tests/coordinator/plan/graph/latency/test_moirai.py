@@ -21,10 +21,10 @@ from support.schedule_checker import violations
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES
 from coordinator.plan.graph.latency.contention import contended_heft
-from coordinator.plan.graph.latency.cpsat import ModelResult, SolverLimits, in_ticks, solve_model
+from coordinator.plan.graph.latency.cpsat import SolverLimits, SolverResult, in_ticks, solve_placement_model
 from coordinator.plan.graph.latency.decomposition import Reachability, cut_segments, exact_cuts
 from coordinator.plan.graph.latency.list_scheduling import ranks_from_schedule
-from coordinator.plan.graph.latency.moirai import solve
+from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.paths import shortest_paths
 from coordinator.plan.graph.latency.patterns import segment_patterns
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
@@ -99,10 +99,12 @@ def orders(problem: PlacementProblem, items: list, where: tuple[int, ...]):
     yield from extend([], items)
 
 
-def solve_whole(problem: PlacementProblem) -> ModelResult:
+def solve_whole(problem: PlacementProblem) -> SolverResult:
     """The optimum of one model for the whole graph, bounded by the makespan on the first device alone."""
     n = problem.num_operators
-    return solve_model(problem, SolverLimits(20), round(best_schedule(problem, [0] * n, range(n)).makespan) + 1)
+    return solve_placement_model(
+        problem, SolverLimits(20), round(best_schedule(problem, [0] * n, range(n)).makespan) + 1
+    )
 
 
 @settings(max_examples=40)
@@ -111,9 +113,9 @@ def test_optimum_equals_brute_force_on_small_graphs(problem: PlacementProblem) -
     best = brute_force(problem)
     if best is None:
         with pytest.raises(ModelDoesNotFit):
-            solve(problem, 20, time.monotonic)
+            solve_moirai(problem, 20, time.monotonic)
         return
-    found = solve(problem, 20, time.monotonic)
+    found = solve_moirai(problem, 20, time.monotonic)
     assert found.proven
     assert found.value == found.bound == best
     assert violations(problem, found.assignment) == []
@@ -133,7 +135,7 @@ def test_planner_is_never_worse_than_a_baseline(problem: PlacementProblem) -> No
         baselines.append(found.makespan)
     if not baselines:
         return
-    best = solve(problem, 10, time.monotonic)
+    best = solve_moirai(problem, 10, time.monotonic)
     assert best.value <= min(baselines)
     assert best.bound <= best.value
     assert violations(problem, best.assignment) == []
@@ -326,7 +328,7 @@ def instances() -> Path:
 @pytest.mark.parametrize("name", ["example-1", "GoogLeNet", "transformer"])
 def test_schedules_of_published_instances_pass_the_checker(name: str, congestion: bool) -> None:
     problem = read_instance(instances() / f"{name}.json", congestion)
-    best = solve(problem, 10, time.monotonic)
+    best = solve_moirai(problem, 10, time.monotonic)
     assert violations(problem, best.assignment) == []
     for baseline in BASELINES.values():
         try:
@@ -340,7 +342,7 @@ def test_schedules_of_published_instances_pass_the_checker(name: str, congestion
 @pytest.mark.parametrize("congestion", [False, True])
 def test_published_example_has_optimum_30_with_tight_memory(congestion: bool) -> None:
     problem = read_instance(instances() / "example-1.json", congestion)
-    found = solve(problem, 20, time.monotonic)
+    found = solve_moirai(problem, 20, time.monotonic)
     assert (found.value, found.bound, found.proven) == (30.0, 30.0, True)
     assert violations(problem, found.assignment) == []
     assert problem.used_bytes(found.assignment.assignment) == problem.budget_bytes
@@ -381,7 +383,7 @@ def test_invalid_instance_file_is_reported(tmp_path: Path, text: str, word: str)
 def test_missing_bytes_are_reported_if_nothing_fits(two_branches: PlacementProblem) -> None:
     for budgets, missing in (((4, 1), 2), ((2, 2), 2), ((0, 0), 6)):
         with pytest.raises(ModelDoesNotFit) as caught:
-            solve(replace(two_branches, budget_bytes=budgets), 10, time.monotonic)
+            solve_moirai(replace(two_branches, budget_bytes=budgets), 10, time.monotonic)
         assert caught.value.missing_bytes == missing
 
 

@@ -18,7 +18,7 @@ from support.schedule_checker import check_stages
 from coordinator.plan.graph.throughput.exact import best_stages, relaxed_bound
 from coordinator.plan.graph.throughput.k_path import FAILURE_PROBABILITY, colour_coded_path, k_path, num_trials
 from coordinator.plan.graph.throughput.partitions import min_transfer_partitioning, transfer_classes
-from coordinator.plan.graph.throughput.planners import EXACT, PUBLISHED
+from coordinator.plan.graph.throughput.planners import PIPELINE_EXACT, PUBLISHED
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages, pipeline_problem
 from coordinator.plan.graph.throughput.published import class_runs, equal_partitions, published_stages
 from hearth.errors import ModelDoesNotFit
@@ -97,7 +97,10 @@ def test_exact_planner_equals_brute_force_and_proves_it(seed: int) -> None:
 def test_every_planner_gives_a_valid_pipeline_and_bound(seed: int) -> None:
     problem = random_problem(Random(seed), equal=True)
     values = [bottleneck(problem, stages) for stages in pipelines(problem)]
-    searches = {**PUBLISHED, EXACT: lambda problem, rng: best_stages(problem, rng, after_a_minute()).assignment}
+    searches = {
+        **PUBLISHED,
+        PIPELINE_EXACT: lambda problem, rng: best_stages(problem, rng, after_a_minute()).assignment,
+    }
     for name, search in searches.items():
         if not values:
             with pytest.raises(ModelDoesNotFit):
