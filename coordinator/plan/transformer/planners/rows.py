@@ -44,8 +44,6 @@ def _row_splits(request: PlanRequest) -> list[tuple[float, ...]]:
     """Row weights to try: equal parts, and by speed if the devices' speeds differ enough."""
     speeds = [row_capacity(request, device.blocks) for device in request.cluster.devices]
     equal = (1.0,) * len(speeds)
-    return (
-        [equal]
-        if max(speeds) <= EQUAL_SPEED_RATIO * min(speeds)
-        else [equal, tuple(speed / sum(speeds) for speed in speeds)]
-    )
+    if max(speeds) <= EQUAL_SPEED_RATIO * min(speeds):
+        return [equal]
+    return [equal, tuple(speed / sum(speeds) for speed in speeds)]
