@@ -1,3 +1,5 @@
+"""Atomic replacement of files."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -176,7 +176,7 @@ def test_stop_drains_running_requests_and_refuses_others(kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("twice", [True, False], ids=["told twice", "after the deadline"])
+@pytest.mark.parametrize("twice", [True, False], ids=["second stop request", "after the deadline"])
 def test_stop_ends_requests_that_exceed_the_drain_timeout(
     kind: str, twice: bool, tmp_path: Path, graph: GraphFile
 ) -> None:

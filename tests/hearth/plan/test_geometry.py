@@ -1,3 +1,5 @@
+"""Spans, shares, rounding to whole grains, and rows of a step."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""The schedule of AllGather and ReduceScatter around a ring."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""RoPE frequencies against transformers, and parsing of a config's parameters."""
+
 from __future__ import annotations
 
 from typing import Any

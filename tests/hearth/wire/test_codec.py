@@ -1,3 +1,5 @@
+"""The codec of activations: value formats, lz4, and malformed input."""
+
 from __future__ import annotations
 
 import subprocess

@@ -1,3 +1,5 @@
+"""Tiles and arrays as frames: round trips, and rejection of malformed frames."""
+
 from __future__ import annotations
 
 import struct

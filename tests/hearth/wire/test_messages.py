@@ -1,3 +1,5 @@
+"""Encoding of messages: golden bytes, protocol versions, and rejection of malformed messages."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Reading of checkpoints: tensors, configs, dtypes, and errors of damaged files."""
+
 from __future__ import annotations
 
 import json

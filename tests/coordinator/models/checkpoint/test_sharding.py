@@ -1,3 +1,5 @@
+"""Division of checkpoints into chunks: completeness, stable names, the manifest, and the chunks of each rank."""
+
 from __future__ import annotations
 
 import hashlib
