@@ -30,9 +30,7 @@ class Sample:
     """One step, timed from the first device's start to the last one's end. Bytes are 0 unless it was traced."""
 
     seconds: float
-    cpu_seconds: tuple[float, ...]
     sums: list[float]
-    compute_seconds: tuple[float, ...] = ()  # by device, without waiting for others; empty for gloo
     sent_bytes: int = 0  # by all devices, forwarded tiles included
     raw_bytes: int = 0  # the same values as float32
     lz4_saved_bytes: int = 0
@@ -105,9 +103,7 @@ class EngineRunners(ProcessGroup):
         parts = list(answers.values())
         return Sample(
             seconds=max(part["ended"] for part in parts) - min(part["began"] for part in parts),
-            cpu_seconds=tuple(part["cpu_seconds"] for part in parts),
             sums=[sum(values) for values in zip(*(part["sums"] for part in parts), strict=True)],
-            compute_seconds=tuple(part["compute_seconds"] for part in parts),
             sent_bytes=sum(part["sent_bytes"] for part in parts),
             raw_bytes=sum(part["raw_bytes"] for part in parts),
             lz4_saved_bytes=sum(part["lz4_saved_bytes"] for part in parts),
@@ -147,7 +143,7 @@ class EngineRunners(ProcessGroup):
         """Measure a link over a data-plane socket for `seconds`."""
         with self._link(source, target):
             measured = self.call_each(
-                {target: {"do": "confirm_link"}, source: {"do": "measure_link", "seconds": seconds}}
+                {target: {"do": "answer_link"}, source: {"do": "measure_link", "seconds": seconds}}
             )
         return Link(source=source, target=target, **measured[source])
 
@@ -155,22 +151,23 @@ class EngineRunners(ProcessGroup):
         """One-way seconds of a message of this size over a data-plane socket."""
         with self._link(source, target):
             echoed = self.call_each(
-                {target: {"do": "echo"}, source: {"do": "ping", "num_bytes": num_bytes, "count": count}}
+                {
+                    target: {"do": "answer_link", "echo": True},
+                    source: {"do": "ping_link", "num_bytes": num_bytes, "count": count},
+                }
             )
         return float(echoed[source]["seconds"])
 
     def swap_seconds(self, source: str, target: str, num_bytes: int, count: int) -> float:
         """Seconds to swap a message in both directions at once, on the slower end: a lower bound of an exchange."""
         with self._link(source, target):
-            swapped = self.call_all((source, target), "swap", num_bytes=num_bytes, count=count)
+            swapped = self.call_all((source, target), "swap_link", num_bytes=num_bytes, count=count)
         return max(float(answer["seconds"]) for answer in swapped.values())
 
     @contextmanager
     def _link(self, *ends: str) -> Iterator[None]:
         """An encrypted data-plane connection between two devices."""
-        bound = self.call_each(
-            {name: {"do": "open_link", "rank": rank, "encrypt": True} for rank, name in enumerate(ends)}
-        )
+        bound = self.call_each({name: {"do": "open_link", "rank": rank} for rank, name in enumerate(ends)})
         peers = [self._peer(rank, name, bound[name], _NOMINAL_BYTES_PER_SECOND) for rank, name in enumerate(ends)]
         self.call_each(
             {name: {"do": "connect_link", "peer": peer} for name, peer in zip(ends, reversed(peers), strict=True)}
@@ -217,7 +214,6 @@ class GlooRunners(ProcessGroup):
         parts = list(self.call_all(self._members, "run", num_rows=num_rows, wire=wire).values())
         return Sample(
             seconds=max(part["ended"] for part in parts) - min(part["began"] for part in parts),
-            cpu_seconds=tuple(part["cpu_seconds"] for part in parts),
             sums=parts[0]["sums"],
             sent_bytes=sum(part["sent_bytes"] for part in parts),
         )

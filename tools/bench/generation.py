@@ -89,12 +89,15 @@ class Generation(Experiment):
         check_possible(scenario)
         context.report("making the model")
         model = StoredModel(save_random_decoder(context.folder / "model", shape), context.folder / "store")
+        model.spec = model.spec.model_copy(update={"weights": self.weights})
+        if self.prompt_tokens + self.new_tokens > model.spec.max_positions:
+            raise BadSetting(setting="prompt_tokens", reason=f"the model takes {model.spec.max_positions} tokens")
         with (
             emulated(scenario, context.folder / "testbed", real_mbit=True) as testbed,
-            GenerationBench(testbed, model, self.weights, context.report) as bench,
+            _Home(testbed, model, context.report) as home,
         ):
             for rate in self.mbit:
-                yield from bench.measure(rate, self.prompt_tokens, self.new_tokens, self.rounds)
+                yield from home.measure(rate, self.prompt_tokens, self.new_tokens, self.rounds)
 
     def summary(self, rows: Sequence[GenerationRow]) -> Summary:
         said, tables = [], []
@@ -155,32 +158,27 @@ def save_random_decoder(directory: Path, config: Mapping[str, Any]) -> Path:
     return directory
 
 
-class GenerationBench:
-    """Runs on a started testbed."""
+class _Home:
+    """The engines on all devices of a testbed, and `transformers` on the first. A context manager."""
 
-    def __init__(
-        self, testbed: Testbed, model: StoredModel, weights: WeightFormat, report: Callable[[str], None]
-    ) -> None:
-        model.spec = model.spec.model_copy(update={"weights": weights})
+    def __init__(self, testbed: Testbed, model: StoredModel, report: Callable[[str], None]) -> None:
         self._testbed, self._model, self._report = testbed, model, report
         self._names = [device.name for device in testbed.scenario.devices]
         self._engine: EngineRunners = EngineRunners(testbed, self._names)
         self._reference = DeviceProcess(testbed, "reference", self._names[0])
         self._profiles = Profiles(testbed.scenario, testbed, self._engine, report)
 
-    def __enter__(self) -> GenerationBench:
+    def __enter__(self) -> _Home:
         self._report(f"loading {REFERENCE}")
         self._reference.call("load", model_dir=str(self._model.directory), dtype=_REFERENCE_TYPE)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._engine.__exit__(None, None, None)
-        self._reference.__exit__(None, None, None)
+        self._engine.__exit__()
+        self._reference.__exit__()
 
-    def measure(self, mbit: float, prompt_tokens: int, new_tokens: int, rounds: int) -> list[GenerationRow]:
-        """Measure all variants at one link rate. Raises BadSetting if the model's context is too short."""
-        if prompt_tokens + new_tokens > self._model.spec.max_positions:
-            raise BadSetting(setting="prompt_tokens", reason=f"the model takes {self._model.spec.max_positions} tokens")
+    def measure(self, mbit: float, prompt_tokens: int, new_tokens: int, rounds: int) -> Iterator[GenerationRow]:
+        """Measure all variants at one link rate."""
         self._testbed.set_mbit(mbit)
         cluster = self._profiles.current(self._model, self._names, prompt_tokens, mbit)
         prompt = [3 + (7919 * i) % (self._model.spec.vocab_size - 3) for i in range(prompt_tokens)]
@@ -194,21 +192,34 @@ class GenerationBench:
                 if index >= 0:
                     found[name].prefill.append(answer["prefill"])
                     found[name].decode.append(answer["decode"])
-        spec = self._model.spec
-        exchange = self._engine.exchange_seconds("hmp", _EXCHANGES)
-        of_that_size = (self._names[0], self._names[1], 4 * spec.hidden_size, _EXCHANGES)
-        ping, swap = self._engine.ping_seconds(*of_that_size), self._engine.swap_seconds(*of_that_size)
-        rows = [
-            self._row(name, each, found[REFERENCE], mbit, prompt_tokens, new_tokens) for name, each in found.items()
-        ]
-        for variant in VARIANTS:
-            self._engine.unload(variant)
-        return [
-            row.model_copy(update={"exchange_seconds": exchange, "ping_seconds": ping, "swap_seconds": swap})
-            if row.strategy == "hmp"
-            else row
-            for row in rows
-        ]
+        message = (self._names[0], self._names[1], 4 * self._model.spec.hidden_size, _EXCHANGES)
+        links = {
+            "exchange_seconds": self._engine.exchange_seconds("hmp", _EXCHANGES),
+            "ping_seconds": self._engine.ping_seconds(*message),
+            "swap_seconds": self._engine.swap_seconds(*message),
+        }
+        reference = found[REFERENCE]
+        for name, each in found.items():
+            weights, devices, predicted = _REFERENCE_TYPE, self._names[0], None
+            if each.plan is not None:
+                weights, devices = self._model.spec.weights, describe(each.plan)
+                predicted = each.plan.predicted.decode_seconds or None
+                self._engine.unload(name)
+            yield GenerationRow(
+                scenario=self._testbed.scenario.name,
+                mbit=mbit,
+                strategy=name,
+                weights=weights,
+                devices=devices,
+                prompt_tokens=prompt_tokens,
+                new_tokens=new_tokens,
+                prefill=tuple(each.prefill),
+                decode=tuple(each.decode),
+                prefill_ratio=paired_ratio(reference.prefill, each.prefill),
+                decode_ratio=paired_ratio(reference.decode, each.decode),
+                predicted_token_seconds=predicted,
+                **(links if name == "hmp" else {}),
+            )
 
     def _loaded(
         self, variant: Variant, cluster: ClusterProfile, mbit: float, prompt: Sequence[int], new_tokens: int
@@ -228,22 +239,3 @@ class GenerationBench:
             plan = build_plan(ranks, plan.body.model_copy(update={"micro_batches": 2}), plan.planner)
         self._engine.load(variant, plan, self._model, plan.num_ranks > 1, mbit * 1e6 / 8)
         return _Measured(lambda: self._engine.generate(variant, prompt, new_tokens), plan)
-
-    def _row(
-        self, name: str, each: _Measured, reference: _Measured, mbit: float, prompt_tokens: int, new_tokens: int
-    ) -> GenerationRow:
-        token_seconds = each.plan.predicted.decode_seconds if each.plan is not None else 0.0
-        return GenerationRow(
-            scenario=self._testbed.scenario.name,
-            mbit=mbit,
-            strategy=name,
-            weights=_REFERENCE_TYPE if each.plan is None else self._model.spec.weights,
-            devices=self._names[0] if each.plan is None else describe(each.plan),
-            prompt_tokens=prompt_tokens,
-            new_tokens=new_tokens,
-            prefill=tuple(each.prefill),
-            decode=tuple(each.decode),
-            prefill_ratio=paired_ratio(reference.prefill, each.prefill),
-            decode_ratio=paired_ratio(reference.decode, each.decode),
-            predicted_token_seconds=token_seconds or None,
-        )

@@ -244,6 +244,8 @@ class Bench:
                 plans[entry] = None
                 if setting.num_devices > model.spec.num_heads:
                     why = f"{model.spec.num_heads} heads are too few"
+                elif model.spec.rotary is not None or model.spec.gated:
+                    why = "gloo-tp runs BERT, GPT-2 and OPT only"
             else:
                 try:
                     plans[entry] = plan_for(entry, model.spec, cluster, setting.seq_len)

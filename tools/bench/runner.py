@@ -53,6 +53,7 @@ _MESSAGE_BYTES = 128 << 10
 _WINDOW = 12  # messages in flight
 _PINGS = 15  # round trips measured
 _EXCHANGE_STEP = 1 << 30  # step number that no generation uses
+_END = b"end"  # last message of a link measurement
 _LINK_TIMEOUT_SECONDS = 30.0  # for a message of a link measurement
 
 
@@ -120,7 +121,7 @@ class Runner:
                 return key, other.shard
         return key, load_shard(plan, rank, refs, lambda name: Path(store) / name[:2] / name, torch.device("cpu"))
 
-    def connect(self, plan_id: str, peers: list[Any]) -> dict[str, Any]:
+    def connect(self, plan_id: str, peers: list[Any]) -> None:
         loaded = self._loaded[plan_id]
         known = [Peer.model_validate(peer) for peer in peers]
         loaded.transport.connect(known)
@@ -133,7 +134,6 @@ class Runner:
             loaded.generation = StepExecutor(*parts)
             if loaded.rank == LEADER_RANK:
                 loaded.leader = Leader(loaded.plan, loaded.generation)
-        return {}
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> dict[str, Any]:
         """Run one step. `trace`: also count the bytes sent; such a step must not be timed."""
@@ -148,7 +148,6 @@ class Runner:
         transport = loaded.transport
         if trace:
             transport.count_from_zero()
-        cpu = time.process_time()
         try:
             done, output = loaded.engine.run(request, ids, np.array([0, num_rows], dtype=np.int32))
         finally:
@@ -156,8 +155,6 @@ class Runner:
         return {
             "began": done.began_seconds,
             "ended": done.ended_seconds,
-            "compute_seconds": sum(done.compute_seconds),
-            "cpu_seconds": time.process_time() - cpu,
             "sent_bytes": transport.sent_bytes if trace else 0,
             "raw_bytes": transport.raw_bytes if trace else 0,
             "lz4_saved_bytes": transport.unpacked_bytes - transport.sent_bytes if trace else 0,
@@ -165,19 +162,17 @@ class Runner:
             "trace": [event.model_dump(mode="json") for event in done.trace],
         }
 
-    def begin_to_compute(self) -> dict[str, Any]:
+    def begin_to_compute(self) -> None:
         """Run a dummy load of layers until `end_computing`."""
         self._layers = self._layers or Layers()
         self._busy.set()
         self._computing = threading.Thread(target=self._compute, args=(self._layers,), daemon=True)
         self._computing.start()
-        return {}
 
-    def end_computing(self) -> dict[str, Any]:
+    def end_computing(self) -> None:
         self._busy.clear()
         if self._computing is not None:
             self._computing.join()
-        return {}
 
     def _compute(self, layers: Layers) -> None:
         while self._busy.is_set():
@@ -186,7 +181,6 @@ class Runner:
     def generate(self, plan_id: str, prompt: list[int], num_tokens: int) -> dict[str, Any]:
         """Generate one greedy answer. Other ranks follow rank 0 until it has finished."""
         loaded = self._loaded[plan_id]
-        cpu = time.process_time()
         found: dict[str, Any] = {"tokens": []}
         if loaded.leader is None:
             assert loaded.generation is not None
@@ -204,7 +198,7 @@ class Runner:
                         found["tokens"] += message.token_ids
                     if isinstance(message, GenerationEnded):
                         found |= {"prefill": message.prefill_seconds, "decode": message.decode_seconds}
-        return {**found, "cpu_seconds": time.process_time() - cpu}
+        return found
 
     def exchange(self, plan_id: str, count: int) -> dict[str, Any]:
         """Seconds of one exchange of partial sums of one row, as in decoding, with nothing computed in between."""
@@ -223,15 +217,14 @@ class Runner:
             seconds.append(time.perf_counter() - began)
         return {"seconds": statistics.median(seconds)}
 
-    def unload(self, plan_id: str) -> dict[str, Any]:
+    def unload(self, plan_id: str) -> None:
         loaded = self._loaded.pop(plan_id, None)
         if loaded is None:
-            return {}
+            return
         if loaded.communicator is not None:
             loaded.communicator.close()
         loaded.transport.close()
         loaded.transport.release()
-        return {}
 
     # ---- the profile ----------------------------------------------------------------------------------------------
 
@@ -240,95 +233,77 @@ class Runner:
         spec = ModelSpec.model_validate(model)
         return {"blocks": profile_blocks(spec, seq_len, num_threads, "cpu").model_dump()}
 
-    def ping(self, num_bytes: int, count: int) -> dict[str, Any]:
-        """Median seconds of half a round trip of messages of this size over an open link; the other end runs `echo`."""
-        assert self._probe is not None
-        message, seconds = bytes(num_bytes), []
-        for _ in range(count):
-            began = time.perf_counter()
-            self._probe.send(1, [message])
-            self._confirmed()
-            seconds.append((time.perf_counter() - began) / 2)
-        self._probe.send(1, [b"end"])
-        return {"seconds": statistics.median(seconds)}
+    # ---- links ----------------------------------------------------------------------------------------------------
 
-    def echo(self) -> dict[str, Any]:
-        """The other end of `ping`."""
-        assert self._probe is not None
-        while (received := self._probe.receive(_LINK_TIMEOUT_SECONDS)) is not None:
-            if bytes(received.frames[0][:3]) == b"end":
-                return {}
-            self._probe.send(0, [bytes(received.frames[0])])
-        raise StepFailed(device=self._host, reason="a ping has stalled")
-
-    def swap(self, num_bytes: int, count: int) -> dict[str, Any]:
-        """Run on both ends: median seconds to send a message of this size and receive the other end's."""
-        assert self._probe is not None
-        message, seconds = bytes(num_bytes), []
-        for _ in range(count):
-            began = time.perf_counter()
-            self._probe.send(1 - self._probe.rank, [message])
-            seconds.append(self._confirmed() - began)
-        return {"seconds": statistics.median(seconds)}
-
-    def open_link(self, rank: int, encrypt: bool) -> dict[str, Any]:
-        """Open one end of a link measurement: rank 0 sends, rank 1 receives."""
+    def open_link(self, rank: int) -> dict[str, Any]:
+        """Open one end of a link measurement: rank 0 measures, rank 1 answers."""
         self.close_link()
-        self._probe = SocketTransport(rank, 2, self._host, (0, 0), new_keypair() if encrypt else None)
+        self._probe = SocketTransport(rank, 2, self._host, (0, 0), new_keypair())
         return {"port": self._probe.port, "public_key": self._probe.public_key}
 
-    def connect_link(self, peer: Any) -> dict[str, Any]:
-        assert self._probe is not None
-        self._probe.connect([Peer.model_validate(peer)])
-        return {}
+    def connect_link(self, peer: Any) -> None:
+        self._link.connect([Peer.model_validate(peer)])
+
+    def close_link(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe.release()
+            self._probe = None
 
     def measure_link(self, seconds: float) -> dict[str, Any]:
         """Measure the link. Rate: confirmed bytes / time between the first and the last confirmation."""
-        assert self._probe is not None
-        round_trips = []
-        for _ in range(_PINGS):
-            began = time.perf_counter()
-            self._probe.send(1, [b"ping"])
-            self._confirmed()
-            round_trips.append(time.perf_counter() - began)
+        round_trips = [self._exchanged(b"ping") for _ in range(_PINGS)]
         message = bytes(_MESSAGE_BYTES)
         began = time.perf_counter()
         for _ in range(_WINDOW):
-            self._probe.send(1, [message])
+            self._link.send(1, [message])
         confirmed = [self._confirmed()]
         while confirmed[-1] < began + seconds or len(confirmed) < 2:
-            self._probe.send(1, [message])
+            self._link.send(1, [message])
             confirmed.append(self._confirmed())
         confirmed += [self._confirmed() for _ in range(_WINDOW - 1)]  # the messages in flight
-        self._probe.send(1, [b"end"])
+        self._link.send(1, [_END])
         passed = confirmed[-1] - confirmed[0]
         return {
             "bytes_per_second": (len(confirmed) - 1) * _MESSAGE_BYTES / passed,
             "round_trip_seconds": statistics.median(round_trips),
         }
 
-    def confirm_link(self) -> dict[str, Any]:
-        """The other end of `measure_link`: confirm every message until the last."""
-        assert self._probe is not None
-        while True:
-            received = self._probe.receive(_LINK_TIMEOUT_SECONDS)
-            if received is None:
-                raise StepFailed(device=self._host, reason="the measurement of a link has stalled")
-            if bytes(received.frames[0][:3]) == b"end":
-                return {}
-            self._probe.send(0, [b"ok"])
+    def ping_link(self, num_bytes: int, count: int) -> dict[str, Any]:
+        """Median seconds of half a round trip of messages of this size; the other end echoes them."""
+        seconds = [self._exchanged(bytes(num_bytes)) / 2 for _ in range(count)]
+        self._link.send(1, [_END])
+        return {"seconds": statistics.median(seconds)}
 
-    def close_link(self) -> dict[str, Any]:
-        if self._probe is not None:
-            self._probe.close()
-            self._probe.release()
-            self._probe = None
-        return {}
+    def swap_link(self, num_bytes: int, count: int) -> dict[str, Any]:
+        """Run on both ends: median seconds to send a message of this size and receive the other end's."""
+        return {"seconds": statistics.median(self._exchanged(bytes(num_bytes)) for _ in range(count))}
+
+    def answer_link(self, echo: bool = False) -> None:
+        """The other end of `measure_link` and, with `echo`, of `ping_link`: answer every message until the last."""
+        while (message := self._received())[: len(_END)] != _END:
+            self._link.send(0, [message if echo else b"ok"])
+
+    @property
+    def _link(self) -> SocketTransport:
+        assert self._probe is not None
+        return self._probe
+
+    def _exchanged(self, message: bytes) -> float:
+        """Seconds from sending a message to receiving the other end's."""
+        began = time.perf_counter()
+        self._link.send(1 - self._link.rank, [message])
+        return self._confirmed() - began
+
+    def _received(self) -> bytes:
+        received = self._link.receive(_LINK_TIMEOUT_SECONDS)
+        if received is None:
+            raise StepFailed(device=self._host, reason="the measurement of a link has stalled")
+        return bytes(received.frames[0])
 
     def _confirmed(self) -> float:
-        assert self._probe is not None
-        if self._probe.receive(_LINK_TIMEOUT_SECONDS) is None:
-            raise StepFailed(device=self._host, reason="the measurement of a link has stalled")
+        """The time at which the next message has arrived."""
+        self._received()
         return time.perf_counter()
 
 
