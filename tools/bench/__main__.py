@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
+from rich.console import Console
 from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
@@ -16,6 +18,9 @@ from tools.bench.experiment import Context, make_experiment, names, read_setting
 from tools.bench.measure import temporary_folder
 from tools.bench.plots import save_plot
 from tools.bench.results import RESULTS, Result, Summary, check_writable, commit, load_result, machine, today
+
+_FILE_WIDTH = 160  # columns of tables, if the output is not a terminal
+screen = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
 app = typer.Typer(
     name="python -m tools.bench",
@@ -111,8 +116,7 @@ def _save(result: Result, rows: Sequence[Any], summary: Summary, path: Path) -> 
 
 def _print(summary: Summary) -> None:
     for table in summary.tables:
-        out.print(table.rich())
-        out.print()
+        screen.print(table.rich(), "")
     for line in summary.conclusions:
         out.print(line, soft_wrap=True, markup=False)
 

@@ -47,7 +47,7 @@ class Table(BaseModel):
         return "\n".join([f"**{self.title}**", "", *table, *notes])
 
     def rich(self) -> RichTable:
-        table = RichTable(title=self.title, title_justify="left", show_edge=False)
+        table = RichTable(title=self.title, title_justify="left", caption_justify="left", show_edge=False)
         for index, column in enumerate(self.columns):
             table.add_column(column, justify="right" if index else "left")
         for row in self.rows:
