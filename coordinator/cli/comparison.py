@@ -13,9 +13,9 @@ from rich.table import Table
 
 from coordinator.cli.output import out, print_json, report
 from coordinator.cli.planning.flow import Planning
-from coordinator.cli.planning.live import Live, Reach, reached
+from coordinator.cli.planning.live import ConnectionOptions, LiveDevices, connect_devices
 from coordinator.cli.planning.transformer import timed_tokens
-from coordinator.cli.render.tables import right
+from coordinator.cli.render.tables import right_column
 from coordinator.deploy.deployment import Deployment, loss_error
 from coordinator.devices.registry import Device
 from coordinator.plan.graph.request import objective_seconds
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanTimes:
     """Measured times of one plan.
 
     `step_seconds` has one value per timed step, as the workers measured it; for decoders and graphs, per request (see
@@ -61,7 +61,7 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "strategy": strategy_of(self.plan),
+            "strategy": strategy_name(self.plan),
             "devices": [device.name for device in self.plan.devices],
             "predicted_seconds": self.predicted_seconds,
             "median_seconds": self.median_seconds,
@@ -72,7 +72,7 @@ class Comparison:
         }
 
 
-class Comparer:
+class PlanRunner:
     """Deploys plans and times them. `device_changed` is for the fleet's `on_change`; `report` prints a progress line."""
 
     def __init__(self, settings: CoordinatorSettings, report: Callable[[str], None]) -> None:
@@ -86,53 +86,57 @@ class Comparer:
         if deployment is not None and (error := loss_error(device, deployment, loaded=False)) is not None:
             deployment.fail(error)
 
-    async def compare(
-        self, planning: Planning, plans: Sequence[TransformerPlan | GraphPlan], live: Live, rounds: int
-    ) -> list[Comparison]:
+    async def time_plans(
+        self, planning: Planning, plans: Sequence[TransformerPlan | GraphPlan], live: LiveDevices, rounds: int
+    ) -> list[PlanTimes]:
         """Measure each plan. A failure is reported, and the others still run. Cancellation stops the workers."""
         results = []
         for index, plan in enumerate(plans, start=1):
             numbered: Any = plan.with_epoch(live.fleet.last_epoch + index)
-            self._report(f"running {label_of(plan)} ({index} of {len(plans)})")
+            self._report(f"running {plan_label(plan)} ({index} of {len(plans)})")
             deployment = self._deployment = planning.deployment(live.fleet, numbered)
             try:
-                seconds = await self._measure(planning, deployment, live, rounds)
-                results.append(Comparison(numbered, seconds))
+                seconds = await self._time_plan(planning, deployment, live, rounds)
+                results.append(PlanTimes(numbered, seconds))
             except HearthError as error:
-                self._report(f"{label_of(plan)} failed: {error}")
-                results.append(Comparison(numbered, (), error.explanation()))
+                self._report(f"{plan_label(plan)} failed: {error}")
+                results.append(PlanTimes(numbered, (), error.explanation()))
         return results
 
-    async def _measure(self, planning: Planning, deployment: Any, live: Live, rounds: int) -> tuple[float, ...]:
+    async def _time_plan(
+        self, planning: Planning, deployment: Any, live: LiveDevices, rounds: int
+    ) -> tuple[float, ...]:
         try:
             weights = planning.weights(deployment.plan, self._settings.state_dir / "manifests")
             await deployment.push(weights, lambda name, done, total: None)
             await deployment.load(live.profiler.links, self._settings.encrypt_data_plane)
-            return await planning.measured_seconds(deployment, rounds)
+            return await planning.measure_seconds(deployment, rounds)
         finally:
             self._deployment = None
             await deployment.close()
 
 
-async def compare(planning: Planning, reach: Reach, settings: CoordinatorSettings, rounds: int) -> list[Comparison]:
+async def compare_plans(
+    planning: Planning, connection: ConnectionOptions, settings: CoordinatorSettings, rounds: int
+) -> list[PlanTimes]:
     """Plan, then run the chosen plan and the best one of each other strategy. Raises HearthError."""
-    planning.read()  # raises for a graph without weights
-    comparer = Comparer(settings, report)
+    planning.read_cluster()  # raises for a graph without weights
+    runner = PlanRunner(settings, report)
     name = f"{settings.name} (hearth plan --compare)"[:128]
-    async with reached(planning.goal, reach, settings, name, comparer.device_changed) as live:
+    async with connect_devices(planning.goal, connection, settings, name, runner.device_changed) as live:
         cluster: Any = await planning.profile(live)
         plans = await (await planning.plan(cluster)).best_of_each_strategy()
-        return await comparer.compare(planning, plans, live, rounds)
+        return await runner.time_plans(planning, plans, live, rounds)
 
 
-def run_interruptibly(work: Coroutine[Any, Any, _T]) -> _T:
+def run_interruptibly(coroutine: Coroutine[Any, Any, _T]) -> _T:
     """Run `work`. The first Ctrl-C or SIGTERM cancels it; later ones are ignored while it cleans up.
 
     Raises KeyboardInterrupt when it was cancelled.
     """
 
     async def main() -> _T:
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(coroutine)
 
         def stop() -> None:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -154,17 +158,17 @@ def run_interruptibly(work: Coroutine[Any, Any, _T]) -> _T:
 # ---- output ---------------------------------------------------------------------------------------------------------
 
 
-def strategy_of(plan: TransformerPlan | GraphPlan) -> str:
+def strategy_name(plan: TransformerPlan | GraphPlan) -> str:
     return plan.body.strategy if is_transformer_plan(plan) else plan.planner
 
 
-def label_of(plan: TransformerPlan | GraphPlan) -> str:
+def plan_label(plan: TransformerPlan | GraphPlan) -> str:
     """`hmp on attic, kitchen`."""
     title = plan.body.title if is_transformer_plan(plan) else plan.planner
     return f"{title} on {', '.join(device.name for device in plan.devices)}"
 
 
-def timed_work(plan: TransformerPlan | GraphPlan) -> str:
+def describe_timed_work(plan: TransformerPlan | GraphPlan) -> str:
     """Description of the work that is timed."""
     if is_graph_plan(plan):
         return "one request alone" if plan.body.objective == "latency" else "each request of a full pipeline"
@@ -174,7 +178,7 @@ def timed_work(plan: TransformerPlan | GraphPlan) -> str:
     return f"a request of {length} prompt tokens and {new_tokens} generated tokens"
 
 
-def print_comparison(results: Sequence[Comparison], rounds: int, as_json: bool) -> None:
+def print_comparison(results: Sequence[PlanTimes], rounds: int, as_json: bool) -> None:
     """Print the table or JSON. `results[0]` is of the chosen plan."""
     plan = results[0].plan
     if as_json:
@@ -183,11 +187,11 @@ def print_comparison(results: Sequence[Comparison], rounds: int, as_json: bool) 
         print_json({"model": plan.model.name, **asked, "rounds": rounds, "plans": plans})
         return
     runs = "1 run" if rounds == 1 else f"{rounds} runs"
-    out.print(f"{plan.model.name}: {timed_work(plan)}, {runs} each", style="italic", soft_wrap=True)
-    numbers = [right(heading, no_wrap=True) for heading in ("predicted", "median", "min", "error")]
+    out.print(f"{plan.model.name}: {describe_timed_work(plan)}, {runs} each", style="italic", soft_wrap=True)
+    numbers = [right_column(heading, no_wrap=True) for heading in ("predicted", "median", "min", "error")]
     table = Table("plan", *numbers, show_edge=False)
     for result in results:
-        label = f"[bold]{strategy_of(result.plan)}[/]\n" + ", ".join(device.name for device in result.plan.devices)
+        label = f"[bold]{strategy_name(result.plan)}[/]\n" + ", ".join(device.name for device in result.plan.devices)
         predicted = format_seconds(result.predicted_seconds)
         if result.median_seconds is None or result.min_seconds is None or result.error_percent is None:
             table.add_row(f"{label}\n[red]failed:[/] {result.failure}", predicted, "-", "-", "-")
@@ -196,13 +200,13 @@ def print_comparison(results: Sequence[Comparison], rounds: int, as_json: bool) 
         table.add_row(label, predicted, *measured, f"{result.error_percent:+.0f} %")
     out.print(table)
     out.print("error: the prediction relative to the median; + is too high, - is too low.", style="dim")
-    out.print(describe(results))
+    out.print(verdict(results))
 
 
-def describe(results: Sequence[Comparison]) -> str:
+def verdict(results: Sequence[PlanTimes]) -> str:
     """One sentence: whether the chosen plan (the first) was the fastest."""
     chosen = results[0].median_seconds
-    others = [(each.median_seconds, label_of(each.plan)) for each in results[1:] if each.median_seconds is not None]
+    others = [(each.median_seconds, plan_label(each.plan)) for each in results[1:] if each.median_seconds is not None]
     if chosen is None:
         return "The chosen plan failed, so it cannot be compared."
     if not others:

@@ -48,9 +48,9 @@ SENTENCES = (
 )
 _PROGRAMS = Path(sys.executable).parent  # of the scripts installed with this Python
 _LOOPBACK = "127.0.0.1"
-_START_SECONDS = 60.0
+_START_TIMEOUT_SECONDS = 60.0
 _LATENCY_RUNS = 7
-_STOP_SECONDS = 10.0
+_STOP_TIMEOUT_SECONDS = 10.0
 
 Report = Callable[[str], None]
 
@@ -94,19 +94,19 @@ def run_demo(model_dir: Path, num_devices: int, report: Report) -> DemoResult:
             devices, plan = home.devices(), home.status().plan
         report("running the same on one device, for comparison")
         with _coordinator(folder, key, model_dir, "local", num_devices, report) as home:
-            _, alone = _measure(home, texts)
+            _, single_device_latency = _measure(home, texts)
     report("running the same with transformers in this Python, for comparison")
-    reference = _reference(model_dir, texts)
+    reference = _reference_embeddings(model_dir, texts)
     if not is_transformer_plan(plan):
         raise InternalError(where="the demo", reason="the coordinator served without a plan")
     return DemoResult(
         num_texts=len(texts),
         devices=devices,
         plan=plan,
-        answers=_nearest(vectors),
+        answers=_nearest_commands(vectors),
         max_abs_difference=float(np.abs(vectors - reference).max()),
         latency_seconds=latency,
-        single_device_latency_seconds=alone,
+        single_device_latency_seconds=single_device_latency,
     )
 
 
@@ -116,7 +116,7 @@ def _measure(home: Home, texts: Sequence[str]) -> tuple[np.ndarray[Any, Any], fl
     return vectors, statistics.median(home.request_embeddings(texts).latency_seconds for _ in range(_LATENCY_RUNS))
 
 
-def _nearest(vectors: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
+def _nearest_commands(vectors: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
     similarities = vectors[len(COMMANDS) :] @ vectors[: len(COMMANDS)].T
     return [
         {"text": text, "command": COMMANDS[int(row.argmax())], "similarity": float(row.max())}
@@ -124,7 +124,7 @@ def _nearest(vectors: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _reference(model_dir: Path, texts: Sequence[str]) -> np.ndarray[Any, Any]:
+def _reference_embeddings(model_dir: Path, texts: Sequence[str]) -> np.ndarray[Any, Any]:
     """Embeddings by `transformers`, in a child process: this one does not import torch."""
     done = subprocess.run(
         [sys.executable, "-m", "agent.worker.transformer.reference", str(model_dir)],
@@ -167,14 +167,16 @@ def _coordinator(
     ]  # fmt: skip
     log = folder / f"coordinator-{strategy}.log"
     with _process(command, log) as process:
-        deadline, shown = time.monotonic() + _START_SECONDS, 0
+        deadline, num_shown = time.monotonic() + _START_TIMEOUT_SECONDS, 0
         with _connect_to(process, key, log, deadline) as home:
             while not home.ready():
-                shown = _show_news(log, shown, report)
+                num_shown = _report_new_lines(log, num_shown, report)
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise DeadlineExceeded(action=f"getting ready ({home.readiness().state})", seconds=_START_SECONDS)
+                    raise DeadlineExceeded(
+                        action=f"getting ready ({home.readiness().state})", seconds=_START_TIMEOUT_SECONDS
+                    )
                 time.sleep(0.1)
-            _show_news(log, shown, report)
+            _report_new_lines(log, num_shown, report)
             yield home
 
 
@@ -190,9 +192,9 @@ def _connect_to(process: subprocess.Popen[bytes], key: Path, log: Path, deadline
                 raise
 
 
-def _show_news(log: Path, shown: int, report: Report) -> int:
+def _report_new_lines(log: Path, num_shown: int, report: Report) -> int:
     lines = log.read_text(errors="replace").splitlines()
-    for line in lines[shown:]:
+    for line in lines[num_shown:]:
         report(f"  coordinator: {line}")
     return len(lines)
 
@@ -208,7 +210,7 @@ def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byt
     finally:
         process.terminate()
         try:
-            process.wait(_STOP_SECONDS)
+            process.wait(_STOP_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -33,17 +33,17 @@ from hearth.platform.units import format_bytes
 from hearth.protocol import PROTOCOL_VERSION
 
 CLOCK_TOLERANCE_SECONDS = 5.0
-_LOOK_SECONDS = 3.0
+_SEARCH_SECONDS = 3.0
 _MULTICAST_GROUP, _MULTICAST_PORT = "224.0.0.251", 5353
 _MIN_FREE_BYTES = 1 << 30
-_CONNECT_SECONDS = 1.0
+_CONNECT_TIMEOUT_SECONDS = 1.0
 _PORTS = (
     f"tcp {AGENT_PORT}, {AGENT_PORT + 1}, {AGENT_PORT + 10}-{AGENT_PORT + 29} (agent), "
     f"{COORDINATOR_PORT} (coordinator), udp {_MULTICAST_PORT} (mDNS)"
 )
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One line of the report. `do` is the advice, empty if nothing needs to be done."""
 
     check: str
@@ -52,21 +52,21 @@ class Finding(NamedTuple):
     do: str = ""
 
 
-class Output(NamedTuple):
+class ProgramOutput(NamedTuple):
     """Output of a program, and whether it succeeded."""
 
     succeeded: bool
     text: str
 
 
-def examine(key_path: Path, interface: str | None, mdns_interfaces: list[str] | None) -> list[Finding]:
+def run_checks(key_path: Path, interface: str | None, mdns_interfaces: list[str] | None) -> list[CheckResult]:
     """Run every check and collect the findings."""
-    found = interfaces()
+    available = interfaces()
     key_finding, credential = check_key(key_path)
-    usable = [each.address for each in found if not each.skipped and ":" not in each.address]
+    usable = [each.address for each in available if not each.skipped and ":" not in each.address]
     findings = [
         check_versions(),
-        check_interface(found, interface),
+        check_interface(available, interface),
         check_disk(default_state_dir(os.environ)),
         check_multicast(mdns_interfaces or usable or ["127.0.0.1"], multicast_works),
         check_firewall(_run),
@@ -74,55 +74,55 @@ def examine(key_path: Path, interface: str | None, mdns_interfaces: list[str] | 
         key_finding,
     ]
     if credential is not None:
-        findings += asyncio.run(look_around(credential, mdns_interfaces))
+        findings += asyncio.run(check_network(credential, mdns_interfaces))
     return findings
 
 
-def check_versions() -> Finding:
+def check_versions() -> CheckResult:
     what = (
         f"Hearth {hearth.__version__}, protocol {PROTOCOL_VERSION}, Python {platform.python_version()}, "
         f"ZeroMQ {zmq.zmq_version()}"
     )
     if not zmq.has("curve"):
-        return Finding("versions", "problem", f"{what}, built without CURVE", "Reinstall pyzmq from its wheel.")
-    return Finding("versions", "ok", what)
+        return CheckResult("versions", "problem", f"{what}, built without CURVE", "Reinstall pyzmq from its wheel.")
+    return CheckResult("versions", "ok", what)
 
 
-def check_interface(found: list[Interface], preferred: str | None) -> Finding:
+def check_interface(available: list[Interface], preferred: str | None) -> CheckResult:
     """Check the interface that an agent would advertise, and list why the others are skipped."""
     try:
-        chosen = choose_interface(found, preferred)
+        chosen = choose_interface(available, preferred)
         verify_reachable(chosen)
     except HearthError as error:
         return _problem("interface", error)
     others = "; ".join(
-        f"{i.name} ({i.address}): {i.skipped}" for i in found if i.skipped and ":" not in i.address and i != chosen
+        f"{i.name} ({i.address}): {i.skipped}" for i in available if i.skipped and ":" not in i.address and i != chosen
     )
     what = f"{chosen.name} ({chosen.address}) is advertised" + (f". Not used: {others}" if others else "")
     if chosen.address.startswith("127."):
         do = "Other devices cannot reach this one: connect it, or name an interface with --interface."
-        return Finding("interface", "warning", what, do)
-    return Finding("interface", "ok", what)
+        return CheckResult("interface", "warning", what, do)
+    return CheckResult("interface", "ok", what)
 
 
-def check_disk(state_dir: Path) -> Finding:
+def check_disk(state_dir: Path) -> CheckResult:
     existing = next(path for path in (state_dir, *state_dir.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < _MIN_FREE_BYTES:
-        return Finding("disk", "warning", f"only {format_bytes(free)} are free at {existing}", "Free some space.")
-    return Finding("disk", "ok", f"{format_bytes(free)} are free at {existing}")
+        return CheckResult("disk", "warning", f"only {format_bytes(free)} are free at {existing}", "Free some space.")
+    return CheckResult("disk", "ok", f"{format_bytes(free)} are free at {existing}")
 
 
-def check_multicast(addresses: list[str], works: Callable[[str], bool]) -> Finding:
+def check_multicast(addresses: list[str], works: Callable[[str], bool]) -> CheckResult:
     """Check multicast. `works(address)`: a packet sent to the mDNS group from that address comes back."""
-    deaf = [address for address in addresses if not works(address)]
-    if not deaf:
-        return Finding("multicast", "ok", f"works on {', '.join(addresses)}")
+    failing = [address for address in addresses if not works(address)]
+    if not failing:
+        return CheckResult("multicast", "ok", f"works on {', '.join(addresses)}")
     do = (
         "Let udp 5353 and 224.0.0.251 through the firewall (and the Wi-Fi's client isolation), "
         "or list the agents with `hearth serve --devices`."
     )
-    return Finding("multicast", "problem", f"multicast sent from {', '.join(deaf)} does not come back", do)
+    return CheckResult("multicast", "problem", f"multicast sent from {', '.join(failing)} does not come back", do)
 
 
 def multicast_works(address: str) -> bool:
@@ -151,7 +151,7 @@ def multicast_probe() -> bytes:
     return header + name + struct.pack("!2H", 12, 1)  # PTR, IN
 
 
-def check_firewall(run: Callable[[list[str]], Output | None]) -> Finding:
+def check_firewall(run: Callable[[list[str]], ProgramOutput | None]) -> CheckResult:
     """Detect an active firewall. Its rules are not interpreted: the advice names the ports that must be open.
 
     `run(command)` returns a program's output, or None if it is not installed.
@@ -175,43 +175,43 @@ def check_firewall(run: Callable[[list[str]], Output | None]) -> Finding:
             active.append(name)
     do = f"Make sure that these are open: {_PORTS}."
     if active:
-        return Finding("firewall", "warning", f"{', '.join(active)} filters traffic on this device", do)
+        return CheckResult("firewall", "warning", f"{', '.join(active)} filters traffic on this device", do)
     if unreadable:
         what = f"the rules of {', '.join(unreadable)} could not be read"
-        return Finding("firewall", "warning", what, f"Run the doctor as root. {do}")
-    return Finding("firewall", "ok", "no filtering rules found")
+        return CheckResult("firewall", "warning", what, f"Run the doctor as root. {do}")
+    return CheckResult("firewall", "ok", "no filtering rules found")
 
 
-def _run(command: list[str]) -> Output | None:
+def _run(command: list[str]) -> ProgramOutput | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return Output(done.returncode == 0, done.stdout)
+    return ProgramOutput(done.returncode == 0, done.stdout)
 
 
-def check_ports(is_open: Callable[[int], bool]) -> Finding:
+def check_ports(is_open: Callable[[int], bool]) -> CheckResult:
     """Check which Hearth services answer on their default ports. An agent must answer on both of its ports."""
     control, link, coordinator = (is_open(port) for port in (AGENT_PORT, AGENT_PORT + 1, COORDINATOR_PORT))
     if control != link:
         answers, silent = (AGENT_PORT, AGENT_PORT + 1) if control else (AGENT_PORT + 1, AGENT_PORT)
         what = f"port {answers} answers on this device, but port {silent} does not"
         do = "An agent opens both: see `journalctl -u hearth-agent`, and which program uses the port (`ss -ltnp`)."
-        return Finding("ports", "warning", what, do)
+        return CheckResult("ports", "warning", what, do)
     agent_says = f"an agent answers on {AGENT_PORT} and {AGENT_PORT + 1}" if control else "no agent"
     coordinator_says = f"a coordinator on {COORDINATOR_PORT}" if coordinator else "no coordinator"
-    return Finding("ports", "ok", f"on this device: {agent_says}, {coordinator_says}")
+    return CheckResult("ports", "ok", f"on this device: {agent_says}, {coordinator_says}")
 
 
 def port_is_open(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=_CONNECT_SECONDS).close()
+        socket.create_connection(("127.0.0.1", port), timeout=_CONNECT_TIMEOUT_SECONDS).close()
     except OSError:
         return False
     return True
 
 
-def check_key(path: Path) -> tuple[Finding, security.Credential | None]:
+def check_key(path: Path) -> tuple[CheckResult, security.Credential | None]:
     try:
         credential = security.load_credential(path)
     except HearthError as error:
@@ -219,24 +219,24 @@ def check_key(path: Path) -> tuple[Finding, security.Credential | None]:
     home = security.fingerprint(security.coordinator_access(credential).server_public)
     what = f"{credential.kind} key in {path}, home {home}"
     if path.stat().st_mode & 0o077:
-        return Finding("key", "warning", f"{what}, readable by others", f"chmod 600 {path}"), credential
-    return Finding("key", "ok", what), credential
+        return CheckResult("key", "warning", f"{what}, readable by others", f"chmod 600 {path}"), credential
+    return CheckResult("key", "ok", what), credential
 
 
-async def look_around(
-    credential: security.Credential, mdns_interfaces: list[str] | None, look_seconds: float = _LOOK_SECONDS
-) -> list[Finding]:
+async def check_network(
+    credential: security.Credential, mdns_interfaces: list[str] | None, search_seconds: float = _SEARCH_SECONDS
+) -> list[CheckResult]:
     """Search the network for `look_seconds`: check agents (protocol, version, clock) and count coordinators."""
     coordinators: dict[str, DiscoveredService] = {}
     home = security.fingerprint(security.coordinator_access(credential).server_public)
     browser = Browser(COORDINATOR_SERVICE, lambda found: coordinators.update({found.id: found}), mdns_interfaces)
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     try:
         await browser.start()
-        ends = asyncio.get_running_loop().time() + look_seconds
+        ends = asyncio.get_running_loop().time() + search_seconds
         if not isinstance(credential, security.AppKey):
             async with Fleet(security.agent_access(credential), None, interfaces=mdns_interfaces) as fleet:
-                await fleet.settle(1.0, 1, look_seconds)
+                await fleet.settle(1.0, 1, search_seconds)
                 findings += check_agents(list(fleet.devices.values()), fleet.refusals, time.time())
         if not coordinators:
             await asyncio.sleep(max(0.0, ends - asyncio.get_running_loop().time()))
@@ -244,13 +244,13 @@ async def look_around(
         where = ", ".join(mdns_interfaces) if mdns_interfaces else "any interface"
         what = f"the network cannot be searched on {where}: {error}"
         do = "Connect the device to the network, or name local addresses with --mdns-interfaces."
-        return [*findings, Finding("agents", "problem", what, do)]
+        return [*findings, CheckResult("agents", "problem", what, do)]
     finally:
         await browser.stop()
     return [*findings, check_coordinators([found for found in coordinators.values() if found.fingerprint == home])]
 
 
-def check_agents(devices: Sequence[Device], refusals: Sequence[HearthError], now: float) -> list[Finding]:
+def check_agents(devices: Sequence[Device], refusals: Sequence[HearthError], now: float) -> list[CheckResult]:
     """Check agents: refusals, versions, and clocks against `now` (this device's clock, Unix seconds)."""
     findings = [_problem("agents", error) for error in refusals]
     if not devices:
@@ -258,35 +258,35 @@ def check_agents(devices: Sequence[Device], refusals: Sequence[HearthError], now
             "Start hearth-agent on your devices with this home's key; where multicast is blocked, "
             "list them with `hearth serve --devices`."
         )
-        return [*findings, Finding("agents", "warning", "no agent of this home answered", do)]
+        return [*findings, CheckResult("agents", "warning", "no agent of this home answered", do)]
     names = ", ".join(sorted(device.name for device in devices))
-    findings.append(Finding("agents", "ok", f"{len(devices)} answer: {names}"))
+    findings.append(CheckResult("agents", "ok", f"{len(devices)} answer: {names}"))
     others = {d.name: d.welcome.version for d in devices if d.welcome.version != hearth.__version__}
     if others:
         listed = ", ".join(f"{name} {version}" for name, version in sorted(others.items()))
         what = f"other versions of Hearth than this device's {hearth.__version__}: {listed}"
-        findings.append(Finding("agents", "warning", what, "Install the same version on every device."))
+        findings.append(CheckResult("agents", "warning", what, "Install the same version on every device."))
     clocks = {device.name: device.telemetry.clock_unix_seconds for device in devices if device.telemetry}
     return [*findings, check_clocks(clocks, now)]
 
 
-def check_clocks(clocks: Mapping[str, float], now: float) -> Finding:
+def check_clocks(clocks: Mapping[str, float], now: float) -> CheckResult:
     """Compare clocks with `now`. Only logs and caches use them, so a wrong clock is a warning."""
     differences = {name: clock - now for name, clock in clocks.items()}
     wrong = [f"{name} by {off:+.0f} s" for name, off in differences.items() if abs(off) > CLOCK_TOLERANCE_SECONDS]
     if wrong:
         do = "Turn on time synchronisation (timedatectl set-ntp true) there."
-        return Finding("clock", "warning", f"clocks differ from this one's: {', '.join(wrong)}", do)
-    return Finding("clock", "ok", "all clocks agree")
+        return CheckResult("clock", "warning", f"clocks differ from this one's: {', '.join(wrong)}", do)
+    return CheckResult("clock", "ok", "all clocks agree")
 
 
-def check_coordinators(found: list[DiscoveredService]) -> Finding:
-    where = ", ".join(f"{coordinator.hosts[0]}:{coordinator.port}" for coordinator in found)
-    if len(found) > 1:
-        what = f"{len(found)} coordinators of this home are running: {where}"
-        return Finding("coordinator", "problem", what, "Stop all but one: an agent works for one at a time.")
-    return Finding("coordinator", "ok", f"one is running at {where}" if found else "none is running")
+def check_coordinators(coordinators: list[DiscoveredService]) -> CheckResult:
+    where = ", ".join(f"{coordinator.hosts[0]}:{coordinator.port}" for coordinator in coordinators)
+    if len(coordinators) > 1:
+        what = f"{len(coordinators)} coordinators of this home are running: {where}"
+        return CheckResult("coordinator", "problem", what, "Stop all but one: an agent works for one at a time.")
+    return CheckResult("coordinator", "ok", f"one is running at {where}" if coordinators else "none is running")
 
 
-def _problem(check: str, error: HearthError) -> Finding:
-    return Finding(check, "problem", error.explanation(), error.next_step())
+def _problem(check: str, error: HearthError) -> CheckResult:
+    return CheckResult(check, "problem", error.explanation(), error.next_step())

@@ -23,7 +23,7 @@ _CHOICES: Mapping[str, Sequence[str]] = {
 }
 
 
-def goal_of(kind: ModelFileKind, model: Path, options: Mapping[str, Any]) -> Goal:
+def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, Any]) -> Goal:
     """The goal for MODEL. `options` are the parameters by name, as in `typer.Context.params`. Raises BadSetting."""
     objective = options["objective"] or "latency"
     REGISTRY["transformer" if kind == "transformer" else "graph"].check(options["strategy"], objective)

@@ -18,11 +18,11 @@ from hearth.wire.messages import ArrayInfo
 
 _SEED = 20240525
 _PAUSE_SECONDS = 0.1  # after an error, to avoid flooding a coordinator that is re-planning
-_WARM_UP = 0.1  # fraction of the duration, before counting starts
+_WARM_UP_FRACTION = 0.1  # fraction of the duration, before counting starts
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadResult:
     """One measurement. `latencies`: seconds from request to answer, queueing included, ascending; `errors`: counts by code."""
 
     concurrency: int
@@ -51,7 +51,7 @@ class Load:
             "errors": dict(self.errors),
         }
 
-    def describe(self) -> str:
+    def summary(self) -> str:
         at_once = "1 request at a time" if self.concurrency == 1 else f"{self.concurrency} concurrent requests"
         failed = "".join(f", {count} {name}" for name, count in self.errors.items())
         if not self.latencies:
@@ -65,25 +65,25 @@ class Load:
 def random_inputs(inputs: Sequence[ArrayInfo | Tensor]) -> dict[str, np.ndarray[Any, Any]]:
     """Floats from a normal distribution; integers 0 or 1, which most models accept as indices and masks."""
     random = np.random.default_rng(_SEED)
-    found: dict[str, np.ndarray[Any, Any]] = {}
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
     for info in inputs:
         if "float" in info.dtype:
-            found[info.name] = random.standard_normal(info.shape).astype(info.dtype)
+            arrays[info.name] = random.standard_normal(info.shape).astype(info.dtype)
         else:
-            found[info.name] = random.integers(0, 2, info.shape).astype(info.dtype)
-    return found
+            arrays[info.name] = random.integers(0, 2, info.shape).astype(info.dtype)
+    return arrays
 
 
-async def measure(
+async def measure_load(
     home: AsyncHome,
     inputs: Mapping[str, np.ndarray[Any, Any]],
     concurrency: int,
     seconds: float,
     timeout_seconds: float,
-) -> Load:
+) -> LoadResult:
     """Keep `concurrency` requests in flight. Counts the answers of `seconds` seconds after the warm-up."""
     loop = asyncio.get_running_loop()
-    began = loop.time() + _WARM_UP * seconds
+    began = loop.time() + _WARM_UP_FRACTION * seconds
     ends = began + seconds
     latencies: list[float] = []
     errors: Counter[str] = Counter()
@@ -100,4 +100,4 @@ async def measure(
                 latencies.append(now - sent)
 
     await asyncio.gather(*(ask() for _ in range(concurrency)))
-    return Load(concurrency, seconds, tuple(sorted(latencies)), errors)
+    return LoadResult(concurrency, seconds, tuple(sorted(latencies)), errors)

@@ -17,14 +17,16 @@ from hearth.plan.value_formats import VALUE_FORMAT_NAMES
 
 # ---- any command ------------------------------------------------------------------------------------------------------
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-KeyPath = Annotated[Path | None, typer.Option(help="Key file. Default: $HEARTH_KEY, else ~/.config/hearth/key.")]
-Address = Annotated[str | None, typer.Option(help="Coordinator address, host[:port]. Default: discover it over mDNS.")]
-Devices = Annotated[
+AsJsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+KeyPathOption = Annotated[Path | None, typer.Option(help="Key file. Default: $HEARTH_KEY, else ~/.config/hearth/key.")]
+AddressOption = Annotated[
+    str | None, typer.Option(help="Coordinator address, host[:port]. Default: discover it over mDNS.")
+]
+DevicesOption = Annotated[
     str | None, typer.Option("--devices", help="Agent addresses, host[:port],host2[:port], where multicast is blocked.")
 ]
-Interfaces = Annotated[str | None, typer.Option(help="Local addresses to use for mDNS, comma-separated.")]
-Timeout = Annotated[float, typer.Option(help="Timeout in seconds.", min=0.1)]
+InterfacesOption = Annotated[str | None, typer.Option(help="Local addresses to use for mDNS, comma-separated.")]
+TimeoutOption = Annotated[float, typer.Option(help="Timeout in seconds.", min=0.1)]
 
 
 def interface_list(interfaces: str | None) -> list[str] | None:
@@ -34,7 +36,7 @@ def interface_list(interfaces: str | None) -> list[str] | None:
 # ---- what to plan: `plan` and `serve` -----------------------------------------------------------------------------------
 
 _LATENCY, _THROUGHPUT = (", ".join(REGISTRY["graph"].names(objective)) for objective in get_args(GraphObjective))
-Strategy = Annotated[
+StrategyOption = Annotated[
     str,
     typer.Option(
         help=f"How the devices share the work: auto, {', '.join(REGISTRY['transformer'].names())}. "
@@ -42,7 +44,7 @@ Strategy = Annotated[
         metavar="NAME",
     ),
 ]
-Objective = Annotated[
+ObjectiveOption = Annotated[
     str | None,
     typer.Option(
         help=f"(graph) latency (default): minimise the time of one request; strategies {_LATENCY}. throughput: "
@@ -50,11 +52,11 @@ Objective = Annotated[
         metavar="WHAT",
     ),
 ]
-Dims = Annotated[
+DimsOption = Annotated[
     list[str],
     typer.Option(help="(graph) Size of a dynamic dimension, e.g. batch=1. Repeatable.", metavar="NAME=N"),
 ]
-TimeLimit = Annotated[
+TimeLimitOption = Annotated[
     float | None,
     typer.Option(
         help=f"(graph) Time limit of each planner's search in seconds (default {DEFAULT_TIME_LIMIT_SECONDS:g}).",
@@ -63,21 +65,21 @@ TimeLimit = Annotated[
         metavar="SECONDS",
     ),
 ]
-NoCongestion = Annotated[
+NoCongestionOption = Annotated[
     bool, typer.Option("--no-congestion", help="(graph) Ignore contention between transfers of one device.")
 ]
-SeqLen = Annotated[
+SeqLenOption = Annotated[
     int | None,
     typer.Option(help="Maximum number of tokens in one step. Default: the model's limit, at most 512.", min=1),
 ]
-Context = Annotated[
+ContextOption = Annotated[
     int | None,
     typer.Option(
         help="(decoder) Maximum number of tokens of prompt and answer together. Default: the model's limit, at most 2048.",
         min=1,
     ),
 ]
-Sequences = Annotated[
+SequencesOption = Annotated[
     int | None,
     typer.Option(
         help="(decoder) Concurrent sequences of --context tokens to reserve KV cache for. Default: 4.",
@@ -85,21 +87,21 @@ Sequences = Annotated[
         max=4096,
     ),
 ]
-Wire = Annotated[
+WireOption = Annotated[
     str,
     typer.Option(
         help=f"Number format of activations sent between devices: {', '.join(VALUE_FORMAT_NAMES)}.", metavar="FORMAT"
     ),
 ]
-Weights = Annotated[
+WeightsOption = Annotated[
     str,
     typer.Option(
         help="Number format of weight matrices in memory: float32, bfloat16, float16, int8, int4.", metavar="FORMAT"
     ),
 ]
-Lz4 = Annotated[str, typer.Option(help="Compress activations with lz4: auto, on or off.", metavar="WHEN")]
-Exclude = Annotated[list[str], typer.Option(help="Device not to use. Repeatable.", metavar="NAME")]
-Limit = Annotated[
+Lz4Option = Annotated[str, typer.Option(help="Compress activations with lz4: auto, on or off.", metavar="WHEN")]
+ExcludeOption = Annotated[list[str], typer.Option(help="Device not to use. Repeatable.", metavar="NAME")]
+LimitOption = Annotated[
     list[str],
     typer.Option(
         help="Memory limit of a device: kitchen=1.5GiB, or kitchen=50% of what its agent offers. Repeatable.",
@@ -110,65 +112,65 @@ Limit = Annotated[
 # ---- what to generate: `generate` and `chat` ----------------------------------------------------------------------------
 
 _SAMPLING = "Sampling"
-MaxTokens = Annotated[
+MaxTokensOption = Annotated[
     int | None, typer.Option(help="Maximum number of tokens to generate. Default: the model's setting, else 512.")
 ]
-Temperature = Annotated[
+TemperatureOption = Annotated[
     float | None,
     typer.Option(
         help="0 takes the most likely token; 1 samples from the model's distribution.", rich_help_panel=_SAMPLING
     ),
 ]
-TopK = Annotated[
+TopKOption = Annotated[
     int | None, typer.Option(help="Sample from the k most likely tokens (0 disables).", rich_help_panel=_SAMPLING)
 ]
-TopP = Annotated[
+TopPOption = Annotated[
     float | None,
     typer.Option(
         help="Sample from the smallest set of likely tokens with this total probability.", rich_help_panel=_SAMPLING
     ),
 ]
-MinP = Annotated[
+MinPOption = Annotated[
     float | None,
     typer.Option(help="Drop tokens less likely than this fraction of the top token.", rich_help_panel=_SAMPLING),
 ]
-RepetitionPenalty = Annotated[
+RepetitionPenaltyOption = Annotated[
     float | None,
     typer.Option(help="Values above 1 penalise tokens already in the context.", rich_help_panel=_SAMPLING),
 ]
-Seed = Annotated[
+SeedOption = Annotated[
     int | None,
     typer.Option(help="Random seed: the same seed gives the same tokens.", rich_help_panel=_SAMPLING),
 ]
-AnswerTimeout = Annotated[float, typer.Option(help="Timeout of the whole answer in seconds.", min=0.1)]
+AnswerTimeoutOption = Annotated[float, typer.Option(help="Timeout of the whole answer in seconds.", min=0.1)]
 
 # ---- kinds of MODEL -----------------------------------------------------------------------------------------------------
 
 _TRANSFORMER: frozenset[ModelFileKind] = frozenset({"transformer"})
 _GRAPH: frozenset[ModelFileKind] = frozenset({"onnx", "graph"})
-_PROBLEM: frozenset[ModelFileKind] = frozenset({"instance"})
-_TITLES: Mapping[ModelFileKind, str] = {
+_INSTANCE: frozenset[ModelFileKind] = frozenset({"instance"})
+_KIND_TITLES: Mapping[ModelFileKind, str] = {
     "transformer": "the directory of a transformer",
     "onnx": "an ONNX graph",
     "graph": "a graph of operators",
     "instance": "a placement problem, with its own devices",
 }
 # Options of `plan` and `serve` that apply to some kinds of MODEL only, by parameter name. All others apply to every kind.
-CAPABILITIES: Mapping[str, frozenset[ModelFileKind]] = {
+OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
     **dict.fromkeys(("seq_len", "context", "sequences", "weights", "accuracy_budget"), _TRANSFORMER),
     **dict.fromkeys(("dim", "cluster"), _GRAPH),
-    **dict.fromkeys(("objective", "time_limit", "no_congestion", "picture"), _GRAPH | _PROBLEM),
+    **dict.fromkeys(("objective", "time_limit", "no_congestion", "picture"), _GRAPH | _INSTANCE),
     **dict.fromkeys(("compare", "rounds", "timeline", "save_profile", "load_profile"), _TRANSFORMER | _GRAPH),
     **dict.fromkeys(("save", "exclude", "limit"), _TRANSFORMER | _GRAPH),
 }
 # Options of `serve` that require MODEL.
-OF_MODEL = (
+MODEL_OPTIONS = (
     "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "seq_len", "context", "sequences", "weights",
     "wire", "lz4", "accuracy_budget", "exclude", "limit",
 )  # fmt: skip
 
 
-def given(context: typer.Context) -> dict[str, str]:
+def given_options(context: typer.Context) -> dict[str, str]:
     """Options given on the command line: the option string by parameter name."""
     return {
         each.name: each.opts[0]
@@ -180,20 +182,22 @@ def given(context: typer.Context) -> dict[str, str]:
 def check_kind(context: typer.Context, model: Path) -> ModelFileKind:
     """Return the kind of MODEL. Raises BadSetting for an option that does not apply to it."""
     kind = model_file_kind(model)
-    for name, option in given(context).items():
-        kinds = CAPABILITIES.get(name, get_args(ModelFileKind))
+    for name, option in given_options(context).items():
+        kinds = OPTION_KINDS.get(name, get_args(ModelFileKind))
         if kind not in kinds:
-            raise BadSetting(setting=option, reason=f"it applies to {_names(kinds)}, but {model} is {_TITLES[kind]}")
+            raise BadSetting(
+                setting=option, reason=f"it applies to {_kind_names(kinds)}, but {model} is {_KIND_TITLES[kind]}"
+            )
     return kind
 
 
-def refuse(context: typer.Context, names: Collection[str], reason: str) -> None:
+def reject_options(context: typer.Context, names: Collection[str], reason: str) -> None:
     """Raise BadSetting for the first of these options that was given."""
-    for name, option in given(context).items():
+    for name, option in given_options(context).items():
         if name in names:
             raise BadSetting(setting=option, reason=reason)
 
 
-def _names(kinds: Collection[ModelFileKind]) -> str:
-    found = ("transformers" if "transformer" in kinds else "", "graphs of operators" if "onnx" in kinds else "")
-    return " and ".join(filter(None, found))
+def _kind_names(kinds: Collection[ModelFileKind]) -> str:
+    names = ("transformers" if "transformer" in kinds else "", "graphs of operators" if "onnx" in kinds else "")
+    return " and ".join(filter(None, names))

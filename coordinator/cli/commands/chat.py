@@ -20,17 +20,17 @@ _HELP = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops t
 
 def chat(
     system: Annotated[str | None, typer.Option(help="System message: instructions for the model.")] = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    timeout: options.AnswerTimeout = 600.0,
-    address: options.Address = None,
-    mdns_interfaces: options.Interfaces = None,
-    key: options.KeyPath = None,
+    max_tokens: options.MaxTokensOption = None,
+    temperature: options.TemperatureOption = None,
+    top_k: options.TopKOption = None,
+    top_p: options.TopPOption = None,
+    min_p: options.MinPOption = None,
+    repetition_penalty: options.RepetitionPenaltyOption = None,
+    seed: options.SeedOption = None,
+    timeout: options.AnswerTimeoutOption = 600.0,
+    address: options.AddressOption = None,
+    mdns_interfaces: options.InterfacesOption = None,
+    key: options.KeyPathOption = None,
 ) -> None:
     """Chat with the served model, which must have a chat template."""
     with suppress(ImportError):

@@ -8,19 +8,19 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import AsJson
+from coordinator.cli.options import AsJsonOption
 from coordinator.cli.output import err, out, print_json
 from coordinator.cli.render.tables import device_table, link_table, plan_tables
 from coordinator.models.checkpoint.families import read_spec
 from hearth.platform.units import format_bytes, format_seconds
 
-TOLERANCE = 1e-5
+MAX_DIFFERENCE = 1e-5
 
 
 def demo(
     model: Annotated[Path, typer.Option(help="Model directory; `make demo` downloads one.")] = Path(".models/minilm"),
     num_devices: Annotated[int, typer.Option(help="Number of agents to start.", min=1, max=8)] = 3,
-    as_json: AsJson = False,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Run agents and a coordinator on this machine, which match smart-home sentences to commands (strategy hmp)."""
     from coordinator.cli.demo_run import run_demo
@@ -52,6 +52,6 @@ def demo(
             "share this machine's cores, so that more devices cannot be faster",
             soft_wrap=True,
         )
-    if result.max_abs_difference > TOLERANCE:
-        err.print(f"[red]error:[/] the difference is larger than {TOLERANCE}")
+    if result.max_abs_difference > MAX_DIFFERENCE:
+        err.print(f"[red]error:[/] the difference is larger than {MAX_DIFFERENCE}")
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath, interface_list
+from coordinator.cli.options import AsJsonOption, DevicesOption, InterfacesOption, KeyPathOption, interface_list
 from coordinator.cli.output import out, print_json, report
 from coordinator.cli.render.tables import device_table, link_table
 from coordinator.devices.fleet import Fleet
@@ -24,20 +24,20 @@ def devices(
     wait: Annotated[
         float, typer.Option(help="Stop the search after this many seconds without a new device.", min=0.1)
     ] = 1.5,
-    static: Devices = None,
-    mdns_interfaces: Interfaces = None,
-    key: KeyPath = None,
-    as_json: AsJson = False,
+    static: DevicesOption = None,
+    mdns_interfaces: InterfacesOption = None,
+    key: KeyPathOption = None,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Show the devices of this home: processor, memory, temperature, GPU, and with --measure the links between them."""
     credential = resolve_credential(key)
     if measure and not isinstance(credential, HomeKey):
         raise NotAuthorised(role=credential.kind, action="measure links")
 
-    async def look() -> tuple[list[DeviceInfo], list[Link], list[HearthError]]:
+    async def discover() -> tuple[list[DeviceInfo], list[Link], list[HearthError]]:
         limit = max(wait * 4, 5.0)
-        access, speaks_on = agent_access(credential), interface_list(mdns_interfaces)
-        async with Fleet(access, None, interfaces=speaks_on, static_devices=static or "") as fleet:
+        access, interfaces = agent_access(credential), interface_list(mdns_interfaces)
+        async with Fleet(access, None, interfaces=interfaces, static_devices=static or "") as fleet:
             found = await fleet.settle(wait, 1, limit)
             if not found and not fleet.refusals:
                 raise NoDevices(seconds=limit)
@@ -45,11 +45,11 @@ def devices(
             links = await profiler.measure_links(found) if measure else {}
             return fleet.device_infos(), list(links.values()), fleet.refusals
 
-    found, links, refusals = asyncio.run(look())
+    devices_found, links, refusals = asyncio.run(discover())
     if as_json:
         print_json(
             {
-                "devices": [device.model_dump() for device in found],
+                "devices": [device.model_dump() for device in devices_found],
                 "links": [link.model_dump() for link in links],
                 "refused": [str(error) for error in refusals],
             }
@@ -57,6 +57,6 @@ def devices(
         return
     for error in refusals:
         report(f"[yellow]warning:[/] {error}")
-    out.print(device_table(found))
+    out.print(device_table(devices_found))
     if links:
-        out.print(link_table(links, {device.device_id: device.name for device in found}))
+        out.print(link_table(links, {device.device_id: device.name for device in devices_found}))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import AsJson, Interfaces, KeyPath, interface_list
+from coordinator.cli.options import AsJsonOption, InterfacesOption, KeyPathOption, interface_list
 from coordinator.cli.output import out, print_json
 from hearth.platform.security import default_key_path
 
@@ -16,14 +16,14 @@ _MARKS = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "problem":
 
 def doctor(
     interface: Annotated[str | None, typer.Option(help="Check this network interface or address.")] = None,
-    mdns_interfaces: Interfaces = None,
-    key: KeyPath = None,
-    as_json: AsJson = False,
+    mdns_interfaces: InterfacesOption = None,
+    key: KeyPathOption = None,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Check versions, network interface, multicast, firewall, key, disk, clocks, agents and coordinators."""
-    from coordinator.cli.doctor_checks import examine
+    from coordinator.cli.doctor_checks import run_checks
 
-    findings = examine(key or default_key_path(os.environ), interface, interface_list(mdns_interfaces))
+    findings = run_checks(key or default_key_path(os.environ), interface, interface_list(mdns_interfaces))
     if as_json:
         print_json({"findings": [finding._asdict() for finding in findings]})
     else:

@@ -9,7 +9,14 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
+from coordinator.cli.options import (
+    AddressOption,
+    AsJsonOption,
+    InterfacesOption,
+    KeyPathOption,
+    TimeoutOption,
+    interface_list,
+)
 from coordinator.cli.output import out, print_json, report, write_file
 from hearth.client.sync import connect
 from hearth.platform.units import format_seconds
@@ -22,11 +29,11 @@ def embed(
         Path | None,
         typer.Option(help="Write a timeline of the request as a Chrome trace, for Perfetto or chrome://tracing."),
     ] = None,
-    timeout: Timeout = 60.0,
-    address: Address = None,
-    mdns_interfaces: Interfaces = None,
-    key: KeyPath = None,
-    as_json: AsJson = False,
+    timeout: TimeoutOption = 60.0,
+    address: AddressOption = None,
+    mdns_interfaces: InterfacesOption = None,
+    key: KeyPathOption = None,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Embed texts with the served model. Prints the most similar text of each; with --json, the vectors."""
     if texts == ["-"]:

@@ -12,8 +12,15 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from coordinator.cli.load_generator import Load, measure, random_inputs
-from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
+from coordinator.cli.load_generator import LoadResult, measure_load, random_inputs
+from coordinator.cli.options import (
+    AddressOption,
+    AsJsonOption,
+    InterfacesOption,
+    KeyPathOption,
+    TimeoutOption,
+    interface_list,
+)
 from coordinator.cli.output import out, print_json, report, write_file
 from coordinator.cli.render.graph_tables import prediction_line
 from coordinator.plan.graph.predict import requests_in_flight
@@ -34,11 +41,11 @@ def infer(
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the outputs to this .npz file.", metavar="FILE")] = None,
-    timeout: Timeout = 60.0,
-    address: Address = None,
-    mdns_interfaces: Interfaces = None,
-    key: KeyPath = None,
-    as_json: AsJson = False,
+    timeout: TimeoutOption = 60.0,
+    address: AddressOption = None,
+    mdns_interfaces: InterfacesOption = None,
+    key: KeyPathOption = None,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Run the served graph once. Prints name, type, shape and first values of each output."""
     given = _read_npz(inputs) if inputs is not None else None
@@ -46,7 +53,7 @@ def infer(
         arrays = given if given is not None else random_inputs(home.model_info(timeout).inputs)
         result = home.request_inference(arrays, timeout)
     if output is not None:
-        write_file("--output", output, _npz(result.outputs))
+        write_file("--output", output, _npz_bytes(result.outputs))
     if as_json:
         outputs = {
             name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in result.outputs.items()
@@ -73,16 +80,16 @@ def bench_model(
         Path | None,
         typer.Option(help="Inputs by name, in an .npz file (numpy.savez). Default: random inputs.", metavar="FILE"),
     ] = None,
-    timeout: Timeout = 60.0,
-    address: Address = None,
-    mdns_interfaces: Interfaces = None,
-    key: KeyPath = None,
-    as_json: AsJson = False,
+    timeout: TimeoutOption = 60.0,
+    address: AddressOption = None,
+    mdns_interfaces: InterfacesOption = None,
+    key: KeyPathOption = None,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Measure the served graph with sequential, then with concurrent requests, and show the prediction."""
     given = _read_npz(inputs) if inputs is not None else None
 
-    async def run() -> tuple[Load, Load, GraphPlan | None]:
+    async def run() -> tuple[LoadResult, LoadResult, GraphPlan | None]:
         async with await connect_async(address, key, interfaces=interface_list(mdns_interfaces)) as home:
             info = await home.model_info(timeout)
             arrays = given if given is not None else random_inputs(info.inputs)
@@ -91,11 +98,11 @@ def bench_model(
             except NotAuthorised:  # an app's key
                 served = None
             plan = served if is_graph_plan(served) else None
-            at_once = concurrency or (requests_in_flight(plan.body.segments) if plan else _DEFAULT_CONCURRENCY)
+            num_concurrent = concurrency or (requests_in_flight(plan.body.segments) if plan else _DEFAULT_CONCURRENCY)
             report(f"measuring {info.name} for {seconds / 2:g} s, one request at a time")
-            alone = await measure(home, arrays, 1, seconds / 2, timeout)
-            report(f"measuring {info.name} for {seconds:g} s, {at_once} concurrent requests")
-            return alone, await measure(home, arrays, at_once, seconds, timeout), plan
+            alone = await measure_load(home, arrays, 1, seconds / 2, timeout)
+            report(f"measuring {info.name} for {seconds:g} s, {num_concurrent} concurrent requests")
+            return alone, await measure_load(home, arrays, num_concurrent, seconds, timeout), plan
 
     alone, full, plan = asyncio.run(run())
     if as_json:
@@ -103,7 +110,7 @@ def bench_model(
         print_json({"alone": alone.as_json(), "load": full.as_json(), "predicted": predicted})
         return
     for load in (alone, full):
-        out.print(load.describe(), soft_wrap=True)
+        out.print(load.summary(), soft_wrap=True)
     if plan is not None:
         out.print(prediction_line(plan), soft_wrap=True)
 
@@ -117,7 +124,7 @@ def _read_npz(path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
         raise BadSetting(setting="--inputs", reason=f"{path}: {reason}") from None
 
 
-def _npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
+def _npz_bytes(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]  # an output may have any name
     return file.getvalue()

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, interface_list
+from coordinator.cli.options import AddressOption, AsJsonOption, InterfacesOption, KeyPathOption, interface_list
 from coordinator.cli.output import handles_errors, out, print_json, report
 from hearth.client.sync import connect
 from hearth.errors import BadKey, BadSetting
@@ -20,30 +20,30 @@ key_app = typer.Typer(
     help="Create, copy and revoke keys. Anyone who has the home key controls the home until you rotate it.",
 )
 
-Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing key; access to its home is lost.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite an existing key; access to its home is lost.")]
 
 
-def _path(key: Path | None) -> Path:
+def _key_path(key: Path | None) -> Path:
     return key or security.default_key_path(os.environ)
 
 
-def _home(path: Path) -> security.HomeKey:
+def _load_home_key(path: Path) -> security.HomeKey:
     credential = security.load_credential(path)
     if not isinstance(credential, security.HomeKey):
         raise BadKey(source=str(path), reason="this needs the home key, not an admin or app key")
     return credential
 
 
-def new(key: KeyPath = None, force: Force = False) -> None:
+def new(key: KeyPathOption = None, force: ForceOption = False) -> None:
     """Create a new home key on this device."""
-    security.save_credential(_path(key), security.new_home_key(), force)
-    out.print(f"created a new home key in {_path(key)}", soft_wrap=True)
+    security.save_credential(_key_path(key), security.new_home_key(), force)
+    out.print(f"created a new home key in {_key_path(key)}", soft_wrap=True)
     out.print("On every other device: `hearth key export` here, `hearth key import` there.")
 
 
-def show(key: KeyPath = None, as_json: AsJson = False) -> None:
+def show(key: KeyPathOption = None, as_json: AsJsonOption = False) -> None:
     """Show the kind and fingerprints of the key, never the secret."""
-    path = _path(key)
+    path = _key_path(key)
     credential = security.load_credential(path)
     access = security.coordinator_access(credential)
     facts = {
@@ -65,10 +65,10 @@ def export(
     role: Annotated[
         str, typer.Option(help="home: for agents and coordinators. admin: for a person's computer.")
     ] = "home",
-    key: KeyPath = None,
+    key: KeyPathOption = None,
 ) -> None:
     """Print the key as one line, for `hearth key import` on another device."""
-    home = _home(_path(key))
+    home = _load_home_key(_key_path(key))
     if role not in ("home", "admin"):
         raise BadSetting(setting="--role", reason=f"'{role}' is neither home nor admin")
     if role == "home":
@@ -78,22 +78,22 @@ def export(
 
 def import_(
     source: Annotated[str, typer.Argument(help="File with the exported line; '-' reads standard input.")] = "-",
-    key: KeyPath = None,
-    force: Force = False,
+    key: KeyPathOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Import a key that was exported on another device."""
     if source == "-":
         credential = security.parse_credential(sys.stdin.read(), "standard input")
     else:
         credential = security.load_credential(Path(source))
-    security.save_credential(_path(key), credential, force)
-    out.print(f"imported the {credential.kind} key to {_path(key)}", soft_wrap=True)
+    security.save_credential(_key_path(key), credential, force)
+    out.print(f"imported the {credential.kind} key to {_key_path(key)}", soft_wrap=True)
 
 
-def rotate(key: KeyPath = None) -> None:
+def rotate(key: KeyPathOption = None) -> None:
     """Replace the home key. Every device, person and app then needs a new key; the old keys stop working."""
-    path = _path(key)
-    old = _home(path)
+    path = _key_path(key)
+    old = _load_home_key(path)
     security.save_credential(path.with_name(path.name + ".old"), old, force=True)
     security.save_credential(path, security.new_home_key(), force=True)
     out.print(f"rotated; the old key is kept in {path}.old", soft_wrap=True)
@@ -105,10 +105,10 @@ def rotate(key: KeyPath = None) -> None:
 
 def add_app(
     name: Annotated[str, typer.Argument(help="Name of the app: a-z, 0-9 and -, at most 32 characters.")],
-    address: Address = None,
-    mdns_interfaces: Interfaces = None,
-    key: KeyPath = None,
-    as_json: AsJson = False,
+    address: AddressOption = None,
+    mdns_interfaces: InterfacesOption = None,
+    key: KeyPathOption = None,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Create a key for an app, valid for inference requests only. Needs the running coordinator."""
     credential = security.resolve_credential(key)
@@ -127,9 +127,9 @@ def add_app(
 
 def revoke(
     name: Annotated[str, typer.Argument(help="Name of the app.")],
-    address: Address = None,
-    mdns_interfaces: Interfaces = None,
-    key: KeyPath = None,
+    address: AddressOption = None,
+    mdns_interfaces: InterfacesOption = None,
+    key: KeyPathOption = None,
 ) -> None:
     """Revoke an app's key, from its next request on. Needs the running coordinator."""
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:

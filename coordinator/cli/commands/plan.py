@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 
 from coordinator.cli import options
-from coordinator.cli.comparison import compare as compare_plans
-from coordinator.cli.comparison import print_comparison, run_interruptibly
-from coordinator.cli.goals import goal_of
-from coordinator.cli.planning.flow import Output, Planning, plan_model
+from coordinator.cli.comparison import compare_plans, print_comparison, run_interruptibly
+from coordinator.cli.goals import goal_from_options
+from coordinator.cli.planning.flow import OutputOptions, Planning, plan_model
 from coordinator.cli.planning.graph import GraphPlanning
-from coordinator.cli.planning.live import Reach
+from coordinator.cli.planning.live import ConnectionOptions
 from coordinator.cli.planning.problem import plan_problem
 from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.cli.render.picture import check_picture
@@ -35,11 +34,11 @@ def plan(
             "JSON without weights (needs --cluster)."
         ),
     ],
-    strategy: options.Strategy = "auto",
-    objective: options.Objective = None,
-    dim: options.Dims = [],  # noqa: B006 (typer's form of an empty default)
-    time_limit: options.TimeLimit = None,
-    no_congestion: options.NoCongestion = False,
+    strategy: options.StrategyOption = "auto",
+    objective: options.ObjectiveOption = None,
+    dim: options.DimsOption = [],  # noqa: B006 (typer's form of an empty default)
+    time_limit: options.TimeLimitOption = None,
+    no_congestion: options.NoCongestionOption = False,
     cluster: Annotated[
         Path | None,
         typer.Option(
@@ -52,14 +51,14 @@ def plan(
     picture: Annotated[
         Path | None, typer.Option(help="(graph) Draw the graph coloured by device (.svg or .png).", metavar="FILE")
     ] = None,
-    seq_len: options.SeqLen = None,
-    context: options.Context = None,
-    sequences: options.Sequences = None,
-    weights: options.Weights = "float32",
-    wire: options.Wire = "exact",
-    lz4: options.Lz4 = "auto",
-    exclude: options.Exclude = [],  # noqa: B006
-    limit: options.Limit = [],  # noqa: B006
+    seq_len: options.SeqLenOption = None,
+    context: options.ContextOption = None,
+    sequences: options.SequencesOption = None,
+    weights: options.WeightsOption = "float32",
+    wire: options.WireOption = "exact",
+    lz4: options.Lz4Option = "auto",
+    exclude: options.ExcludeOption = [],  # noqa: B006
+    limit: options.LimitOption = [],  # noqa: B006
     explain: Annotated[
         bool, typer.Option("--explain", help="Show every candidate plan, and why it was not chosen.")
     ] = False,
@@ -91,22 +90,22 @@ def plan(
     wait: Annotated[
         float, typer.Option(help="Start planning after this many seconds without a new device.", min=0.1)
     ] = 1.5,
-    static: options.Devices = None,
-    mdns_interfaces: options.Interfaces = None,
-    key: options.KeyPath = None,
-    as_json: options.AsJson = False,
+    static: options.DevicesOption = None,
+    mdns_interfaces: options.InterfacesOption = None,
+    key: options.KeyPathOption = None,
+    as_json: options.AsJsonOption = False,
 ) -> None:
     """Plan a model for the devices of this home. Shows shares, memory, predicted time and alternatives."""
     kind = options.check_kind(command, model)
-    goal = goal_of(kind, model, command.params)
-    reach = Reach(key, static or "", mdns_interfaces, wait)
+    goal = goal_from_options(kind, model, command.params)
+    connection = ConnectionOptions(key, static or "", mdns_interfaces, wait)
     if rounds is not None and not compare:
         raise BadSetting(setting="--rounds", reason="it needs --compare")
     if compare:
-        options.refuse(command, _NOT_COMPARED, "it cannot be combined with --compare")
+        options.reject_options(command, _NOT_COMPARED, "it cannot be combined with --compare")
     if picture is not None:
         check_picture(picture)
-    output = Output(explain, as_json, save, timeline, picture, save_profile)
+    output = OutputOptions(explain, as_json, save, timeline, picture, save_profile)
     if kind == "instance" and isinstance(goal, GraphGoal):
         asyncio.run(plan_problem(goal, output))
         return
@@ -114,7 +113,9 @@ def plan(
     if compare:
         rounds = rounds or _DEFAULT_ROUNDS
         print_comparison(
-            run_interruptibly(compare_plans(planning, reach, load_coordinator_settings({}), rounds)), rounds, as_json
+            run_interruptibly(compare_plans(planning, connection, load_coordinator_settings({}), rounds)),
+            rounds,
+            as_json,
         )
         return
-    asyncio.run(plan_model(planning, load_profile, cluster, reach, output))
+    asyncio.run(plan_model(planning, load_profile, cluster, connection, output))

@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from coordinator.cli import options
-from coordinator.cli.goals import goal_of
+from coordinator.cli.goals import goal_from_options
 from coordinator.cli.output import err, report
 from coordinator.models.file_kinds import read_json_file, why_wrong_kind
 from coordinator.serve.config import load_coordinator_settings
@@ -31,17 +31,17 @@ def serve(
     plan: Annotated[
         Path | None, typer.Option(help="Use the plan in this file, written by `hearth plan --save`.")
     ] = None,
-    strategy: options.Strategy = "auto",
-    objective: options.Objective = None,
-    dim: options.Dims = [],  # noqa: B006 (typer's form of an empty default)
-    time_limit: options.TimeLimit = None,
-    no_congestion: options.NoCongestion = False,
-    seq_len: options.SeqLen = None,
-    context: options.Context = None,
-    sequences: options.Sequences = None,
-    weights: options.Weights = "float32",
-    wire: options.Wire = "exact",
-    lz4: options.Lz4 = "auto",
+    strategy: options.StrategyOption = "auto",
+    objective: options.ObjectiveOption = None,
+    dim: options.DimsOption = [],  # noqa: B006 (typer's form of an empty default)
+    time_limit: options.TimeLimitOption = None,
+    no_congestion: options.NoCongestionOption = False,
+    seq_len: options.SeqLenOption = None,
+    context: options.ContextOption = None,
+    sequences: options.SequencesOption = None,
+    weights: options.WeightsOption = "float32",
+    wire: options.WireOption = "exact",
+    lz4: options.Lz4Option = "auto",
     accuracy_budget: Annotated[
         float | None,
         typer.Option(
@@ -50,8 +50,8 @@ def serve(
             metavar="X",
         ),
     ] = None,
-    exclude: options.Exclude = [],  # noqa: B006
-    limit: options.Limit = [],  # noqa: B006
+    exclude: options.ExcludeOption = [],  # noqa: B006
+    limit: options.LimitOption = [],  # noqa: B006
     min_devices: Annotated[int | None, typer.Option(help="Wait until this many devices are present.")] = None,
     port: Annotated[int | None, typer.Option(help="TCP port for clients (default 47830; 0: any free port).")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Directory of the coordinator's state.")] = None,
@@ -64,9 +64,9 @@ def serve(
             rich_help_panel="Data plane",
         ),
     ] = None,
-    static: options.Devices = None,
-    mdns_interfaces: options.Interfaces = None,
-    key: options.KeyPath = None,
+    static: options.DevicesOption = None,
+    mdns_interfaces: options.InterfacesOption = None,
+    key: options.KeyPathOption = None,
 ) -> None:
     """Serve a model on the devices of this home until stopped. Without MODEL, serve the last one again."""
     own = ("port", "state_dir", "name", "min_devices", "mdns_interfaces", "encrypt_data_plane")
@@ -78,9 +78,9 @@ def serve(
         report("[yellow]warning:[/] activations are not encrypted; anyone on the network can read them")
     goal: Goal | None = None
     if model is not None:
-        goal = goal_of(options.check_kind(command, model), model, command.params)
+        goal = goal_from_options(options.check_kind(command, model), model, command.params)
     else:
-        options.refuse(command, options.OF_MODEL, "it needs a MODEL")
+        options.reject_options(command, options.MODEL_OPTIONS, "it needs a MODEL")
     saved: Plan | None = None
     if plan is not None:
         content = read_json_file(plan, lambda reason: BadPlan(reason=f"{plan} {reason}"))

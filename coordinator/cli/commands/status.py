@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
+from coordinator.cli.options import (
+    AddressOption,
+    AsJsonOption,
+    InterfacesOption,
+    KeyPathOption,
+    TimeoutOption,
+    interface_list,
+)
 from coordinator.cli.output import out, print_json
 from coordinator.cli.render.graph_tables import graph_plan_tables, prediction_line
 from coordinator.cli.render.tables import device_table, history_table, plan_tables
@@ -10,15 +17,15 @@ from hearth.client.sync import connect
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
 from hearth.platform.units import format_bytes, format_seconds
 
-_SHOWN_MOVES = 12  # phases: enough for a start and a recovery; `--json` prints all
+_NUM_SHOWN_PHASES = 12  # phases: enough for a start and a recovery; `--json` prints all
 
 
 def status(
-    timeout: Timeout = 10.0,
-    address: Address = None,
-    mdns_interfaces: Interfaces = None,
-    key: KeyPath = None,
-    as_json: AsJson = False,
+    timeout: TimeoutOption = 10.0,
+    address: AddressOption = None,
+    mdns_interfaces: InterfacesOption = None,
+    key: KeyPathOption = None,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Show the coordinator's state, plan, devices, requests and last error. Needs an admin or home key."""
     with connect(address, key, timeout, interface_list(mdns_interfaces)) as home:
@@ -47,4 +54,4 @@ def status(
     if now.last_error:
         out.print(f"last error: {now.last_error}", soft_wrap=True)
     if now.history:
-        out.print(history_table(now.history[-_SHOWN_MOVES:]))
+        out.print(history_table(now.history[-_NUM_SHOWN_PHASES:]))

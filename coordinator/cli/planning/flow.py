@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from coordinator.cli.output import out, print_json, write_file
 from coordinator.cli.planning.graph import GraphPlanning, PlannedGraph
-from coordinator.cli.planning.live import Reach, reached, wanted
+from coordinator.cli.planning.live import ConnectionOptions, connect_devices, select_devices
 from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.cli.render.picture import save_picture
 from coordinator.serve.config import load_coordinator_settings
@@ -19,7 +19,7 @@ Planning: TypeAlias = TransformerPlanning | GraphPlanning
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputOptions:
     """How to print a plan, and the files to write (None: not written)."""
 
     explain: bool
@@ -31,18 +31,18 @@ class Output:
 
 
 async def plan_model(
-    planning: Planning, profile: Path | None, devices: Path | None, reach: Reach, output: Output
+    planning: Planning, profile: Path | None, devices: Path | None, connection: ConnectionOptions, output: OutputOptions
 ) -> None:
     """Plan for the devices of a saved profile, of a cluster file (`devices`), or for live ones. Raises HearthError."""
-    cluster: Any = planning.read(profile, devices)
+    cluster: Any = planning.read_cluster(profile, devices)
     if cluster is None:
-        async with reached(planning.goal, reach, load_coordinator_settings({})) as live:
+        async with connect_devices(planning.goal, connection, load_coordinator_settings({})) as live:
             cluster = await planning.profile(live)
     else:
-        left = wanted(planning.goal, cluster.devices, cluster.devices)
-        cluster = cluster.subset(tuple(device.device_id for device in left))
+        remaining = select_devices(planning.goal, cluster.devices, cluster.devices)
+        cluster = cluster.subset(tuple(device.device_id for device in remaining))
     if output.profile is not None:
-        write_file("--save-profile", output.profile, planning.saved(cluster).model_dump_json(indent=1))
+        write_file("--save-profile", output.profile, planning.saved_profile(cluster).model_dump_json(indent=1))
     planned = await planning.plan(cluster)
     if output.plan is not None:
         write_file("--save", output.plan, planned.plan.model_dump_json(indent=1))

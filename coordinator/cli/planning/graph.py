@@ -14,9 +14,9 @@ import numpy as np
 
 from coordinator.cli.load_generator import random_inputs
 from coordinator.cli.output import out, report
-from coordinator.cli.planning.live import Live
+from coordinator.cli.planning.live import LiveDevices
 from coordinator.cli.render import graph_tables
-from coordinator.cli.render.picture import Drawing, drawing_of
+from coordinator.cli.render.picture import Drawing, make_drawing
 from coordinator.deploy.deployment import Weights
 from coordinator.deploy.graph import GraphDeployment, segment_weights
 from coordinator.deploy.graph_chunks import SegmentChunks
@@ -38,19 +38,19 @@ from hearth.platform.asyncio_tools import all_or_first_error
 from hearth.platform.units import format_bytes, format_seconds
 from hearth.wire.messages import DeviceTrace
 
-NUM_OTHERS = 4  # candidates shown without --explain
+NUM_ALTERNATIVES = 4  # candidates shown without --explain
 
 
 @dataclass(frozen=True)
 class PlannedGraph:
     """A plan with all candidates, and the request that it answers."""
 
-    found: PlanningResult[GraphPlan]
+    result: PlanningResult[GraphPlan]
     request: GraphRequest
 
     @property
     def plan(self) -> GraphPlan:
-        return self.found.plan
+        return self.result.plan
 
     def timeline(self) -> Sequence[DeviceTrace]:
         return predicted_graph_timeline(self.request.spec, self.plan, self.request.cluster, self.request.congestion)
@@ -66,12 +66,12 @@ class PlannedGraph:
         assignment = [rank_of[operator] for operator in range(spec.num_operators)]
         edges = [(a, b) for b in range(spec.num_operators) for a in spec.predecessors[b]]
         names, kinds = zip(*((operator.name, operator.kind) for operator in spec.operators), strict=True)
-        return drawing_of(graph_tables.title_of(plan), legend, names, kinds, assignment, edges)
+        return make_drawing(graph_tables.picture_title(plan), legend, names, kinds, assignment, edges)
 
     def as_json(self, explain: bool) -> dict[str, Any]:
         asked = self.request
         return {
-            **graph_tables.planned_as_json(self.found, asked, [device.name for device in asked.cluster.devices], "s"),
+            **graph_tables.planned_as_json(self.result, asked, [device.name for device in asked.cluster.devices], "s"),
             "predicted": self.plan.predicted.model_dump(mode="json"),
             "bottleneck": " to ".join(map(str, predict_plan(asked, self.plan).bottleneck)),
             "plan": self.plan.model_dump(mode="json"),
@@ -81,24 +81,24 @@ class PlannedGraph:
         plan, spec, objective = self.plan, self.request.spec, self.request.objective
         out.print(*graph_tables.graph_plan_tables(plan), sep="\n")
         out.print(graph_tables.prediction_line(plan), soft_wrap=True)
-        out.print(graph_tables.proof_line(self.found.chosen, "s"), soft_wrap=True)
-        if line := graph_tables.one_device_line(self.found):
+        out.print(graph_tables.proof_line(self.result.chosen, "s"), soft_wrap=True)
+        if line := graph_tables.one_device_line(self.result):
             out.print(line, soft_wrap=True)
         if explain:
             priced = predict_plan(self.request, plan)
             out.print(*graph_tables.explanation_lines(plan, spec, priced), sep="\n", markup=False, soft_wrap=True)
             out.print("segments:", *graph_tables.segment_lines(plan, spec), sep="\n", markup=False, soft_wrap=True)
-            out.print(graph_tables.candidates_table(self.found, objective, "s"))
-        elif self.found.others:
-            out.print(graph_tables.candidates_table(self.found, objective, "s", NUM_OTHERS))
+            out.print(graph_tables.candidates_table(self.result, objective, "s"))
+        elif self.result.others:
+            out.print(graph_tables.candidates_table(self.result, objective, "s", NUM_ALTERNATIVES))
 
     async def best_of_each_strategy(self) -> list[GraphPlan]:
         """This plan, then the best one of each other strategy. Equal plans become one, whose `planner` names all strategies."""
-        found = self.found
+        result = self.result
         if self.request.strategy != "auto":
-            found = await solve_graph(replace(self.request, strategy="auto"), report_strategy)
+            result = await solve_graph(replace(self.request, strategy="auto"), report_strategy)
         best = {self.plan.planner: self.plan}
-        for candidate in found.candidates:  # the fastest first
+        for candidate in result.candidates:  # the fastest first
             if candidate.plan is not None:
                 best.setdefault(candidate.plan.planner, candidate.plan)
         merged: dict[object, GraphPlan] = {}
@@ -116,7 +116,7 @@ class GraphPlanning:
         self.goal = goal
         self.graph = read_graph_file(Path(goal.model_file), goal.dims)
 
-    def read(self, profile: Path | None = None, devices: Path | None = None) -> GraphCluster | None:
+    def read_cluster(self, profile: Path | None = None, devices: Path | None = None) -> GraphCluster | None:
         """The cluster of a saved profile or a cluster file; None: measure live devices. Raises BadSetting."""
         if devices is not None:
             if profile is not None:
@@ -130,11 +130,11 @@ class GraphPlanning:
         self.graph.check_types()
         return None
 
-    async def profile(self, live: Live) -> GraphCluster:
+    async def profile(self, live: LiveDevices) -> GraphCluster:
         """The cluster of live devices. Raises NoDevices, ..."""
         return await graph_cluster(live.profiler, live.devices, self.graph, graph_workload(self.graph))
 
-    def saved(self, cluster: GraphCluster) -> SavedGraphProfile:
+    def saved_profile(self, cluster: GraphCluster) -> SavedGraphProfile:
         return saved_graph_profile(self.graph, cluster)
 
     async def plan(self, cluster: GraphCluster) -> PlannedGraph:
@@ -154,16 +154,16 @@ class GraphPlanning:
     def weights(self, plan: GraphPlan, cache_dir: Path) -> AbstractAsyncContextManager[Weights]:
         return segment_weights(self._chunks, plan)
 
-    async def measured_seconds(self, deployment: GraphDeployment, rounds: int) -> tuple[float, ...]:
-        """Seconds of sequential requests after one warm-up request; for throughput, see `_full_pipeline`."""
+    async def measure_seconds(self, deployment: GraphDeployment, rounds: int) -> tuple[float, ...]:
+        """Seconds of sequential requests after one warm-up request; for throughput, see `_pipeline_seconds`."""
         inputs = random_inputs(self.graph.spec.inputs)
         if deployment.plan.body.objective == "throughput":
-            return await _full_pipeline(deployment, inputs, rounds)
+            return await _pipeline_seconds(deployment, inputs, rounds)
         seconds = [(await deployment.infer(inputs)).latency_seconds for _ in range(rounds + 1)]
         return tuple(seconds[1:])
 
 
-async def _full_pipeline(
+async def _pipeline_seconds(
     deployment: GraphDeployment, inputs: Mapping[str, np.ndarray[Any, Any]], rounds: int
 ) -> tuple[float, ...]:
     """Seconds per request of a full pipeline, one value per round. A round has as many answers as requests in flight.

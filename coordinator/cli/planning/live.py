@@ -26,7 +26,7 @@ _D = TypeVar("_D", bound=NamedDevice)
 
 
 @dataclass(frozen=True)
-class Reach:
+class ConnectionOptions:
     """How to reach the devices."""
 
     key: Path | None
@@ -36,7 +36,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveDevices:
     """Devices that answered, without the excluded ones."""
 
     fleet: Fleet
@@ -45,42 +45,42 @@ class Live:
 
 
 @asynccontextmanager
-async def reached(
+async def connect_devices(
     goal: Goal,
-    reach: Reach,
+    connection: ConnectionOptions,
     settings: CoordinatorSettings,
     lease_name: str | None = None,
     on_change: Callable[[Device], None] | None = None,
-) -> AsyncIterator[Live]:
+) -> AsyncIterator[LiveDevices]:
     """Connect to the devices that `goal` allows; with `lease_name`, hold a lease on each until the context ends.
 
     Raises NoDevices, AgentBusy if another coordinator holds a wanted device, BadSetting for an unknown name.
     """
-    credential = resolve_credential(reach.key)
+    credential = resolve_credential(connection.key)
     if not isinstance(credential, HomeKey):
         raise NotAuthorised(role=credential.kind, action="profile devices")
-    limit = max(reach.wait_seconds * 4, 5.0)
-    access, speaks_on = agent_access(credential), interface_list(reach.interfaces)
-    async with Fleet(access, lease_name, speaks_on, reach.devices, on_change=on_change) as fleet:
-        await fleet.settle(reach.wait_seconds, 0, limit)
+    limit = max(connection.wait_seconds * 4, 5.0)
+    access, interfaces = agent_access(credential), interface_list(connection.interfaces)
+    async with Fleet(access, lease_name, interfaces, connection.devices, on_change=on_change) as fleet:
+        await fleet.settle(connection.wait_seconds, 0, limit)
         if not fleet.devices:
-            await fleet.settle(reach.wait_seconds, 1, limit)
+            await fleet.settle(connection.wait_seconds, 1, limit)
         for device in allowed_devices(goal, fleet.devices.values()):
             if device.health == "busy":  # asking again raises AgentBusy with the holder, unless the device is free now
                 request = AcquireLease(holder=fleet.holder, holder_name=lease_name or "", seconds=LEASE_SECONDS)
                 await fleet.ask(device.device_id, request, LeaseGranted)
         if not fleet.usable():
             raise NoDevices(seconds=limit)
-        chosen = wanted(goal, fleet.usable(), fleet.devices.values())
+        chosen = select_devices(goal, fleet.usable(), fleet.devices.values())
         profiler = Profiler(fleet, settings.state_dir / "profiles", report)
-        yield Live(fleet, profiler, chosen)
+        yield LiveDevices(fleet, profiler, chosen)
 
 
-def wanted(goal: Goal, devices: Collection[_D], known: Collection[NamedDevice]) -> list[_D]:
+def select_devices(goal: Goal, devices: Collection[_D], known: Collection[NamedDevice]) -> list[_D]:
     """The devices that `goal` allows. Raises BadSetting if none is left, and for a name that no `known` device has."""
     require_known("--limit", [limit.device for limit in goal.limits], known)
     require_known("--exclude", goal.exclude, known)
-    left = allowed_devices(goal, devices)
-    if not left:
+    remaining = allowed_devices(goal, devices)
+    if not remaining:
         raise BadSetting(setting="--exclude", reason="no device is left")
-    return left
+    return remaining

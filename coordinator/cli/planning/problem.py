@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from coordinator.cli.output import out, print_json
-from coordinator.cli.planning.flow import Output
-from coordinator.cli.planning.graph import NUM_OTHERS, report_strategy
+from coordinator.cli.planning.flow import OutputOptions
+from coordinator.cli.planning.graph import NUM_ALTERNATIVES, report_strategy
 from coordinator.cli.render.graph_tables import candidates_table, planned_as_json, proof_line
-from coordinator.cli.render.picture import drawing_of, save_picture
+from coordinator.cli.render.picture import make_drawing, save_picture
 from coordinator.devices.cluster_file import read_instance
 from coordinator.serve.planner_process import solve_instance
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting
 
 
-async def plan_problem(goal: GraphGoal, output: Output) -> None:
+async def plan_problem(goal: GraphGoal, output: OutputOptions) -> None:
     """Solve a placement problem and print the result, without a unit: the file names none. Raises HearthError."""
     path = Path(goal.model_file)
     if goal.objective != "latency":
@@ -36,13 +36,13 @@ async def plan_problem(goal: GraphGoal, output: Output) -> None:
     if output.picture is not None:
         title = f"{problem.name} by {planned.chosen.strategy}: {solution.value:.6g}"
         edges = [(flow.source, target) for flow in problem.flows for target in flow.targets]
-        save_picture(output.picture, drawing_of(title, rows, problem.operators, (), assignment, edges))
+        save_picture(output.picture, make_drawing(title, rows, problem.operators, (), assignment, edges))
     if output.as_json:
         print_json({**planned_as_json(planned, goal, problem.devices, "as in the file"), "model": problem.name})
         return
     out.print(f"{problem.name}: {problem.num_operators} operators on {problem.num_devices} devices")
     out.print(*rows, sep="\n", markup=False)
     out.print(proof_line(planned.chosen, ""))
-    out.print(candidates_table(planned, "latency", "", None if output.explain else NUM_OTHERS))
+    out.print(candidates_table(planned, "latency", "", None if output.explain else NUM_ALTERNATIVES))
     if output.picture is not None:
         out.print(f"wrote {output.picture}")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.cli.output import out
-from coordinator.cli.planning.live import Live
+from coordinator.cli.planning.live import LiveDevices
 from coordinator.cli.render import tables
 from coordinator.deploy.deployment import Weights
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights
@@ -34,21 +34,21 @@ from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
 from hearth.wire.messages import DeviceTrace, GenerationEnded, Sampling
 
-_NUM_OTHERS = 3  # alternatives shown without --explain
+_NUM_ALTERNATIVES = 3  # alternatives shown without --explain
 _SEED = 20240525
-_ANSWER_SECONDS = 600.0  # timeout of the wait for one token
+_TOKEN_TIMEOUT_SECONDS = 600.0  # timeout of the wait for one token
 
 
 @dataclass(frozen=True)
 class PlannedTransformer:
     """A plan with all candidates, and the request that it answers."""
 
-    found: PlanningResult[TransformerPlan]
+    result: PlanningResult[TransformerPlan]
     request: PlanRequest
 
     @property
     def plan(self) -> TransformerPlan:
-        return self.found.plan
+        return self.result.plan
 
     def timeline(self) -> Sequence[DeviceTrace]:
         plan = self.plan
@@ -56,10 +56,10 @@ class PlannedTransformer:
         return predicted_step_timeline(PlanLayout(plan.model, plan.body, used, plan.wire))
 
     def as_json(self, explain: bool) -> dict[str, Any]:
-        found = self.plan.model_dump(mode="json")
+        plan_json = self.plan.model_dump(mode="json")
         if explain:
-            found["priced"] = [candidate_as_json(each, self.request.cluster) for each in self.found.candidates]
-        return found
+            plan_json["priced"] = [candidate_as_json(each, self.request.cluster) for each in self.result.candidates]
+        return plan_json
 
     def show(self, explain: bool) -> None:
         plan, cluster = self.plan, self.request.cluster
@@ -75,15 +75,15 @@ class PlannedTransformer:
         if plan.body.exact_links:
             out.print(tables.formats_line(plan))
         if explain:
-            out.print(f"\n{why_won(self.found, cluster, self.request.strategy)}")
-            out.print(tables.candidates_list(self.found, cluster))
+            out.print(f"\n{why_won(self.result, cluster, self.request.strategy)}")
+            out.print(tables.candidates_list(self.result, cluster))
         elif plan.alternatives:
             title = f"Not chosen ({seconds_unit(plan)})" if plan.body.generation else "Not chosen"
-            out.print(tables.others_table(self.found, _NUM_OTHERS, "predicted", title))
+            out.print(tables.alternatives_table(self.result, _NUM_ALTERNATIVES, "predicted", title))
 
     async def best_of_each_strategy(self) -> list[TransformerPlan]:
         """This plan, then the best one of each other strategy."""
-        return best_of_each_strategy(self.found)
+        return best_of_each_strategy(self.result)
 
 
 class TransformerPlanning:
@@ -93,15 +93,15 @@ class TransformerPlanning:
         self.goal = goal
         self.model = open_transformer(goal)
 
-    def read(self, profile: Path | None = None, devices: Path | None = None) -> ClusterProfile | None:
+    def read_cluster(self, profile: Path | None = None, devices: Path | None = None) -> ClusterProfile | None:
         """The cluster of a saved profile; None: measure live devices. Raises BadSetting."""
         return read_transformer_profile(profile, self.model.spec) if profile is not None else None
 
-    async def profile(self, live: Live) -> ClusterProfile:
+    async def profile(self, live: LiveDevices) -> ClusterProfile:
         """The cluster of live devices. Raises NoDevices, ..."""
         return await block_cluster(live.profiler, live.devices, block_workload(self.model.spec, self.model.seq_len))
 
-    def saved(self, cluster: ClusterProfile) -> SavedTransformerProfile:
+    def saved_profile(self, cluster: ClusterProfile) -> SavedTransformerProfile:
         return SavedTransformerProfile(devices=cluster.devices, links=cluster.links, model=self.model.spec)
 
     async def plan(self, cluster: ClusterProfile) -> PlannedTransformer:
@@ -117,9 +117,9 @@ class TransformerPlanning:
     def weights(self, plan: TransformerPlan, cache_dir: Path) -> AbstractAsyncContextManager[Weights]:
         return shard_weights(self.model.directory, plan, cache_dir)
 
-    async def measured_seconds(self, deployment: TransformerDeployment, rounds: int) -> tuple[float, ...]:
+    async def measure_seconds(self, deployment: TransformerDeployment, rounds: int) -> tuple[float, ...]:
         """Seconds of each step (decoder: request) on random tokens, after one warm-up run."""
-        seconds = [await _seconds(deployment, seed) for seed in range(_SEED, _SEED + rounds + 1)]
+        seconds = [await _run_seconds(deployment, seed) for seed in range(_SEED, _SEED + rounds + 1)]
         return tuple(seconds[1:])
 
 
@@ -132,13 +132,13 @@ def timed_tokens(plan: TransformerPlan) -> tuple[int, int]:
     return length, max(min(limits.new_tokens, max_context_tokens(plan) - length), 1)
 
 
-async def _seconds(deployment: TransformerDeployment, seed: int) -> float:
+async def _run_seconds(deployment: TransformerDeployment, seed: int) -> float:
     plan, random = deployment.plan, np.random.default_rng(seed)
     length, new_tokens = timed_tokens(plan)
     ids = random.integers(0, plan.model.vocab_size, length, dtype=np.int32)
     if not new_tokens:
         return (await deployment.run_step(*pack_sequences([ids.tolist()]), "mean")).step_seconds
-    async with aclosing(deployment.generate(ids, Sampling(), new_tokens, (), 0, _ANSWER_SECONDS)) as answers:
+    async with aclosing(deployment.generate(ids, Sampling(), new_tokens, (), 0, _TOKEN_TIMEOUT_SECONDS)) as answers:
         async for answer in answers:
             if isinstance(answer, GenerationEnded):
                 return answer.prefill_seconds + answer.decode_seconds

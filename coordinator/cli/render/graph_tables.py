@@ -8,7 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
-from coordinator.cli.render.tables import memory_table, on_devices, others_table, right, table, work_table
+from coordinator.cli.render.tables import (
+    alternatives_table,
+    device_count_text,
+    make_table,
+    memory_table,
+    right_column,
+    work_table,
+)
 from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.graph.predict import GraphPrediction, tensor_transfers
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
@@ -21,12 +28,12 @@ from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes, format_seconds
 
 _NUM_TRANSFERS = 12  # listed by --explain, the largest first
-_SAME = 0.0005  # relative difference that prints as 0.0%
+_NEGLIGIBLE_DIFFERENCE = 0.0005  # relative difference that prints as 0.0%
 
 
 def graph_plan_tables(plan: GraphPlan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table]:
     """Per device: operators, segments and busy time per request; and bytes against the budget (`memory_table`)."""
-    title = f"Plan: {plan.model.name} by {plan.planner} {on_devices(plan)}, for {plan.body.objective}"
+    title = f"Plan: {plan.model.name} by {plan.planner} {device_count_text(plan)}, for {plan.body.objective}"
     segments = [plan.body.segments_of(rank) for rank in range(plan.num_ranks)]
     work: dict[str, Iterable[object]] = {
         "operators": [sum(len(segment.operators) for segment in own) for own in segments],
@@ -49,25 +56,25 @@ def proof_line(chosen: Candidate[GraphPlan], unit: str) -> str:
     """The planner's objective value and proof, and how much the plan's prediction differs from it."""
     solution = chosen.solution
     assert solution is not None
-    value, took = _amount(solution.value, unit), f"found in {format_seconds(solution.seconds)}"
+    value, took = _format_value(solution.value, unit), f"found in {format_seconds(solution.seconds)}"
     more = chosen.seconds / solution.value - 1 if chosen.plan is not None and solution.value > 0 else 0.0
-    if abs(more) >= _SAME:
+    if abs(more) >= _NEGLIGIBLE_DIFFERENCE:
         value += " by its own objective (operators and transfers only)"
         side = "above" if more > 0 else "below"
         took += f"; the prediction, with whole segments and the workers' overheads, is {abs(more):.1%} {side} it"
     if solution.proven:
         return f"{chosen.strategy}: {value}, proven optimal, {took}"
     if solution.bound > 0:
-        bound = _amount(solution.bound, unit)
+        bound = _format_value(solution.bound, unit)
         return f"{chosen.strategy}: {value}, at most {solution.gap:.1%} above the optimum (bound {bound}), {took}"
     return f"{chosen.strategy}: {value}, {took}"
 
 
 def one_device_line(planned: PlanningResult[GraphPlan]) -> str:
     """A note if one device is as good as several; otherwise empty."""
-    found = [each for each in planned.candidates if each.plan is not None]
-    shared = [each for each in found if each.num_devices > 1]
-    if planned.chosen.num_devices > 1 or all(each.strategy == LOCAL for each in found):
+    with_plan = [each for each in planned.candidates if each.plan is not None]
+    shared = [each for each in with_plan if each.num_devices > 1]
+    if planned.chosen.num_devices > 1 or all(each.strategy == LOCAL for each in with_plan):
         return ""
     if not shared:
         return "one device is faster: every strategy places the whole graph on one device"
@@ -85,17 +92,17 @@ def candidates_table(
     """All candidates, the chosen one first; with `most`, that many of the others instead."""
     heading = "one request" if objective == "latency" else "per request"
     if most is not None:
-        return others_table(planned, most, heading, "Not chosen", partial(_amount, unit=unit))
-    numbers = (right(heading, no_wrap=True), right("devices"), right("planned in"))
-    found = table("strategy", *numbers, "why", title="Candidates, priced by the same simulator")
+        return alternatives_table(planned, most, heading, "Not chosen", partial(_format_value, unit=unit))
+    numbers = (right_column(heading, no_wrap=True), right_column("devices"), right_column("planned in"))
+    table = make_table("strategy", *numbers, "why", title="Candidates, priced by the same simulator")
     for each in planned.candidates:
         why = "[green]chosen[/]" if each is planned.chosen else each.reason
         if each.solution is None:
-            found.add_row(each.label, "-", "-", "-", why)
+            table.add_row(each.label, "-", "-", "-", why)
             continue
         took = format_seconds(each.solution.seconds)
-        found.add_row(each.label, _amount(each.seconds, unit), str(each.num_devices), took, why)
-    return found
+        table.add_row(each.label, _format_value(each.seconds, unit), str(each.num_devices), took, why)
+    return table
 
 
 def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: GraphPrediction) -> list[str]:
@@ -139,16 +146,16 @@ def segment_lines(plan: GraphPlan, spec: GraphSpec) -> Sequence[str]:
 
 
 def planned_as_json(
-    planned: PlanningResult[GraphPlan], asked: GraphRequest | GraphGoal, devices: Sequence[str], unit: str
+    planned: PlanningResult[GraphPlan], request: GraphRequest | GraphGoal, devices: Sequence[str], unit: str
 ) -> dict[str, Any]:
     """The JSON output of `hearth plan` for a graph."""
     chosen, solution = planned.chosen, planned.chosen.solution
     assert solution is not None
     return {
-        "objective": asked.objective,
+        "objective": request.objective,
         "strategy": chosen.strategy,
-        "asked_for": asked.strategy,
-        "congestion": asked.congestion,
+        "asked_for": request.strategy,
+        "congestion": request.congestion,
         "unit": unit,
         "objective_value": solution.value,
         "bound": solution.bound,
@@ -172,11 +179,11 @@ def planned_as_json(
     }
 
 
-def title_of(plan: GraphPlan) -> str:
+def picture_title(plan: GraphPlan) -> str:
     """Title of a picture."""
     what = "one request" if plan.body.objective == "latency" else "per request"
     return f"{plan.model.name} by {plan.planner}: {format_seconds(objective_seconds(plan))} {what}"
 
 
-def _amount(value: float, unit: str) -> str:
+def _format_value(value: float, unit: str) -> str:
     return format_seconds(value) if unit == "s" else f"{value:.6g}"

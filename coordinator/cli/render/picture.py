@@ -12,7 +12,7 @@ from typing import TypeAlias
 from xml.sax.saxutils import escape
 
 from coordinator.cli.output import write_file
-from coordinator.cli.render.picture_layout import Layout, Part, lay_out, parts_of
+from coordinator.cli.render.picture_layout import BoxGroup, PictureLayout, group_operators, lay_out
 from hearth.errors import BadSetting
 
 # Light enough for black text, and distinguishable for colour-blind readers (after Okabe and Ito, then Tol).
@@ -21,9 +21,9 @@ _COLOURS = (
     "#d9b38c", "#a9b4f0",
 )  # fmt: skip
 _MARGIN = 24.0
-_HEAD = 22.0  # height of a line of the legend, in pixels
-_MAX_TEXT = 26
-_RADIUS = 4.0  # of the corners of boxes
+_LEGEND_LINE_HEIGHT = 22.0  # height of a line of the legend, in pixels
+_MAX_LABEL_LENGTH = 26
+_CORNER_RADIUS = 4.0  # of the corners of boxes
 
 Corner: TypeAlias = tuple[float, float]
 
@@ -34,10 +34,10 @@ class Drawing:
 
     title: str
     devices: tuple[str, ...]
-    layout: Layout
+    layout: PictureLayout
 
 
-def drawing_of(
+def make_drawing(
     title: str,
     devices: Sequence[str],
     names: Sequence[str],
@@ -46,14 +46,14 @@ def drawing_of(
     edges: Sequence[tuple[int, int]],
 ) -> Drawing:
     """Lay out operators with these names and kinds (kinds may be empty); `assignment` gives the device of each."""
-    parts, between = parts_of(assignment, edges)
+    parts, between = group_operators(assignment, edges)
     labels = [_label(part, names, kinds) for part in parts]
     return Drawing(title, tuple(devices), lay_out(labels, [part.device for part in parts], between))
 
 
 def save_picture(path: Path, drawing: Drawing) -> None:
     """Write the drawing in the format of the suffix (see `check_picture`). Raises BadSetting if it cannot be written."""
-    write_file("--picture", path, rendered(drawing, path.suffix))
+    write_file("--picture", path, render_picture(drawing, path.suffix))
 
 
 def check_picture(path: Path) -> None:
@@ -66,16 +66,16 @@ def check_picture(path: Path) -> None:
         raise BadSetting(setting="--picture", reason=reason)
 
 
-def rendered(drawing: Drawing, suffix: str) -> bytes:
+def render_picture(drawing: Drawing, suffix: str) -> bytes:
     """The content of the file; both formats have the same shapes."""
     layout = drawing.layout
-    top = _MARGIN + _HEAD * (len(drawing.devices) + 1) + 12
+    top = _MARGIN + _LEGEND_LINE_HEIGHT * (len(drawing.devices) + 1) + 12
     head = max(len(text) for text in (drawing.title, *drawing.devices)) * 8.0
     canvas_of = _Svg if suffix.lower() == ".svg" else _Png
     canvas = canvas_of(max(layout.width, head) + 2 * _MARGIN, top + layout.height + _MARGIN)
     canvas.text(_MARGIN, _MARGIN, drawing.title, size=15, weight="bold")
     for index, text in enumerate(drawing.devices):
-        y = _MARGIN + _HEAD * (index + 1)
+        y = _MARGIN + _LEGEND_LINE_HEIGHT * (index + 1)
         canvas.rectangle(_MARGIN, y - 11, 14, 14, _colour(index))
         canvas.text(_MARGIN + 22, y, text, size=12)
     for edge in layout.edges:
@@ -90,7 +90,7 @@ def rendered(drawing: Drawing, suffix: str) -> bytes:
     return canvas.content()
 
 
-def _bends(points: Sequence[Corner]) -> Iterator[tuple[Corner, Corner, Corner]]:
+def _curve_segments(points: Sequence[Corner]) -> Iterator[tuple[Corner, Corner, Corner]]:
     """Control points and end of a cubic curve to each next point: rounded downwards, straight upwards (to the next
     column)."""
     for (x, y), (x2, y2) in zip(points, points[1:], strict=False):
@@ -113,12 +113,12 @@ class _Svg:
         self._lines.append(f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>')
 
     def rectangle(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{_RADIUS}"'
+        place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{_CORNER_RADIUS}"'
         self._lines.append(f'<rect {place} fill="{colour}" stroke="#555" stroke-width="0.8"/>')
 
     def curve(self, points: Sequence[Corner], colour: str, thickness: float) -> None:
         path = "M{:.1f},{:.1f}".format(*points[0])
-        for bend in _bends(points):
+        for bend in _curve_segments(points):
             path += "C" + " ".join(f"{x:.1f},{y:.1f}" for x, y in bend)
         self._lines.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{thickness}"/>')
 
@@ -149,7 +149,7 @@ class _Png:
     def rectangle(self, x: float, y: float, width: float, height: float, colour: str) -> None:
         from matplotlib.patches import FancyBboxPatch
 
-        style, edge = f"round,pad=0,rounding_size={_RADIUS}", "#555555"
+        style, edge = f"round,pad=0,rounding_size={_CORNER_RADIUS}", "#555555"
         box = FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=colour, edgecolor=edge, linewidth=0.6)
         self._axes.add_patch(box)
 
@@ -157,7 +157,7 @@ class _Png:
         from matplotlib.patches import PathPatch
         from matplotlib.path import Path as Curve
 
-        vertices = [points[0], *(corner for bend in _bends(points) for corner in bend)]
+        vertices = [points[0], *(corner for bend in _curve_segments(points) for corner in bend)]
         curve = Curve(vertices, [Curve.MOVETO, *[Curve.CURVE4] * (len(vertices) - 1)])
         self._axes.add_patch(PathPatch(curve, fill=False, edgecolor=colour, linewidth=thickness * self._points))
 
@@ -167,25 +167,27 @@ class _Png:
         return file.getvalue()
 
 
-def _label(part: Part, names: Sequence[str], kinds: Sequence[str]) -> tuple[str, ...]:
+def _label(part: BoxGroup, names: Sequence[str], kinds: Sequence[str]) -> tuple[str, ...]:
     """One operator: kind and name. Several: their number and most common kinds."""
     first = part.operators[0]
     if len(part.operators) == 1:
-        return (_cut(kinds[first]), _short(names[first])) if kinds else (_short(names[first]),)
+        return (
+            (_truncate_end(kinds[first]), _truncate_start(names[first])) if kinds else (_truncate_start(names[first]),)
+        )
     count = f"{len(part.operators)} operators"
     if not kinds:
-        return (count, _short(f"{names[first]} ..."))
+        return (count, _truncate_start(f"{names[first]} ..."))
     often = Counter(kinds[operator] for operator in part.operators).most_common(3)
-    return (count, _cut(", ".join(kind for kind, _ in often)))
+    return (count, _truncate_end(", ".join(kind for kind, _ in often)))
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 1]}…"
+def _truncate_end(text: str) -> str:
+    return text if len(text) <= _MAX_LABEL_LENGTH else f"{text[: _MAX_LABEL_LENGTH - 1]}…"
 
 
-def _short(text: str) -> str:
+def _truncate_start(text: str) -> str:
     """Cut a name at its start: its end is more specific."""
-    return text if len(text) <= _MAX_TEXT else f"…{text[-_MAX_TEXT + 1 :]}"
+    return text if len(text) <= _MAX_LABEL_LENGTH else f"…{text[-_MAX_LABEL_LENGTH + 1 :]}"
 
 
 def _colour(device: int) -> str:

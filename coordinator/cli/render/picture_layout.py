@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
-MOST_BOXES = 140  # more are unreadable on one page
+MAX_BOXES = 140  # more are unreadable on one page
 _SWEEPS = 6  # passes that order each layer by its neighbours
-_MAX_ROUTED = 8  # an edge over more layers than this is drawn straight
-_LINE, _GAP_X, _GAP_Y, _PAD = 15.0, 14.0, 26.0, 14.0
-_CHARACTER = 6.3  # width of a label's character at 11 px
+_MAX_ROUTED_LAYERS = 8  # an edge over more layers than this is drawn straight
+_LINE_HEIGHT, _GAP_X, _GAP_Y, _PADDING = 15.0, 14.0, 26.0, 14.0
+_CHARACTER_WIDTH = 6.3  # width of a label's character at 11 px
 _COLUMN_HEIGHT = 1500.0
 _COLUMN_GAP = 46.0
-_THREAD = 10.0  # width reserved for an edge that passes through a layer
+_ROUTE_WIDTH = 10.0  # width reserved for an edge that passes through a layer
 
 
 class Point(NamedTuple):
@@ -45,34 +45,34 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PictureLayout:
     boxes: tuple[Box, ...]
     edges: tuple[Edge, ...]
     width: float
     height: float
 
 
-class Part(NamedTuple):
+class BoxGroup(NamedTuple):
     """Operators drawn as one box; all on one device."""
 
     operators: tuple[int, ...]
     device: int
 
 
-def parts_of(
-    assignment: Sequence[int], edges: Sequence[tuple[int, int]], most: int = MOST_BOXES
-) -> tuple[list[Part], list[tuple[int, int]]]:
-    """Group operators into at most `most` boxes if possible: single operators, else chains on one device, else all that a
+def group_operators(
+    assignment: Sequence[int], edges: Sequence[tuple[int, int]], max_boxes: int = MAX_BOXES
+) -> tuple[list[BoxGroup], list[tuple[int, int]]]:
+    """Group operators into at most `max_boxes` boxes if possible: single operators, else chains on one device, else all that a
     device computes between two exchanges."""
     num_operators = len(assignment)
     for grouping in (list(range(num_operators)), _chains(assignment, edges), _stages(assignment, edges)):
         members: dict[int, list[int]] = {}
         for operator, group in enumerate(grouping):
             members.setdefault(group, []).append(operator)
-        if len(members) <= most:
+        if len(members) <= max_boxes:
             break
     number = {group: index for index, group in enumerate(members)}
-    parts = [Part(tuple(operators), assignment[operators[0]]) for operators in members.values()]
+    parts = [BoxGroup(tuple(operators), assignment[operators[0]]) for operators in members.values()]
     between = {(number[grouping[a]], number[grouping[b]]) for a, b in edges}
     return parts, sorted((a, b) for a, b in between if a != b)
 
@@ -102,31 +102,31 @@ def _stages(assignment: Sequence[int], edges: Sequence[tuple[int, int]]) -> list
 # ---- layers -----------------------------------------------------------------------------------------------------------
 
 
-def lay_out(labels: Sequence[Sequence[str]], devices: Sequence[int], edges: Sequence[tuple[int, int]]) -> Layout:
+def lay_out(labels: Sequence[Sequence[str]], devices: Sequence[int], edges: Sequence[tuple[int, int]]) -> PictureLayout:
     """Place boxes with these lines of text in layers; every edge leads to a lower layer."""
     level = _levels(len(labels), edges)
     layers: list[list[int]] = [[] for _ in range(max(level, default=0) + 1)]
-    for node, on in enumerate(level):
-        layers[on].append(node)
+    for node, layer in enumerate(level):
+        layers[layer].append(node)
     # An edge that passes through layers gets a point in each of them, which is ordered like the boxes.
     routes: list[list[int]] = []
     num_nodes = len(labels)
     neighbours: list[tuple[int, int]] = []
     for a, b in edges:
         route = [a]
-        if level[b] - level[a] <= _MAX_ROUTED:
-            for on in range(level[a] + 1, level[b]):
-                layers[on].append(num_nodes)
+        if level[b] - level[a] <= _MAX_ROUTED_LAYERS:
+            for layer in range(level[a] + 1, level[b]):
+                layers[layer].append(num_nodes)
                 route.append(num_nodes)
                 num_nodes += 1
         route.append(b)
         routes.append(route)
         neighbours += zip(route, route[1:], strict=False)
     _reduce_crossings(layers, neighbours, num_nodes)
-    widths = [max(len(line) for line in lines) * _CHARACTER + _PAD for lines in labels]
-    widths += [_THREAD] * (num_nodes - len(labels))
-    height = max((len(lines) for lines in labels), default=1) * _LINE + 8.0
-    return _place(labels, devices, routes, layers, widths, height)
+    widths = [max(len(line) for line in lines) * _CHARACTER_WIDTH + _PADDING for lines in labels]
+    widths += [_ROUTE_WIDTH] * (num_nodes - len(labels))
+    height = max((len(lines) for lines in labels), default=1) * _LINE_HEIGHT + 8.0
+    return _place_boxes(labels, devices, routes, layers, widths, height)
 
 
 def _levels(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
@@ -160,14 +160,14 @@ def _reduce_crossings(layers: list[list[int]], neighbours: Sequence[tuple[int, i
             place.update({node: index - (len(layer) - 1) / 2 for index, node in enumerate(layer)})
 
 
-def _place(
+def _place_boxes(
     labels: Sequence[Sequence[str]],
     devices: Sequence[int],
     routes: Sequence[Sequence[int]],
     layers: Sequence[Sequence[int]],
     widths: Sequence[float],
     height: float,
-) -> Layout:
+) -> PictureLayout:
     """Compute coordinates; layers that exceed the height continue in the next column."""
     step = height + _GAP_Y
     per_column = max(int(_COLUMN_HEIGHT // step), 1)
@@ -205,7 +205,7 @@ def _place(
             if node != route[-1]:
                 points.append(bottom[node])
         edges.append(Edge(tuple(points), devices[route[0]] != devices[route[-1]]))
-    return Layout(
+    return PictureLayout(
         boxes=tuple(boxes[node] for node in range(len(labels))),
         edges=tuple(edges),
         width=max(left - _COLUMN_GAP, 0.0),

@@ -18,33 +18,33 @@ from hearth.plan.transformer import Pipeline
 from hearth.platform.units import format_age, format_bytes, format_rate, format_seconds
 from hearth.wire.messages import DeviceInfo, PhaseEntered
 
-_MARKS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
-_MEMORY = {
+_HEALTH_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
+_MEMORY_HEADINGS = {
     "weights": "weights", "embeddings": "embed-\ndings", "activations": "activa-\ntions", "workspace": "work-\nspace",
     "kv_cache": "KV\ncache",
 }  # fmt: skip
 
 
 # The common style of all tables, and right-aligned columns for numbers.
-table = partial(Table, title_justify="left", caption_justify="left", show_edge=False)
-right = partial(Column, justify="right")
+make_table = partial(Table, title_justify="left", caption_justify="left", show_edge=False)
+right_column = partial(Column, justify="right")
 
 # ---- devices --------------------------------------------------------------------------------------------------------
 
 
 def device_table(devices: Sequence[DeviceInfo]) -> Table:
     """Devices with state and telemetry; fits a terminal of 80 columns."""
-    name_column, free = Column("device", no_wrap=True, min_width=21), right("may use\n[dim]free[/]")
-    found = table(name_column, "state", "processor", "load", free, "GPU, temp", title="Devices")
+    name_column, free = Column("device", no_wrap=True, min_width=21), right_column("may use\n[dim]free[/]")
+    table = make_table(name_column, "state", "processor", "load", free, "GPU, temp", title="Devices")
     for device in devices:
-        state = f"[{_MARKS[device.state]}]{device.state}[/]" + (f": {device.reason}" if device.reason else "")
+        state = f"[{_HEALTH_COLOURS[device.state]}]{device.state}[/]" + (f": {device.reason}" if device.reason else "")
         name = f"{device.name}\n[dim]{device.host}[/]"
         t = device.telemetry
         if t is None:
-            found.add_row(name, state)
+            table.add_row(name, state)
             continue
         temperature = f"{t.temperature_celsius:.0f} °C" if t.temperature_celsius is not None else ""
-        found.add_row(
+        table.add_row(
             name,
             state,
             f"{t.cpu_model}\n[dim]{t.num_threads} of {t.num_cores} cores[/]",
@@ -52,32 +52,37 @@ def device_table(devices: Sequence[DeviceInfo]) -> Table:
             f"{format_bytes(t.memory_budget_bytes)}\n[dim]{format_bytes(t.memory_available_bytes)}[/]",
             ", ".join(filter(None, (t.gpu.name if t.gpu else "", temperature))) or "-",
         )
-    return found
+    return table
 
 
 def history_table(history: Sequence[PhaseEntered]) -> Table:
     """The phases of a deployment, oldest first."""
-    found = table(
-        right("ago", no_wrap=True), Column("phase", no_wrap=True), Column("because", overflow="fold"), title="History"
+    table = make_table(
+        right_column("ago", no_wrap=True),
+        Column("phase", no_wrap=True),
+        Column("because", overflow="fold"),
+        title="History",
     )
     for move in history:
         times = f" ({move.times} times)" if move.times > 1 else ""
-        found.add_row(format_age(move.seconds_ago), move.phase, move.cause + times)
-    return found
+        table.add_row(format_age(move.seconds_ago), move.phase, move.cause + times)
+    return table
 
 
 def link_table(links: Iterable[Link], names: dict[str, str]) -> Table:
     """Rate and round trip of each ordered pair of devices: rows send, columns receive."""
     by_ends = {(link.source, link.target): link for link in links}
     ends = [device for device in names if any(device in pair for pair in by_ends)]
-    found = table("", *(right(names[device]) for device in ends), title="Links, from row to column (rate, round trip)")
+    table = make_table(
+        "", *(right_column(names[device]) for device in ends), title="Links, from row to column (rate, round trip)"
+    )
     for source in ends:
         cells = [
             f"{format_rate(link.bytes_per_second)}, {format_seconds(link.round_trip_seconds)}" if link else "-"
             for link in (by_ends.get((source, target)) for target in ends)
         ]
-        found.add_row(names[source], *cells)
-    return found
+        table.add_row(names[source], *cells)
+    return table
 
 
 # ---- plans of both kinds --------------------------------------------------------------------------------------------
@@ -85,10 +90,10 @@ def link_table(links: Iterable[Link], names: dict[str, str]) -> Table:
 
 def work_table(plan: Plan, title: str, work: Mapping[str, Iterable[object]]) -> Table:
     """Work of each device. `work` maps each heading to a column of values, by rank."""
-    found = table(Column("device", overflow="fold"), *map(right, work), title=title)
+    table = make_table(Column("device", overflow="fold"), *map(right_column, work), title=title)
     for device, *cells in zip(plan.devices, *work.values(), strict=True):
-        found.add_row(device.name, *map(str, cells))
-    return found
+        table.add_row(device.name, *map(str, cells))
+    return table
 
 
 def memory_table(plan: Plan, kinds: Sequence[str], peaks: Mapping[str, int]) -> Table:
@@ -98,34 +103,41 @@ def memory_table(plan: Plan, kinds: Sequence[str], peaks: Mapping[str, int]) -> 
     """
     # A decoder's plan has a KV cache column; total and budget then share one column, to fit a terminal of 80 columns.
     together = "kv_cache" in kinds
-    headings = [*(_MEMORY[kind] for kind in kinds), *(("total\n[dim]budget[/]",) if together else ("total", "budget"))]
+    headings = [
+        *(_MEMORY_HEADINGS[kind] for kind in kinds),
+        *(("total\n[dim]budget[/]",) if together else ("total", "budget")),
+    ]
     if peaks:
         headings.append("peak\nso far")
-    numbers = [right(heading, no_wrap=True) for heading in headings]
-    found = table(Column("device", overflow="fold"), *numbers, title="Bytes on each device", pad_edge=False)
+    numbers = [right_column(heading, no_wrap=True) for heading in headings]
+    table = make_table(Column("device", overflow="fold"), *numbers, title="Bytes on each device", pad_edge=False)
     for device in plan.devices:
         total, budget = format_bytes(device.memory.total), format_bytes(device.budget_bytes)
         cells = [format_bytes(getattr(device.memory, kind)) for kind in kinds]
         cells += [f"{total}\n[dim]{budget}[/]"] if together else [total, budget]
         if peaks:
             cells.append(format_bytes(peaks.get(device.device_id, 0)))
-        found.add_row(device.name, *cells)
-    return found
+        table.add_row(device.name, *cells)
+    return table
 
 
-def others_table(
-    planned: PlanningResult[Any], most: int, heading: str, title: str, amount: Callable[[float], str] = format_seconds
+def alternatives_table(
+    planned: PlanningResult[Any],
+    max_rows: int,
+    heading: str,
+    title: str,
+    amount: Callable[[float], str] = format_seconds,
 ) -> Table:
-    """The best `most` candidates that were not chosen."""
-    left = len(planned.others) - most
+    """The best `max_rows` candidates that were not chosen."""
+    left = len(planned.others) - max_rows
     caption = f"and {left} more; --explain shows all" if left > 0 else None
-    found = table("strategy", right(heading, no_wrap=True), "why", title=title, caption=caption)
-    for each in planned.others[:most]:
-        found.add_row(each.label, amount(each.seconds) if math.isfinite(each.seconds) else "-", each.reason)
-    return found
+    table = make_table("strategy", right_column(heading, no_wrap=True), "why", title=title, caption=caption)
+    for each in planned.others[:max_rows]:
+        table.add_row(each.label, amount(each.seconds) if math.isfinite(each.seconds) else "-", each.reason)
+    return table
 
 
-def on_devices(plan: Plan) -> str:
+def device_count_text(plan: Plan) -> str:
     return "on 1 device" if plan.num_ranks == 1 else f"on {plan.num_ranks} devices"
 
 
@@ -136,7 +148,7 @@ def plan_tables(plan: TransformerPlan, peaks: Mapping[str, int] = {}) -> tuple[T
     """Per device: shares and busy time in a step; and bytes against the budget (`memory_table`)."""
     body, ranks = plan.body, range(plan.num_ranks)
     title = (
-        f"Plan: {plan.model.name} by {body.title} {on_devices(plan)}, "
+        f"Plan: {plan.model.name} by {body.title} {device_count_text(plan)}, "
         f"{body.seq_len} rows per step, predicted {format_seconds(plan.predicted.latency_seconds)}"
     )
     if rate := decoding_rate(plan):
@@ -184,13 +196,13 @@ def generation_lines(plan: TransformerPlan) -> list[str]:
 
 def candidates_list(planned: PlanningResult[TransformerPlan], cluster: ClusterProfile) -> Table:
     """Every candidate, the chosen one first: its time, its bottlenecks, and why it was not chosen."""
-    found = Table.grid(padding=(0, 2))
-    found.add_column(justify="right", no_wrap=True, min_width=9)
-    found.add_column(overflow="fold")
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True, min_width=9)
+    table.add_column(overflow="fold")
     for each in planned.candidates:
-        found.add_row("", "")
+        table.add_row("", "")
         if each.plan is None:
-            found.add_row("-", f"[bold]{each.label}[/]\n{why_lost(each, cluster)}")
+            table.add_row("-", f"[bold]{each.label}[/]\n{why_lost(each, cluster)}")
             continue
         bound = bottleneck(each.plan, cluster)
         parts = f"busiest device {format_seconds(bound.device_seconds)} ({bound.device})"
@@ -200,5 +212,5 @@ def candidates_list(planned: PlanningResult[TransformerPlan], cluster: ClusterPr
             parts += f", decodes {rate}"
         why = "[green]chosen[/]" if each is planned.chosen else why_lost(each, cluster)
         text = f"[bold]{each.plan.body.title}[/] on {', '.join(each.devices)}\n"
-        found.add_row(format_seconds(each.seconds), f"{text}{why}\n[dim]{parts}[/]")
-    return found
+        table.add_row(format_seconds(each.seconds), f"{text}{why}\n[dim]{parts}[/]")
+    return table

@@ -26,9 +26,9 @@ from support.waiting import wait_for
 from typer.testing import CliRunner, Result
 
 from coordinator.cli.app import app
-from coordinator.cli.comparison import Comparer, Comparison, describe, print_comparison
+from coordinator.cli.comparison import PlanRunner, PlanTimes, print_comparison, verdict
 from coordinator.cli.planning.graph import GraphPlanning, PlannedGraph
-from coordinator.cli.planning.live import Live
+from coordinator.cli.planning.live import LiveDevices
 from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.deploy import deployment
 from coordinator.deploy.graph import Arrays
@@ -270,17 +270,17 @@ def plan_of(strategy: Any, seconds: float) -> TransformerPlan:
 
 
 def test_prediction_error_is_relative_to_the_median() -> None:
-    result = Comparison(plan_of("hmp", 1.2), (0.9, 1.0, 5.0))
+    result = PlanTimes(plan_of("hmp", 1.2), (0.9, 1.0, 5.0))
     assert (result.median_seconds, result.min_seconds) == (1.0, 0.9)
     assert result.error_percent == pytest.approx(20)
-    slower = Comparison(plan_of("local", 1.0), (2.0,))
+    slower = PlanTimes(plan_of("local", 1.0), (2.0,))
     assert slower.error_percent == pytest.approx(-50)
-    failed = Comparison(plan_of("sp", 1.0), (), "it ran out of memory")
+    failed = PlanTimes(plan_of("sp", 1.0), (), "it ran out of memory")
     assert failed.as_json()["failure"] == "it ran out of memory"
-    assert describe([result, slower, failed]).startswith("The chosen plan was the fastest")
-    assert "was faster than the chosen plan: 1.00 s" in describe([slower, result])
-    assert describe([failed, result]).startswith("The chosen plan failed")
-    assert describe([result, failed]).startswith("There was no other plan")
+    assert verdict([result, slower, failed]).startswith("The chosen plan was the fastest")
+    assert "was faster than the chosen plan: 1.00 s" in verdict([slower, result])
+    assert verdict([failed, result]).startswith("The chosen plan failed")
+    assert verdict([result, failed]).startswith("There was no other plan")
 
 
 def test_decoder_is_compared_by_the_predicted_request_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,13 +294,13 @@ def test_decoder_is_compared_by_the_predicted_request_time(capsys: pytest.Captur
             "predicted": plan.predicted.model_copy(update={"decode_seconds": decode_seconds}),
         }
     )
-    result = Comparison(decoder, (2.0, 2.5, 3.0))
+    result = PlanTimes(decoder, (2.0, 2.5, 3.0))
     assert result.predicted_seconds == prefill_seconds * 142 / 284 + 8 * decode_seconds == 2.25
     print_comparison([result], 3, as_json=False)
     shown = capsys.readouterr().out
     assert shown.startswith("small: a request of 142 prompt tokens and 8 generated tokens, 3 runs each")
     assert re.search(r"hmp.+2\.25 s.+2\.50 s.+2\.00 s.+-10 %", shown), shown
-    print_comparison([Comparison(plan, (0.5,))], 1, as_json=False)
+    print_comparison([PlanTimes(plan, (0.5,))], 1, as_json=False)
     assert capsys.readouterr().out.startswith("small: a step of 284 rows, 1 run each")
 
 
@@ -356,7 +356,7 @@ class FakeFleet:
         return Reply(done, pack_array(np.ones((1, load.plan.model.hidden_size), np.float32)))
 
 
-def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int | None = None) -> list[Comparison]:
+def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int | None = None) -> list[PlanTimes]:
     model_dir = write_model(folder / "model")
     spec = read_spec(model_dir)
     home = cluster([device_profile(index, 1.0, spec, 16) for index in range(2)], 1000)
@@ -364,13 +364,13 @@ def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int |
     links = {(link.source, link.target): link for link in home.links}
 
     planning = TransformerPlanning(TransformerGoal(model_dir=str(model_dir), seq_len=16))
-    comparer = Comparer(CoordinatorSettings(state_dir=folder / "state"), lines.append)
+    comparer = PlanRunner(CoordinatorSettings(state_dir=folder / "state"), lines.append)
     profiler = Profiler(fleet, folder / "profiles")  # type: ignore[arg-type]
     profiler.links.update(links)
-    live = Live(fleet, profiler, [])  # type: ignore[arg-type]
+    live = LiveDevices(fleet, profiler, [])  # type: ignore[arg-type]
 
-    async def main() -> list[Comparison]:
-        work = asyncio.ensure_future(comparer.compare(planning, plans, live, 3))
+    async def main() -> list[PlanTimes]:
+        work = asyncio.ensure_future(comparer.time_plans(planning, plans, live, 3))
         while stop_after is not None and len(fleet.steps) < stop_after:
             await asyncio.sleep(0)
         if stop_after is not None:
@@ -432,7 +432,7 @@ def test_graph_is_measured_alone_or_with_a_full_pipeline(
     model = save_two_branch_model(tmp_path / "model.onnx")
     fake = FakePipeline(objective)
     planning = GraphPlanning(GraphGoal(model_file=str(model)))
-    seconds = asyncio.run(planning.measured_seconds(fake, 3))  # type: ignore[arg-type]
+    seconds = asyncio.run(planning.measure_seconds(fake, 3))  # type: ignore[arg-type]
     assert (fake.most, fake.asked) == (at_once, asked)
     assert len(seconds) == 3
     assert all(each > 0 for each in seconds)

@@ -17,7 +17,7 @@ import hearth
 from coordinator.cli import doctor_checks as doctor
 from coordinator.cli.app import app
 from coordinator.cli.doctor_checks import (
-    Output,
+    ProgramOutput,
     check_agents,
     check_clocks,
     check_coordinators,
@@ -52,7 +52,7 @@ def device(name: str, version: str = hearth.__version__) -> Device:
     return Device(welcome, "127.0.0.1", 47800, last_seen=0.0)
 
 
-def programs(**outputs: Output) -> Callable[[list[str]], Output | None]:
+def programs(**outputs: ProgramOutput) -> Callable[[list[str]], ProgramOutput | None]:
     """A machine on which only these programs are installed."""
     return lambda command: outputs.get(command[0].replace("-", "_"))
 
@@ -110,19 +110,19 @@ def test_multicast_probe_is_a_valid_mdns_query() -> None:
     ("installed", "status", "says"),
     [
         ({}, "ok", "no filtering"),
-        ({"ufw": Output(True, "Status: inactive\n")}, "ok", "no filtering"),
-        ({"ufw": Output(True, "Status: active\n")}, "warning", "ufw filters"),
-        ({"firewall_cmd": Output(True, "running\n")}, "warning", "firewalld filters"),
-        ({"firewall_cmd": Output(False, "not running\n")}, "ok", "no filtering"),
-        ({"nft": Output(True, "chain input { policy drop; }")}, "warning", "nftables filters"),
-        ({"nft": Output(True, "")}, "ok", "no filtering"),
-        ({"iptables": Output(True, "-P INPUT ACCEPT\n")}, "ok", "no filtering"),
-        ({"iptables": Output(True, "-P INPUT DROP\n")}, "warning", "iptables filters"),
-        ({"nft": Output(False, ""), "ufw": Output(False, "")}, "warning", "could not be read"),
-        ({"nft": Output(False, ""), "ufw": Output(True, "Status: active")}, "warning", "ufw filters"),
+        ({"ufw": ProgramOutput(True, "Status: inactive\n")}, "ok", "no filtering"),
+        ({"ufw": ProgramOutput(True, "Status: active\n")}, "warning", "ufw filters"),
+        ({"firewall_cmd": ProgramOutput(True, "running\n")}, "warning", "firewalld filters"),
+        ({"firewall_cmd": ProgramOutput(False, "not running\n")}, "ok", "no filtering"),
+        ({"nft": ProgramOutput(True, "chain input { policy drop; }")}, "warning", "nftables filters"),
+        ({"nft": ProgramOutput(True, "")}, "ok", "no filtering"),
+        ({"iptables": ProgramOutput(True, "-P INPUT ACCEPT\n")}, "ok", "no filtering"),
+        ({"iptables": ProgramOutput(True, "-P INPUT DROP\n")}, "warning", "iptables filters"),
+        ({"nft": ProgramOutput(False, ""), "ufw": ProgramOutput(False, "")}, "warning", "could not be read"),
+        ({"nft": ProgramOutput(False, ""), "ufw": ProgramOutput(True, "Status: active")}, "warning", "ufw filters"),
     ],
 )
-def test_firewall_check_table(installed: dict[str, Output], status: str, says: str) -> None:
+def test_firewall_check_table(installed: dict[str, ProgramOutput], status: str, says: str) -> None:
     finding = check_firewall(programs(**installed))
     assert (finding.status, says in finding.what) == (status, True)
     if status == "warning":
@@ -224,7 +224,7 @@ def test_second_coordinator_is_a_problem(count: int, status: str) -> None:
 def test_coordinators_of_the_same_home_are_detected_by_mdns() -> None:
     home, other = new_home_key(), new_home_key()
 
-    async def look() -> list[doctor.Finding]:
+    async def look() -> list[doctor.CheckResult]:
         async with AsyncExitStack() as stack:
             for key, port in ((home, 40001), (home, 40002), (other, 40003)):
                 public = fingerprint(coordinator_access(key).server_public)
@@ -232,7 +232,7 @@ def test_coordinators_of_the_same_home_are_detected_by_mdns() -> None:
                     advertised(COORDINATOR_SERVICE, port, public, f"doctor-test-{port}", ["127.0.0.1"])
                 )
             for _ in range(20):  # multicast is late on a busy machine
-                found = await doctor.look_around(home, ["127.0.0.1"], look_seconds=1.5)
+                found = await doctor.check_network(home, ["127.0.0.1"], search_seconds=1.5)
                 if any(finding.status == "problem" for finding in found):
                     break
             return found
@@ -246,7 +246,7 @@ def test_coordinators_of_the_same_home_are_detected_by_mdns() -> None:
 
 @pytest.mark.parametrize("address", ["203.0.113.77", "nonsense"])
 def test_invalid_mdns_address_is_a_finding(address: str) -> None:
-    findings = asyncio.run(doctor.look_around(new_home_key(), [address], look_seconds=0.1))
+    findings = asyncio.run(doctor.check_network(new_home_key(), [address], search_seconds=0.1))
     assert [f.status for f in findings] == ["problem"]
     assert address in findings[0].what
 

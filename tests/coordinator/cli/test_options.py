@@ -12,7 +12,7 @@ from support.graphs import save_graph, two_branches
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
-from coordinator.cli.options import CAPABILITIES, OF_MODEL
+from coordinator.cli.options import MODEL_OPTIONS, OPTION_KINDS
 from hearth.platform.security import new_home_key, save_credential
 
 VALUES = {
@@ -41,21 +41,21 @@ def error(*arguments: str) -> str:
 
 
 def test_option_tables_name_existing_parameters() -> None:
-    assert set(CAPABILITIES) <= parameters("plan") | parameters("serve")
-    assert set(OF_MODEL) <= parameters("serve")
+    assert set(OPTION_KINDS) <= parameters("plan") | parameters("serve")
+    assert set(MODEL_OPTIONS) <= parameters("serve")
 
 
-@pytest.mark.parametrize("name", sorted(set(CAPABILITIES) & parameters("plan")))
+@pytest.mark.parametrize("name", sorted(set(OPTION_KINDS) & parameters("plan")))
 def test_option_for_another_kind_of_model_is_rejected_by_name(name: str, tmp_path: Path) -> None:
     save_graph(tmp_path / "graph.json", two_branches(flops=1e6, out_bytes=1000, weights=1 << 20))
     models = {"transformer": write_model(tmp_path / "model"), "graph": tmp_path / "graph.json"}
     for kind, model in models.items():
-        if kind not in CAPABILITIES[name]:
+        if kind not in OPTION_KINDS[name]:
             message = error("plan", str(model), *arguments_for(name))
             assert f"The setting --{name.replace('_', '-')} cannot be used: it applies to" in message
 
 
-@pytest.mark.parametrize("name", OF_MODEL)
+@pytest.mark.parametrize("name", MODEL_OPTIONS)
 def test_serve_without_model_rejects_model_options(name: str, tmp_path: Path) -> None:
     save_credential(tmp_path / "key", new_home_key())
     message = error("serve", "--key", str(tmp_path / "key"), "--state-dir", str(tmp_path), *arguments_for(name))

@@ -88,16 +88,16 @@ def test_random_inputs_have_the_models_types_and_small_integers() -> None:
 
 
 def test_load_is_described_by_rate_and_percentiles() -> None:
-    load = clients.Load(4, 10.0, tuple(index / 100 for index in range(1, 101)), Counter(QueueFull=2))
+    load = clients.LoadResult(4, 10.0, tuple(index / 100 for index in range(1, 101)), Counter(QueueFull=2))
     assert load.per_second == 10.0
     assert [load.percentile(percent) for percent in (50, 90, 99, 100)] == [0.5, 0.9, 0.99, 1.0]
     assert (
-        load.describe()
+        load.summary()
         == "4 concurrent requests: 10 per second; p50 500 ms, p90 900 ms, p99 990 ms; 100 answers, 2 QueueFull"
     )
-    nothing = clients.Load(1, 2.0, (), {"NotServing": 1})
+    nothing = clients.LoadResult(1, 2.0, (), {"NotServing": 1})
     assert nothing.percentile(50) is None
-    assert nothing.describe() == "1 request at a time: no answer in 2.00 s, 1 NotServing"
+    assert nothing.summary() == "1 request at a time: no answer in 2.00 s, 1 NotServing"
 
 
 # ---- the model's file -------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cli.render.picture import check_picture, drawing_of, rendered, save_picture
-from coordinator.cli.render.picture_layout import MOST_BOXES, lay_out, parts_of
+from coordinator.cli.render.picture import check_picture, make_drawing, render_picture, save_picture
+from coordinator.cli.render.picture_layout import MAX_BOXES, group_operators, lay_out
 from hearth.errors import BadSetting
 
 Edges = list[tuple[int, int]]
@@ -27,7 +27,7 @@ def placed(draw: st.DrawFn) -> tuple[list[int], Edges]:
 @given(placed(), st.integers(1, 12))
 def test_parts_partition_operators_without_cycles(graph: tuple[list[int], Edges], most: int) -> None:
     assignment, edges = graph
-    parts, between = parts_of(assignment, edges, most)
+    parts, between = group_operators(assignment, edges, most)
     assert sorted(each for part in parts for each in part.operators) == list(range(len(assignment)))
     assert all(assignment[each] == part.device for part in parts for each in part.operators)
     before = {index: {a for a, b in between if b == index} for index in range(len(parts))}
@@ -59,14 +59,14 @@ def chain(count: int, devices: int) -> tuple[list[int], Edges]:
 
 
 def test_large_graph_is_merged_until_readable() -> None:
-    assignment, edges = chain(MOST_BOXES, 3)
-    assert len(parts_of(assignment, edges)[0]) == MOST_BOXES
-    assignment, edges = chain(10 * MOST_BOXES, 3)
-    assert len(parts_of(assignment, edges)[0]) == 3
+    assignment, edges = chain(MAX_BOXES, 3)
+    assert len(group_operators(assignment, edges)[0]) == MAX_BOXES
+    assignment, edges = chain(10 * MAX_BOXES, 3)
+    assert len(group_operators(assignment, edges)[0]) == 3
     # A ladder has no chains: the operators of a device between two exchanges are one box.
-    steps = 2 * MOST_BOXES
+    steps = 2 * MAX_BOXES
     rungs = [(i, i + j) for i in range(steps) for j in (1, 2) if i + j < steps]
-    assert len(parts_of([min(i // 100, 2) for i in range(steps)], rungs)[0]) == 3
+    assert len(group_operators([min(i // 100, 2) for i in range(steps)], rungs)[0]) == 3
 
 
 def test_tall_graph_is_wrapped_into_columns() -> None:
@@ -78,11 +78,11 @@ def test_tall_graph_is_wrapped_into_columns() -> None:
 
 
 def test_svg_has_boxes_and_legend_and_escapes_names() -> None:
-    drawing = drawing_of(
+    drawing = make_drawing(
         "model <1>", ["a & b: 2 operators", "c"], ["x<y", "conv2", "relu"], ["Conv", "Conv", "Relu"], [0, 0, 1],
         [(0, 1), (1, 2)],
     )  # fmt: skip
-    root = ElementTree.fromstring(rendered(drawing, ".svg"))
+    root = ElementTree.fromstring(render_picture(drawing, ".svg"))
     texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
     assert texts[:3] == ["model <1>", "a & b: 2 operators", "c"]
     assert texts[3:] == ["Conv", "x<y", "Conv", "conv2", "Relu", "relu"]
@@ -94,7 +94,7 @@ def test_svg_has_boxes_and_legend_and_escapes_names() -> None:
 
 
 def test_picture_format_follows_the_file_extension(tmp_path: Path) -> None:
-    drawing = drawing_of("model", ["a"], ["x", "y"], (), [0, 0], [(0, 1)])
+    drawing = make_drawing("model", ["a"], ["x", "y"], (), [0, 0], [(0, 1)])
     save_picture(tmp_path / "plan.svg", drawing)
     ElementTree.parse(tmp_path / "plan.svg")
     with pytest.raises(BadSetting, match=r"must end in \.svg or \.png"):
