@@ -1,20 +1,21 @@
-"""The benchmark of throughput pipelines: the paper's set-up is what is drawn, and results are taken up where they ended."""
+"""The experiments `partition` and `partition-points`: the paper's set-up, tables of its figures, and interrupted runs."""
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 from support.graphs import chain, save_graph
-from typer.testing import CliRunner
 
-from tools.bench import partition as bench
-from tools.bench.__main__ import app
+from hearth.errors import BadSetting
+from tools.bench.experiment import Context, Experiment, make_experiment, read_settings
+from tools.bench.partition import BOUND, EXACT, PIPELINE, PartitionRow
 from tools.bench.partition_setup import ACCOUNTINGS, positions, problem_of, rates
 
 MIB = 1 << 20
@@ -43,62 +44,85 @@ def test_accountings_differ_as_they_say() -> None:
     assert notebooks.boundary_bytes == pytest.approx((800 / 1.44, 1600 / 1.44))
 
 
-def command(folder: Path, *more: str) -> str:
-    result = CliRunner().invoke(app, ["partition", "--graphs", str(folder), *more])
-    assert result.exit_code == 0, result.output
-    return str(result.output)
+def experiment(name: str, folder: Path, **changes: Any) -> Experiment:
+    return make_experiment({**read_settings(name), "graphs": str(folder), **changes})
 
 
-def test_results_are_taken_up_where_they_ended(tmp_path: Path) -> None:
-    graphs, saved, tables = tmp_path / "graphs", tmp_path / "rows.json", tmp_path / "tables.md"
-    graphs.mkdir()
+def measured(chosen: Experiment, folder: Path, known: Sequence[PartitionRow] = ()) -> Iterator[Any]:
+    return chosen.measure(Context(folder, lambda step: None, known))
+
+
+@pytest.fixture
+def graphs(tmp_path: Path) -> Path:
+    """A folder with one graph, named like one of the paper's, whose pipeline in 64 MiB has several stages."""
     sizes = [400_000, 100_000, 300_000, 50_000, 200_000, 10]
-    save_graph(graphs / "ResNet50.json", replace(chain(1, sizes, [30 * MIB] * 6), name="ResNet50"))
-    options = ("--nodes", "5,7", "--kappa", "64", "--classes", "2,4", "--json", str(saved), "--markdown", str(tables))
-    command(graphs, "--runs", "2", "--ratio-runs", "0", *options)
-    first = json.loads(saved.read_text())
-    assert [len(row["seconds"]["pipeline"]) for row in first] == [2, 2]
-    command(graphs, "--runs", "3", "--ratio-runs", "2", *options)
-    second = json.loads(saved.read_text())
-    assert [len(row["seconds"]["pipeline"]) for row in second] == [3, 3, 2]
-    for before, after in zip(first, second, strict=False):
-        assert after["seconds"]["pipeline"][:2] == before["seconds"]["pipeline"]
-    for row in second:
-        columns = [row["seconds"][name] for name in (bench.BOUND, bench.EXACT, bench.PIPELINE)]
+    save_graph(tmp_path / "ResNet50.json", replace(chain(1, sizes, [30 * MIB] * 6), name="ResNet50"))
+    return tmp_path
+
+
+SMALL: dict[str, Any] = {
+    "models": ["ResNet50"], "nodes": [5, 7], "memory_mib": [64, 256], "classes": [2, 4], "runs": 3, "ratio_runs": 2,
+}  # fmt: skip
+
+
+def test_planners_are_compared_in_the_same_clusters(graphs: Path) -> None:
+    partition = experiment("partition", graphs, **SMALL)
+    rows = list(measured(partition, graphs))
+    assert [(row.num_nodes, row.memory_mib, row.outcome, row.num_runs) for row in rows] == [
+        (5, 64, "measured", 3), (7, 64, "measured", 3), (5, 256, "fits on one node", 0), (7, 256, "fits on one node", 0),
+        (50, 64, "measured", 2),
+    ]  # fmt: skip
+    for row in rows:
+        columns = [row.seconds.get(name, ()) for name in (BOUND, EXACT, PIPELINE)]
         assert all(bound <= exact <= published for bound, exact, published in zip(*columns, strict=True))
-    text = tables.read_text()
-    assert "pipeline-exact is worse than pipeline in 0 of 8 runs" in text
-    assert "| ResNet50 | 64 MiB | 5 |" in text
+    found = partition.summary(rows)
+    assert "pipeline-exact in 8 runs: 0 worse than pipeline" in "\n".join(found.conclusions)
+    bottlenecks, by_classes, over_bound = found.tables
+    assert [row[:3] for row in bottlenecks.rows] == [("ResNet50", "64 MiB", "5"), ("ResNet50", "64 MiB", "7")]
+    assert bottlenecks.notes == ("fits on one node: ResNet50 (5 x 256 MiB), ResNet50 (7 x 256 MiB)",)
+    assert by_classes.columns[-2:] == ("2", "4")
+    assert [row[:3] for row in over_bound.rows] == [("ResNet50", "64 MiB", "50")]
 
 
-def test_points_are_told(tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_its_rows(graphs: Path) -> None:
+    partition = experiment("partition", graphs, **SMALL)
+    rows = list(measured(partition, graphs))
+    known = [row.model_copy(update={"num_stages": 99}) for row in rows[:2]]
+    resumed = list(measured(partition, graphs, known))
+    assert resumed[:2] == known
+    assert [row.seconds for row in resumed[2:]] == [row.seconds for row in rows[2:]]
+
+
+def test_plot_has_a_panel_for_each_model_and_one_for_the_bound(graphs: Path) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    partition = experiment("partition", graphs, **SMALL)
+    figure = pyplot.figure()
+    assert partition.draw(list(measured(partition, graphs)), figure)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "ResNet50, 64 MiB", "over Theorem 1's bound; dotted: the paper"
+    ]  # fmt: skip
+    assert not partition.draw([], figure)
+    pyplot.close(figure)
+
+
+def test_points_of_every_graph_are_listed(tmp_path: Path) -> None:
     save_graph(tmp_path / "small.json", chain(1, [10, 20, 30], [1000] * 3))
-    text = command(tmp_path, "--points")
-    assert "1 of 1 graphs have usable points" in text
-    assert "| chain | 3 | 2 | 2 | 1 | 0.98 KiB | 0 | 0 B | yes | 67% | 67% |" in text
+    points = experiment("partition-points-keras", tmp_path)
+    found = points.summary(list(measured(points, tmp_path)))
+    assert found.conclusions[0].startswith("1 of 1 graphs have usable points")
+    assert found.tables[0].rows == (("chain", "3", "2", "2", "1", "0.98 KiB", "0", "0 B", "yes", "67%", "67%"),)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("changes", "named"),
     [
-        (("--accounting", "magic"), "--accounting"),
-        (("--nodes", "5,x"), "--nodes"),
-        (("--nodes", "0"), "--nodes"),
-        (("--model", "Absent"), "--model"),
+        ({"accounting": "magic"}, "accounting"),
+        ({"nodes": [5, "x"]}, "nodes.1"),
+        ({"nodes": [0]}, "nodes.0"),
+        ({"models": ["Absent"]}, "models.*'Absent' is none of ResNet50"),
+        ({"graphs": "nowhere"}, "graphs.*nowhere holds no .json or .onnx files"),
     ],
 )
-def test_bad_options_are_named(tmp_path: Path, options: tuple[str, ...], told: str) -> None:
-    save_graph(tmp_path / "small.json", chain(1, [10, 20]))
-    result = CliRunner().invoke(app, ["partition", "--graphs", str(tmp_path), *options])
-    assert result.exit_code == 1
-    assert told in result.output
-
-
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    save_graph(tmp_path / "small.json", chain(1, [10, 20]))
-    other = tmp_path / "other.txt"
-    other.write_text('{"mine": 1}')
-    result = CliRunner().invoke(app, ["partition", "--graphs", str(tmp_path), "--json", str(other)])
-    assert result.exit_code == 1
-    assert "--json" in result.output
-    assert other.read_text() == '{"mine": 1}'
+def test_bad_settings_are_named(graphs: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadSetting, match=named):
+        next(measured(experiment("partition", graphs, **changes), graphs))

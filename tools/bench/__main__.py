@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
-from tools.bench import interrupts, partition_command
+from tools.bench import interrupts
 from tools.bench.experiment import Context, make_experiment, names, read_settings
 from tools.bench.measure import temporary_folder
 from tools.bench.plots import save_plot
@@ -119,9 +119,6 @@ def _print(summary: Summary) -> None:
         screen.print(table.rich(), "")
     for line in summary.conclusions:
         out.print(line, soft_wrap=True, markup=False)
-
-
-app.command()(handles_errors(partition_command.partition))
 
 
 def main() -> None:

@@ -7,15 +7,14 @@ links. The plan of the coarsened graph is simulated on the original one, so that
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from agent.worker.graph.profiler import GRAPH_FILE, profile_graph
 from coordinator.devices.graph_profiling import operator_seconds
 from coordinator.models.onnx.cutting import cut
 from coordinator.models.onnx.reader import OnnxModel, read_onnx
@@ -24,9 +23,8 @@ from coordinator.plan.graph.latency.coarsening import CoarseGraph, coarsen
 from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
-from hearth.errors import BadMessage, DeadlineExceeded, InternalError
 from hearth.plan.graph_spec import GraphSpec
-from hearth.wire import messages
+from hearth.wire.messages import GraphProfile
 from tools.bench.experiment import Context, Experiment
 from tools.bench.graph_files import find_files
 from tools.bench.moirai import baseline_makespans, gap_text
@@ -35,7 +33,6 @@ from tools.bench.results import Summary, Table
 SLOWDOWNS = (8.0, 8.0, 12.0, 16.0)  # of the assumed devices against one core of this machine
 _MBIT_PER_SECOND = 1000.0  # between any two devices: gigabit Ethernet
 _LATENCY_SECONDS = 0.0002  # of each transfer: a fraction of a millisecond, as in a switched network
-_PROFILE_SECONDS = 300.0  # timeout of profiling one graph: it only ends a profiler that hangs
 _ROUNDING = 1e-9  # relative: sums of floats in another order
 
 
@@ -88,9 +85,33 @@ class Coarsening(Experiment):
         for name, path in find_files("onnx", self.onnx, (".onnx",)).items():
             context.report(f"{name}: profiling")
             model = read_onnx(path)
-            profiled = profile(model, context.folder)
+            profiled = profile(model, context.folder / name)
             context.report(f"{name}: planning")
-            yield compare(name, model.spec, profiled, self.congestion, self.time_limit)
+            yield self.compare(name, model.spec, operator_seconds(model.spec, profiled), len(profiled.kernels))
+
+    def compare(self, network: str, spec: GraphSpec, seconds: Sequence[float], num_kernels: int) -> CoarseningRow:
+        """Plan a graph with and without coarsening. `seconds`: of each operator on one core of this machine."""
+        on_each = on_devices(seconds)
+        fine = problem_on_devices(spec, on_each, self.congestion)
+        began = time.monotonic()
+        coarsened = coarsen(spec)
+        coarse = problem_on_devices(coarsened.spec, coarsened.group_seconds(on_each), self.congestion)
+        coarsening_seconds = time.monotonic() - began
+        fine_plan, _ = self._plan(fine)
+        coarse_plan, schedule = self._plan(coarse, coarsening_seconds)
+        return CoarseningRow(
+            network=network, num_operators=fine.num_operators, num_coarse=coarse.num_operators, num_kernels=num_kernels,
+            local_makespan=baseline_makespans(fine)["local"], fine=fine_plan, coarse=coarse_plan,
+            refined_makespan=refined_schedule(fine, spec, coarsened, schedule).makespan,
+        )  # fmt: skip
+
+    def _plan(self, problem: PlacementProblem, coarsening_seconds: float = 0.0) -> tuple[Planned, Schedule]:
+        found = solve_moirai(problem, self.time_limit, time.monotonic)
+        planned = Planned(
+            makespan=found.value, bound=found.bound, proven=found.proven,
+            planning_seconds=coarsening_seconds + found.seconds, best_baseline=min(baseline_makespans(problem).values()),
+        )  # fmt: skip
+        return planned, found.assignment
 
     def summary(self, rows: Sequence[CoarseningRow]) -> Summary:
         table = Table.of("Moirai's plans of each graph, as it is (fine) and coarsened", _COLUMNS, map(_cells, rows))
@@ -128,77 +149,12 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-# ---- profiling --------------------------------------------------------------------------------------------------------
-
-
-class Profile(NamedTuple):
-    """Seconds of each operator of a graph on one core of this machine, and its number of kernels."""
-
-    operator_seconds: Sequence[float]
-    num_kernels: int
-
-
-def profile(model: OnnxModel, folder: Path) -> Profile:
-    """Time a graph with generated weights, as an agent does; its file is written to `folder`.
-
-    Raises the profiler's error, DeadlineExceeded, and InternalError if the profiler ends without an answer.
-    """
+def profile(model: OnnxModel, folder: Path) -> GraphProfile:
+    """Time a graph with generated weights on one core, as an agent does; its files go into `folder`."""
     (whole,) = cut(model.spec, [0] * model.spec.num_operators)
-    (folder / "graph.onnx").write_bytes(segment_model(model, whole).proto)
-    request = messages.StartProfile(
-        profile=messages.Profile(subject=messages.OperatorsOf(), timeout_seconds=_PROFILE_SECONDS),
-        folder=str(folder), device="this machine", num_threads=1, compute_device="cpu",
-    )  # fmt: skip
-    command = [sys.executable, "-m", "agent.worker.graph.profiler"]
-    try:
-        done = subprocess.run(
-            command, input=messages.encode(request), capture_output=True, timeout=_PROFILE_SECONDS, check=False
-        )
-        answer = messages.decode(done.stdout)
-    except subprocess.TimeoutExpired:
-        raise DeadlineExceeded(action=f"profiling {model.spec.name}", seconds=_PROFILE_SECONDS) from None
-    except BadMessage:
-        reason = f"it ended with {done.returncode}: {done.stderr[-500:].decode(errors='replace')}"
-        raise InternalError(where="the profiler", reason=reason) from None
-    if isinstance(answer, messages.Failed):
-        raise answer.error()
-    assert isinstance(answer, messages.Profiled)
-    assert isinstance(answer.result, messages.GraphProfile)
-    return Profile(operator_seconds(model.spec, answer.result), len(answer.result.kernels))
-
-
-# ---- planning ---------------------------------------------------------------------------------------------------------
-
-
-def compare(network: str, spec: GraphSpec, profiled: Profile, congestion: bool, time_limit: float) -> CoarseningRow:
-    """Plan a graph with and without coarsening."""
-    on_each = on_devices(profiled.operator_seconds)
-    fine = problem_on_devices(spec, on_each, congestion)
-    began = time.monotonic()
-    coarsened = coarsen(spec)
-    coarse = problem_on_devices(coarsened.spec, coarsened.group_seconds(on_each), congestion)
-    coarsening_seconds = time.monotonic() - began
-    fine_plan, _ = _plan(fine, time_limit)
-    coarse_plan, schedule = _plan(coarse, time_limit, coarsening_seconds)
-    return CoarseningRow(
-        network=network,
-        num_operators=fine.num_operators,
-        num_coarse=coarse.num_operators,
-        num_kernels=profiled.num_kernels,
-        local_makespan=baseline_makespans(fine)["local"],
-        fine=fine_plan,
-        coarse=coarse_plan,
-        refined_makespan=refined_schedule(fine, spec, coarsened, schedule).makespan,
-    )
-
-
-def _plan(problem: PlacementProblem, time_limit: float, coarsening_seconds: float = 0.0) -> tuple[Planned, Schedule]:
-    found = solve_moirai(problem, time_limit, time.monotonic)
-    planned = Planned(
-        makespan=found.value, bound=found.bound, proven=found.proven, planning_seconds=coarsening_seconds + found.seconds,
-        best_baseline=min(baseline_makespans(problem).values()),
-    )  # fmt: skip
-    return planned, found.assignment
+    folder.mkdir()
+    (folder / GRAPH_FILE).write_bytes(segment_model(model, whole).proto)
+    return profile_graph(folder, "this machine", 1, "cpu")
 
 
 def on_devices(seconds: Sequence[float]) -> list[list[float]]:

@@ -1,240 +1,324 @@
-"""Bottlenecks of the throughput planners in random clusters: the data of the paper's Figures 7 to 10.
+"""Kind `partition`: bottlenecks of the throughput planners in random clusters, as in the paper's Figures 7 to 10.
 
-Every run of a setting draws its own communication graph, seeded by the seed and the setting, and gives it to all planners.
-So a single run can be repeated, and an interrupted benchmark can continue from its results file.
+Every run draws its own communication graph, seeded by the seed, the setting and the run's number, and gives it to all
+planners. So a single run can be repeated.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Literal, NamedTuple, TypeVar
+from statistics import fmean
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from coordinator.plan.graph.throughput.baselines import joint_stages, joint_stages_from, random_stages
+from coordinator.plan.graph.throughput.baselines import (
+    fastest_neighbour,
+    joint_stages,
+    joint_stages_from,
+    random_stages,
+)
 from coordinator.plan.graph.throughput.exact import best_stages
 from coordinator.plan.graph.throughput.partitions import Partitioning
-from coordinator.plan.graph.throughput.points import Chain, candidate_chain, candidate_points, fine_chain
-from coordinator.plan.graph.throughput.problem import PipelineProblem
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
 from coordinator.plan.graph.throughput.published import NUM_CLASSES, equal_partitions, published_stages
-from hearth.errors import BadSetting, ModelDoesNotFit
-from hearth.files import write_atomically
+from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
-from tools.bench.partition_setup import Accounting, draw_links, problem_of
-from tools.bench.partition_theory import nearest_stages, published_points, theorem_bound
-
-MODELS = ("MobileNetV2", "EfficientNetB1", "ResNet50", "InceptionResNetV2")
-NODES = (5, 10, 15, 20, 50)
-MEMORY_MIB = (64, 128, 256, 512)
-CLASSES = (2, 5, 8, 11, 14, 17, NUM_CLASSES)  # numbers of transfer classes
-RATIO_NODES, RATIO_MEMORY_MIB = 50, 64  # of Figure 10
-_SAVE_EVERY = 100  # runs between two writes of the results file
-T = TypeVar("T")
+from hearth.platform.units import format_seconds
+from tools.bench.experiment import Context, Experiment
+from tools.bench.graph_files import read_graphs
+from tools.bench.partition_setup import ACCOUNTINGS, AccountingName, draw_links, problem_of
+from tools.bench.results import Summary, Table
 
 PIPELINE, EXACT, RANDOM, JOINT, ONE_START = "pipeline", "pipeline-exact", "random", "joint", "joint, one start"
 SAME_CUTS = "joint, same partitions"  # with the partitions of `pipeline`
-THEOREM, BOUND = "Theorem 1", "bound"
+THEOREM, BOUND = "Theorem 1", "proven bound"
+_PLANNERS = (PIPELINE, EXACT, JOINT, SAME_CUTS, ONE_START, RANDOM)
+
+RATIO_NODES, RATIO_MEMORY_MIB = 50, 64  # of Figure 10
+_JOINT_NODES = 50  # number of nodes at which the paper compares with joint
+_PAPER_RATIO = 1.092  # the paper's mean bottleneck of `pipeline` over Theorem 1's bound
+_WITHIN = 1.09  # the paper's mean ratio to the bound, rounded: about 75 % of its graphs are below it
+
+Nodes = Annotated[int, Field(ge=1, le=256)]  # the planners' time grows with the nodes; the paper has up to 50
+Count = Annotated[int, Field(ge=1)]
 
 
-class Setting(NamedTuple):
-    accounting: str
+class PartitionRow(BaseModel):
+    """All runs of one setting. `seconds`: bottleneck or bound, by column and run; `planning_seconds`: by planner and run."""
+
+    model_config = ConfigDict(frozen=True)
+
+    figures: Literal["7 to 9", "10"]
     model: str
     num_nodes: int
     memory_mib: int
-    seed: int
-
-
-class Bottlenecks(BaseModel):
-    """Results of one setting. `seconds[column][run]`: bottleneck or bound; `planning[planner][run]`: planning time."""
-
-    model_config = ConfigDict(validate_assignment=False)
-
-    accounting: str
-    model: str
-    num_nodes: int = Field(ge=1)
-    memory_mib: int = Field(ge=1)
-    seed: int
-    outcome: Literal["measured", "fits on one node", "does not fit"]
-    num_stages: int = Field(ge=0)  # of the published planner
-    seconds: dict[str, list[float]] = {}
-    planning: dict[str, list[float]] = {}
+    outcome: Literal["measured", "fits on one node", "does not fit"] = "does not fit"
+    num_stages: int = 0  # of the published planner
+    seconds: dict[str, tuple[float, ...]] = {}
+    planning_seconds: dict[str, tuple[float, ...]] = {}
 
     @property
-    def setting(self) -> Setting:
-        return Setting(self.accounting, self.model, self.num_nodes, self.memory_mib, self.seed)
+    def setting(self) -> tuple[object, ...]:
+        return self.figures, self.model, self.num_nodes, self.memory_mib
 
     @property
     def num_runs(self) -> int:
         return len(self.seconds.get(PIPELINE, ()))
 
     @property
-    def num_unproven(self) -> int:
-        pairs = zip(self.seconds.get(EXACT, ()), self.seconds.get(BOUND, ()), strict=True)
-        return sum(bound < exact for exact, bound in pairs)
+    def num_proven(self) -> int:
+        return sum(bound >= exact for exact, bound in zip(self.seconds[EXACT], self.seconds[BOUND], strict=True))
 
     def mean(self, column: str) -> float:
-        return sum(self.seconds[column]) / len(self.seconds[column])
+        return fmean(self.seconds[column])
 
     def ratios(self, over: str, under: str) -> list[float]:
         """Ratio of two columns, by run."""
         return [a / b for a, b in zip(self.seconds[over], self.seconds[under], strict=True)]
 
-    def mean_ratio(self, over: str, under: str) -> float:
-        found = self.ratios(over, under)
-        return sum(found) / len(found)
+
+class Partition(Experiment):
+    """Partitioning and placement in random clusters. Nothing runs on devices, as in the paper; only planning takes time."""
+
+    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(PartitionRow)
+
+    graphs: Path  # folder of graphs, JSON or ONNX
+    models: tuple[str, ...] = ("MobileNetV2", "EfficientNetB1", "ResNet50", "InceptionResNetV2")  # of Figures 7 to 9
+    runs: int = Field(50, ge=0)  # of each setting of Figures 7 to 9; 0 leaves them out
+    ratio_models: tuple[str, ...] = ()  # of Figure 10; empty: all graphs in the folder
+    ratio_runs: int = Field(1000, ge=0)  # of each graph of Figure 10; 0 leaves it out
+    nodes: tuple[Nodes, ...] = (5, 10, 15, 20, 50)
+    memory_mib: tuple[Count, ...] = (64, 128, 256, 512)  # of each node
+    # Numbers of transfer classes; the largest is that of `pipeline` in the comparisons.
+    classes: tuple[Count, ...] = Field((2, 5, 8, 11, 14, 17, NUM_CLASSES), min_length=1)
+    accounting: AccountingName = "paper"
+    seed: int = 1
+    time_limit: float = Field(10.0, gt=0)  # seconds, of pipeline-exact in each run
+
+    def measure(self, context: Context) -> Iterator[PartitionRow]:
+        known = {row.setting: row for row in context.known}
+        for row, spec in self._settings():
+            yield known.get(row.setting) or self._measure(row, spec, context.report)
+
+    def _settings(self) -> Iterator[tuple[PartitionRow, GraphSpec]]:
+        """Rows without results, and their graphs."""
+        compared = read_graphs(self.graphs, "models", self.models) if self.runs else []
+        bounded = read_graphs(self.graphs, "ratio_models", self.ratio_models) if self.ratio_runs else []
+        for spec, memory, count in product(compared, self.memory_mib, self.nodes):
+            yield PartitionRow(figures="7 to 9", model=spec.name, num_nodes=count, memory_mib=memory), spec
+        for spec in bounded:
+            yield PartitionRow(figures="10", model=spec.name, num_nodes=RATIO_NODES, memory_mib=RATIO_MEMORY_MIB), spec
+
+    def _measure(self, row: PartitionRow, spec: GraphSpec, report: Callable[[str], None]) -> PartitionRow:
+        accounting = ACCOUNTINGS[self.accounting]
+        problem = problem_of(spec, accounting, row.memory_mib << 20, row.num_nodes)
+        try:
+            partitioning, _ = equal_partitions(problem)
+        except ModelDoesNotFit:
+            return row
+        if not partitioning.transfers:
+            return row.model_copy(update={"outcome": "fits on one node", "num_stages": 1})
+        compared = row.figures == "7 to 9"
+        classes = sorted(self.classes) if compared else [max(self.classes)]
+        num_runs = self.runs if compared else self.ratio_runs
+        runs = []
+        for number in range(num_runs):
+            report(f"{row.model}, {row.num_nodes} nodes of {row.memory_mib} MiB, run {number + 1} of {num_runs}")
+            rng = Random(f"{self.seed} {row.model} {row.num_nodes} {row.memory_mib} {number}")
+            runs.append(_run(draw_links(problem, accounting, rng), partitioning, classes, self.time_limit, rng))
+        return row.model_copy(update={
+            "outcome": "measured",
+            "num_stages": len(partitioning.last),
+            "seconds": _by_column([seconds for seconds, _ in runs]),
+            "planning_seconds": _by_column([planning for _, planning in runs]),
+        })  # fmt: skip
+
+    def summary(self, rows: Sequence[PartitionRow]) -> Summary:
+        compared, bounded = ([row for row in rows if row.figures == figures] for figures in ("7 to 9", "10"))
+        *fewer, most = sorted(self.classes)
+        by_classes = {str(number): _seconds_cell(with_classes(number)) for number in fewer}
+        by_classes[str(most)] = _seconds_cell(PIPELINE)
+        tables = (
+            _table("Mean bottleneck of pipeline, and of the others relative to it (Figures 8 and 9)",
+                   {**_PLACE, **_COMPARISON}, compared),
+            _table("Mean bottleneck of pipeline by number of transfer classes (Figure 7)", {**_PLACE, **by_classes}, compared),
+            _table("Over the bound, mean over runs (Figure 10)", {**_PLACE, **_OVER_BOUND}, bounded),
+        )  # fmt: skip
+        said = tuple(conclusions(_measured(compared), _measured(bounded)))
+        return Summary(conclusions=said, tables=tuple(table for table in tables if table.rows or table.notes))
+
+    def draw(self, rows: Sequence[PartitionRow], figure: Any) -> bool:
+        """For each model the bottleneck by nodes, at its smallest memory; for all graphs the ratio to the bound."""
+        panels: dict[str, list[PartitionRow]] = {}
+        for row in _measured(rows):
+            panels.setdefault(row.model if row.figures == "7 to 9" else "", []).append(row)
+        for index, (model, group) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(2, len(panels) // 2 + 1, index)
+            (_draw_nodes if model else _draw_ratios)(axes, group)
+            axes.grid(alpha=0.3)
+        if panels:
+            figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="lower right", frameon=False)
+        return bool(panels)
 
 
-class Points(BaseModel):
-    """Candidate partition points of one graph. `by_paper`: by the paper's rule; None for a graph of several sources."""
-
-    model_config = ConfigDict(frozen=True)
-
-    model: str
-    num_operators: int
-    num_points: int  # without the source, with the sink
-    by_paper: int | None
-    same: bool | None
-    largest_block: int  # operators
-    largest_block_bytes: int  # of weights
-    most_beside: int = 0  # most tensors that cross one cut, not counting the output of its point
-    most_beside_bytes: int = 0
-    half_at_points: float = 1.0  # fraction of the FLOPs in the larger half of the most even cut in two
-    half_at_cuts: float = 1.0  # the same, if several tensors may cross the cut
-
-    @property
-    def usable(self) -> bool:
-        """Whether no block has more than half of the operators, so that cuts can distribute the graph."""
-        return 2 * self.largest_block <= self.num_operators
+def _measured(rows: Sequence[PartitionRow]) -> list[PartitionRow]:
+    return [row for row in rows if row.num_runs]
 
 
-class Plans(NamedTuple):
-    """The planner variants measured in every run."""
-
-    classes: Sequence[int]
-    time_limit: float
+# ---- one run ----------------------------------------------------------------------------------------------------------
 
 
-# ---- measuring --------------------------------------------------------------------------------------------------------
+def _run(
+    problem: PipelineProblem, partitioning: Partitioning, classes: Sequence[int], time_limit: float, rng: Random
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Bottlenecks and bounds by column, and planning times by planner, in seconds."""
+    *fewer, most = classes
+    stages = {with_classes(number): published_stages(problem, rng, number) for number in fewer}
+    began = time.perf_counter()
+    stages[PIPELINE] = published_stages(problem, rng, most)
+    published = time.perf_counter()
+    exact = best_stages(problem, rng, lambda: time.perf_counter() > published + time_limit, [stages[PIPELINE]])
+    planning = {PIPELINE: published - began, EXACT: time.perf_counter() - published}
+    stages[EXACT] = exact.assignment
+    stages[RANDOM] = random_stages(problem, rng)
+    stages[JOINT] = joint_stages(problem)
+    stages[SAME_CUTS] = nearest_stages(problem, partitioning, range(problem.num_devices))
+    stages[ONE_START] = joint_stages_from(problem, rng.randrange(problem.num_devices)) or stages[JOINT]
+    seconds = {column: problem.bottleneck_seconds(each) for column, each in stages.items()}
+    return {**seconds, THEOREM: theorem_bound(problem, partitioning), BOUND: exact.bound}, planning
 
 
-def points_of(spec: GraphSpec) -> Points:
-    points = candidate_points(spec)
-    one_source = sum(not before for before in spec.predecessors) == 1
-    paper = published_points(spec) if one_source else None
-    chain = candidate_chain(spec)
-    beside = [_beside(spec, point, crossing) for point, crossing in zip(points, chain.crossing, strict=False)]
-    return Points(
-        model=spec.name,
-        num_operators=spec.num_operators,
-        num_points=len(points) - 1,
-        by_paper=None if paper is None else len(paper) - 1,
-        same=None if paper is None else paper == points,
-        largest_block=max(map(len, chain.blocks)),
-        largest_block_bytes=max(map(spec.parameter_bytes, chain.blocks)),
-        most_beside=max(map(len, beside), default=0),
-        most_beside_bytes=max(map(sum, beside), default=0),
-        half_at_points=_larger_half(spec, chain),
-        half_at_cuts=_larger_half(spec, fine_chain(spec)),
-    )
-
-
-def _larger_half(spec: GraphSpec, chain: Chain) -> float:
-    """Fraction of the FLOPs in the larger half when the chain is cut in two as evenly as possible."""
-    flops = [sum(spec.operators[operator].flops for operator in block) for block in chain.blocks]
-    before = [0.0, *accumulate(flops)]
-    return min(max(each, before[-1] - each) for each in before) / before[-1] if before[-1] else 1.0
-
-
-def _beside(spec: GraphSpec, point: int, crossing: Sequence[int]) -> list[int]:
-    """Bytes of each tensor that crosses a cut but is not the output of its point (side inputs that are carried along)."""
-    return [spec.tensors[index].num_bytes for index in crossing if spec.tensors[index].source != point]
-
-
-def measure(
-    spec: GraphSpec,
-    accounting: Accounting,
-    setting: Setting,
-    known: Bottlenecks | None,
-    num_runs: int,
-    plans: Plans,
-) -> Iterator[Bottlenecks]:
-    """Continue a setting after its known runs; yields it with more and more runs."""
-    problem = problem_of(spec, accounting, setting.memory_mib << 20, setting.num_nodes)
-    try:
-        partitioning, _ = equal_partitions(problem)
-    except ModelDoesNotFit:
-        yield Bottlenecks(**setting._asdict(), outcome="does not fit", num_stages=0)
-        return
-    found = known or Bottlenecks(
-        **setting._asdict(),
-        outcome="measured" if partitioning.transfers else "fits on one node",
-        num_stages=len(partitioning.last),
-    )
-    if not partitioning.transfers:
-        yield found
-        return
-    for run in range(found.num_runs, num_runs):
-        chance = Random(f"{setting.seed} {setting.model} {setting.num_nodes} {setting.memory_mib} {run}")
-        drawn = draw_links(problem, accounting, chance)
-        _one_run(drawn, partitioning, chance, plans, found)
-        found.seconds.setdefault(THEOREM, []).append(theorem_bound(drawn, partitioning))
-        if run % _SAVE_EVERY == _SAVE_EVERY - 1:
-            yield found
-    yield found
-
-
-def _one_run(problem: PipelineProblem, cuts: Partitioning, chance: Random, plans: Plans, found: Bottlenecks) -> None:
-    def note(column: str, seconds: float) -> None:
-        found.seconds.setdefault(column, []).append(seconds)
-
-    *fewer, most = sorted(plans.classes)
-    for num_classes in fewer:
-        note(with_classes(num_classes), problem.bottleneck_seconds(published_stages(problem, chance, num_classes)))
-    published, seconds = timed(lambda: published_stages(problem, chance, most))
-    note(PIPELINE, problem.bottleneck_seconds(published))
-    found.planning.setdefault(PIPELINE, []).append(seconds)
-    deadline = time.perf_counter() + plans.time_limit
-    answer, seconds = timed(lambda: best_stages(problem, chance, lambda: time.perf_counter() > deadline, [published]))
-    exact = problem.bottleneck_seconds(answer.assignment)
-    note(EXACT, exact)
-    note(BOUND, min(answer.bound, exact))
-    found.planning.setdefault(EXACT, []).append(seconds)
-    note(RANDOM, problem.bottleneck_seconds(random_stages(problem, chance)))
-    note(JOINT, problem.bottleneck_seconds(joint_stages(problem)))
-    note(SAME_CUTS, problem.bottleneck_seconds(nearest_stages(problem, cuts, range(problem.num_devices))))
-    start = chance.randrange(problem.num_devices)
-    note(ONE_START, problem.bottleneck_seconds(joint_stages_from(problem, start) or joint_stages(problem)))
+def _by_column(runs: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, ...]]:
+    return {column: tuple(run[column] for run in runs) for column in runs[0]}
 
 
 def with_classes(num_classes: int) -> str:
     return f"pipeline, {num_classes} classes"
 
 
-def timed(work: Callable[[], T]) -> tuple[T, float]:
-    began = time.perf_counter()
-    return work(), time.perf_counter() - began
+def nearest_stages(problem: PipelineProblem, partitioning: Partitioning, devices: Sequence[int]) -> Stages:
+    """The joint baseline: place these partitions along a greedy path, which always takes the fastest link to an unused device.
+
+    Tries every start device and returns the placement with the lowest bottleneck. Each of `devices` must be able to hold any
+    partition, and there must be at least as many as partitions. In the paper (section IV), joint chooses its partitions
+    greedily; in the authors' notebook it uses those of Algorithm 1.
+    """
+    found = []
+    for start in devices:
+        path, unused = [start], set(devices) - {start}
+        while len(path) < len(partitioning.last):
+            path.append(fastest_neighbour(problem, path[-1], unused))
+            unused.remove(path[-1])
+        found.append(stages_from(partitioning.last, path))
+    return min(found, key=problem.bottleneck_seconds)
 
 
-# ---- files ------------------------------------------------------------------------------------------------------------
+def theorem_bound(problem: PipelineProblem, partitioning: Partitioning) -> float:
+    """Theorem 1: the largest transfer over the fastest link; 0 for one partition.
 
-_ROWS = TypeAdapter(list[Bottlenecks])
-
-
-def load_rows(path: Path | None) -> dict[Setting, Bottlenecks]:
-    """Load the results of an earlier run. Raises BadSetting."""
-    if path is None or not path.exists() or path.stat().st_size == 0:
-        return {}
-    try:
-        return {row.setting: row for row in _ROWS.validate_json(path.read_bytes())}
-    except (OSError, ValidationError) as error:
-        reason = f"it does not contain results of this benchmark ({str(error).splitlines()[0]})"
-        raise BadSetting(setting="--json", reason=reason) from None
+    A lower bound for placements of these partitions, but not for other partitions.
+    """
+    return max(partitioning.transfers) / float(problem.link_rates.max()) if partitioning.transfers else 0.0
 
 
-def save_rows(path: Path, rows: Sequence[Bottlenecks]) -> None:
-    """Write the results atomically, so that an interrupt leaves the old file."""
-    write_atomically(path, _ROWS.dump_json(list(rows)))
+# ---- tables -----------------------------------------------------------------------------------------------------------
+
+Columns = Mapping[str, Callable[[PartitionRow], object]]
+
+
+def _seconds_cell(column: str) -> Callable[[PartitionRow], object]:
+    return lambda row: f"{row.mean(column):.4g} s"
+
+
+def _relative_cell(column: str) -> Callable[[PartitionRow], object]:
+    return lambda row: f"{row.mean(column) / row.mean(PIPELINE):.3f}"
+
+
+def _ratio_cell(over: str, under: str) -> Callable[[PartitionRow], object]:
+    return lambda row: f"{fmean(row.ratios(over, under)):.3f}"
+
+
+_PLACE: Columns = {
+    "model": lambda row: row.model,
+    "memory": lambda row: f"{row.memory_mib} MiB",
+    "nodes": lambda row: row.num_nodes,
+    "stages": lambda row: row.num_stages,
+}
+_PROVEN: Columns = {"proven": lambda row: f"{row.num_proven} of {row.num_runs}"}
+_RATIOS = [*product((PIPELINE, EXACT), (THEOREM, BOUND)), *product((JOINT, ONE_START, RANDOM), (PIPELINE,))]
+_COMPARISON: Columns = {
+    PIPELINE: _seconds_cell(PIPELINE),
+    **{column: _relative_cell(column) for column in _PLANNERS[1:]},
+    **_PROVEN,
+}
+_OVER_BOUND: Columns = {**{f"{over} / {under}": _ratio_cell(over, under) for over, under in _RATIOS}, **_PROVEN}
+
+
+def _table(title: str, columns: Columns, rows: Sequence[PartitionRow]) -> Table:
+    """A table of the measured rows; notes name the settings that have no results."""
+    omitted: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.num_runs:
+            omitted.setdefault(row.outcome, []).append(f"{row.model} ({row.num_nodes} x {row.memory_mib} MiB)")
+    notes = [f"{outcome}: {', '.join(settings)}" for outcome, settings in omitted.items()]
+    return Table.of(title, list(columns), ([cell(row) for cell in columns.values()] for row in _measured(rows)), notes)
+
+
+# ---- conclusions ------------------------------------------------------------------------------------------------------
+
+
+def conclusions(compared: Sequence[PartitionRow], bounded: Sequence[PartitionRow]) -> Iterator[str]:
+    """The measured figures, beside the paper's where it has them."""
+    if compared:
+        times = [row.mean(RANDOM) / row.mean(PIPELINE) for row in compared]
+        yield f"random / pipeline: {_spread(times, '.1f')}; the paper: about 10"
+    large = [row for row in compared if row.num_nodes == _JOINT_NODES]
+    for column in (JOINT, SAME_CUTS, ONE_START) if large else ():
+        below = _spread([1 - row.mean(PIPELINE) / row.mean(column) for row in large], ".0%")
+        paper = "; the paper: 35 %" if column == JOINT else ""
+        yield f"bottleneck of pipeline below that of {column}, {_JOINT_NODES} nodes: {below}{paper}"
+    if bounded:
+        for planner, bound in product((PIPELINE, EXACT), (THEOREM, BOUND)):
+            yield f"{planner} / {bound}: {_spread([fmean(row.ratios(planner, bound)) for row in bounded], '.4f')}"
+        within = fmean(fmean(row.ratios(PIPELINE, THEOREM)) <= _WITHIN for row in bounded)
+        yield (
+            f"graphs on which pipeline / {THEOREM} is at most {_WITHIN}: {within:.0%}; the paper: about 75 %, and "
+            f"{_PAPER_RATIO} on average"
+        )
+    if rows := [*compared, *bounded]:
+        ratios = [ratio for row in rows for ratio in row.ratios(EXACT, PIPELINE)]
+        worse, better = sum(ratio > 1 for ratio in ratios), sum(ratio < 1 for ratio in ratios)
+        proven = sum(row.num_proven for row in rows)
+        yield f"pipeline-exact in {len(ratios)} runs: {worse} worse than pipeline, {better} better, {proven} proven optimal"
+        for planner in (PIPELINE, EXACT):
+            times = [seconds for row in rows for seconds in row.planning_seconds[planner]]
+            yield f"planning with {planner}: {format_seconds(fmean(times))} (longest {format_seconds(max(times))})"
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    return f"{fmean(values):{form}} ({min(values):{form}} to {max(values):{form}}, {len(values)} settings)"
+
+
+# ---- plots ------------------------------------------------------------------------------------------------------------
+
+
+def _draw_nodes(axes: Any, rows: Sequence[PartitionRow]) -> None:
+    memory = min(row.memory_mib for row in rows)
+    rows = sorted((row for row in rows if row.memory_mib == memory), key=lambda row: row.num_nodes)
+    for marker, column in zip("osDP^v", _PLANNERS, strict=True):
+        axes.plot([row.num_nodes for row in rows], [row.mean(column) for row in rows], marker=marker, label=column)
+    axes.set(yscale="log", xlabel="nodes", ylabel="bottleneck [s]")
+    axes.set_title(f"{rows[0].model}, {memory} MiB", loc="left", fontsize=10)
+
+
+def _draw_ratios(axes: Any, rows: Sequence[PartitionRow]) -> None:
+    for column, marker in ((PIPELINE, "o"), (EXACT, "s")):
+        axes.plot(sorted(fmean(row.ratios(column, THEOREM)) for row in rows), marker=marker, ms=3, lw=1, label=column)
+    axes.axhline(_PAPER_RATIO, color="black", lw=1, ls=":")
+    axes.set(xlabel=f"graphs, {RATIO_NODES} nodes, {RATIO_MEMORY_MIB} MiB", ylabel="bottleneck over the bound")
+    axes.set_title("over Theorem 1's bound; dotted: the paper", loc="left", fontsize=10)

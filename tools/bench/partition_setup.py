@@ -1,4 +1,4 @@
-"""Set-up of Parthasarathy and Krishnamachari (section IV): models, memory, random clusters. Pure except for file reading.
+"""Set-up of Parthasarathy and Krishnamachari (section IV): models, memory, random clusters. Pure.
 
 Where the paper does not say how it counts memory and transfers, or its authors' notebooks differ, an accounting chooses:
 
@@ -15,22 +15,19 @@ Where the paper does not say how it counts memory and transfers, or its authors'
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.models.onnx.json_reader import read_graph_json
-from coordinator.models.onnx.reader import read_onnx
-from coordinator.plan.graph.throughput.points import Chain, candidate_chain
+from coordinator.plan.graph.throughput.points import candidate_chain
 from coordinator.plan.graph.throughput.problem import PipelineProblem, pipeline_problem
-from hearth.errors import BadSetting
 from hearth.plan.graph_spec import GraphSpec
 
-# Equation 12: the rate is log2(1 + A / distance^2) Mbit/s, with the distance in metres; 5.5 Mbit/s at 80 m.
+# Equation 12: the rate is log2(1 + A / distance^2) Mbit/s. A, in square metres, gives 5.5 Mbit/s at 80 m.
 _A = 283_230.0
 _RANGE_METRES, _NEAREST_METRES = 150.0, 1.0  # largest and smallest coordinate of a node, from the router
 _ZFP, _LZ4 = 1.44, 2.1  # average compression ratios, equation 4
@@ -38,47 +35,27 @@ _ZFP, _LZ4 = 1.44, 2.1  # average compression ratios, equation 4
 
 @dataclass(frozen=True)
 class Accounting:
-    name: str
+    """How memory, transfers and rates are counted."""
+
     weight_share: float = 1.0  # of a float32 weight's bytes
     output_share: float = 1.0  # of a float32 output's bytes, held by the partition that computes it
     transfer_share: float = 1.0  # of the boundary tensor's bytes
     compression: float = _ZFP * _LZ4
-    for_each_consumer: bool = False
-    leaves_out_first: bool = False
-    between_nodes: bool = False
-    one_quadrant: bool = False
+    sends_per_consumer: bool = False  # a boundary tensor is sent once for each consumer
+    omits_first_block: bool = False  # from a partition's memory
+    rates_between_nodes: bool = False  # a link's rate depends on the distance of its ends, not on theirs to the router
+    one_quadrant: bool = False  # all nodes lie in the same quadrant around the router
 
 
-ACCOUNTINGS = {
-    each.name: each
-    for each in (
-        Accounting("paper"),
-        Accounting("weights", output_share=0.0),
-        Accounting(
-            "notebooks",
-            weight_share=0.25,
-            transfer_share=2.0,
-            compression=_ZFP,
-            for_each_consumer=True,
-            leaves_out_first=True,
-            between_nodes=True,
-            one_quadrant=True,
-        ),
-    )
-}
-
-
-def read_graphs(folder: Path, names: Sequence[str]) -> list[GraphSpec]:
-    """Read all graphs of a folder (JSON or ONNX), or those named, sorted by name. Raises BadSetting, BadModelFile."""
-    if not folder.is_dir():
-        raise BadSetting(setting="--graphs", reason=f"{folder} is not a folder")
-    files = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".onnx")}
-    if unknown := [name for name in names if name not in files]:
-        raise BadSetting(setting="--model", reason=f"there is no {unknown[0]}.json or .onnx in {folder}")
-    chosen = {name: files[name] for name in names or sorted(files)}
-    if not chosen:
-        raise BadSetting(setting="--graphs", reason=f"there is no .json or .onnx file in {folder}")
-    return [read_graph_json(path) if path.suffix == ".json" else read_onnx(path).spec for path in chosen.values()]
+AccountingName = Literal["paper", "weights", "notebooks"]
+ACCOUNTINGS: Mapping[AccountingName, Accounting] = {
+    "paper": Accounting(),
+    "weights": Accounting(output_share=0.0),
+    "notebooks": Accounting(
+        weight_share=0.25, transfer_share=2.0, compression=_ZFP, sends_per_consumer=True, omits_first_block=True,
+        rates_between_nodes=True, one_quadrant=True,
+    ),
+}  # fmt: skip
 
 
 def problem_of(spec: GraphSpec, accounting: Accounting, memory_bytes: int, num_nodes: int) -> PipelineProblem:
@@ -96,35 +73,29 @@ def problem_of(spec: GraphSpec, accounting: Accounting, memory_bytes: int, num_n
         np.ones((num_nodes, num_nodes)).tolist(),
         chain,
     )
-    compression = accounting.compression / accounting.transfer_share
     ends = np.cumsum([0, *(sum(held[operator] for operator in block) for block in chain.blocks)])
-    problem = replace(
-        problem,
-        boundary_bytes=tuple(size / compression for size in problem.boundary_bytes),
-        stage_bytes=problem.stage_bytes + np.triu(ends[None, 1:] - ends[:-1, None]),
-    )
-    if accounting.for_each_consumer:
-        times = [_num_consumers(spec, chain, cut) for cut in range(len(chain.crossing))]
-        sizes = tuple(size * count for size, count in zip(problem.boundary_bytes, times, strict=True))
-        problem = replace(problem, boundary_bytes=sizes)
-    if accounting.leaves_out_first:
-        without = np.zeros_like(problem.stage_bytes)
-        without[:-1] = problem.stage_bytes[1:]
-        problem = replace(problem, stage_bytes=without)
-    return problem
+    stage_bytes = problem.stage_bytes + np.triu(ends[None, 1:] - ends[:-1, None])
+    if accounting.omits_first_block:
+        stage_bytes = np.vstack([stage_bytes[1:], np.zeros_like(stage_bytes[:1])])
+    sizes = [size * accounting.transfer_share / accounting.compression for size in problem.boundary_bytes]
+    if accounting.sends_per_consumer:
+        counts = [max(len(spec.successors[point]), 1) for point in chain.points[: len(sizes)]]
+        sizes = [size * count for size, count in zip(sizes, counts, strict=True)]
+    return replace(problem, boundary_bytes=tuple(sizes), stage_bytes=stage_bytes)
 
 
-def draw_links(problem: PipelineProblem, accounting: Accounting, chance: Random) -> PipelineProblem:
+def draw_links(problem: PipelineProblem, accounting: Accounting, rng: Random) -> PipelineProblem:
     """The same problem in a random communication graph."""
-    places = positions(problem.num_devices, chance)
-    return replace(problem, rate=rates(np.abs(places) if accounting.one_quadrant else places, accounting.between_nodes))
+    places = positions(problem.num_devices, rng)
+    places = np.abs(places) if accounting.one_quadrant else places
+    return replace(problem, rate=rates(places, accounting.rates_between_nodes))
 
 
-def positions(num_nodes: int, chance: Random) -> NDArray[np.float64]:
+def positions(num_nodes: int, rng: Random) -> NDArray[np.float64]:
     """[n, 2] metres from the router, each coordinate uniform in (-150, -1) and (1, 150)."""
-    sides = [[chance.choice((-1, 1)) for _ in "xy"] for _ in range(num_nodes)]
+    sides = [[rng.choice((-1, 1)) for _ in "xy"] for _ in range(num_nodes)]
     span = _RANGE_METRES - _NEAREST_METRES
-    return np.array([[side * (_NEAREST_METRES + span * chance.random()) for side in node] for node in sides])
+    return np.array([[side * (_NEAREST_METRES + span * rng.random()) for side in node] for node in sides])
 
 
 def rates(places: NDArray[np.float64], between_nodes: bool) -> NDArray[np.float64]:
@@ -139,7 +110,3 @@ def rates(places: NDArray[np.float64], between_nodes: bool) -> NDArray[np.float6
     found: NDArray[np.float64] = np.log2(1 + _A / np.maximum(squares, _NEAREST_METRES**2)) * 1e6 / 8
     np.fill_diagonal(found, math.inf)
     return found
-
-
-def _num_consumers(spec: GraphSpec, chain: Chain, cut: int) -> int:
-    return max(len(spec.successors[chain.points[cut]]), 1)

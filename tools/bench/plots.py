@@ -19,18 +19,13 @@ _MAX_BARS = 60  # groups of bars in one plot
 Draw = Callable[[Any, Sequence[Row]], None]
 
 
-def check_plots() -> None:
-    """Raise BadSetting if matplotlib is missing."""
+def save_plot(path: Path, experiment: Experiment, rows: Sequence[Any]) -> bool:
+    """Draw and save an experiment's plot, if it has one. Raises BadSetting if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
         raise BadSetting(setting="matplotlib", reason="it is not installed: `pip install matplotlib`") from None
     matplotlib.use("Agg")
-
-
-def save_plot(path: Path, experiment: Experiment, rows: Sequence[Any]) -> bool:
-    """Draw and save an experiment's plot, if it has one. Raises BadSetting if matplotlib is missing."""
-    check_plots()
     import matplotlib.pyplot as plt
 
     figure = plt.figure(figsize=_SIZE, dpi=_DPI, layout="constrained")

@@ -107,15 +107,8 @@ def load_result(path: Path) -> Result:
         raise BadSetting(setting=f"the result {path}", reason=first_error(error, "file")) from None
 
 
-def check_files(*paths: Path | None) -> None:
-    for path in paths:
-        check_writable("--json or --markdown", path)
-
-
-def check_writable(setting: str, path: Path | None) -> None:
+def check_writable(setting: str, path: Path) -> None:
     """Raise BadSetting if a file cannot be written. Call it before measuring."""
-    if path is None:
-        return
     if path.is_dir() or not path.resolve().parent.is_dir():
         reason = "it is a directory" if path.is_dir() else f"there is no directory {path.resolve().parent}"
         raise BadSetting(setting=setting, reason=reason)

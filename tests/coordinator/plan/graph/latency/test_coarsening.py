@@ -22,14 +22,13 @@ from hearth.errors import BadSetting
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from tools.bench.coarsening import (
     SLOWDOWNS,
+    Coarsening,
     CoarseningRow,
-    Profile,
-    compare,
     on_devices,
     problem_on_devices,
     refined_schedule,
 )
-from tools.bench.experiment import Context, Experiment, make_experiment, read_settings
+from tools.bench.experiment import Context, make_experiment, read_settings
 
 KINDS = ["Pad", "Conv", "BatchNormalization", "Relu", "Add", "MatMul", "Div", "Erf", "Mul", "Sigmoid"]
 
@@ -133,13 +132,16 @@ def residual() -> GraphSpec:
     return graph(kinds, [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)])
 
 
-def coarsening(folder: Path) -> Experiment:
-    return make_experiment(read_settings("coarsening", [f'onnx="{folder}"', "time_limit=5"]))
+def coarsening(folder: Path) -> Coarsening:
+    experiment = make_experiment(read_settings("coarsening", [f'onnx="{folder}"', "time_limit=10"]))
+    assert isinstance(experiment, Coarsening)
+    return experiment
 
 
 def test_row_reports_operators_and_makespans_of_both_plans(tmp_path: Path) -> None:
     seconds = [1.0, 2.0, 0.5, 2.0, 0.5, 1.0]
-    row = compare("residual", residual(), Profile(seconds, 4), congestion=True, time_limit=10.0)
+    experiment = coarsening(tmp_path)
+    row = experiment.compare("residual", residual(), seconds, num_kernels=4)
     assert (row.num_operators, row.num_coarse, row.num_kernels) == (6, 4, 4)
     # The branches run in parallel on the two devices that are 8 times slower than this machine. The stem's result is
     # transferred; the transfer of one branch's result overlaps the other branch, which started later.
@@ -148,7 +150,6 @@ def test_row_reports_operators_and_makespans_of_both_plans(tmp_path: Path) -> No
     assert row.local_makespan == pytest.approx(8 * 7.0)
     assert row.fine.proven
     assert row.loss == 0
-    experiment = coarsening(tmp_path)
     found = experiment.summary([row])
     assert found.tables[0].rows[0][:5] == ("residual", "6", "4", "4 (-33%)", "56000.00")
     assert found.tables[0].rows[0][-3] == "+0.00%"

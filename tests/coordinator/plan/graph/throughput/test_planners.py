@@ -23,7 +23,7 @@ from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, St
 from coordinator.plan.graph.throughput.published import class_runs, equal_partitions, published_stages
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
-from tools.bench.partition_theory import nearest_stages, theorem_bound
+from tools.bench.partition import nearest_stages, theorem_bound
 
 SEEDS = st.integers(0, 10**9)
 
