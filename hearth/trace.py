@@ -65,14 +65,14 @@ def transfers(traces: Sequence[DeviceTrace]) -> list[TileTransfer]:
         for event in trace.events:
             if event.lane == "send":
                 sent[event.kind, event.layer, event.tile, trace.rank, event.peer].append(event)
-    found = []
+    pairs = []
     for trace in traces:
         for event in trace.events:
-            waiting = sent.get((event.kind, event.layer, event.tile, event.peer, trace.rank))
-            if event.lane == "receive" and event.peer is not None and waiting:
-                start, name = waiting.popleft().start_seconds, f"{label(event)} {event.peer}->{trace.rank}"
-                found.append(TileTransfer(name, event.peer, trace.rank, start, event.end_seconds, event.num_bytes))
-    return sorted(found, key=lambda transfer: transfer.start_seconds)
+            unpaired = sent.get((event.kind, event.layer, event.tile, event.peer, trace.rank))
+            if event.lane == "receive" and event.peer is not None and unpaired:
+                start, name = unpaired.popleft().start_seconds, f"{label(event)} {event.peer}->{trace.rank}"
+                pairs.append(TileTransfer(name, event.peer, trace.rank, start, event.end_seconds, event.num_bytes))
+    return sorted(pairs, key=lambda transfer: transfer.start_seconds)
 
 
 def overlap_seconds(traces: Sequence[DeviceTrace]) -> float:

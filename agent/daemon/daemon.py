@@ -119,7 +119,7 @@ class AgentDaemon:
                 if worker is not None and worker.epoch == message.epoch:
                     await self._stop_worker(message.deployment)
             case _:
-                raise BadRequest(reason=f"an agent does not take {type(message).__name__}")
+                raise BadRequest(reason=f"an agent does not accept {type(message).__name__}")
         return wire.Done()
 
     async def watch_leases(self) -> None:
@@ -166,14 +166,14 @@ class AgentDaemon:
 
     def _heartbeat(self, message: wire.Heartbeat) -> wire.Message:
         now = time.monotonic()
-        held = {
+        live = {
             name: lease
             for name, lease in self._leases.items()
             if lease.holder == message.holder and now < lease.expires
         }
-        if not held:
+        if not live:
             raise LeaseLost(device=self.name)
-        self._leases |= {name: lease.renewed(now) for name, lease in held.items()}
+        self._leases |= {name: lease.renewed(now) for name, lease in live.items()}
         return wire.AgentState(
             boot_id=self.boot_id,
             workers=tuple(

@@ -99,7 +99,7 @@ async def fetch_chunks(
                     mark_missing(chunk, str(error))
 
         def mark_missing(chunk: str, reason: str) -> None:
-            log.info("the chunk %s did not come from %s: %s", chunk[:12], request.host, reason)
+            log.info("the chunk %s did not arrive from %s: %s", chunk[:12], request.host, reason)
             missing.append(chunk)
 
         await all_or_first_error(map(fetch, request.hashes))

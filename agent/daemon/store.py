@@ -196,11 +196,11 @@ class ShardStore:
             shutil.rmtree(folder, ignore_errors=True)
         for file in self.path.glob(f"*{PART_SUFFIX}"):
             file.unlink(missing_ok=True)
-        found = []
+        chunks = []
         for file in self.path.glob("??/*"):
             if file.name.endswith(PART_SUFFIX):
                 file.unlink(missing_ok=True)
             elif _CHUNK_NAME.fullmatch(file.name) and file == self._file(file.name) and file.is_file():
                 status = file.stat()
-                found.append((status.st_atime_ns, file.name, status.st_size))
-        self._sizes = {name: size for _, name, size in sorted(found)}
+                chunks.append((status.st_atime_ns, file.name, status.st_size))
+        self._sizes = {name: size for _, name, size in sorted(chunks)}

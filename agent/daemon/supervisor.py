@@ -59,8 +59,8 @@ class WorkerProcess:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
             return 0
-        found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
-        return int(found[1]) << 10 if found else 0
+        match = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+        return int(match[1]) << 10 if match else 0
 
     async def start(self, request: wire.Start) -> wire.WorkerBound:
         """Start the process and load the shard or the segments. Raises WorkerDied, DeadlineExceeded, or the worker's error."""

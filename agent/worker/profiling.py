@@ -16,7 +16,7 @@ def serve_one(measure: Callable[[StartProfile], BlockProfile | GraphProfile]) ->
     try:
         start = decode(sys.stdin.buffer.read())
         if not isinstance(start, StartProfile):
-            raise BadMessage(reason=f"a profiler does not take {type(start).__name__}")
+            raise BadMessage(reason=f"a profiler does not accept {type(start).__name__}")
         answer = Profiled(result=measure(start))
     except HearthError as error:
         answer = Failed.of(error)

@@ -209,9 +209,9 @@ def token_frames(token_ids: Sequence[int] | np.ndarray[Any, Any]) -> Sequence[An
     from hearth.wire.framing import pack_array
 
     try:
-        given = np.asarray(token_ids)
-        ids = given.astype(np.int32)
-        fits = bool((given == ids).all())
+        array = np.asarray(token_ids)
+        ids = array.astype(np.int32)
+        fits = bool((array == ids).all())
     except (TypeError, ValueError, OverflowError):
         fits = False
     if not fits:

@@ -270,10 +270,10 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             return endpoint_of(self._address)
         from hearth.platform.discovery import find_coordinator
 
-        found = await find_coordinator(fingerprint(self._access.server_public), timeout_seconds, self._interfaces)
-        if found is None:
+        service = await find_coordinator(fingerprint(self._access.server_public), timeout_seconds, self._interfaces)
+        if service is None:
             raise NoCoordinator(seconds=timeout_seconds)
-        return f"tcp://{found.hosts[0]}:{found.port}"
+        return f"tcp://{service.hosts[0]}:{service.port}"
 
     async def _close_client(self) -> None:
         client, self._client = self._client, None

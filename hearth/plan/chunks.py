@@ -37,16 +37,16 @@ def chunk_slices(spec: ModelSpec, kind: ChunkKind, grain: int) -> list[Slice]:
     if kind == "qkv":
         q, kv = attention_grain_span(spec, grain), Span(grain * spec.head_dim, (grain + 1) * spec.head_dim)
         rows = {"q": q, "k": kv, "v": kv}
-        return [Slice(f"{name}.{what}", rows=rows[name]) for name in rows for what in _suffixes(spec.qkv_bias)]
+        return [Slice(f"{name}.{suffix}", rows=rows[name]) for name in rows for suffix in _suffixes(spec.qkv_bias)]
     if kind == "out":
         return [Slice("o.weight", columns=attention_grain_span(spec, grain))]
     if kind == "mlp":
         part = grain_span(grain, spec.ffn_size, COLUMN_GRAIN)
         by_column = ("gate", "up") if spec.gated else ("up",)
-        up = [Slice(f"{name}.{what}", rows=part) for name in by_column for what in _suffixes(spec.mlp_bias)]
+        up = [Slice(f"{name}.{suffix}", rows=part) for name in by_column for suffix in _suffixes(spec.mlp_bias)]
         return [*up, Slice("down.weight", columns=part)]
     if kind == "connective":
-        biases = [name for name, there in (("o.bias", spec.out_bias), ("down.bias", spec.mlp_bias)) if there]
+        biases = [name for name, present in (("o.bias", spec.out_bias), ("down.bias", spec.mlp_bias)) if present]
         of_heads = ["q_norm.weight", "k_norm.weight"] if spec.qk_norm else []
         return [Slice(name) for name in (*biases, *_norm(spec, "norm1"), *_norm(spec, "norm2"), *of_heads)]
     if kind in ("vocabulary", "head"):
@@ -58,7 +58,7 @@ def chunk_slices(spec: ModelSpec, kind: ChunkKind, grain: int) -> list[Slice]:
 
 
 def _norm(spec: ModelSpec, name: str) -> list[str]:
-    return [f"{name}.{what}" for what in _suffixes(spec.norm == "layer")]
+    return [f"{name}.{suffix}" for suffix in _suffixes(spec.norm == "layer")]
 
 
 def _suffixes(bias: bool) -> tuple[str, ...]:

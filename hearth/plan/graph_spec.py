@@ -112,8 +112,8 @@ class GraphSpec:
         return sum(self.parameters[index].num_bytes for index in used)
 
     def _tensors_by_operator(self, operators_of: Callable[[Tensor], Iterable[int]]) -> tuple[tuple[Tensor, ...], ...]:
-        found: list[list[Tensor]] = [[] for _ in self.operators]
+        by_operator: list[list[Tensor]] = [[] for _ in self.operators]
         for tensor in self.tensors:
             for operator in operators_of(tensor):
-                found[operator].append(tensor)
-        return tuple(map(tuple, found))
+                by_operator[operator].append(tensor)
+        return tuple(map(tuple, by_operator))

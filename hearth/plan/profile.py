@@ -59,12 +59,12 @@ def fit_curve(measured: Mapping[int, float]) -> LatencyCurve:
     of the line; for points, the largest distance of an inner point from the line between its neighbours.
     """
     points = sorted(measured.items())
-    sizes, seconds = [size for size, _ in points], [seen for _, seen in points]
+    sizes, seconds = [size for size, _ in points], [value for _, value in points]
     if len(sizes) < 3 or min(seconds) <= 0:
         return LatencyCurve(sizes=tuple(sizes), seconds=tuple(seconds))
     intercept, slope = _relative_line(sizes, seconds)
     line = [intercept + slope * size for size in sizes]
-    misfit = max(abs(fitted - seen) / seen for fitted, seen in zip(line, seconds, strict=True))
+    misfit = max(abs(fitted - value) / value for fitted, value in zip(line, seconds, strict=True))
     if misfit <= _MAX_LINE_MISFIT:
         return LatencyCurve(sizes=tuple(sizes), seconds=tuple(line), error=misfit)
     between = max(
@@ -162,10 +162,10 @@ class BlockProfile(BaseModel, frozen=True):
 
     def tile_factor(self, rows: float) -> float:
         """Cost of a row in a GEMM of `rows` rows, relative to its cost in a GEMM of all rows; at least 1."""
-        whole = self.mlp_rows(self.seq_len)
-        if rows <= 0 or whole <= 0:
+        whole_seconds = self.mlp_rows(self.seq_len)
+        if rows <= 0 or whole_seconds <= 0:
             return 1.0
-        return max(self.mlp_rows(rows) / (whole * rows / self.seq_len), 1.0)
+        return max(self.mlp_rows(rows) / (whole_seconds * rows / self.seq_len), 1.0)
 
     @property
     def error(self) -> float:

@@ -96,18 +96,23 @@ def read_rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) ->
 
 def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters`, or `rope_scaling` merged with the top-level fields of older configs; null counts as absent."""
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(found, dict):
-        raise ValueError(f"rope_parameters: {found} is not a JSON object")
-    nested = [name for name, value in found.items() if isinstance(value, dict)]
+    rope_parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope_parameters, dict):
+        raise ValueError(f"rope_parameters: {rope_parameters} is not a JSON object")
+    nested = [name for name, value in rope_parameters.items() if isinstance(value, dict)]
     if nested:
         raise UnsupportedArchitecture(
-            architecture=f"{config.get('model_type')} with rope_parameters for {', '.join(nested)} apart",
+            architecture=f"{config.get('model_type')} with separate rope_parameters for {', '.join(nested)}",
             supported="the same rotary positions in every layer",
         )
-    beside = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    above = {name: config.get(name) for name in ("original_max_position_embeddings",)}
-    return {name: value for settings in (beside, found, above) for name, value in settings.items() if value is not None}
+    top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    inherited = {name: config.get(name) for name in ("original_max_position_embeddings",)}
+    return {
+        name: value
+        for settings in (top_level, rope_parameters, inherited)
+        for name, value in settings.items()
+        if value is not None
+    }
 
 
 # ---- computing -------------------------------------------------------------------------------------------------------
@@ -176,8 +181,9 @@ def _yarn(spec: RotarySpec, base: tuple[float, ...], dim: int, original: int) ->
         high += 0.001
     mixed = []
     for i, frequency in enumerate(base):
-        kept = 1 - min(max((i - low) / (high - low), 0.0), 1.0)  # 1: the original frequency, 0: fully interpolated
-        mixed.append(frequency / spec.factor * (1 - kept) + frequency * kept)
+        # 1: the original frequency, 0: fully interpolated.
+        keep_fraction = 1 - min(max((i - low) / (high - low), 0.0), 1.0)
+        mixed.append(frequency / spec.factor * (1 - keep_fraction) + frequency * keep_fraction)
     return Frequencies(tuple(mixed), _yarn_scale(spec))
 
 

@@ -255,8 +255,8 @@ class TensorParallel(_TransformerBody):
         """Raise ValueError unless every rank holds the heads and columns that it decodes with."""
         for rank, (heads, columns) in enumerate(zip(spans(self.heads), spans(self.columns), strict=True)):
             for layer in range(len(self.modes) or 1):
-                held = self.layer_share(rank, layer)
-                if heads.size > min(held.qkv.size, held.out.size) or columns.size > held.columns.size:
+                share = self.layer_share(rank, layer)
+                if heads.size > min(share.qkv.size, share.out.size) or columns.size > share.columns.size:
                     raise ValueError(f"rank {rank} has heads or columns to decode with, and no rows of its own")
 
 
@@ -367,12 +367,14 @@ class Pipeline(_TransformerBody):
             raise ValueError(f"layers has {len(self.layers)} stages for {num_ranks} devices")
         if min(self.layers) < 1 or sum(self.layers) != model.num_layers:
             raise ValueError(f"layers {self.layers} must be positive and sum to {model.num_layers}")
-        whole = Pipeline.of(model, self.layers, self.seq_len)
+        expected = Pipeline.of(model, self.layers, self.seq_len)
         for name in ("heads", "columns", "vocabulary"):
-            if getattr(self, name) != getattr(whole, name):
-                raise ValueError(f"{name} of a pipeline are {getattr(whole, name)}: a stage's layers are whole")
-        if tuple(weight > 0 for weight in self.row_weights) != tuple(weight > 0 for weight in whole.row_weights):
-            raise ValueError(f"row_weights of this pipeline are {whole.row_weights}: one stage has all rows in the end")
+            if getattr(self, name) != getattr(expected, name):
+                raise ValueError(f"{name} of a pipeline are {getattr(expected, name)}: a stage's layers are whole")
+        if tuple(weight > 0 for weight in self.row_weights) != tuple(weight > 0 for weight in expected.row_weights):
+            raise ValueError(
+                f"row_weights of this pipeline are {expected.row_weights}: one stage has all rows in the end"
+            )
 
 
 TransformerBody = TensorParallel | Pipeline

@@ -115,10 +115,10 @@ class Browser:
         info = AsyncServiceInfo(self._service, name)
         if not await info.async_request(zeroconf, _RESOLVE_MS):
             return
-        found = _parse_record(info)
-        if found is not None and self.services.get(found.id) != found:
-            self.services[found.id] = found
-            self._on_found(found)
+        service = _parse_record(info)
+        if service is not None and self.services.get(service.id) != service:
+            self.services[service.id] = service
+            self._on_found(service)
 
 
 async def find_coordinator(
@@ -127,9 +127,9 @@ async def find_coordinator(
     """Return the first coordinator of this home that answers, or None after the timeout."""
     answer: asyncio.Future[DiscoveredService] = asyncio.get_running_loop().create_future()
 
-    def on_found(found: DiscoveredService) -> None:
-        if found.fingerprint == fingerprint and not answer.done():
-            answer.set_result(found)
+    def on_found(service: DiscoveredService) -> None:
+        if service.fingerprint == fingerprint and not answer.done():
+            answer.set_result(service)
 
     browser = Browser(COORDINATOR_SERVICE, on_found, interfaces)
     await browser.start()

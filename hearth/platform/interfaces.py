@@ -67,13 +67,13 @@ def interfaces(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -
 
     stats = psutil.net_if_stats()
     with_default_route = default_route_holders(proc_root)
-    found = []
+    all_found = []
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             if address.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             is_up = name in stats and stats[name].isup
-            found.append(
+            all_found.append(
                 Interface(
                     name,
                     address.address,
@@ -83,32 +83,32 @@ def interfaces(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -
                     name in with_default_route,
                 )
             )
-    return ranked(found)
+    return ranked(all_found)
 
 
-def ranked(found: Sequence[Interface]) -> list[Interface]:
+def ranked(addresses: Sequence[Interface]) -> list[Interface]:
     """Sort: usable before skipped, IPv4 before IPv6, wired before wireless, fast before slow, default route first."""
     return sorted(
-        found,
+        addresses,
         key=lambda i: (
             bool(i.skipped), ":" in i.address, i.is_wireless, -i.speed_mbit, not i.has_default_route, i.name,
         ),
     )  # fmt: skip
 
 
-def choose_interface(found: Sequence[Interface], preferred: str | None) -> Interface:
+def choose_interface(addresses: Sequence[Interface], preferred: str | None) -> Interface:
     """The interface to advertise on: the preferred one (name or address), else the best usable one, else loopback.
 
     Raises BadSetting if the preferred interface does not exist (listing those that do), or if there is none at all.
     """
     if preferred:
-        named = [i for i in found if preferred in (i.name, i.address)]
+        named = [i for i in addresses if preferred in (i.name, i.address)]
         if not named:
-            known = ", ".join(sorted({f"{i.name} ({i.address})" for i in found if ":" not in i.address}))
+            known = ", ".join(sorted({f"{i.name} ({i.address})" for i in addresses if ":" not in i.address}))
             raise BadSetting(setting="--interface", reason=f"there is no '{preferred}'; there are: {known}")
         return ranked(named)[0]
-    usable = [i for i in ranked(found) if not i.skipped]
-    loopback = [i for i in ranked(found) if ipaddress.ip_address(i.address.split("%")[0]).is_loopback]
+    usable = [i for i in ranked(addresses) if not i.skipped]
+    loopback = [i for i in ranked(addresses) if ipaddress.ip_address(i.address.split("%")[0]).is_loopback]
     for interface in (*usable, *loopback):
         return interface
     raise BadSetting(setting="--interface", reason="this device has no network interface with an address")
@@ -144,5 +144,5 @@ def verify_reachable(interface: Interface) -> None:
 
 def all_addresses() -> list[str]:
     """All addresses at which other devices may reach this one; loopback if there are none."""
-    found = interfaces()
-    return [i.address.split("%")[0] for i in found if not i.skipped] or ["127.0.0.1"]
+    addresses = interfaces()
+    return [i.address.split("%")[0] for i in addresses if not i.skipped] or ["127.0.0.1"]

@@ -20,9 +20,9 @@ def read_settings(
     An empty variable counts as unset. Raises BadSetting that names the flag.
     """
     variables = {name: environ.get(prefix + name.upper()) for name in settings.model_fields}
-    given = {name: value for name, value in flags.items() if value is not None}
+    given_flags = {name: value for name, value in flags.items() if value is not None}
     try:
-        return settings(**{**defaults, **{name: value for name, value in variables.items() if value}, **given})
+        return settings(**{**defaults, **{name: value for name, value in variables.items() if value}, **given_flags})
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "settings"

@@ -86,8 +86,8 @@ def split_frames(frames: Sequence[Buffer]) -> Sequence[Buffer]:
     """Split the frames of a tile into header and buffers; a small tile has both in one frame."""
     if len(frames) != 1 or len(frames[0]) <= _HEADER_BYTES:
         return frames
-    whole = memoryview(frames[0])
-    return [whole[:_HEADER_BYTES], whole[_HEADER_BYTES:]]
+    frame = memoryview(frames[0])
+    return [frame[:_HEADER_BYTES], frame[_HEADER_BYTES:]]
 
 
 def decode_tile(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, Array]:

@@ -190,7 +190,7 @@ def test_graph_runs_on_two_devices_and_survives_failures(running_home: TestHome)
         step = Run(holder=HOLDER, epoch=1, step=20, timeout_seconds=30.0)
         with pytest.raises(BadRequest, match=r"the input .* is missing"):
             await agents.ask(next(rank for rank in range(2) if routes_for(plan, rank).graph_inputs), step)
-        with pytest.raises(BadRequest, match="does not take GenerateTokens"):
+        with pytest.raises(BadRequest, match="does not accept GenerateTokens"):
             await agents.ask(0, GenerateTokens(holder=HOLDER, epoch=1, max_tokens=1))
 
         # Only rank 1 gets the request: no tensors arrive, and the error names the missing one.
@@ -198,7 +198,7 @@ def test_graph_runs_on_two_devices_and_survives_failures(running_home: TestHome)
         names = tuple(sorted(routes_for(plan, waiting).graph_inputs))
         payload = [frame for name in names for frame in pack_array(feeds[0][name])]
         late = step.model_copy(update={"step": 21, "names": names, "timeout_seconds": 0.5})
-        with pytest.raises(StepFailed, match=f"had not come from rank {1 - waiting}"):
+        with pytest.raises(StepFailed, match=f"had not arrived from rank {1 - waiting}"):
             await agents.ask(waiting, late, payload)
 
         # An abort from outside takes effect immediately.

@@ -125,7 +125,9 @@ class GraphEngine(DataPlane[Outgoing]):
         arrays = unpack_arrays(request.names, payload)
         if wrong := arrays.keys() ^ self._routes.graph_inputs:
             name = min(wrong)
-            raise BadRequest(reason=f"the input {name} is {'not one' if name in arrays else 'missing'} of this rank's")
+            raise BadRequest(
+                reason=f"the input {name} is {'not used by' if name in arrays else 'missing for'} this rank"
+            )
         for segment, session in zip(self._routes.segments, self._sessions, strict=True):
             for name in arrays.keys() & set(segment.inputs):
                 check_input(session, name, arrays[name])
@@ -244,8 +246,8 @@ class GraphEngine(DataPlane[Outgoing]):
         request = self._requests.get(overdue.step)
         seconds = request.request.timeout_seconds if request is not None and request.request is not None else 0.0
         if overdue.tensor is None:
-            return f"its segments had not all run after {seconds:.1f} s, though everything for them was there"
-        return f"the tensor {overdue.tensor} had not come from rank {overdue.source} after {seconds:.1f} s"
+            return f"its segments had not all finished after {seconds:.1f} s, although all their inputs had arrived"
+        return f"the tensor {overdue.tensor} had not arrived from rank {overdue.source} after {seconds:.1f} s"
 
     # ---- the wire ---------------------------------------------------------------------------------------------------
 
@@ -253,8 +255,8 @@ class GraphEngine(DataPlane[Outgoing]):
         while not self._closing:
             with self._changed:
                 deadline = self._schedule.next_deadline
-            left = _RECEIVE_SLICE_SECONDS if deadline is None else deadline - time.monotonic()
-            received = self._transport.receive(min(max(left, 0.0), _RECEIVE_SLICE_SECONDS))
+            remaining = _RECEIVE_SLICE_SECONDS if deadline is None else deadline - time.monotonic()
+            received = self._transport.receive(min(max(remaining, 0.0), _RECEIVE_SLICE_SECONDS))
             self._accept_or_drop(received)
             self._fail_overdue()
 

@@ -55,17 +55,17 @@ def operators_of(
     graph = _read(original, inputs)
     anchors = [_anchors(graph, node) for node in optimised]
     owner: dict[int, int] = {}
-    for optimised_index, found in enumerate(anchors):
-        for index in found:
+    for optimised_index, indices in enumerate(anchors):
+        for index in indices:
             owner.setdefault(index, optimised_index)
     _assign_hidden_consumers(graph, {name for node in optimised for name in node.output}, owner)
-    for optimised_index, found in enumerate(anchors):
-        for index in _unassigned_predecessors(graph, found, owner):
+    for optimised_index, indices in enumerate(anchors):
+        for index in _unassigned_predecessors(graph, indices, owner):
             owner[index] = optimised_index
     names: dict[str, list[str]] = {node.name: [] for node in optimised}
     for index in sorted(owner):
         names[optimised[owner[index]].name].append(graph.nodes[index].name)
-    return {name: tuple(found) for name, found in names.items()}
+    return {name: tuple(originals) for name, originals in names.items()}
 
 
 def _read(nodes: Sequence[Node], inputs: Iterable[str]) -> _Original:
@@ -86,16 +86,16 @@ def _read(nodes: Sequence[Node], inputs: Iterable[str]) -> _Original:
 def _anchors(graph: _Original, node: Node) -> list[int]:
     """The original nodes that an optimised node certainly computes, by the tensors that it produces and by its name."""
     tensors = [*node.output, node.name.removesuffix(_BLOCKED_SUFFIX)]
-    found = [graph.producer[name] for name in tensors if name in graph.producer]
+    anchors = [graph.producer[name] for name in tensors if name in graph.producer]
     if node.op_type in _LAYOUT:
-        found = [index for index in found if graph.nodes[index].op_type == node.op_type]
+        anchors = [index for index in anchors if graph.nodes[index].op_type == node.op_type]
     name = node.name
     while name:
         if name in graph.by_name:
-            found.append(graph.by_name[name])
+            anchors.append(graph.by_name[name])
             break
         name = name.rpartition("/")[0]
-    return [index for index in dict.fromkeys(found) if index not in graph.constant]
+    return [index for index in dict.fromkeys(anchors) if index not in graph.constant]
 
 
 def _assign_hidden_consumers(graph: _Original, exposed: set[str], owner: dict[int, int]) -> None:
@@ -116,12 +116,12 @@ def _assign_hidden_consumers(graph: _Original, exposed: set[str], owner: dict[in
 
 def _unassigned_predecessors(graph: _Original, anchors: Sequence[int], owner: Mapping[int, int]) -> list[int]:
     """The unassigned nodes between the anchors and the tensors that other optimised nodes produce."""
-    found: list[int] = []
+    predecessors: list[int] = []
     pending = list(anchors)
     while pending:
         for name in graph.nodes[pending.pop()].input:
             index = graph.producer.get(name)
-            if index is not None and index not in owner and index not in graph.constant and index not in found:
-                found.append(index)
+            if index is not None and index not in owner and index not in graph.constant and index not in predecessors:
+                predecessors.append(index)
                 pending.append(index)
-    return found
+    return predecessors

@@ -166,10 +166,10 @@ def kernel_times(events: Iterable[dict[str, Any]], operators: Mapping[str, tuple
     per_run = [_outermost(event for event in nodes if start <= event["ts"] < stop) for start, stop in runs[1:]]
     totals = [sum(event["dur"] for event in run) for run in per_run]
     median_total = statistics.median(totals) if totals else 0
-    kept = [run for run, total in zip(per_run, totals, strict=True) if total <= _MAX_RUN_RATIO * median_total]
+    undisturbed = [run for run, total in zip(per_run, totals, strict=True) if total <= _MAX_RUN_RATIO * median_total]
     sums: dict[str, int] = defaultdict(int)
     arguments: dict[str, dict[str, Any]] = {}
-    for event in chain.from_iterable(kept):
+    for event in chain.from_iterable(undisturbed):
         name = event["name"].removesuffix(_KERNEL_SUFFIX)
         sums[name] += event["dur"]
         arguments.setdefault(name, event["args"])
@@ -178,7 +178,7 @@ def kernel_times(events: Iterable[dict[str, Any]], operators: Mapping[str, tuple
             name=name[:1024],
             kind=str(arguments[name].get("op_name", ""))[:256],
             provider=str(arguments[name].get("provider", "")),
-            seconds=total / len(kept) / 1e6,
+            seconds=total / len(undisturbed) / 1e6,
             operators=operators.get(name, ()),
         )
         for name, total in sums.items()
@@ -186,12 +186,12 @@ def kernel_times(events: Iterable[dict[str, Any]], operators: Mapping[str, tuple
 
 
 def _outermost(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    found, end = [], -1
+    outermost, end = [], -1
     for event in events:
         if event["ts"] >= end:
-            found.append(event)
+            outermost.append(event)
             end = event["ts"] + event["dur"]
-    return found
+    return outermost
 
 
 # ---- the graph's weights and inputs -----------------------------------------------------------------------------------
@@ -279,8 +279,8 @@ def _status() -> dict[str, int]:
         text = Path("/proc/self/status").read_text()
     except OSError:
         text = ""
-    found = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s*(\d+) kB$", text, re.MULTILINE)}
-    return {name: found.get(name, 0) for name in ("RssAnon", "RssShmem", "RssFile", "VmHWM")}
+    fields = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s*(\d+) kB$", text, re.MULTILINE)}
+    return {name: fields.get(name, 0) for name in ("RssAnon", "RssShmem", "RssFile", "VmHWM")}
 
 
 def _profile_request(start: StartProfile) -> GraphProfile:

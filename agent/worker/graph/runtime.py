@@ -41,7 +41,9 @@ class GraphRuntime:
     def load(self) -> WorkerBound:
         start, load, segments = self._start, self._start.load, self._routes.segments
         if len(self._parts.files) != len(segments):
-            raise BadRequest(reason=f"{len(self._parts.files)} segments for the {len(segments)} of this rank")
+            raise BadRequest(
+                reason=f"files of {len(self._parts.files)} segments for a rank with {len(segments)} segments"
+            )
         loaded = [
             load_segment(
                 files, f"segment {segment.number} on rank {load.rank}", segment.inputs, segment.outputs,
@@ -73,7 +75,7 @@ class GraphRuntime:
 
     def handle(self, request: bytes, message: Message, payload: list[bytes]) -> None:
         if not isinstance(message, Run):
-            raise BadRequest(reason=f"the worker of a graph does not take {type(message).__name__}")
+            raise BadRequest(reason=f"the worker of a graph does not accept {type(message).__name__}")
         self._engine.run(request, message, payload)
 
     def abort(self, step: int | None, reason: str) -> None:

@@ -83,11 +83,11 @@ class SegmentSession:
         self._session = session
         if differing := self.inputs.keys() ^ set(inputs):
             raise BadPlan(reason=f"{name} and its plan do not agree on the input {min(differing)}")
-        made = {each.name: each for each in session.get_outputs()}
+        outputs_by_name = {each.name: each for each in session.get_outputs()}
         for output in outputs:
-            if output not in made:
+            if output not in outputs_by_name:
                 raise BadPlan(reason=f"{name} does not produce {output}")
-            _array_type(made[output], name)
+            _array_type(outputs_by_name[output], name)
 
     def run(self, feeds: Mapping[str, Array], control: RunControl | None = None) -> list[Array]:
         """Run the segment and return its outputs in order. On a CPU, neither inputs nor outputs are copied.
@@ -154,7 +154,7 @@ def make_session(
     try:
         return ort.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:
-        raise BadPlan(reason=f"onnxruntime {ort.__version__} does not take {name}: {brief_message(error)}") from None
+        raise BadPlan(reason=f"onnxruntime {ort.__version__} does not accept {name}: {brief_message(error)}") from None
 
 
 def providers_for(compute_device: ComputeDevice, store: Path) -> list[Provider]:
@@ -167,18 +167,18 @@ def providers_for(compute_device: ComputeDevice, store: Path) -> list[Provider]:
         engines = {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(store / "tensorrt")}
         wanted = [("TensorrtExecutionProvider", engines), ("CUDAExecutionProvider", {}), *wanted]
     available = ort.get_available_providers()
-    found = [provider for provider in wanted if provider[0] in available]
-    if compute_device == "cuda" and len(found) == 1:
+    providers = [provider for provider in wanted if provider[0] in available]
+    if compute_device == "cuda" and len(providers) == 1:
         log.warning("this build of onnxruntime has no CUDA provider; segments run on the CPU")
-    return found
+    return providers
 
 
 def check_input(session: SegmentSession, name: str, array: Array) -> None:
     """Raise BadRequest if the array does not have the type and shape of the segment's input."""
-    wanted = session.inputs[name]
-    if not wanted.fits(array):
-        found = ArrayType(str(array.dtype), array.shape)
-        raise BadRequest(reason=f"the input {name} is {found}, the model takes {wanted}")
+    expected = session.inputs[name]
+    if not expected.fits(array):
+        actual = ArrayType(str(array.dtype), array.shape)
+        raise BadRequest(reason=f"the input {name} is {actual}, the model takes {expected}")
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -243,18 +243,18 @@ Scratch = Callable[[str, Path], Path]
 @contextmanager
 def _scratch(store: Path) -> Iterator[Scratch]:
     """Temporary files in the store, removed at the end of the block. onnxruntime's mappings of them stay valid."""
-    for left in store.glob(f"*{_PART_SUFFIX}"):  # of a worker that was killed while loading
-        left.unlink(missing_ok=True)
-    made: list[Path] = []
+    for leftover in store.glob(f"*{_PART_SUFFIX}"):  # of a worker that was killed while loading
+        leftover.unlink(missing_ok=True)
+    paths: list[Path] = []
 
     def new(suffix: str, folder: Path) -> Path:
-        made.append(folder / f"{secrets.token_hex(8)}.{suffix}")
-        return made[-1]
+        paths.append(folder / f"{secrets.token_hex(8)}.{suffix}")
+        return paths[-1]
 
     try:
         yield new
     finally:
-        for path in made:
+        for path in paths:
             path.unlink(missing_ok=True)
 
 

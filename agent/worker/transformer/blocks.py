@@ -247,10 +247,10 @@ def _causal_attention(
     key = (first, num, oldest, window)
     if key not in masks:
         query = torch.arange(first, length, device=q.device)[:, None]
-        seen = torch.arange(oldest, length, device=q.device)[None]
-        visible = seen <= query
+        key_positions = torch.arange(oldest, length, device=q.device)[None]
+        visible = key_positions <= query
         if window is not None:
-            visible &= seen > query - window
+            visible &= key_positions > query - window
         masks[key] = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, float("-inf"))
     return _grouped_query_attention(q, k, v, mask=masks[key])
 

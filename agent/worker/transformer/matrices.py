@@ -294,8 +294,8 @@ class Int8Matrix(_QuantisedMatrix):
     def _kernel_is_safe(self) -> bool:
         """Whether torch's int8 kernel is safe: for other numbers of inputs it reads past the end of the weights."""
         values = self._values
-        whole: bool = values.numel() > 0 and values.shape[1] % _INT8_KERNEL_INPUT_GROUP == 0
-        return whole and values.is_contiguous() and values.device.type == "cpu"
+        fits: bool = values.numel() > 0 and values.shape[1] % _INT8_KERNEL_INPUT_GROUP == 0
+        return fits and values.is_contiguous() and values.device.type == "cpu"
 
 
 class Int4Matrix(_QuantisedMatrix):
@@ -313,8 +313,8 @@ class Int4Matrix(_QuantisedMatrix):
 
     @staticmethod
     def supports(num_outputs: int, num_inputs: int) -> bool:
-        whole = num_outputs % _INT4_OUTPUT_GROUP == 0 and num_inputs % _INT4_GROUP_SIZE == 0
-        return whole and num_outputs * num_inputs > 0
+        fits = num_outputs % _INT4_OUTPUT_GROUP == 0 and num_inputs % _INT4_GROUP_SIZE == 0
+        return fits and num_outputs * num_inputs > 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -322,9 +322,9 @@ class Int4Matrix(_QuantisedMatrix):
 
     def _quantise(self, weight_nk: Tensor) -> Tensor:
         groups = weight_nk.unflatten(1, (-1, _INT4_GROUP_SIZE))  # [n, k / 32, 32]
-        least, most = groups.amin(dim=2), groups.amax(dim=2)
-        scales = ((most - least) / 15).clamp_(min=_MIN_SCALE).bfloat16()
-        zeros = (least + 8 * scales.float()).bfloat16()
+        minimum, maximum = groups.amin(dim=2), groups.amax(dim=2)
+        scales = ((maximum - minimum) / 15).clamp_(min=_MIN_SCALE).bfloat16()
+        zeros = (minimum + 8 * scales.float()).bfloat16()
         scale, zero = scales.float()[..., None], zeros.float()[..., None]
         steps = ((groups - zero) / scale).round_().add_(8).clamp_(0, 15)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.flatten(1).to(torch.int32), 1)
@@ -340,7 +340,7 @@ class Int4Matrix(_QuantisedMatrix):
 
     def _require_whole(self, part: slice, size: int) -> Int4Matrix:
         if len(range(size)[part]) != size:
-            raise StepFailed(device="this device", reason="an int4 matrix cannot be used in part")
+            raise StepFailed(device="this device", reason="an int4 matrix cannot be divided")
         return self
 
     def matmul(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -101,7 +101,7 @@ class TransformerRuntime:
             request, message, payload = self._requests.get()
             try:
                 if not isinstance(message, wire.Run):
-                    raise BadRequest(reason=f"an encoder does not take {type(message).__name__}")
+                    raise BadRequest(reason=f"an encoder does not accept {type(message).__name__}")
                 arrays = unpack_arrays(message.names, payload)
                 if arrays.keys() != {"token_ids", "cumulative_lengths"}:
                     raise BadRequest(reason=f"a step takes token_ids and cumulative_lengths, not {list(arrays)}")
@@ -125,7 +125,7 @@ class TransformerRuntime:
                 elif isinstance(message, wire.Cancel):
                     leader.cancel(request)
                 else:
-                    raise BadRequest(reason=f"a decoder does not take {type(message).__name__}")
+                    raise BadRequest(reason=f"a decoder does not accept {type(message).__name__}")
             except Exception as error:
                 self._answer(request, failed_message(type(message).__name__, error), ())
 
@@ -139,6 +139,6 @@ class TransformerRuntime:
         while True:
             request, message, _ = self._requests.get()
             refusal = BadRequest(
-                reason=f"rank {LEADER_RANK} accepts requests; this rank does not take {type(message).__name__}"
+                reason=f"rank {LEADER_RANK} accepts requests; this rank does not accept {type(message).__name__}"
             )
             self._answer(request, failed_message(type(message).__name__, refusal), ())

@@ -179,9 +179,9 @@ class Communicator(DataPlane[Callable[[], None]]):
 
     def has_arrived(self, keys: Sequence[TileKey]) -> bool:
         """Whether all of `keys` have arrived; does not wait."""
-        known = -1
-        while self._inline and known != len(self._arrived):
-            known = len(self._arrived)
+        num_arrived = -1
+        while self._inline and num_arrived != len(self._arrived):
+            num_arrived = len(self._arrived)
             self._receive_one_inline((), 0.0)
         with self._changed:
             return all(key in self._arrived for key in keys)
@@ -247,8 +247,8 @@ class Communicator(DataPlane[Callable[[], None]]):
     def _timeout_error(self, key: TileKey) -> StepFailed:
         return StepFailed(
             device=f"rank {self.rank}",
-            reason=f"nothing came within {self._timeout_seconds:.1f} s of waiting for {key.phase.name} tile {key.tile} of "
-            f"layer {key.layer} from rank {key.source}",
+            reason=f"the {key.phase.name} tile {key.tile} of layer {key.layer} did not arrive from rank {key.source} "
+            f"within {self._timeout_seconds:.1f} s",
         )
 
     def _receive_one_inline(self, awaited: Sequence[set[TileKey]], timeout_seconds: float) -> None:

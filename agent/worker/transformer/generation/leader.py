@@ -84,11 +84,11 @@ class Leader:
         try:
             if not self._executor.oldest_has_ended() and self._begin() and self._executor.can_begin:
                 return []
-            chosen = self._executor.finish()
+            tokens = self._executor.finish()
         except HearthError as error:
             return self._fail(error)
         replies: Replies = []
-        for number, token in chosen.items():
+        for number, token in tokens.items():
             if number in self._requests:  # it may have been cancelled meanwhile
                 replies += self._append_token(number, token)
         return replies

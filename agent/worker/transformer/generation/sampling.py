@@ -46,10 +46,12 @@ def apply_repetition_penalty(logits_V: Array, first_id: int, penalty: float, tok
     """Apply CTRL's repetition penalty (arXiv 1909.05858) to all tokens that are in the context."""
     if penalty == 1.0:
         return logits_V
-    seen = np.unique(np.asarray(tokens, dtype=np.int64)) - first_id
-    seen = seen[(seen >= 0) & (seen < len(logits_V))]
+    context_ids = np.unique(np.asarray(tokens, dtype=np.int64)) - first_id
+    context_ids = context_ids[(context_ids >= 0) & (context_ids < len(logits_V))]
     logits: Array = logits_V.copy()
-    logits[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
+    logits[context_ids] = np.where(
+        logits[context_ids] < 0, logits[context_ids] * penalty, logits[context_ids] / penalty
+    )
     return logits
 
 
@@ -64,12 +66,12 @@ def sample_token(candidates_n2: Array, sampling: Sampling, index: int) -> int:
         ids, logits = ids[: sampling.top_k], logits[: sampling.top_k]
     if sampling.top_p < 1:
         probabilities = _softmax(logits)
-        kept = max(int((probabilities.cumsum() - probabilities < sampling.top_p).sum()), 1)
-        ids, logits = ids[:kept], logits[:kept]
+        num_kept = max(int((probabilities.cumsum() - probabilities < sampling.top_p).sum()), 1)
+        ids, logits = ids[:num_kept], logits[:num_kept]
     if sampling.min_p > 0:
         probabilities = _softmax(logits)
-        kept = max(int((probabilities >= sampling.min_p * probabilities[0]).sum()), 1)
-        ids, logits = ids[:kept], logits[:kept]
+        num_kept = max(int((probabilities >= sampling.min_p * probabilities[0]).sum()), 1)
+        ids, logits = ids[:num_kept], logits[:num_kept]
     return int(ids[(logits + gumbel_noise(sampling.seed, index, ids)).argmax()])
 
 

@@ -245,7 +245,10 @@ def test_missing_tensor_error_names_tensor_and_sender() -> None:
         cluster.hub.cut(0, 1)
         cluster.start(1, {"x": np.zeros(1, np.float32)}, timeout=0.5)
         assert isinstance(cluster.answer(1, 0)[0], RunDone)
-        for rank, expected in ((1, "tensor a had not come from rank 0"), (2, "tensor b had not come from rank 1")):
+        for rank, expected in (
+            (1, "tensor a had not arrived from rank 0"),
+            (2, "tensor b had not arrived from rank 1"),
+        ):
             failed, _ = cluster.answer(1, rank)
             assert isinstance(failed, Failed)
             error = failed.error()
@@ -520,7 +523,7 @@ def test_segment_that_onnxruntime_rejects_is_a_bad_plan(files: tuple[SegmentFile
             [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])],
         )
     )  # fmt: skip
-    with pytest.raises(BadPlan, match=r"onnxruntime .* does not take segment 0: .*Nonesuch"):
+    with pytest.raises(BadPlan, match=r"onnxruntime .* does not accept segment 0: .*Nonesuch"):
         load(SegmentFiles(graph=(put(unknown.SerializeToString()),)), store, ("x",))
     texts = make_model(
         helper.make_graph(

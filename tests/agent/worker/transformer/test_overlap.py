@@ -108,7 +108,7 @@ def test_silent_peer_raises_step_failed_after_the_timeout(wide_bert: Path) -> No
     plan = make_plan(read_spec(wide_bert), "hmp", (1, 1))
     with EngineCluster(wide_bert, plan) as cluster:
         cluster.hub.cut(0, 1)
-        with pytest.raises(StepFailed, match=r"nothing came within 0\.3 s"):
+        with pytest.raises(StepFailed, match=r"within 0\.3 s"):
             cluster.run([[3] * 8], timeout=0.3)
         cluster.hub.mend()
         rows, _ = cluster.run([[3] * 8])  # tiles left over from the failed step do not disturb the next
