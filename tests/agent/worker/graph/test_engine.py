@@ -262,7 +262,7 @@ def test_timeout_while_computing_is_reported() -> None:
     plan = make_graph_plan([(0, ("x",), ("y",))], ("x",), ("y",))
     with GraphCluster(plan, sessions=[[stage]]) as cluster:
         cluster.start(1, {"x": np.zeros(1, np.float32)}, timeout=0.3)
-        with pytest.raises(StepFailed, match="had not all run"):
+        with pytest.raises(StepFailed, match="had not all finished"):
             cluster.outputs(1)
         stage.gate.set()  # releases the segment; its result is dropped
         cluster.start(2, {"x": np.zeros(1, np.float32)})
