@@ -18,7 +18,7 @@ ChunkKind: TypeAlias = Literal["qkv", "out", "mlp", "connective", "vocabulary", 
 LAYER_CHUNK_KINDS: tuple[ChunkKind, ...] = ("qkv", "out", "mlp", "connective")
 
 
-class Slice(NamedTuple):
+class TensorSlice(NamedTuple):
     """Part of one tensor: the tensor's name in Hearth, and the range of its rows or columns (None: all)."""
 
     tensor: str
@@ -32,29 +32,31 @@ def attention_grain_span(spec: ModelSpec, grain: int) -> Span:
     return Span(grain * width, (grain + 1) * width)
 
 
-def chunk_slices(spec: ModelSpec, kind: ChunkKind, grain: int) -> list[Slice]:
+def chunk_slices(spec: ModelSpec, kind: ChunkKind, grain: int) -> list[TensorSlice]:
     """The slices that one chunk holds. Row-parallel weights (`o`, `down`) are cut along their inputs."""
     if kind == "qkv":
         q, kv = attention_grain_span(spec, grain), Span(grain * spec.head_dim, (grain + 1) * spec.head_dim)
         rows = {"q": q, "k": kv, "v": kv}
-        return [Slice(f"{name}.{suffix}", rows=rows[name]) for name in rows for suffix in _suffixes(spec.qkv_bias)]
+        return [
+            TensorSlice(f"{name}.{suffix}", rows=rows[name]) for name in rows for suffix in _suffixes(spec.qkv_bias)
+        ]
     if kind == "out":
-        return [Slice("o.weight", columns=attention_grain_span(spec, grain))]
+        return [TensorSlice("o.weight", columns=attention_grain_span(spec, grain))]
     if kind == "mlp":
         part = grain_span(grain, spec.ffn_size, COLUMN_GRAIN)
         by_column = ("gate", "up") if spec.gated else ("up",)
-        up = [Slice(f"{name}.{suffix}", rows=part) for name in by_column for suffix in _suffixes(spec.mlp_bias)]
-        return [*up, Slice("down.weight", columns=part)]
+        up = [TensorSlice(f"{name}.{suffix}", rows=part) for name in by_column for suffix in _suffixes(spec.mlp_bias)]
+        return [*up, TensorSlice("down.weight", columns=part)]
     if kind == "connective":
         biases = [name for name, present in (("o.bias", spec.out_bias), ("down.bias", spec.mlp_bias)) if present]
         of_heads = ["q_norm.weight", "k_norm.weight"] if spec.qk_norm else []
-        return [Slice(name) for name in (*biases, *_norm(spec, "norm1"), *_norm(spec, "norm2"), *of_heads)]
+        return [TensorSlice(name) for name in (*biases, *_norm(spec, "norm1"), *_norm(spec, "norm2"), *of_heads)]
     if kind in ("vocabulary", "head"):
         name = "word.weight" if kind == "vocabulary" else "head.weight"
-        return [Slice(name, rows=grain_span(grain, spec.vocab_size, VOCABULARY_GRAIN))]
+        return [TensorSlice(name, rows=grain_span(grain, spec.vocab_size, VOCABULARY_GRAIN))]
     positions = ["position.weight"] if spec.rotary is None else []
     types = ["type.weight"] if spec.type_vocab_size else []
-    return [Slice(name) for name in (*positions, *types, *_norm(spec, "final" if spec.causal else "norm"))]
+    return [TensorSlice(name) for name in (*positions, *types, *_norm(spec, "final" if spec.causal else "norm"))]
 
 
 def _norm(spec: ModelSpec, name: str) -> list[str]:

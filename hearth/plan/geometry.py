@@ -88,7 +88,7 @@ def largest_remainder(weights: Sequence[float], total: int) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def rows_for(row_weights: Sequence[float], num_rows: int) -> tuple[int, ...]:
+def rows_per_rank(row_weights: Sequence[float], num_rows: int) -> tuple[int, ...]:
     """The number of sequence rows of each rank in a step of `num_rows` packed tokens (Galaxy's S, rounded for each step).
 
     In a long step, shares are multiples of ROW_GRAIN, except for the remainder in the last one: GEMM kernels process rows

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
-from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, rows_for, spans
+from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, rows_per_rank, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.value_formats import ValueFormatName
 
@@ -85,7 +85,7 @@ class _TransformerBody(BaseModel, ABC, frozen=True, extra="forbid"):
     """The shares of each rank. Ranks are the plan's devices in ring order; `TensorParallel` documents the interface.
 
     `heads` (query heads, in whole KV groups), `columns` and `vocabulary` are shares in items, on grain borders.
-    `row_weights` determine the rows of a step (`geometry.rows_for`). `exact_links` are pairs (sender, receiver) of ranks
+    `row_weights` determine the rows of a step (`geometry.rows_per_rank`). `exact_links` are pairs (sender, receiver) of ranks
     whose link carries exact values, because a lossy wire format would save no time there.
     """
 
@@ -207,7 +207,7 @@ class TensorParallel(_TransformerBody):
 
     def step_rows(self, rank: int) -> int:
         """Number of rows, in a step of `seq_len` rows, for which the rank computes norms and residuals."""
-        return self.seq_len if self.traits.replicates_rows else rows_for(self.row_weights, self.seq_len)[rank]
+        return self.seq_len if self.traits.replicates_rows else rows_per_rank(self.row_weights, self.seq_len)[rank]
 
     def has_rows(self, rank: int) -> bool:
         """Whether the rank computes norms and residuals for rows of a step."""

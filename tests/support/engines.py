@@ -17,7 +17,7 @@ from support.memory_transport import MemoryHub
 from agent.daemon.store import ShardStore
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import make_staging
-from agent.worker.transformer.engine import Engine
+from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.steps import StepExecutor
 from agent.worker.transformer.shard import Shard, load_shard
@@ -87,7 +87,7 @@ class EngineCluster:
         self.hub = MemoryHub(plan.num_ranks, bytes_per_second)
         self.shards: list[Shard] = []
         self.communicators: list[Communicator] = []
-        self.engines: list[Engine] = []
+        self.engines: list[EncoderEngine] = []
         self.executors: list[StepExecutor] = []
         self._step = 0
         stored = _stored_chunks(model_dir, plan.model) if chunks is None else chunks
@@ -102,7 +102,7 @@ class EngineCluster:
             communicator.start()
             self.shards.append(shard)
             self.communicators.append(communicator)
-            self.engines.append(Engine(plan, rank, shard, communicator, staging))
+            self.engines.append(EncoderEngine(plan, rank, shard, communicator, staging))
             if plan.body.generation is not None:
                 self.executors.append(StepExecutor(plan, rank, shard, communicator, staging))
 

@@ -18,7 +18,7 @@ from support.plans import device_profile
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from hearth.errors import DeviceLost, HearthError
-from hearth.plan.geometry import rows_for, spans
+from hearth.plan.geometry import rows_per_rank, spans
 from hearth.plan.profile import BlockProfile, WireCost
 from hearth.wire.framing import pack_array, pack_arrays, unpack_arrays
 from hearth.wire.messages import (
@@ -173,7 +173,7 @@ class TransformerFleet(FakeFleet):
     def run(self, device_id: str, message: Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
         plan, rank = self.loads[device_id].plan, self.loads[device_id].rank
         num_rows, num_sequences = len(arrays["token_ids"]), len(arrays["cumulative_lengths"]) - 1
-        own = spans(rows_for(plan.body.row_weights, num_rows))[rank].size
+        own = spans(rows_per_rank(plan.body.row_weights, num_rows))[rank].size
         share = num_rows / plan.body.seq_len
         slowest = max(self.slow[device.device_id] for device in plan.devices)
         latency = plan.predicted.latency_seconds * share * slowest * self.link_factor * self.speeds[message.values]

@@ -27,7 +27,7 @@ from agent.worker.tracing import Recorder
 from agent.worker.transformer.comm.collectives import Collectives
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import CpuStaging
-from agent.worker.transformer.engine import Engine
+from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
 from agent.worker.transformer.profiler import profile_blocks
@@ -86,7 +86,7 @@ class _Loaded:
     shard: Shard
     transport: _CountingTransport
     communicator: Communicator | None = None
-    engine: Engine | None = None
+    engine: EncoderEngine | None = None
     generation: StepExecutor | None = None
     leader: Leader | None = None
     step: int = 0
@@ -129,7 +129,7 @@ class Runner:
         loaded.communicator = Communicator(loaded.transport, loaded.plan.epoch, _TOKEN, codecs)
         loaded.communicator.start()
         parts = (loaded.plan, loaded.rank, loaded.shard, loaded.communicator, CpuStaging())
-        loaded.engine = Engine(*parts)
+        loaded.engine = EncoderEngine(*parts)
         if loaded.plan.body.generation is not None:
             loaded.generation = StepExecutor(*parts)
             if loaded.rank == LEADER_RANK:

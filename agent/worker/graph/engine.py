@@ -36,7 +36,7 @@ _RECEIVE_SLICE_SECONDS = (
 )
 
 
-class Outgoing(NamedTuple):
+class OutgoingTensor(NamedTuple):
     """A tensor to be sent to a peer."""
 
     step: int
@@ -62,7 +62,7 @@ class _Request:
     has_run: bool = False
 
 
-class GraphEngine(DataPlane[Outgoing]):
+class GraphEngine(DataPlane[OutgoingTensor]):
     """Runs one plan's requests on one rank. `sessions` are those of `routes.segments`, in the same order.
 
     `answer` is called once for each request that `run` has accepted, from any thread, with `RunDone` or `Failed`.
@@ -177,7 +177,7 @@ class GraphEngine(DataPlane[Outgoing]):
         self, ready: ReadySegment, request: _Request, outputs: dict[str, Array], began: float, ended: float
     ) -> None:
         outgoing = [
-            Outgoing(ready.step, target, name, array)
+            OutgoingTensor(ready.step, target, name, array)
             for name, array in outputs.items()
             for target in self._routes.targets.get(name, ())
         ]
@@ -190,7 +190,7 @@ class GraphEngine(DataPlane[Outgoing]):
             request.compute_seconds[ready.segment] = ended - began
             request.sending += len(outgoing)
             request.values.update(outputs)
-            request.results.update((name, outputs[name]) for name in self._routes.results if name in outputs)
+            request.results.update((name, outputs[name]) for name in self._routes.graph_outputs if name in outputs)
             released, request.has_run = self._schedule.finish(ready)
             for name in released:
                 del request.values[name]
@@ -286,7 +286,7 @@ class GraphEngine(DataPlane[Outgoing]):
             request.recorder.transfer(event, name)
             self._changed.notify_all()
 
-    def _send_one(self, outgoing: Outgoing) -> None:
+    def _send_one(self, outgoing: OutgoingTensor) -> None:
         request = self._requests.get(outgoing.step)
         if request is None:
             return  # the request was aborted
@@ -300,7 +300,7 @@ class GraphEngine(DataPlane[Outgoing]):
             request.sending -= 1
         self._complete(outgoing.step, request)
 
-    def _send(self, outgoing: Outgoing, recorder: Recorder) -> None:
+    def _send(self, outgoing: OutgoingTensor, recorder: Recorder) -> None:
         key = TileKey(
             self._epoch, outgoing.step, self._tensor_numbers[outgoing.name], Phase.TENSOR, 0, self._routes.rank
         )
@@ -312,5 +312,5 @@ class GraphEngine(DataPlane[Outgoing]):
 def _check_sizes(routes: Routes, outputs: Mapping[str, Array]) -> None:
     """Raise FrameTooLarge for an output that must be sent but is too large for a frame."""
     for name, array in outputs.items():
-        if array.nbytes > MAX_PAYLOAD_FRAME_BYTES and (name in routes.targets or name in routes.results):
+        if array.nbytes > MAX_PAYLOAD_FRAME_BYTES and (name in routes.targets or name in routes.graph_outputs):
             raise FrameTooLarge(num_bytes=array.nbytes, cap_bytes=MAX_PAYLOAD_FRAME_BYTES)

@@ -41,7 +41,7 @@ class Routes:
     graph_inputs: frozenset[str]  # inputs of the graph that come from the coordinator
     sources: Mapping[str, int]  # the source rank of each tensor that comes from another rank
     targets: Mapping[str, tuple[int, ...]]  # the other ranks that consume a tensor of this rank
-    results: tuple[str, ...]  # outputs of the graph that this rank produces
+    graph_outputs: tuple[str, ...]  # outputs of the graph that this rank produces
     sent_tensors: tuple[str, ...]  # all tensors sent between ranks; the index is the number on the wire
     num_consumers: Mapping[str, int]  # number of segments of this rank that consume a tensor
 
@@ -79,7 +79,7 @@ def routes_for(plan: GraphPlan, rank: int) -> Routes:
         graph_inputs=frozenset(name for name in consumed if name in plan.model.inputs),
         sources={name: source[name] for name in consumed if name not in plan.model.inputs and source[name] != rank},
         targets={name: ranks for name, ranks in others.items() if ranks and source[name] == rank},
-        results=tuple(name for name in plan.model.outputs if source.get(name) == rank),
+        graph_outputs=tuple(name for name in plan.model.outputs if source.get(name) == rank),
         sent_tensors=sent_tensors,
         num_consumers={name: consumed.count(name) for name in consumed},
     )

@@ -66,7 +66,7 @@ class PackedRows:
         )
 
 
-def pack(
+def pack_rows(
     spec: ModelSpec,
     token_ids: Tensor,
     sequences: Sequence[Span],

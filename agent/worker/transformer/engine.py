@@ -18,13 +18,13 @@ from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.shard import Shard
 from agent.worker.transformer.strategies.step import Step
 from hearth.errors import BadRequest
-from hearth.plan.geometry import rows_for, spans
+from hearth.plan.geometry import rows_per_rank, spans
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import ValueFormatName
 from hearth.wire.messages import Run, RunDone
 
 
-class Engine:
+class EncoderEngine:
     """Runs one step at a time. The caller owns `communicator` and has started it."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Engine:
         recorder = Recorder(request.trace)
         self._communicator.begin_step(request.step, request.timeout_seconds, recorder, self._formats(request.values))
         rows = self._pack(token_ids, cumulative_lengths)
-        tiles = spans(rows_for(self._plan.body.row_weights, rows.num_rows))
+        tiles = spans(rows_per_rank(self._plan.body.row_weights, rows.num_rows))
         collectives = Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap)
         step = Step(self._shard, self._plan, self._rank, rows, collectives, recorder)
         hidden_sH = strategies.run(step)
@@ -90,7 +90,7 @@ class Engine:
             raise BadRequest(reason=f"token ids must lie between 0 and {spec.vocab_size - 1}")
         sequences = spans(lengths.tolist())
         ids = torch.from_numpy(token_ids.astype(np.int64))
-        return blocks.pack(spec, ids, sequences, [None] * len(sequences), self._staging.device)
+        return blocks.pack_rows(spec, ids, sequences, [None] * len(sequences), self._staging.device)
 
 
 def _sum_per_sequence(hidden_sH: Tensor, sequences: Sequence[tuple[int, int]], first_row: int) -> Tensor:

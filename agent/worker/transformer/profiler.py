@@ -113,7 +113,7 @@ def profile_blocks(spec: ModelSpec, seq_len: int, num_threads: int, compute_devi
     heads, columns = _sizes(spec.num_heads, spec.group_size), _sizes(spec.ffn_size, COLUMN_GRAIN)
     row_counts = _sizes(S, ROW_GRAIN)
     with torch.inference_mode():
-        rows = blocks.pack(spec, torch.zeros(S, dtype=torch.int64), [all_rows], [None], device)
+        rows = blocks.pack_rows(spec, torch.zeros(S, dtype=torch.int64), [all_rows], [None], device)
         curves = {
             "qkv": measure.curve(heads, qkv),
             "core": measure.curve(heads, core),
@@ -186,7 +186,7 @@ def _decode_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> C
     )
     cache.extend((0,))
     only = Span(0, 1)
-    rows = blocks.pack(spec, torch.zeros(1, dtype=torch.int64), [only], [cache], device)
+    rows = blocks.pack_rows(spec, torch.zeros(1, dtype=torch.int64), [only], [cache], device)
     x_1H = torch.randn(1, spec.hidden_size, device=device)
 
     def run() -> None:

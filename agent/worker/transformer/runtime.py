@@ -16,7 +16,7 @@ from agent.worker.data_plane import bind_transport
 from agent.worker.server import SendAnswer, failed_message
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import Staging, make_staging
-from agent.worker.transformer.engine import Engine
+from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
 from agent.worker.transformer.shard import Shard, load_shard
@@ -75,7 +75,7 @@ class TransformerRuntime:
         self._communicator.start()
         parts = (self._plan, self._rank, self._shard, self._communicator, self._staging)
         if self._plan.body.generation is None:
-            self._compute = partial(self._run_steps, Engine(*parts))
+            self._compute = partial(self._run_steps, EncoderEngine(*parts))
         elif self._rank == LEADER_RANK:
             self._compute = partial(self._lead, Leader(self._plan, StepExecutor(*parts)))
         else:
@@ -96,7 +96,7 @@ class TransformerRuntime:
 
     # ---- in the main thread -----------------------------------------------------------------------------------------
 
-    def _run_steps(self, engine: Engine) -> None:
+    def _run_steps(self, engine: EncoderEngine) -> None:
         while True:
             request, message, payload = self._requests.get()
             try:

@@ -13,7 +13,7 @@ from hearth.plan.geometry import (
     grains_to_items,
     largest_remainder,
     num_grains,
-    rows_for,
+    rows_per_rank,
     spans,
 )
 
@@ -77,4 +77,4 @@ def test_span_inside_a_grain_is_rejected() -> None:
 
 @given(weights, st.integers(1, 600))
 def test_row_spans_cover_every_step(row_weights: list[float], num_rows: int) -> None:
-    assert sum(rows_for(row_weights, num_rows)) == num_rows
+    assert sum(rows_per_rank(row_weights, num_rows)) == num_rows

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agent.worker.transformer.generation.facts import SequenceCancelled, log_fact
-from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
+from agent.worker.transformer.generation.scheduler import Scheduler, SequenceState
 from agent.worker.transformer.generation.steps import StepExecutor
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.plan.plan import TransformerPlan
@@ -61,7 +61,7 @@ class Leader:
             raise BadRequest(reason=f"token ids must lie between 0 and {self._spec.vocab_size - 1}")
         self._last_number += 1
         prompt = token_ids.tolist()
-        sequence = Sequence(self._last_number, request, prompt, len(prompt))
+        sequence = SequenceState(self._last_number, request, prompt, len(prompt))
         if sequence.capacity > self._spec.max_positions or not self._scheduler.fits(sequence):
             room = min(self._spec.max_positions, self._scheduler.max_sequence_tokens)
             raise BadRequest(reason=f"{sequence.capacity} tokens of context; the plan has room for {room}")
@@ -116,7 +116,7 @@ class Leader:
             self._forget(number)
         return replies
 
-    def _end(self, sequence: Sequence, request: _PendingRequest) -> GenerationEnded:
+    def _end(self, sequence: SequenceState, request: _PendingRequest) -> GenerationEnded:
         now = time.monotonic()
         started, first = request.started or now, request.first_token or now
         return GenerationEnded(

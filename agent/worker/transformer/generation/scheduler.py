@@ -17,7 +17,7 @@ from hearth.wire.messages import GenerateTokens, NewSequence, SequenceRows, Step
 
 
 @dataclass
-class Sequence:
+class SequenceState:
     """One request. `pending` are the tokens that are not in the KV cache yet: of the prompt, later the newest one."""
 
     number: int
@@ -56,8 +56,8 @@ class Scheduler:
         self._whole_prompts = whole_prompts
         self._num_groups = num_groups
         self._num_orders = 0
-        self._waiting: deque[Sequence] = deque()
-        self._running: dict[int, Sequence] = {}
+        self._waiting: deque[SequenceState] = deque()
+        self._running: dict[int, SequenceState] = {}
         self._freed: list[int] = []
         self._prefilled_last = False
 
@@ -67,10 +67,10 @@ class Scheduler:
         return not (self._waiting or self._running or self._freed)
 
     @property
-    def running(self) -> dict[int, Sequence]:
+    def running(self) -> dict[int, SequenceState]:
         return self._running
 
-    def fits(self, sequence: Sequence) -> bool:
+    def fits(self, sequence: SequenceState) -> bool:
         """Whether the sequence can ever be admitted."""
         return sequence.capacity <= self.max_sequence_tokens
 
@@ -81,7 +81,7 @@ class Scheduler:
         room = min(limits.kv_tokens, limits.context or limits.kv_tokens)
         return min(room, limits.prefill_rows) if self._whole_prompts else room
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         self._waiting.append(sequence)
 
     def remove(self, number: int) -> None:
@@ -123,12 +123,12 @@ class Scheduler:
             used += first.capacity
             self._running[first.number] = self._waiting.popleft()
 
-    def _next_group(self, sequences: list[Sequence]) -> list[Sequence]:
+    def _next_group(self, sequences: list[SequenceState]) -> list[SequenceState]:
         """The group that decodes next: the sequences that have waited longest."""
         num_decoding = sum(sequence.prefilled for sequence in self._running.values())
         return sorted(sequences, key=lambda sequence: sequence.last_order)[: -(-num_decoding // self._num_groups)]
 
-    def _prefill_rows(self, sequences: list[Sequence]) -> tuple[SequenceRows, ...]:
+    def _prefill_rows(self, sequences: list[SequenceState]) -> tuple[SequenceRows, ...]:
         room = self._limits.prefill_rows
         chunks = []
         for sequence in sequences:
@@ -139,7 +139,7 @@ class Scheduler:
             chunks.append(rows)
         return tuple(chunks)
 
-    def _rows(self, sequence: Sequence, count: int) -> SequenceRows:
+    def _rows(self, sequence: SequenceState, count: int) -> SequenceRows:
         tokens, sequence.pending = sequence.pending[:count], sequence.pending[count:]
         sequence.last_order = self._num_orders
         new = None

@@ -31,7 +31,7 @@ from agent.worker.transformer.shard import Shard
 from agent.worker.transformer.strategies.pipeline import run_stage
 from agent.worker.transformer.strategies.step import Step
 from hearth.errors import BadMessage, StepFailed
-from hearth.plan.geometry import Span, rows_for, spans
+from hearth.plan.geometry import Span, rows_per_rank, spans
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.messages import SequenceRows, StepOrder, decode, encode
@@ -167,7 +167,7 @@ class StepExecutor:
         ids = torch.tensor([token for rows in order.rows for token in rows.token_ids], dtype=torch.int64)
         sequences = spans([len(rows.token_ids) for rows in order.rows])
         caches = [self._caches[rows.sequence] for rows in order.rows]
-        packed = blocks.pack(self._plan.model, ids, sequences, caches, self._staging.device)
+        packed = blocks.pack_rows(self._plan.model, ids, sequences, caches, self._staging.device)
         self._communicator.set_inline_receiving(order.kind == "decode")
         collectives = self._collectives(len(ids))
         step = Step(self._shard, self._plan, self._rank, packed, collectives, Recorder(False))
@@ -256,7 +256,7 @@ class StepExecutor:
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
     def _collectives(self, num_rows: int, step: int | None = None) -> Collectives:
-        tiles = spans(rows_for(self._plan.body.row_weights, num_rows))
+        tiles = spans(rows_per_rank(self._plan.body.row_weights, num_rows))
         return Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap, step)
 
     def _last_rows(self, collectives: Collectives, hidden_sH: Tensor, sampled_rows: Sequence[int]) -> Tensor:

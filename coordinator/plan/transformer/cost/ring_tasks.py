@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from coordinator.plan.simulator import Task, compute_resources, transfer_resources
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from hearth.plan import rings
-from hearth.plan.geometry import Span, rows_for
+from hearth.plan.geometry import Span, rows_per_rank
 from hearth.plan.phases import Phase, TaskKind, Work
 from hearth.plan.transformer import TensorParallel
 from hearth.plan.value_formats import BYTES_PER_VALUE, ValueFormatName
@@ -29,7 +29,7 @@ class RingTasks:
         self.tasks: list[Task] = []
         self.spec, self.body, self.blocks, self.ranks = layout.spec, layout.body, layout.blocks, layout.ranks
         self.num_rows = part.size
-        self.rows = rows_for(self.body.row_weights, part.size)
+        self.rows = rows_per_rank(self.body.row_weights, part.size)
         self.last_tasks: list[TaskIndices] = [()] * len(self.ranks)
         self.layer: int | None = None  # of the tasks being appended; None: outside the layers
         self._layout = layout

@@ -37,8 +37,8 @@ def test_routes_list_sources_targets_and_results() -> None:
     assert [segment.number for segment in first.segments] == [0, 2]
     assert (first.graph_inputs, first.sources) == ({"x"}, {})
     assert first.targets == {"a": (1,), "d": (1,)}
-    assert first.results == ("d",)
-    assert (second.graph_inputs, second.sources, second.targets, second.results) == (
+    assert first.graph_outputs == ("d",)
+    assert (second.graph_inputs, second.sources, second.targets, second.graph_outputs) == (
         {"x"},
         {"a": 0, "d": 0},
         {},

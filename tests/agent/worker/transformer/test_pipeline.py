@@ -13,7 +13,7 @@ import pytest
 from support.models import save_random_model, small_bert, small_decoder
 from support.plans import make_plan, with_generation, with_seq_len
 
-from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
+from agent.worker.transformer.generation.scheduler import Scheduler, SequenceState
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import StepFailed
 from hearth.plan.geometry import spans
@@ -306,7 +306,7 @@ def test_random_orders_in_flight_respect_token_dependencies(seed: int) -> None:
             number += 1
             prompt, most = rng.randint(1, 30), rng.randint(1, 10)
             request = GenerateTokens(holder="test", epoch=1, max_tokens=most, stop_ids=())
-            scheduler.add(Sequence(number, request, list(range(10, 10 + prompt)), prompt))
+            scheduler.add(SequenceState(number, request, list(range(10, 10 + prompt)), prompt))
             wanted[number], answered[number], seen[number] = most, 0, prompt
         if rng.random() < 0.02 and wanted:
             cancelled = rng.choice(list(wanted))
@@ -340,7 +340,7 @@ def test_decode_groups_alternate() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=500, max_sequences=8, prefill_rows=64), num_groups=2)
     for number in range(1, 6):
         request = GenerateTokens(holder="test", epoch=1, max_tokens=20, stop_ids=())
-        scheduler.add(Sequence(number, request, [5, 6], 2))
+        scheduler.add(SequenceState(number, request, [5, 6], 2))
     first = scheduler.next_order()
     assert first is not None
     assert first.kind == "prefill"

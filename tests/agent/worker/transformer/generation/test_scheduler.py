@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
+from agent.worker.transformer.generation.scheduler import Scheduler, SequenceState
 from hearth.plan.transformer import GenerationLimits
 from hearth.wire.messages import GenerateTokens, StepOrder
 
 
-def sequence(number: int, prompt: int, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> Sequence:
+def sequence(number: int, prompt: int, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> SequenceState:
     request = GenerateTokens(holder="test", epoch=1, max_tokens=max_tokens, stop_ids=stop_ids)
-    return Sequence(number, request, [10 + i for i in range(prompt)], prompt)
+    return SequenceState(number, request, [10 + i for i in range(prompt)], prompt)
 
 
 def execute_order(scheduler: Scheduler, order: StepOrder, token: int = 7) -> None:
