@@ -1,18 +1,23 @@
-"""The processes that a benchmark measures with."""
+"""The child processes of a benchmark: their request loop, the engine runner, and what the parent calls."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from support.waiting import wait_for
 
 from tools.bench.drive import EngineRunners
 
 
-def test_a_runner_computes_until_told_to_stop() -> None:
+def test_runner_computes_until_stopped() -> None:
     pytest.importorskip("torch")
     from tools.bench.runner import Runner
 
@@ -45,10 +50,43 @@ class _RecordedRunners(EngineRunners):
         return dict.fromkeys(requests, answer)
 
 
-def test_devices_without_a_part_in_a_step_compute_meanwhile() -> None:
+def test_idle_devices_run_a_dummy_load_during_a_step() -> None:
     runners = _RecordedRunners(("a", "b", "c"), all_busy=True)
     assert runners.run("plan", 8).seconds == 2.0
     assert runners.called == [("begin_to_compute", ("a", "c")), ("run", ("b",)), ("end_computing", ("a", "c"))]
     runners = _RecordedRunners(("a", "b", "c"), all_busy=False)
     runners.run("plan", 8)
     assert runners.called == [("run", ("b",))]
+
+
+CHILD = """
+import asyncio, sys
+from tools.bench.child import AsyncTarget, serve
+
+class Target(AsyncTarget):
+    def double(self, number): return {"number": 2 * number}
+    async def later(self): await asyncio.sleep(0)
+    async def fail(self): raise ValueError("a reason")
+
+serve(sys.argv[1], Target())
+"""
+
+
+def test_child_answers_plain_and_coroutine_methods_and_survives_errors(tmp_path: Path) -> None:
+    socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.PAIR)
+    socket.linger = 0
+    socket.bind(address := f"ipc://{tmp_path}/child")
+    child = subprocess.Popen([sys.executable, "-c", CHILD, address])
+    try:
+        for request, expected in (
+            ({"do": "fail"}, {"error": "ValueError: a reason"}),
+            ({"do": "later"}, {}),
+            ({"do": "double", "number": 4}, {"number": 8}),
+        ):
+            socket.send(json.dumps(request).encode())
+            assert socket.poll(20_000)
+            assert json.loads(socket.recv()) == expected
+    finally:
+        child.kill()
+        child.wait(10)
+        socket.close()

@@ -21,35 +21,35 @@ from tools.bench.soak import (
     ProcessMemory,
     of_answers,
     of_processes,
-    read_ledger,
+    read_cancel_log,
     requests,
 )
 
 # ---- the soak's requests and logs ------------------------------------------------------------------------------------
 
 
-def test_requests_are_the_same_for_a_seed_and_every_other_one_is_sampled() -> None:
+def test_requests_repeat_for_a_seed_and_alternate_greedy_and_sampled() -> None:
     pool = requests(1000, count=40, seed=3)
     assert pool == requests(1000, count=40, seed=3) != requests(1000, count=40, seed=4)
     assert all(1 <= len(each.token_ids) <= MAX_PROMPT and 2 <= each.max_tokens <= MAX_TOKENS for each in pool)
     assert [each.seed is not None for each in pool] == [False, True] * 20
 
 
-def test_rows_of_a_cancelled_sequence_count_from_the_step_that_follows_on_any_rank() -> None:
+def test_rows_after_a_cancel_or_release_are_late_on_every_rank() -> None:
     leader = logged(
         StepBegun(kind="prefill", rows={1: 40, 2: 7}, freed=()),
         SequenceCancelled(sequence=2, num_tokens=3),
         StepBegun(kind="decode", rows={1: 1}, freed=(2,)),
     )
-    ledger = read_ledger(leader)
-    assert (ledger.cancelled, ledger.steps, ledger.late_rows) == ({2: 3}, 2, 0)
-    late = read_ledger([*leader, *logged(StepBegun(kind="decode", rows={1: 1, 2: 5}, freed=()))])
-    assert late.rows_after == {2: 5}
-    follower = read_ledger([leader[2], *logged(StepBegun(kind="decode", rows={2: 1, 1: 1}, freed=()))])
+    log = read_cancel_log(leader)
+    assert (log.cancelled, log.steps, log.late_rows) == ({2: 3}, 2, 0)
+    late = read_cancel_log([*leader, *logged(StepBegun(kind="decode", rows={1: 1, 2: 5}, freed=()))])
+    assert late.late_rows == 5
+    follower = read_cancel_log([leader[2], *logged(StepBegun(kind="decode", rows={2: 1, 1: 1}, freed=()))])
     assert (follower.cancelled, follower.late_rows) == ({}, 1)
 
 
-def test_the_ledger_reads_what_the_engine_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_cancel_log_reads_the_facts_of_a_real_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     from support.engines import EngineCluster, GenerationCluster
 
@@ -59,9 +59,9 @@ def test_the_ledger_reads_what_the_engine_logs(tmp_path: Path, caplog: pytest.Lo
         home.submit([5, 6, 7], 6)
         with caplog.at_level(logging.DEBUG):
             home.run()
-    ledger = read_ledger([f"{record.levelname} {record.getMessage()}" for record in caplog.records])
-    assert ledger.steps >= 2 * 6  # the steps of both ranks; one more may free the rows of the answer
-    assert (ledger.cancelled, ledger.late_rows) == ({}, 0)
+    log = read_cancel_log([f"{record.levelname} {record.getMessage()}" for record in caplog.records])
+    assert log.steps >= 2 * 6  # the steps of both ranks; one more may free the rows of the answer
+    assert (log.cancelled, log.late_rows) == ({}, 0)
 
 
 def logged(*facts: StepBegun | SequenceCancelled) -> list[str]:

@@ -80,8 +80,7 @@ class Capacity(Experiment):
                 plan = clients.served_plan()
                 context.report("answering")
                 outcomes = clients.generate(self._requests(plan.model.vocab_size), together=True)
-                workers = {name: worker for name in names if (worker := worker_of(testbed, name)) is not None}
-                peaks = {name: peak_bytes(worker.pid) for name, worker in workers.items()}
+                peaks = {name: peak_bytes(worker.pid) for name in names if (worker := worker_of(testbed, name))}
             rows = [
                 DeviceMemory(
                     device=device.name, limit_bytes=self.limit, planned=device.memory,

@@ -186,7 +186,7 @@ class _Pushes:
         """Remove the last device; the others get their missing chunks, from each other if possible."""
         self._report("planning again without one device")
         *left, gone = self._names
-        if (agent := agent_of(self._testbed, gone)) is not None:
+        if agent := agent_of(self._testbed, gone):
             agent.terminate()
             psutil.wait_procs([agent], 10)
         self._wait_for(left)
@@ -230,9 +230,7 @@ class _Pushes:
         measured = f"{format_bytes(coordinator)} (model {format_bytes(_bytes(self._refs))})"
         target = f"at most {format_bytes(COORDINATOR_BYTES)}"
         yield at_most("the coordinator's peak over all of this", coordinator, COORDINATOR_BYTES, measured, target)
-        peak = max(
-            peak_bytes(agent.pid) for name in self._names if (agent := agent_of(self._testbed, name)) is not None
-        )
+        peak = max(peak_bytes(agent.pid) for name in self._names if (agent := agent_of(self._testbed, name)))
         yield Finding(figure="an agent's peak over all of this", measured=format_bytes(peak), value=peak)
 
     # ---- parts -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,14 +91,14 @@ class Soak(Experiment):
                 seconds = time.monotonic() - began
                 end = _settled(watch)
             failed = clients.ready_status(_SETTLE_SECONDS)["failed_requests"]
-            ledgers = [read_ledger(testbed.log(f"{name}.log").splitlines()) for name in agent_names(testbed)]
+            logs = [read_cancel_log(testbed.log(f"{name}.log").splitlines()) for name in agent_names(testbed)]
         rows = [
             ProcessMemory(process=name, start_bytes=watch.start[name], before_bytes=before[name],
                           peak_bytes=watch.peak[name], end_bytes=end[name])
             for name in pids
         ]  # fmt: skip
         yield from of_answers(pool, alone, outcomes, seconds)
-        yield from of_cancelled(outcomes, ledgers)
+        yield from of_cancelled(outcomes, logs)
         yield from of_processes(rows)
         yield equal("requests that failed, as the coordinator counts", failed, 0, str(failed), "none")
         yield from rows
@@ -114,21 +113,6 @@ class Soak(Experiment):
         columns = ("process", "at the start", "after the single runs", "peak", "at the end")
         title = f"{self.clients} clients, {self.devices} devices, {self.mbit:g} Mbit/s"
         return findings_summary(title, findings, Table.of("Resident memory of each process", columns, cells))
-
-
-# ---- requests ---------------------------------------------------------------------------------------------------------
-
-
-def requests(vocab_size: int, count: int = _POOL, seed: int = _SEED) -> list[Request]:
-    """Requests of random lengths; every other one is sampled, with its own seed."""
-    rng = random.Random(seed)
-    pool = []
-    for index in range(count):
-        prompt = [rng.randrange(3, vocab_size) for _ in range(rng.randint(1, MAX_PROMPT))]
-        max_tokens = rng.randint(2, MAX_TOKENS)
-        sampled = {"temperature": 0.9, "top_k": 200, "top_p": 0.95, "seed": index} if index % 2 else {}
-        pool.append(Request.model_validate({"token_ids": prompt, "max_tokens": max_tokens, **sampled}))
-    return pool
 
 
 def _pids(testbed: Testbed) -> dict[str, int]:
@@ -152,39 +136,50 @@ def _settled(watch: MemoryWatch) -> dict[str, int]:
     return found
 
 
+# ---- requests ---------------------------------------------------------------------------------------------------------
+
+
+def requests(vocab_size: int, count: int = _POOL, seed: int = _SEED) -> list[Request]:
+    """Requests of random lengths; every other one is sampled, with its own seed."""
+    rng = random.Random(seed)
+    pool = []
+    for index in range(count):
+        prompt = [rng.randrange(3, vocab_size) for _ in range(rng.randint(1, MAX_PROMPT))]
+        max_tokens = rng.randint(2, MAX_TOKENS)
+        sampled = {"temperature": 0.9, "top_k": 200, "top_p": 0.95, "seed": index} if index % 2 else {}
+        pool.append(Request.model_validate({"token_ids": prompt, "max_tokens": max_tokens, **sampled}))
+    return pool
+
+
 # ---- the log of cancelled sequences -----------------------------------------------------------------------------------
 
 
 @dataclass
-class Ledger:
-    """One rank's log entries on cancelled sequences."""
+class CancelLog:
+    """What one rank has logged about cancelled sequences."""
 
     cancelled: dict[int, int] = field(default_factory=dict)  # by sequence: tokens chosen before the cancel
     steps: int = 0
-    rows_after: Counter[int] = field(default_factory=Counter)  # by sequence: rows computed after its end
-
-    @property
-    def late_rows(self) -> int:
-        return sum(self.rows_after.values())
+    late_rows: int = 0  # rows computed for a sequence after its cancel or its release
 
 
-def read_ledger(lines: Sequence[str]) -> Ledger:
-    """Read a rank's log. Rows computed for a sequence after its cancel or its release count as late.
+def read_cancel_log(lines: Iterable[str]) -> CancelLog:
+    """Read a rank's log.
 
     Rank 0 logs each cancel; every rank logs the sequences of each step and those released before it. Sequence numbers are
     never reused.
     """
-    ledger = Ledger()
-    gone: set[int] = set()
+    log = CancelLog()
+    ended: set[int] = set()
     for fact in _facts_in(lines):
         if isinstance(fact, SequenceCancelled):
-            ledger.cancelled[fact.sequence] = fact.num_tokens
-            gone.add(fact.sequence)
+            log.cancelled[fact.sequence] = fact.num_tokens
+            ended.add(fact.sequence)
         else:
-            ledger.steps += 1
-            gone.update(fact.freed)
-            ledger.rows_after.update({sequence: rows for sequence, rows in fact.rows.items() if sequence in gone})
-    return ledger
+            log.steps += 1
+            ended.update(fact.freed)
+            log.late_rows += sum(rows for sequence, rows in fact.rows.items() if sequence in ended)
+    return log
 
 
 def _facts_in(lines: Iterable[str]) -> Iterator[StepBegun | SequenceCancelled]:
@@ -221,10 +216,10 @@ def of_answers(
     yield equal("errors", len(errors), 0, measured, "none")
 
 
-def of_cancelled(outcomes: Sequence[Outcome], ledgers: Sequence[Ledger]) -> Iterator[Finding]:
+def of_cancelled(outcomes: Sequence[Outcome], logs: Sequence[CancelLog]) -> Iterator[Finding]:
     """The work that was done for cancelled requests."""
-    chosen = [tokens for ledger in ledgers for tokens in ledger.cancelled.values()]
-    late, steps = sum(ledger.late_rows for ledger in ledgers), max(ledger.steps for ledger in ledgers)
+    chosen = [tokens for log in logs for tokens in log.cancelled.values()]
+    late, steps = sum(log.late_rows for log in logs), max(log.steps for log in logs)
     measured = f"{late}, in {steps} steps with {len(chosen)} cancels at rank 0"
     yield equal("rows computed for a request after rank 0 took its cancel, on any rank", late, 0, measured, "none")
     unseen = sum(chosen) - sum(len(each.tokens) for each in outcomes if each.cancelled)
