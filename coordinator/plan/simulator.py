@@ -60,7 +60,7 @@ def transfer_resources(source: int, target: int) -> tuple[Resource, ...]:
 class Task(NamedTuple):
     """A task occupies all of `resources` for `seconds`, once the tasks `after` have ended.
 
-    Its successors may start `latency` seconds later; this is a link's delay, which occupies no resource.
+    Its successors may start `latency_seconds` later; this is a link's delay, which occupies no resource.
     For graphs, `layer` is the number of the segment, operator or tensor, and `tile` is the number of the request.
     """
 
@@ -71,7 +71,7 @@ class Task(NamedTuple):
     resources: tuple[Resource, ...]
     seconds: float
     after: tuple[int, ...] = ()
-    latency: float = 0.0
+    latency_seconds: float = 0.0
     num_bytes: int = 0  # of a transfer; for the timeline only
     tensor: str = ""  # name of a graph's tensor that is transferred; for the timeline only
 
@@ -82,7 +82,7 @@ class Timeline(NamedTuple):
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     makespan: float
-    busy: dict[Resource, float]
+    busy_seconds: dict[Resource, float]
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
@@ -90,19 +90,19 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
 
     Raises ValueError if tasks depend on each other in a cycle, or on a task that does not exist.
     """
-    waiting_for = [len(task.after) for task in tasks]
-    followers: list[list[int]] = [[] for _ in tasks]
+    num_unfinished = [len(task.after) for task in tasks]
+    successors: list[list[int]] = [[] for _ in tasks]
     for index, task in enumerate(tasks):
         for before in task.after:
             if not 0 <= before < len(tasks):
                 raise ValueError(f"task {index} comes after task {before}, which does not exist")
-            followers[before].append(index)
+            successors[before].append(index)
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
     busy: dict[Resource, float] = defaultdict(float)
     held: set[Resource] = set()
     queues: dict[Resource, list[int]] = defaultdict(list)  # ready tasks that wait for a resource
     events: list[tuple[float, int, int]] = []  # time, kind (0 release, 1 arrive), task
-    ready = [index for index, count in enumerate(waiting_for) if count == 0]
+    ready = [index for index, count in enumerate(num_unfinished) if count == 0]
     heapq.heapify(ready)
     now, done = 0.0, 0
     while ready or events:
@@ -127,15 +127,15 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
                     busy[resource] += task.seconds
                     for waiting in queues.pop(resource, ()):
                         heapq.heappush(ready, waiting)
-                ends[index] = now + task.latency
-                if task.latency > 0:
-                    heapq.heappush(events, (now + task.latency, 1, index))
+                ends[index] = now + task.latency_seconds
+                if task.latency_seconds > 0:
+                    heapq.heappush(events, (now + task.latency_seconds, 1, index))
                     continue
             done += 1
-            for follower in followers[index]:
-                waiting_for[follower] -= 1
-                if waiting_for[follower] == 0:
-                    heapq.heappush(ready, follower)
+            for successor in successors[index]:
+                num_unfinished[successor] -= 1
+                if num_unfinished[successor] == 0:
+                    heapq.heappush(ready, successor)
     if done != len(tasks):
         raise ValueError("some tasks wait for each other")
     return Timeline(tuple(starts), tuple(ends), max(ends, default=0.0), dict(busy))

@@ -21,9 +21,8 @@ _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 # Mapped pages that may stay resident: the tensors of a layer, from which many chunks are cut one after the other, but not
 # the whole checkpoint, which can be larger than memory.
 _MAX_RESIDENT_BYTES = 64 << 20
-_COPY_BLOCK_BYTES = (
-    4 << 20
-)  # copied at a time from a tensor above `_MAX_RESIDENT_BYTES`, so that little of it is resident
+# Copied at a time from a tensor above `_MAX_RESIDENT_BYTES`, so that little of it is resident.
+_COPY_BLOCK_BYTES = 4 << 20
 # The format's dtype -> our name, and the numpy type of the raw bytes.
 _DTYPES = {"F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloat16", "<u2")}
 SAFETENSORS_DTYPES = {ours: theirs for theirs, (ours, _) in _DTYPES.items()}

@@ -183,11 +183,11 @@ def _boundaries(spec: GraphSpec, where: Sequence[int], num_groups: int) -> tuple
     outputs: list[list[str]] = [[] for _ in range(num_groups)]
     for tensor in spec.tensors:
         source = None if tensor.source is None else where[tensor.source]
-        takers = {where[consumer] for consumer in tensor.consumers} - {source}
-        for taker in sorted(takers):
-            if taker is not None:
-                inputs[taker].append(tensor.name)
-        if source is not None and (takers or tensor.is_output):
+        consumer_groups = {where[consumer] for consumer in tensor.consumers} - {source}
+        for consumer_group in sorted(consumer_groups):
+            if consumer_group is not None:
+                inputs[consumer_group].append(tensor.name)
+        if source is not None and (consumer_groups or tensor.is_output):
             outputs[source].append(tensor.name)
     return inputs, outputs
 

@@ -58,12 +58,14 @@ def read_graph_json(path: Path) -> GraphSpec:
             raise bad(f"the edge [{source}, {target}] appears twice")
         consumers[source].add(target)
     operators, tensors, weights = [], [], list[Parameter]()
-    for node, taken_by in zip(graph.nodes, consumers, strict=True):
+    for node, node_consumers in zip(graph.nodes, consumers, strict=True):
         used: tuple[int, ...] = ()
         if node.param_bytes:
             used = (len(weights),)
             weights.append(Parameter(f"{node.name}.weights", node.param_bytes))
         operators.append(Operator(node.name, node.op, node.flops, used))
-        takers, is_output = tuple(sorted(taken_by)), not taken_by
-        tensors.append(Tensor(node.name, node.out_bytes, node.id, takers, shape=node.out_shape, is_output=is_output))
+        consumer_ids, is_output = tuple(sorted(node_consumers)), not node_consumers
+        tensors.append(
+            Tensor(node.name, node.out_bytes, node.id, consumer_ids, shape=node.out_shape, is_output=is_output)
+        )
     return GraphSpec(graph.name, tuple(operators), tuple(tensors), tuple(weights))

@@ -212,10 +212,12 @@ def _spec(name: str, resolved: ResolvedGraph, inputs: Mapping[str, TensorType], 
     sources += [(name, index) for index, node in enumerate(resolved.nodes) for name in node.output]
     tensors = []
     for tensor, source in sources:
-        takers = tuple(consumers.get(tensor, ()))
-        if tensor and (takers or tensor in outputs or source is None):
+        tensor_consumers = tuple(consumers.get(tensor, ()))
+        if tensor and (tensor_consumers or tensor in outputs or source is None):
             element_type, shape = resolved.types[tensor]
             size = num_bytes_of(element_type, shape)
-            tensors.append(Tensor(tensor, size, source, takers, dtype_name(element_type), shape, tensor in outputs))
+            tensors.append(
+                Tensor(tensor, size, source, tensor_consumers, dtype_name(element_type), shape, tensor in outputs)
+            )
     weights = tuple(Parameter(name, num_bytes_of(*resolved.types[name])) for name in parameters)
     return GraphSpec(name, tuple(operators), tuple(tensors), weights)

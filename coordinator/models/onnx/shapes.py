@@ -43,9 +43,8 @@ _RANDOM_OPERATORS = {
     "Multinomial",
     "Bernoulli",
 }
-_MAX_CONSTANTS_BYTES = (
-    INLINE_BYTES  # a node with larger outputs is not evaluated here: shapes and indices are far smaller
-)
+# A node with larger outputs is not evaluated here: shapes and indices are far smaller.
+_MAX_CONSTANTS_BYTES = INLINE_BYTES
 # Operators of onnxruntime that its exporters and its optimiser write without a domain.
 _CONTRIB_WITHOUT_DOMAIN = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
 _CONTROL_FLOW = {"If", "Loop", "Scan"}

@@ -221,13 +221,13 @@ def _solve_placement(problem: PlacementProblem, strategy: str, options: SearchOp
     Solvers are imported on first use, since the import takes half a second. Raises ModelDoesNotFit and NoPlacement.
     """
     if strategy == "moirai":
-        from coordinator.plan.graph.latency import moirai
+        from coordinator.plan.graph.latency.moirai import solve_moirai
 
-        solution = moirai.solve_moirai(problem, options.time_limit_seconds, options.clock)
+        solution = solve_moirai(problem, options.time_limit_seconds, options.clock)
     else:
-        from coordinator.plan.graph.latency import baselines
+        from coordinator.plan.graph.latency.baselines import solve_baseline
 
-        solution = baselines.solve_baseline(strategy, problem, options)
+        solution = solve_baseline(strategy, problem, options)
     return solution.with_assignment(OperatorAssignment(solution.assignment.assignment, solution.assignment.starts))
 
 

@@ -167,7 +167,9 @@ def predict_segments(
     """Simulate one request. A full pipeline's bottleneck is the device or side of a link that one request occupies longest."""
     tasks = request_tasks(spec, segments, cluster, rank_devices, values=values)
     timeline = simulate(tasks if congestion else _without_contention(tasks))
-    busy: dict[tuple[Resource, ...], float] = {(resource,): seconds for resource, seconds in timeline.busy.items()}
+    busy: dict[tuple[Resource, ...], float] = {
+        (resource,): seconds for resource, seconds in timeline.busy_seconds.items()
+    }
     transfers = tensor_transfers(spec, segments, values)
     if not congestion:  # the ends of links are not shared, but each channel still is
         for transfer in transfers:

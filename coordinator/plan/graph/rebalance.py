@@ -19,9 +19,8 @@ from coordinator.plan.solution import OperatorAssignment, Solution
 # These bound the number of simulations: up to 2 x 24 moves of each cut in each sweep.
 _MAX_MOVE_OPERATORS = 24  # the longest single move of a cut
 _MAX_SWEEPS = 4  # passes over all cuts
-_MAX_TIME_RATIO = (
-    0.998  # a move must bring the bottleneck below this fraction of its value; less is not worth more sweeps
-)
+# A move must bring the bottleneck below this fraction of its value; less is not worth more sweeps.
+_MAX_TIME_RATIO = 0.998
 
 
 def rebalance(

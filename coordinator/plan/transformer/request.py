@@ -15,9 +15,8 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import GenerationLimits, TransformerBody
 
-DEFAULT_SEQUENCES = (
-    4  # concurrent sequences of full context length; each more takes memory for keys and values on every device
-)
+# Concurrent sequences of full context length; each more takes memory for keys and values on every device.
+DEFAULT_SEQUENCES = 4
 DEFAULT_NEW_TOKENS = 128  # expected length of an answer: a paragraph
 # A step has room for at least this many sequences: there may be many short ones, and each takes only one row.
 _MIN_SEQUENCES_IN_STEP = 16

@@ -23,9 +23,8 @@ from coordinator.plan.graph.latency.schedule import Item, Schedule, Send
 # remain; without any near cut, a large segment could not be solved.
 _MAX_PARALLEL_FRACTION = 0.3  # of a segment's operators, that may be parallel to a near cut
 _MAX_DROPPED_FRACTION = 0.2  # of the segment's work, that may be dropped for a near cut
-_TRANSFER_COST = (
-    0.01  # of a bypassing flow, as a fraction of the segment's work: decides between cuts that drop similar work
-)
+# Of a bypassing flow, as a fraction of the segment's work: decides between cuts that drop similar work.
+_TRANSFER_COST = 0.01
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 
 # CP-SAT's deterministic seconds for an arc, doubled after every two tries: short, so that no arc takes the time of the others.
 _FIRST_TRY_SECONDS = 0.05
-_LARGE_ARC_OPERATORS = (
-    30  # a segment with more is bounded first and then searched: proofs take too long without a good bound
-)
+# A segment with more is bounded first and then searched: proofs take too long without a good bound.
+_LARGE_ARC_OPERATORS = 30
 _NO_CUT = -1  # in place of a device: this side of the segment has no cut vertex
 _UNKNOWN_TICKS = 1 << 62  # above every makespan
 _MIN_REPORTED_GAIN = 0.01  # intermediate paths are reported only if shorter by this fraction: each costs simulations

@@ -24,11 +24,10 @@ from coordinator.plan.graph.throughput.k_path import AdjacencyMasks, depth_first
 from coordinator.plan.graph.throughput.links import Links
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
 
-_MAX_DEPTH_FIRST_STEPS = (
-    300  # a pipeline that is easy to find takes few steps; it must cost less than a dynamic program
-)
+# A pipeline that is easy to find takes few steps; it must cost less than a dynamic program.
+_MAX_DEPTH_FIRST_STEPS = 300
 _MAX_STATES = 30_000  # of one dynamic program, all positions together: bounds the time and memory of a decision
-_BEAM_WIDTH = 100  # states kept per position in the heuristic search; cheap beside `_MAX_STATES`
+_BEAM_WIDTH = 100  # states kept per position in the heuristic search, so that it costs far less than `_MAX_STATES`
 # Critical groups of twins; with up to this many there are few states, so that the exact search needs no beam search first.
 _MAX_CRITICAL_WITHOUT_BEAM = 8
 

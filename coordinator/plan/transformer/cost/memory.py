@@ -57,39 +57,39 @@ def layer_bytes(spec: ModelSpec, held: LayerShare) -> int:
     )
 
 
-def kv_bytes(spec: ModelSpec, heads: int, generation: GenerationLimits, num_layers: int | None = None) -> int:
+def kv_bytes(spec: ModelSpec, heads: int, limits: GenerationLimits, num_layers: int | None = None) -> int:
     """Bytes of the KV cache for `heads` query heads and all reserved tokens; by default for all layers."""
     layers = spec.num_layers if num_layers is None else num_layers
-    return 2 * spec.kv_width(heads) * layers * generation.kv_tokens * COMPUTE_BYTES
+    return 2 * spec.kv_width(heads) * layers * limits.kv_tokens * COMPUTE_BYTES
 
 
-def step_rows(seq_len: int, generation: GenerationLimits | None) -> int:
+def step_rows(seq_len: int, limits: GenerationLimits | None) -> int:
     """S: the maximum number of rows of any step, prefill or decoding."""
-    return max(seq_len, generation.max_sequences) if generation else seq_len
+    return max(seq_len, limits.max_sequences) if limits else seq_len
 
 
-def attention_values(spec: ModelSpec, heads: int, seq_len: int, generation: GenerationLimits | None) -> int:
+def attention_values(spec: ModelSpec, heads: int, seq_len: int, limits: GenerationLimits | None) -> int:
     """Peak number of values of attention.
 
     Encoder: QKV [S,3w], context [S,w], and the scores of one sequence [heads,S,S], of which a fused kernel needs only a part.
     Decoder: QKV [S,q] and as much again for rotary embedding, context [S,w]. The fused kernel computes scores block by
     block, so only the mask [S,L] grows with the sequence; it counts twice, since it is made from another one.
     """
-    S = step_rows(seq_len, generation)
+    S = step_rows(seq_len, limits)
     if not spec.causal:
         return S * (spec.qkv_width(heads) + spec.q_width(heads)) + heads * S * S
-    length = (generation.context or generation.kv_tokens) if generation else S
+    length = (limits.context or limits.kv_tokens) if limits else S
     return S * (2 * spec.qkv_width(heads) + spec.q_width(heads)) + 2 * S * length
 
 
-def mlp_values(spec: ModelSpec, columns: int, seq_len: int, generation: GenerationLimits | None) -> int:
+def mlp_values(spec: ModelSpec, columns: int, seq_len: int, limits: GenerationLimits | None) -> int:
     """Peak number of values of the MLP: [S,c] before and after the activation, and once more for a gated MLP."""
-    return (3 if spec.gated else 2) * step_rows(seq_len, generation) * columns
+    return (3 if spec.gated else 2) * step_rows(seq_len, limits) * columns
 
 
-def logit_values(vocabulary: int, generation: GenerationLimits | None) -> int:
+def logit_values(vocabulary: int, limits: GenerationLimits | None) -> int:
     """Number of values of the logits [B,V] and the candidates of one sequence."""
-    return (generation.max_sequences + VALUES_PER_CANDIDATE) * vocabulary if generation else 0
+    return (limits.max_sequences + VALUES_PER_CANDIDATE) * vocabulary if limits else 0
 
 
 @lru_cache(maxsize=256)

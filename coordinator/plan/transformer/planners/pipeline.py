@@ -41,9 +41,8 @@ _MIN_CHUNK_ROWS = 16  # with smaller chunks, a stage reads its weights too often
 _MAX_DEVICES_ALL_ORDERS = 4
 # Subsets up to which all are tried; if there are more, only the fastest and the largest devices. Each costs all its orders.
 _MAX_ALL_SUBSETS = 24
-_NUM_SIMULATED = (
-    3  # best estimates that are simulated: the estimate ignores contention, so near ties need the simulator
-)
+# Best estimates that are simulated: the estimate ignores contention, so near ties need the simulator.
+_NUM_SIMULATED = 3
 
 
 class Split(NamedTuple):
@@ -150,14 +149,15 @@ class _StageSearch:
 
     def subsets(self, count: int) -> Iterator[tuple[int, ...]]:
         """All subsets of `count` devices; if there are too many, only the fastest and the largest devices."""
-        everyone = range(len(self._devices))
-        if comb(len(everyone), count) <= _MAX_ALL_SUBSETS:
-            yield from combinations(everyone, count)
+        all_devices = range(len(self._devices))
+        if comb(len(all_devices), count) <= _MAX_ALL_SUBSETS:
+            yield from combinations(all_devices, count)
             return
         speeds = [device_capacity(self._request, blocks) for blocks in self._blocks]
         budgets = [device.budget_bytes for device in self._devices]
         chosen = {
-            tuple(sorted(sorted(everyone, key=lambda device: -worth[device])[:count])) for worth in (speeds, budgets)
+            tuple(sorted(sorted(all_devices, key=lambda device: -values[device])[:count]))
+            for values in (speeds, budgets)
         }
         yield from sorted(chosen)
 

@@ -51,7 +51,7 @@ class PipelineStrategy(TransformerStrategy[Pipeline]):
 
     def timing(self, layout: PlanLayout[Pipeline]) -> Timing:
         timeline = simulate(self.tasks(layout))
-        return timeline.makespan, timeline.busy
+        return timeline.makespan, timeline.busy_seconds
 
     def decode_seconds(self, layout: PlanLayout[Pipeline], num_tokens: float) -> float:
         """Seconds per token.

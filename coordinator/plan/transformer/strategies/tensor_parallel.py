@@ -100,7 +100,7 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
         simulated_modes = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
         tasks, by_layer = self.step_tasks(layout, simulated_modes)
         timeline = simulate(tasks)
-        total, extra, last = timeline.makespan, dict.fromkeys(timeline.busy, 0.0), -1
+        total, extra, last = timeline.makespan, dict.fromkeys(timeline.busy_seconds, 0.0), -1
         for _, count in runs:
             last += min(count, _SIMULATED_LAYERS)
             repeats = count - min(count, _SIMULATED_LAYERS)
@@ -112,7 +112,7 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
                 for task in (tasks[index] for index in by_layer[last]):
                     for resource in task.resources:
                         extra[resource] += repeats * task.seconds
-        return total, {resource: seconds + extra[resource] for resource, seconds in timeline.busy.items()}
+        return total, {resource: seconds + extra[resource] for resource, seconds in timeline.busy_seconds.items()}
 
     def _timing_of_micro_batches(self, layout: PlanLayout[TensorParallel], modes: Sequence[LayerMode]) -> Timing:
         """With micro-batches, extrapolate from a few layers after the first ones.
@@ -123,12 +123,15 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
         num_simulated = 2 * _LAYERS_TO_SETTLE
         if len(set(modes)) > 1 or len(modes) <= num_simulated:
             timeline = simulate(self.step_tasks(layout, modes)[0])
-            return timeline.makespan, timeline.busy
+            return timeline.makespan, timeline.busy_seconds
         short, long = (
             simulate(self.step_tasks(layout, modes[:count])[0]) for count in (num_simulated // 2, num_simulated)
         )
         repeats = (len(modes) - num_simulated) / _LAYERS_TO_SETTLE
-        busy = {key: seconds + repeats * (seconds - short.busy.get(key, 0.0)) for key, seconds in long.busy.items()}
+        busy = {
+            key: seconds + repeats * (seconds - short.busy_seconds.get(key, 0.0))
+            for key, seconds in long.busy_seconds.items()
+        }
         return long.makespan + repeats * (long.makespan - short.makespan), busy
 
     # ---- decoding ---------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_tasks_of_a_device_run_one_at_a_time_in_order() -> None:
     timeline = simulate([task(CPU, 2.0), task(CPU, 3.0), task(OTHER_CPU, 1.0)])
     assert timeline.starts == (0.0, 2.0, 0.0)
     assert timeline.makespan == 5.0
-    assert timeline.busy == {CPU[0]: 5.0, OTHER_CPU[0]: 1.0}
+    assert timeline.busy_seconds == {CPU[0]: 5.0, OTHER_CPU[0]: 1.0}
 
 
 def test_later_task_runs_while_an_earlier_one_waits() -> None:
