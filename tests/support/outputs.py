@@ -74,8 +74,8 @@ def transformer_outputs(
     plan = make_plan(spec, strategy, split, row_weights, wire, modes=modes)  # type: ignore[arg-type]
     if spec.causal:
         limits = GenerationLimits(kv_tokens=4096, max_sequences=8, prefill_rows=prefill_rows)
-        body = plan.body.model_copy(update={"micro_batches": micro_batches})
-        plan = plan.model_copy(update={"generation": limits, "body": body})
+        body = plan.body.model_copy(update={"micro_batches": micro_batches, "generation": limits})
+        plan = plan.model_copy(update={"body": body})
     prompts = _sequences(spec, lengths)
     with EngineCluster(directory, plan) as cluster:
         rows, _ = cluster.run(prompts)
