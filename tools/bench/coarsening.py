@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from agent.worker.graph.profiler import GRAPH_FILE, profile_graph
 from coordinator.devices.graph_profiling import operator_seconds
 from coordinator.models.onnx.cutting import cut
 from coordinator.models.onnx.reader import OnnxModel, read_onnx
@@ -37,7 +36,7 @@ _ROUNDING = 1e-9  # relative: sums of floats in another order
 
 
 class Planned(BaseModel):
-    """Moirai's plan of one graph, and the best baseline on it. Times in seconds."""
+    """Moirai's plan of one graph, and the baselines' makespans on it. Times in seconds."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -45,7 +44,11 @@ class Planned(BaseModel):
     bound: float
     proven: bool
     planning_seconds: float
-    best_baseline: float
+    baselines: dict[str, float]
+
+    @property
+    def best_baseline(self) -> float:
+        return min(self.baselines.values())
 
 
 class CoarseningRow(BaseModel):
@@ -57,7 +60,6 @@ class CoarseningRow(BaseModel):
     num_operators: int
     num_coarse: int
     num_kernels: int  # that onnxruntime runs on a CPU
-    local_makespan: float  # of the best single device
     fine: Planned
     coarse: Planned
     refined_makespan: float  # of the coarse plan on the original graph
@@ -101,15 +103,14 @@ class Coarsening(Experiment):
         coarse_plan, schedule = self._plan(coarse, coarsening_seconds)
         return CoarseningRow(
             network=network, num_operators=fine.num_operators, num_coarse=coarse.num_operators, num_kernels=num_kernels,
-            local_makespan=baseline_makespans(fine)["local"], fine=fine_plan, coarse=coarse_plan,
-            refined_makespan=refined_schedule(fine, spec, coarsened, schedule).makespan,
+            fine=fine_plan, coarse=coarse_plan, refined_makespan=refined_schedule(fine, spec, coarsened, schedule).makespan,
         )  # fmt: skip
 
     def _plan(self, problem: PlacementProblem, coarsening_seconds: float = 0.0) -> tuple[Planned, Schedule]:
         found = solve_moirai(problem, self.time_limit, time.monotonic)
         planned = Planned(
             makespan=found.value, bound=found.bound, proven=found.proven,
-            planning_seconds=coarsening_seconds + found.seconds, best_baseline=min(baseline_makespans(problem).values()),
+            planning_seconds=coarsening_seconds + found.seconds, baselines=baseline_makespans(problem),
         )  # fmt: skip
         return planned, found.assignment
 
@@ -138,7 +139,7 @@ def _cells(row: CoarseningRow) -> tuple[object, ...]:
     fine, coarse = row.fine, row.coarse
     return (
         row.network, row.num_operators, row.num_kernels, f"{row.num_coarse} (-{1 - row.num_coarse / row.num_operators:.0%})",
-        _ms(row.local_makespan), _ms(fine.best_baseline), _ms(fine.makespan),
+        _ms(fine.baselines["local"]), _ms(fine.best_baseline), _ms(fine.makespan),
         gap_text(fine.makespan, fine.bound, fine.proven), f"{fine.planning_seconds:.1f}",
         _ms(row.refined_makespan) + (" (proven)" if coarse.proven else ""), f"{row.loss:+.2%}",
         f"{coarse.planning_seconds:.1f}", "worse" if row.worse_than_baseline else "not worse",
@@ -151,6 +152,8 @@ def _ms(seconds: float) -> str:
 
 def profile(model: OnnxModel, folder: Path) -> GraphProfile:
     """Time a graph with generated weights on one core, as an agent does; its files go into `folder`."""
+    from agent.worker.graph.profiler import GRAPH_FILE, profile_graph  # needs onnxruntime, which planning does not
+
     (whole,) = cut(model.spec, [0] * model.spec.num_operators)
     folder.mkdir()
     (folder / GRAPH_FILE).write_bytes(segment_model(model, whole).proto)

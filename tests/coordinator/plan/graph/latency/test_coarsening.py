@@ -147,7 +147,7 @@ def test_row_reports_operators_and_makespans_of_both_plans(tmp_path: Path) -> No
     # transferred; the transfer of one branch's result overlaps the other branch, which started later.
     way = 8 / 125e6 + 0.0002
     assert row.fine.makespan == row.refined_makespan == pytest.approx(8 * 4.5 + way, abs=1e-6)
-    assert row.local_makespan == pytest.approx(8 * 7.0)
+    assert row.fine.baselines["local"] == pytest.approx(8 * 7.0)
     assert row.fine.proven
     assert row.loss == 0
     found = experiment.summary([row])
