@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,13 +53,13 @@ class Setting:
 
 
 @dataclass
-class _Run:
-    """A loaded plan and its measured steps. Entries with equal steps share one."""
+class _Steps:
+    """A loaded plan and its measured steps."""
 
-    key: str  # id of its plan in the runners
-    setting: Setting
-    entry: Entry
+    key: str  # id of the plan in the runners
     plan: TransformerPlan | None  # None for gloo
+    seq_len: int
+    entry: Entry  # the first that has this plan
     samples: list[Sample] = field(default_factory=list)
     traced: list[Sample] = field(default_factory=list)
 
@@ -70,15 +70,18 @@ class _Prepared:
 
     setting: Setting
     model: StoredModel
-    runs: dict[Entry, _Run]
+    steps: dict[Entry, _Steps]  # of the entries that can run; entries with equal steps share them
     notes: dict[Entry, list[str]]
-    rows: dict[Entry, Row]  # of entries that cannot run
     expected: list[float]  # sums of the reference's output
-    keys: tuple[str, ...]  # ids of all loaded plans
+    keys: list[str]  # ids of all loaded plans
 
     @property
-    def distinct(self) -> list[_Run]:
-        return list({run.key: run for run in self.runs.values()}.values())
+    def distinct(self) -> list[_Steps]:
+        return list({steps.key: steps for steps in self.steps.values()}.values())
+
+
+class _CannotRun(Exception):
+    """The reason why an entry cannot run in a setting."""
 
 
 class Models:
@@ -167,16 +170,14 @@ class Bench:
         Several settings at once must not use gloo, which holds one model on one group of devices at a time.
         """
         prepared = [self._prepare(setting, f"{index}-") for index, setting in enumerate(settings)]
-        load = self._rounds([run for one in prepared for run in one.distinct], settings[0].rounds)
+        load = self._rounds([steps for one in prepared for steps in one.distinct], settings[0].rounds)
         # Skipped after an exception: runners may still be busy then, and end with the testbed.
-        for key in (key for one in prepared for key in one.keys):
-            self._engine.unload(key)
-        rows: list[Row] = []
         for one in prepared:
-            if self._gloo is not None and any(run.plan is None for run in one.distinct):
-                self._gloo.unload()
-            rows += [one.rows.get(entry) or self._row(entry, one, load) for entry in one.setting.entries]
-        return rows
+            for key in one.keys:
+                self._engine.unload(key)
+            if any(steps.plan is None for steps in one.distinct):
+                self._gloo_runners.unload()
+        return [self._row(entry, one, load) for one in prepared for entry in one.setting.entries]
 
     def _prepare(self, setting: Setting, prefix: str) -> _Prepared:
         """Load all plans of a setting and run the reference."""
@@ -186,24 +187,29 @@ class Bench:
         self._set_rates(setting.mbit)
         cluster = self._profiles.current(model, names, setting.seq_len, setting.mbit)
         notes = {entry: self._notes(entry, setting, model, cluster) for entry in setting.entries}
-        plans, rows = self._plans(setting, model, cluster, notes)
+        plans: dict[Entry, TransformerPlan | None] = {}
+        for entry in setting.entries:
+            try:
+                plans[entry] = self._plan(entry, setting, model, cluster)
+            except _CannotRun as reason:
+                notes[entry].insert(0, str(reason))
         reference = reference_plan(model.spec, cluster, setting.seq_len)
-        self._check_memory([plan for plan in plans.values() if plan is not None] + [reference], model)
+        self._check_memory([plan for plan in (*plans.values(), reference) if plan is not None], model)
         alone = f"{prefix}{REFERENCE.key}-reference"
         self._load(alone, reference, model, REFERENCE, setting)
-        prepared = _Prepared(setting, model, {}, notes, rows, self._engine.run(alone, setting.seq_len).sums, (alone,))
+        prepared = _Prepared(setting, model, {}, notes, self._engine.run(alone, setting.seq_len).sums, [alone])
         for entry, plan in plans.items():
-            run = _Run(prefix + entry.key, setting, entry, plan)
-            twin = next((other for other in prepared.distinct if _run_alike(run, other)), None)
-            prepared.runs[entry] = twin or run
+            steps = _Steps(prefix + entry.key, plan, setting.seq_len, entry)
+            twin = next((other for other in prepared.distinct if _same_steps(steps, other)), None)
+            prepared.steps[entry] = twin or steps
             if twin is not None:
                 notes[entry].append(f"its plan is that of {twin.entry.strategy} {twin.entry.wire}: measured once")
             elif plan is not None:
-                self._load(run.key, plan, model, entry, setting)
-                prepared.keys += (run.key,)
-            elif self._gloo is not None:
-                self._gloo.join(names)
-                self._gloo.load(model)
+                self._load(steps.key, plan, model, entry, setting)
+                prepared.keys.append(steps.key)
+            else:
+                self._gloo_runners.join(names)
+                self._gloo_runners.load(model)
         return prepared
 
     # ---- before the rounds ----------------------------------------------------------------------------------------
@@ -230,43 +236,31 @@ class Bench:
             found.append("sent bytes are the interfaces', with headers")
         return found
 
-    def _plans(
-        self, setting: Setting, model: StoredModel, cluster: ClusterProfile, notes: Mapping[Entry, Sequence[str]]
-    ) -> tuple[dict[Entry, TransformerPlan | None], dict[Entry, Row]]:
-        """Plans of the entries that can run (None for gloo), and rows of those that cannot."""
-        plans: dict[Entry, TransformerPlan | None] = {}
-        rows: dict[Entry, Row] = {}
-        for entry in setting.entries:
-            why = ""
-            if setting.num_devices == 1 and entry.strategy not in ("local", "auto"):
-                why = "needs two devices"
-            elif entry.strategy == "gloo-tp":
-                plans[entry] = None
-                if setting.num_devices > model.spec.num_heads:
-                    why = f"{model.spec.num_heads} heads are too few"
-                elif model.spec.rotary is not None or model.spec.gated:
-                    why = "gloo-tp runs BERT, GPT-2 and OPT only"
-            else:
-                try:
-                    plans[entry] = plan_for(entry, model.spec, cluster, setting.seq_len)
-                except ModelDoesNotFit as error:
-                    why = f"out of memory: {format_bytes(error.missing_bytes)} are missing"
-            if why:
-                plans.pop(entry, None)
-                row = self._empty_row(entry, setting, model)
-                rows[entry] = row.model_copy(update={"notes": (why, *notes[entry])})
-        return plans, rows
+    def _plan(
+        self, entry: Entry, setting: Setting, model: StoredModel, cluster: ClusterProfile
+    ) -> TransformerPlan | None:
+        """The plan of an entry; None for gloo. Raises _CannotRun with the reason."""
+        spec = model.spec
+        if setting.num_devices == 1 and entry.strategy not in ("local", "auto"):
+            raise _CannotRun("needs two devices")
+        if entry.strategy == "gloo-tp":
+            if setting.num_devices > spec.num_heads:
+                raise _CannotRun(f"{spec.num_heads} heads are too few")
+            if spec.rotary is not None or spec.gated:
+                raise _CannotRun("gloo-tp runs BERT, GPT-2 and OPT only")
+            return None
+        try:
+            return plan_for(entry, spec, cluster, setting.seq_len)
+        except ModelDoesNotFit as error:
+            raise _CannotRun(f"out of memory: {format_bytes(error.missing_bytes)} are missing") from None
 
     def _check_memory(self, plans: Sequence[TransformerPlan], model: StoredModel) -> None:
         """Raise BadSetting if all plans do not fit in memory together. Plans with equal shares share their weights."""
-        shares = {
-            (
-                rank,
-                plan.body.model_copy(update={"overlap": True, "exact_links": ()}).model_dump_json(),
-            ): device.memory.weights + device.memory.embeddings
-            for plan in plans
-            for rank, device in enumerate(plan.devices)
-        }
+        shares: dict[tuple[int, str], int] = {}
+        for plan in plans:
+            share = plan.body.model_copy(update={"overlap": True, "exact_links": ()}).model_dump_json()
+            for rank, device in enumerate(plan.devices):
+                shares[rank, share] = device.memory.weights + device.memory.embeddings
         checkpoint = sum(ref.num_bytes for ref in model.refs) if self._gloo is not None else 0
         wanted = sum(shares.values()) + checkpoint + _RESERVE_BYTES
         there = psutil.virtual_memory().available
@@ -284,7 +278,7 @@ class Bench:
 
     # ---- the rounds -----------------------------------------------------------------------------------------------
 
-    def _rounds(self, runs: Sequence[_Run], rounds: int) -> Load:
+    def _rounds(self, runs: Sequence[_Steps], rounds: int) -> Load:
         """Run a warm-up round, the measured rounds, then traced steps, which are not timed.
 
         A round disturbed by the host or other programs is repeated, up to twice the number of rounds in all. The rounds
@@ -308,28 +302,33 @@ class Bench:
         load = load_between([spans[index] for index in kept], os.getpid())
         return replace(load, disturbed_rounds=len(spans) - len(kept))
 
-    def _step(self, run: _Run) -> Sample:
+    def _step(self, run: _Steps) -> Sample:
         if run.plan is None:
-            assert self._gloo is not None
-            return self._gloo.run(run.setting.seq_len, run.entry.wire)
-        return self._engine.run(run.key, run.setting.seq_len)
+            return self._gloo_runners.run(run.seq_len, run.entry.wire)
+        return self._engine.run(run.key, run.seq_len)
 
-    def _traced(self, run: _Run) -> list[Sample]:
+    def _traced(self, run: _Steps) -> list[Sample]:
         if run.plan is None:
             return run.samples[-1:]
-        return [self._engine.run(run.key, run.setting.seq_len, True) for _ in range(_TRACED_STEPS)]
+        return [self._engine.run(run.key, run.seq_len, True) for _ in range(_TRACED_STEPS)]
+
+    @property
+    def _gloo_runners(self) -> GlooRunners:
+        assert self._gloo is not None
+        return self._gloo
 
     # ---- after the rounds -----------------------------------------------------------------------------------------
 
-    def _empty_row(self, entry: Entry, setting: Setting, model: StoredModel) -> Row:
+    def _row(self, entry: Entry, prepared: _Prepared, load: Load) -> Row:
+        setting, spec = prepared.setting, prepared.model.spec
         rates = {self._rate(device.name, setting.mbit) for device in self.scenario.devices[: setting.num_devices]}
         mbit = rates.pop() * 8 / 1e6 if len(rates) == 1 else None
-        return Row(
+        row = Row(
             scenario=self.scenario.name,
             devices=setting.num_devices,
             model=setting.shape.name,
-            layers=model.spec.num_layers,
-            hidden_size=model.spec.hidden_size,
+            layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
             seq_len=setting.seq_len,
             mbit=mbit,
             paper_mbit=None if mbit is None or self._real_mbit else mbit * PAPER_MBIT / self._testbed.link_scale,
@@ -337,10 +336,15 @@ class Bench:
             wire=entry.wire,
             lz4=entry.lz4,
             encrypted=entry.encrypt,
+            notes=tuple(prepared.notes[entry]),
         )
+        if entry not in prepared.steps:
+            return row
+        return Row.model_validate({**row.model_dump(), **self._figures(entry, prepared, load)})
 
-    def _row(self, entry: Entry, prepared: _Prepared, load: Load) -> Row:
-        setting, run = prepared.setting, prepared.runs[entry]
+    def _figures(self, entry: Entry, prepared: _Prepared, load: Load) -> dict[str, object]:
+        """What was measured of an entry, with the notes on it."""
+        run = prepared.steps[entry]
         plan, seconds, traced = run.plan, [sample.seconds for sample in run.samples], run.traced[-1]
         values: dict[str, object] = {
             "seconds": seconds, "sent_bytes": traced.sent_bytes, "steal_share": load.steal_share,
@@ -348,7 +352,7 @@ class Bench:
         }  # fmt: skip
         notes = list(prepared.notes[entry])
         if plan is not None:
-            rates = [self._rate(device.name, setting.mbit) for device in plan.devices]
+            rates = [self._rate(device.name, prepared.setting.mbit) for device in plan.devices]
             values |= {
                 "bound_seconds": bound_seconds([sample.traces for sample in run.traced], rates), "plan": describe(plan),
                 "raw_bytes": traced.raw_bytes, "lz4_saved_bytes": traced.lz4_saved_bytes,
@@ -359,9 +363,9 @@ class Bench:
                 notes.append("not predicted: the planner prices encrypted links")
             if entry.strategy == "auto":
                 notes.append(f"auto took {describe(plan)}")
-        baseline = baseline_of(entry, list(prepared.runs), setting.baseline)
-        if baseline is not None and baseline in prepared.runs:
-            base = [sample.seconds for sample in prepared.runs[baseline].samples]
+        baseline = baseline_of(entry, list(prepared.steps), prepared.setting.baseline)
+        if baseline is not None:
+            base = [sample.seconds for sample in prepared.steps[baseline].samples]
             values |= {"baseline": baseline.label, "speedup": paired_ratio(base, seconds)}
         error = max(relative_error(sample.sums, prepared.expected) for sample in (*run.samples, *run.traced))
         if not error <= _TOLERANCE[entry.wire]:  # NaN too
@@ -372,11 +376,10 @@ class Bench:
         if load.distrust:
             notes.append(f"untrusted: {load.distrust}")
             values["trusted"] = False
-        row = self._empty_row(entry, setting, prepared.model)
-        return Row.model_validate({**row.model_dump(), **values, "notes": tuple(notes)})
+        return {**values, "notes": tuple(notes)}
 
 
-def _run_alike(one: _Run, other: _Run) -> bool:
+def _same_steps(one: _Steps, other: _Steps) -> bool:
     """Whether steps of both are equal, so that a difference of their times would be noise."""
     if one.plan is None or other.plan is None or one.plan.body != other.plan.body:
         return False
