@@ -51,6 +51,7 @@ app.add_typer(key_app, name="key")
 
 
 def main() -> None:
+    """Run the `hearth` command."""
     app()
 
 

@@ -159,11 +159,12 @@ def run_interruptibly(coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 def strategy_name(plan: TransformerPlan | GraphPlan) -> str:
+    """The strategy of a plan; for a graph, the planner that made it."""
     return plan.body.strategy if is_transformer_plan(plan) else plan.planner
 
 
 def plan_label(plan: TransformerPlan | GraphPlan) -> str:
-    """`hmp on attic, kitchen`."""
+    """Strategy and devices of a plan, such as `hmp on attic, kitchen`."""
     title = plan.body.title if is_transformer_plan(plan) else plan.planner
     return f"{title} on {', '.join(device.name for device in plan.devices)}"
 

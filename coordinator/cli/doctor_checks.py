@@ -32,11 +32,13 @@ from hearth.platform.interfaces import Interface, choose_interface, interfaces, 
 from hearth.platform.units import format_bytes
 from hearth.protocol import PROTOCOL_VERSION
 
-CLOCK_TOLERANCE_SECONDS = 5.0
-_SEARCH_SECONDS = 3.0
-_MULTICAST_GROUP, _MULTICAST_PORT = "224.0.0.251", 5353
-_MIN_FREE_BYTES = 1 << 30
-_CONNECT_TIMEOUT_SECONDS = 1.0
+CLOCK_TOLERANCE_SECONDS = 5.0  # above the delay of a reply; smaller differences do not disturb logs and caches
+_SEARCH_SECONDS = 3.0  # search of the network: agents and coordinators answer mDNS queries within about a second
+_MULTICAST_GROUP, _MULTICAST_PORT = "224.0.0.251", 5353  # of mDNS (RFC 6762)
+_MULTICAST_SECONDS = 1.0  # wait for our own multicast packet, which needs milliseconds where multicast works
+_MIN_FREE_BYTES = 1 << 30  # a warning before profiles, plans and logs fill the disk
+_CONNECT_TIMEOUT_SECONDS = 1.0  # to a port of this device: it answers at once, or a firewall drops the packets
+_COMMAND_TIMEOUT_SECONDS = 5  # of a firewall command: long enough for large rule sets
 _PORTS = (
     f"tcp {AGENT_PORT}, {AGENT_PORT + 1}, {AGENT_PORT + 10}-{AGENT_PORT + 29} (agent), "
     f"{COORDINATOR_PORT} (coordinator), udp {_MULTICAST_PORT} (mDNS)"
@@ -79,6 +81,7 @@ def run_checks(key_path: Path, interface: str | None, mdns_interfaces: list[str]
 
 
 def check_versions() -> CheckResult:
+    """Report the versions in use, and check that ZeroMQ supports CURVE."""
     what = (
         f"Hearth {hearth.__version__}, protocol {PROTOCOL_VERSION}, Python {platform.python_version()}, "
         f"ZeroMQ {zmq.zmq_version()}"
@@ -106,6 +109,7 @@ def check_interface(available: list[Interface], preferred: str | None) -> CheckR
 
 
 def check_disk(state_dir: Path) -> CheckResult:
+    """Check the free space on the disk of the state directory."""
     existing = next(path for path in (state_dir, *state_dir.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < _MIN_FREE_BYTES:
@@ -126,6 +130,7 @@ def check_multicast(addresses: list[str], works: Callable[[str], bool]) -> Check
 
 
 def multicast_works(address: str) -> bool:
+    """Whether a packet sent to the mDNS group from a local address comes back within `_MULTICAST_SECONDS`."""
     probe = multicast_probe()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as member, suppress(OSError):
         interface = socket.inet_aton(address)
@@ -135,7 +140,7 @@ def multicast_works(address: str) -> bool:
         member.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(_MULTICAST_GROUP) + interface)
         member.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, interface)
         member.sendto(probe, (_MULTICAST_GROUP, _MULTICAST_PORT))
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + _MULTICAST_SECONDS
         while (left := deadline - time.monotonic()) > 0:
             member.settimeout(left)
             if member.recv(2048) == probe:
@@ -184,7 +189,7 @@ def check_firewall(run: Callable[[list[str]], ProgramOutput | None]) -> CheckRes
 
 def _run(command: list[str]) -> ProgramOutput | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ProgramOutput(done.returncode == 0, done.stdout)
@@ -204,6 +209,7 @@ def check_ports(is_open: Callable[[int], bool]) -> CheckResult:
 
 
 def port_is_open(port: int) -> bool:
+    """Whether a TCP connection to this port of this device succeeds."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=_CONNECT_TIMEOUT_SECONDS).close()
     except OSError:
@@ -212,6 +218,7 @@ def port_is_open(port: int) -> bool:
 
 
 def check_key(path: Path) -> tuple[CheckResult, security.Credential | None]:
+    """Check that the key file can be read, by its owner only. Also returns the credential; None if there is none."""
     try:
         credential = security.load_credential(path)
     except HearthError as error:
@@ -281,6 +288,7 @@ def check_clocks(clocks: Mapping[str, float], now: float) -> CheckResult:
 
 
 def check_coordinators(coordinators: list[DiscoveredService]) -> CheckResult:
+    """Check that at most one coordinator of this home is running."""
     where = ", ".join(f"{coordinator.hosts[0]}:{coordinator.port}" for coordinator in coordinators)
     if len(coordinators) > 1:
         what = f"{len(coordinators)} coordinators of this home are running: {where}"

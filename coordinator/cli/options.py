@@ -30,6 +30,7 @@ TimeoutOption = Annotated[float, typer.Option(help="Timeout in seconds.", min=0.
 
 
 def interface_list(interfaces: str | None) -> list[str] | None:
+    """The addresses of a comma-separated list; None (all interfaces) if there are none."""
     return [part.strip() for part in (interfaces or "").split(",") if part.strip()] or None
 
 

@@ -21,7 +21,7 @@ from hearth.plan.profile import Link
 from hearth.platform.units import parse_bytes
 from hearth.validation import first_error
 
-_MAX_DEVICES = 256
+_MAX_DEVICES = 256  # in a cluster file; the same limit as for the setting `min_devices`
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -48,17 +48,19 @@ class _FileCluster(BaseModel):
 
 
 def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
-    """Read a cluster from TOML or JSON (by file suffix) and price every operator of `spec`. Raises BadSetting::
+    """Read a cluster from TOML or JSON (by file suffix) and price every operator of `spec`. Raises BadSetting.
 
-    mbit_per_second = 60          # or a matrix [[0, 60], [20, 0]]: row = source, column = target
-    latency_seconds = 0.001       # optional; a number or a matrix
-    [[devices]]
-    name = "kitchen"
-    memory = "512MiB"             # for weights
-    flops_per_second = 8e9
-    seconds_per_operator = 2e-5   # optional, added to every operator
-    [devices.operator_seconds]    # optional: measured seconds by operator name; others are priced by their FLOPs
-    conv1 = 0.004
+    The fields of the file::
+
+        mbit_per_second = 60          # or a matrix [[0, 60], [20, 0]]: row = source, column = target
+        latency_seconds = 0.001       # optional; a number or a matrix
+        [[devices]]
+        name = "kitchen"
+        memory = "512MiB"             # for weights
+        flops_per_second = 8e9
+        seconds_per_operator = 2e-5   # optional, added to every operator
+        [devices.operator_seconds]    # optional: measured seconds by operator name; others are priced by their FLOPs
+        conv1 = 0.004
     """
     content = _read_content(path)
     if reason := why_wrong_kind(content, "cluster"):

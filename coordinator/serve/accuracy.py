@@ -34,7 +34,7 @@ class FormatMeasurement:
 
 
 def max_relative_error(exact_TH: Array, other_TH: Array) -> float:
-    """max over rows of ||other - exact|| / ||exact||. NaN counts as infinite; equal rows have error 0."""
+    """Maximum over rows of ||other - exact|| / ||exact||. NaN counts as infinite; equal rows have error 0."""
     exact, other = exact_TH.astype(np.float64), other_TH.astype(np.float64)
     if exact.size == 0 or np.array_equal(exact, other):
         return 0.0

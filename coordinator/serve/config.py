@@ -17,6 +17,8 @@ ENVIRONMENT_PREFIX = "HEARTH_COORDINATOR_"
 
 
 class CoordinatorSettings(BaseModel):
+    """Settings of `hearth serve`; they do not change while it runs."""
+
     model_config = ConfigDict(frozen=True)
 
     # Shown to users, also by agents as the holder of their lease.

@@ -58,22 +58,30 @@ class DevicesProfiled:
 
 @dataclass(frozen=True)
 class PlanMade:
+    """A plan was made. `last_epoch` is the newest epoch that any agent has seen."""
+
     plan: Plan
     last_epoch: int
 
 
 @dataclass(frozen=True)
 class ChunksPushed:
+    """Every device has the weight chunks of its rank."""
+
     epoch: int
 
 
 @dataclass(frozen=True)
 class WorkersLoaded:
+    """All workers have loaded their weights and are connected."""
+
     epoch: int
 
 
 @dataclass(frozen=True)
 class WarmedUp:
+    """The warm-up request succeeded."""
+
     epoch: int
 
 

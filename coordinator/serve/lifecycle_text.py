@@ -79,9 +79,11 @@ def history_entries(state: cycle.Lifecycle, now: float) -> tuple[PhaseEntered, .
 
 
 def device_names(plan: Plan) -> str:
+    """Names of the plan's devices, by rank, separated by commas."""
     return ", ".join(device.name for device in plan.devices)
 
 
 def plan_title(plan: Plan) -> str:
+    """The strategy of a transformer's plan; planner and objective of a graph's plan."""
     body = plan.body
     return f"{plan.planner}, for {body.objective}" if isinstance(body, GraphSegments) else body.title

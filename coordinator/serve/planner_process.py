@@ -86,6 +86,7 @@ async def _run_child(
 
 
 def main() -> None:
+    """Entry point of the child: read a request, plan, write the result or the error."""
     task = json.load(sys.stdin)
     request_type, result_type = _TYPES[task["kind"]]
     try:

@@ -32,6 +32,8 @@ class _Goal(BaseModel):
 
 
 class TransformerGoal(_Goal):
+    """Goal of a transformer, given as a model directory."""
+
     kind: Literal["transformer"] = "transformer"
     model_dir: str
     strategy: str = "auto"  # a name of `coordinator.plan.registry`
@@ -68,6 +70,8 @@ Goal: TypeAlias = TransformerGoal | GraphGoal
 
 
 class SavedDeployment(BaseModel):
+    """The goal of one deployment and its last plan; None if none was made yet."""
+
     model_config = ConfigDict(frozen=True)
 
     goal: Annotated[Goal, Field(discriminator="kind")]

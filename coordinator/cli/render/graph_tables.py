@@ -27,8 +27,8 @@ from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes, format_seconds
 
-_NUM_TRANSFERS = 12  # listed by --explain, the largest first
-_NEGLIGIBLE_DIFFERENCE = 0.0005  # relative difference that prints as 0.0%
+_NUM_TRANSFERS = 12  # transfers listed by --explain, the largest first; more hide the others on one screen
+_NEGLIGIBLE_DIFFERENCE = 0.0005  # relative; smaller differences print as 0.0%
 
 
 def graph_plan_tables(plan: GraphPlan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table]:
@@ -44,6 +44,7 @@ def graph_plan_tables(plan: GraphPlan, peaks: Mapping[str, int] = {}) -> tuple[T
 
 
 def prediction_line(plan: GraphPlan) -> str:
+    """Predicted latency of one request, and throughput of a full pipeline."""
     predicted = plan.predicted
     rate = 1 / predicted.bottleneck_seconds if predicted.bottleneck_seconds > 0 else float("inf")
     return (

@@ -20,10 +20,11 @@ _COLOURS = (
     "#8ec7ee", "#f6c26b", "#8fd6b0", "#f4a6a0", "#cdb4e8", "#f1e27a", "#b5b5b5", "#e8b4d4", "#b9d77e", "#7fd0d3",
     "#d9b38c", "#a9b4f0",
 )  # fmt: skip
-_MARGIN = 24.0
-_LEGEND_LINE_HEIGHT = 22.0  # height of a line of the legend, in pixels
-_MAX_LABEL_LENGTH = 26
-_CORNER_RADIUS = 4.0  # of the corners of boxes
+# Sizes are in pixels, chosen by eye for 11-pixel text.
+_MARGIN = 24.0  # around the drawing
+_LEGEND_LINE_HEIGHT = 22.0  # a swatch of 14 pixels and a gap
+_MAX_LABEL_LENGTH = 26  # characters; longer labels make boxes too wide for graphs with many branches
+_CORNER_RADIUS = 4.0  # of boxes
 
 Corner: TypeAlias = tuple[float, float]
 
@@ -91,8 +92,10 @@ def render_picture(drawing: Drawing, suffix: str) -> bytes:
 
 
 def _curve_segments(points: Sequence[Corner]) -> Iterator[tuple[Corner, Corner, Corner]]:
-    """Control points and end of a cubic curve to each next point: rounded downwards, straight upwards (to the next
-    column)."""
+    """Control points and end of a cubic curve to each next point.
+
+    Curves are rounded downwards, and straight upwards (to the next column).
+    """
     for (x, y), (x2, y2) in zip(points, points[1:], strict=False):
         bend = max((y2 - y) / 2, 0.0)
         yield (x, y + bend), (x2, y2 - bend), (x2, y2)

@@ -12,22 +12,27 @@ from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 MAX_BOXES = 140  # more are unreadable on one page
-_SWEEPS = 6  # passes that order each layer by its neighbours
-_MAX_ROUTED_LAYERS = 8  # an edge over more layers than this is drawn straight
+_SWEEPS = 6  # passes that order each layer by its neighbours; the order hardly changes after a few
+_MAX_ROUTED_LAYERS = 8  # an edge over more layers is drawn straight: routing it through all of them widens every layer
+# Sizes are in pixels, chosen by eye for 11-pixel text.
 _LINE_HEIGHT, _GAP_X, _GAP_Y, _PADDING = 15.0, 14.0, 26.0, 14.0
-_CHARACTER_WIDTH = 6.3  # width of a label's character at 11 px
-_COLUMN_HEIGHT = 1500.0
-_COLUMN_GAP = 46.0
-_ROUTE_WIDTH = 10.0  # width reserved for an edge that passes through a layer
+_CHARACTER_WIDTH = 6.3  # average of the characters of a label
+_COLUMN_HEIGHT = 1500.0  # taller graphs continue in the next column, so that the picture fits a screen or a page
+_COLUMN_GAP = 46.0  # room for the edges that lead up to the next column
+_ROUTE_WIDTH = 10.0  # reserved for an edge that passes through a layer
 
 
 class Point(NamedTuple):
+    """A position in pixels, from the top left corner."""
+
     x: float
     y: float
 
 
 @dataclass(frozen=True)
 class Box:
+    """A box with lines of text. Position and size are in pixels."""
+
     lines: tuple[str, ...]
     device: int
     x: float
@@ -46,6 +51,8 @@ class Edge:
 
 @dataclass(frozen=True)
 class PictureLayout:
+    """Boxes and edges with their coordinates, and the size of the whole drawing in pixels."""
+
     boxes: tuple[Box, ...]
     edges: tuple[Edge, ...]
     width: float
@@ -62,8 +69,10 @@ class BoxGroup(NamedTuple):
 def group_operators(
     assignment: Sequence[int], edges: Sequence[tuple[int, int]], max_boxes: int = MAX_BOXES
 ) -> tuple[list[BoxGroup], list[tuple[int, int]]]:
-    """Group operators into at most `max_boxes` boxes if possible: single operators, else chains on one device, else all that a
-    device computes between two exchanges."""
+    """Group operators into at most `max_boxes` boxes if possible.
+
+    Tried in this order: single operators, chains on one device, all that a device computes between two exchanges.
+    """
     num_operators = len(assignment)
     for grouping in (list(range(num_operators)), _chains(assignment, edges), _stages(assignment, edges)):
         members: dict[int, list[int]] = {}

@@ -138,6 +138,7 @@ def alternatives_table(
 
 
 def device_count_text(plan: Plan) -> str:
+    """`on 1 device`, or `on N devices`."""
     return "on 1 device" if plan.num_ranks == 1 else f"on {plan.num_ranks} devices"
 
 

@@ -1,5 +1,6 @@
-"""Protocol version 1 against the current one, in both directions. The bytes of version 1 were recorded with its
-code.
+"""Protocol version 1 against the current one, in both directions.
+
+The bytes of version 1 were recorded with its code.
 """
 
 from __future__ import annotations

@@ -61,8 +61,10 @@ def test_transfers_overlap_gemms_if_enabled(wide_bert: Path, tmp_path: Path) -> 
 
 
 def test_gathered_tile_is_forwarded_during_the_gemm(wide_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock-step loop would forward a tile only after the receiver's own GEMM. Here rank 1's GEMM lasts until rank 2
-    has the tile of rank 0, which reaches it only through rank 1."""
+    """A lock-step loop would forward a tile only after the receiver's own GEMM.
+
+    Here rank 1's GEMM lasts until rank 2 has the tile of rank 0, which reaches it only through rank 1.
+    """
     plan = make_plan(read_spec(wide_bert), "hmp", (1, 1, 1))
     tile_0, tile_1, tile_2 = spans((128, 128, 128))
     own = threading.local()  # each rank computes in its own thread, its own tile first
