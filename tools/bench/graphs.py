@@ -32,7 +32,7 @@ from tools.bench.graph_home import Candidate, GraphHome, Served
 from tools.bench.homes import agents, hub_scenario
 from tools.bench.processes import ClientProcess
 from tools.bench.results import Summary
-from tools.graph_models import NETWORKS, Size, build, export
+from tools.graph_models import NETWORKS, build, export
 from tools.testbed.cluster import check_possible
 
 _TARGET_DEVICES = 3  # number of devices to which the target gain applies
@@ -106,7 +106,7 @@ class GraphThroughput(_Graphs):
         return [option for dim in self.dims for option in ("--dim", dim)]
 
     def _model(self, context: Context) -> Path:
-        return Path(self.model) if self.model.endswith(".onnx") else _exported(self.model, Size(), context)
+        return Path(self.model) if self.model.endswith(".onnx") else _exported(self.model, context)
 
     def _measure(self, home: GraphHome, model: Path) -> Iterator[Served]:
         home.set_mbit(self.mbit)
@@ -152,7 +152,7 @@ class GraphLatency(_Graphs):
         return []
 
     def _model(self, context: Context) -> Path:
-        return _exported("two_branch", Size(branch_width=self.branch_width), context)
+        return _exported("two_branch", context, self.branch_width)
 
     def _measure(self, home: GraphHome, model: Path) -> Iterator[Served]:
         """For each rate: one device, moirai, auto and, where moirai predicts no gain, its plan for the faster link.
@@ -228,7 +228,7 @@ def _same_placement(one: GraphPlan | None, other: GraphPlan | None) -> bool:
     return placed(one) == placed(other)
 
 
-def _exported(name: str, size: Size, context: Context) -> Path:
+def _exported(name: str, context: Context, branch_width: int | None = None) -> Path:
     """Export a network with random weights."""
     context.report(f"making {name}")
-    return export(build(name, size), context.folder / f"{name}.onnx")
+    return export(build(name, branch_width=branch_width), context.folder / f"{name}.onnx")

@@ -33,7 +33,7 @@ from tools.bench.profiles import Profiles, Report
 from tools.bench.results import Summary, Table
 from tools.bench.shapes import find_shape
 from tools.bench.stats import Ratio, paired_ratio
-from tools.graph_models import Size, build, export
+from tools.graph_models import build, export
 from tools.testbed import Testbed, load_scenario
 from tools.testbed.cluster import wait_until
 from tools.testbed.scenario import Device
@@ -227,7 +227,7 @@ def pipeline(trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
     devices = [device for device in scenario.devices if device.name != scenario.coordinator_device]
     report(f"{PIPELINE}: making the model and the testbeds")
     model = folder / f"{PIPELINE}.onnx"
-    export(build(PIPELINE, Size()), model)
+    export(build(PIPELINE), model)
     with ExitStack() as stack:
         homes = [stack.enter_context(agents(scenario, folder, _PIPELINE_MBIT, tree=tree)) for tree in trees]
         stack.enter_context(_on_quietest_core(devices))

@@ -67,9 +67,9 @@ def test_external_weights_file(tmp_path: Path, threshold: int) -> None:
 
 @cache
 def exported(name: str, folder: Path) -> Path:
-    from tools.graph_models import Size, build, export
+    from tools.graph_models import build, export
 
-    return export(build(name, Size(tiny=True)), folder / f"{name}.onnx")
+    return export(build(name, tiny=True), folder / f"{name}.onnx")
 
 
 @pytest.mark.parametrize("name", ["resnet50", "mobilenet_v2", "efficientnet_b0", "bert", "vit", "two_branch"])
@@ -82,10 +82,10 @@ def test_cuts_of_exported_networks_equal_one_session(name: str, tmp_path_factory
 def test_batch_dimension_can_be_set_at_load(tmp_path: Path) -> None:
     """With every dimension fixed at load, no operators that compute shapes remain."""
     pytest.importorskip("transformers")
-    from tools.graph_models import Size, build, export
+    from tools.graph_models import build, export
 
     axes = {0: "batch", 1: "length"}
-    path = export(build("bert", Size(tiny=True)), tmp_path / "bert.onnx", {"input_ids": axes, "attention_mask": axes})
+    path = export(build("bert", tiny=True), tmp_path / "bert.onnx", {"input_ids": axes, "attention_mask": axes})
     model = read_onnx(path, {"batch": 3, "length": 11})
     assert model.spec.inputs[0].shape == (3, 11)
     assert "Shape" in {node.op_type for node in onnx.load(path).graph.node}
