@@ -350,7 +350,7 @@ def test_a_mistake_is_one_clear_line(changes: list[str], named: str, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("run", "galaxy-z"), "neither a file nor one of"),
+        (("run", "galaxy-z"), "neither a file nor a built-in experiment: "),
         (("run", "galaxy-a", "--out", "/nowhere/rows.json"), "there is no directory /nowhere"),
         (("report", "galaxy-z"), "No such file"),
     ],

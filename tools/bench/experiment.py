@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from hearth.errors import BadSetting
 from hearth.validation import first_error
 from tools.bench.results import Summary
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from tools.toml_files import read_settings_file, tomllib
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
 # Module and class of each kind; imported when it is used.
@@ -79,14 +74,7 @@ def names() -> list[str]:
 
 def read_settings(name_or_path: str, changes: Iterable[str] = ()) -> dict[str, Any]:
     """Read an experiment file, by name or path, with `key=value` changes (TOML values). Raises BadSetting."""
-    path = Path(name_or_path) if name_or_path.endswith(".toml") else EXPERIMENTS / f"{name_or_path}.toml"
-    try:
-        settings: dict[str, Any] = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        reason = f"'{name_or_path}' is neither a file nor one of {', '.join(names())}"
-        raise BadSetting(setting="NAME", reason=reason) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadSetting(setting=f"experiment {path}", reason=str(error)) from None
+    _, settings = read_settings_file("experiment", name_or_path, EXPERIMENTS)
     for change in changes:
         key, equals, value = change.partition("=")
         if not equals:
