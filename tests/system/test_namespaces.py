@@ -47,7 +47,9 @@ def test_home_in_namespaces_discovers_devices_serves_and_traces(tmp_path: Path) 
             return found if found and found["state"].startswith("serving") else None
 
         for name in NAMES:
-            testbed.set_cpu_share(name, len(os.sched_getaffinity(0)))  # full speed: this test is about the network
+            testbed.cgroups[name].set_cpu_share(
+                len(os.sched_getaffinity(0))
+            )  # full speed: this test is about the network
         try:
             testbed.start_agents()  # default ports, which do not collide between namespaces
             testbed.start_coordinator(str(model_dir), "--strategy", "hmp", "--min-devices", "3")

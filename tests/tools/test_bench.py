@@ -21,8 +21,9 @@ from support.waiting import wait_for
 
 from coordinator.models.checkpoint.families import FAMILIES
 from hearth.errors import BadSetting
+from tools import interrupts
 from tools.bench import __main__ as commands
-from tools.bench import interrupts, load, plots
+from tools.bench import load, plots
 from tools.bench.experiment import make_experiment, names, read_settings
 from tools.bench.generation import GenerationRow
 from tools.bench.load import Load, Process, calmest, calmest_of, foreign_seconds

@@ -169,8 +169,8 @@ while time.monotonic() < began + 1.5:
     pass
 print((time.process_time() - cpu) / (time.monotonic() - began), flush=True)
 """
-    pair.set_cpu_share("one", 0.3)
-    assert pair.cpu_share("one") == pytest.approx(0.3, abs=1e-3)
+    pair.cgroups["one"].set_cpu_share(0.3)
+    assert pair.cgroups["one"].cpu_share() == pytest.approx(0.3, abs=1e-3)
 
     def reaches_it() -> bool:
         loop = pair.popen("one", sys.executable, "-c", busy, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
-from tools.bench import interrupts
+from tools import interrupts
 from tools.bench.experiment import Context, make_experiment, names, read_settings
 from tools.bench.measure import temporary_folder
 from tools.bench.plots import save_plot

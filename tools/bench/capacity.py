@@ -7,7 +7,6 @@ planned memory of each device is compared with its worker's peak resident memory
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
@@ -71,7 +70,7 @@ class Capacity(Experiment):
             context.report("making the model")
             model_dir = decoder_directory(self.model, context.folder)
             names = agent_names(testbed)
-            with MemoryWatch({name: partial(testbed.held_bytes, name) for name in names}) as watch:
+            with MemoryWatch({name: testbed.cgroups[name].held_bytes for name in names}) as watch:
                 context.report("planning, pushing and loading")
                 coordinator = testbed.start_coordinator(
                     str(model_dir), "--weights", self.weights, "--context", str(self.context), "--sequences",
@@ -88,7 +87,7 @@ class Capacity(Experiment):
                 )
                 for device in plan.devices
             ]  # fmt: skip
-            killed = sum(map(testbed.times_out_of_memory, names))
+            killed = sum(testbed.cgroups[name].times_out_of_memory() for name in names)
             spec = read_spec(model_dir).model_copy(update={"weights": self.weights})
             yield from self._of_answers(spec, outcomes)
             yield from _of_memory(rows, killed, peak_bytes(coordinator.pid))

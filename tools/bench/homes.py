@@ -12,7 +12,6 @@ from coordinator.models.checkpoint.families import FAMILIES
 from hearth.errors import BadSetting
 from hearth.plan.plan import TransformerPlan
 from tools.bench.clients import Outcome, Request
-from tools.bench.interrupts import shielded
 from tools.bench.processes import ClientProcess
 from tools.bench.shapes import SHAPES, find_shape, save_random_model
 from tools.testbed import Scenario, Testbed, load_scenario
@@ -46,16 +45,10 @@ def agents(scenario: Scenario, folder: Path, mbit: float, *options: str, tree: P
     """
     check_possible(scenario)
     chosen = scenario.with_mbit(mbit).model_copy(update={"scale_links": False})
-    testbed = Testbed(chosen, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)), tree=tree)
-    try:
-        with shielded(with_children=True):
-            testbed.up()
+    with Testbed(chosen, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)), tree=tree) as testbed:
         for name in agent_names(testbed):
             testbed.start_agent(name, *options)
         yield testbed
-    finally:
-        with shielded(with_children=True):
-            testbed.down()
 
 
 def agent_names(testbed: Testbed) -> list[str]:

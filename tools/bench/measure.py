@@ -20,13 +20,13 @@ from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_bytes
 from tools.bench.bound import bound_seconds
 from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel
-from tools.bench.interrupts import shielded
 from tools.bench.load import Load, Snapshot, calmest, load_between, snapshot
 from tools.bench.plans import REFERENCE, Entry, Name, baseline_of, depth_note, describe, plan_for, reference_plan
 from tools.bench.profiles import Profiles, Report
 from tools.bench.rows import Row
 from tools.bench.shapes import Shape, config_key, save_random_model
 from tools.bench.stats import paired_ratio, rotated
+from tools.interrupts import shielded
 from tools.testbed import Scenario, Testbed
 
 MIN_ROUNDS = 5  # least number of measured rounds of a setting
@@ -112,23 +112,14 @@ def temporary_folder() -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def emulated(scenario: Scenario, folder: Path, real_mbit: bool, tree: Path | None = None) -> Iterator[Testbed]:
-    """A started testbed until the end of the block. An interrupt does not stop its removal.
+def emulated(scenario: Scenario, folder: Path, real_mbit: bool, tree: Path | None = None) -> Testbed:
+    """A testbed to be entered.
 
     The kernel's memory limits are off, because devices hold many plans at once; only planners respect them.
     """
     devices = tuple(device.model_copy(update={"memory_bytes": None}) for device in scenario.devices)
     scale_links = scenario.scale_links and not real_mbit
-    testbed = Testbed(scenario.model_copy(update={"devices": devices, "scale_links": scale_links}), folder, tree=tree)
-    try:
-        with shielded(with_children=True):
-            testbed.up()
-        testbed.calibrate()
-        yield testbed
-    finally:
-        with shielded(with_children=True):
-            testbed.down()
+    return Testbed(scenario.model_copy(update={"devices": devices, "scale_links": scale_links}), folder, tree=tree)
 
 
 class Bench:
@@ -184,7 +175,7 @@ class Bench:
         self._report(f"{self.scenario.name}: weights of {setting.shape.name}")
         model = self._models.get(setting.shape, setting.num_layers, setting.seq_len)
         names = [device.name for device in self.scenario.devices[: setting.num_devices]]
-        self._set_rates(setting.mbit)
+        self._testbed.set_mbit(setting.mbit)
         cluster = self._profiles.current(model, names, setting.seq_len, setting.mbit)
         notes = {entry: self._notes(entry, setting, model, cluster) for entry in setting.entries}
         plans: dict[Entry, TransformerPlan | None] = {}
@@ -214,16 +205,9 @@ class Bench:
 
     # ---- before the rounds ----------------------------------------------------------------------------------------
 
-    def _set_rates(self, mbit: float | None) -> None:
-        if mbit is not None:
-            self._testbed.set_mbit(mbit)
-            return
-        for device in self.scenario.devices:
-            self._testbed.network.set_mbit(device.name, device.mbit * self._testbed.link_scale)
-
     def _rate(self, name: str, mbit: float | None) -> float:
         """Rate of a device's link in bytes per second."""
-        return (mbit or self._testbed.device(name).mbit * self._testbed.link_scale) * 1e6 / 8
+        return self._testbed.mbit(name, mbit) * 1e6 / 8
 
     def _notes(self, entry: Entry, setting: Setting, model: StoredModel, cluster: ClusterProfile) -> list[str]:
         found = []

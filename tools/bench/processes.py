@@ -17,7 +17,7 @@ import zmq
 from typing_extensions import Self
 
 from hearth.errors import BadSetting, DeadlineExceeded, HearthError, InternalError
-from tools.bench.interrupts import shielded
+from tools.interrupts import shielded
 from tools.testbed import Testbed
 
 _ANSWER_SECONDS = 180.0  # default timeout of a request: loading a large model on a slow device takes about a minute

@@ -177,10 +177,9 @@ def steps(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sid
     with ExitStack() as stack:
         old = stack.enter_context(emulated(scenario, folder / "old", case.mbit is not None, trees.old))
         new = stack.enter_context(emulated(scenario, folder / "new", True, trees.new))
-        mbit = {device.name: case.mbit or device.mbit * old.link_scale for device in scenario.devices}
+        new.link_scale = old.link_scale
         for testbed in (old, new):
-            for device in names:
-                testbed.network.set_mbit(device, mbit[device])
+            testbed.set_mbit(case.mbit)
         runners = [stack.enter_context(EngineRunners(each, names, not case.generates)) for each in (old, new)]
         profile = folder / "profile.json"
         measured = Profiles(scenario, new, runners[1], report).current(model, names, num_rows, case.mbit)
@@ -190,7 +189,7 @@ def steps(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sid
             options += ["--context", str(_PROMPT + _TOKENS), "--sequences", "1", "--weights", "int8"]
         text = _plan_of(old, folder, str(model.directory), *options)
         plan = plan_from_json(text, TransformerPlan)
-        rate = min(mbit[device.name] for device in plan.devices) * 1e6 / 8
+        rate = min(old.mbit(device.name, case.mbit) for device in plan.devices) * 1e6 / 8
         for each in runners:
             report(f"{name}: loading")
             each.load(name, plan, model, plan.num_ranks > 1, rate, text)

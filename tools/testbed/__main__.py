@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -23,10 +23,8 @@ from tools.testbed.scenario import NOMINAL_CORE_SECONDS, SCENARIOS, load_scenari
 _FOLDER_PREFIX = "hearth-testbed-"
 _COMMAND = "python -m tools.testbed"
 
-ScenarioName = Annotated[
-    Optional[str],  # noqa: UP045 (typer reads the annotation on Python 3.10)
-    typer.Option("--scenario", help="Scenario of the testbed, if several are running.", show_default=False),
-]
+_WHICH = "Scenario of the testbed, if several are running."
+ScenarioName = Annotated[str | None, typer.Option("--scenario", help=_WHICH, show_default=False)]
 DeviceName = Annotated[str, typer.Argument(help="Name of a device, as `status` shows it.")]
 
 app = typer.Typer(
@@ -42,10 +40,7 @@ app = typer.Typer(
 @handles_errors
 def scenarios() -> None:
     """List the built-in scenarios. Other commands also accept a TOML file of the same format."""
-    table = Table(show_edge=False)
-    table.add_column("scenario", no_wrap=True)
-    table.add_column("devices", justify="right")
-    table.add_column("description")
+    table = Table("scenario", "devices", "description", show_edge=False)
     for path in sorted(SCENARIOS.glob("*.toml")):
         scenario = load_scenario(path)
         table.add_row(scenario.name, str(len(scenario.devices)), scenario.description)
@@ -110,7 +105,7 @@ def status() -> None:
 def run(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="A program and its arguments.")],
     device: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--device", help="Device to run it on. Default: the coordinator's.", show_default=False),
     ] = None,
     limited: Annotated[bool, typer.Option("--limited", help="Apply the device's CPU share and memory limit.")] = False,
@@ -153,17 +148,14 @@ def cpu(
 ) -> None:
     """Change a device's CPU share in a running testbed."""
     testbed = _attached(scenario)
-    testbed.set_cpu_share(device, share)
+    testbed.cgroups[testbed.device(device).name].set_cpu_share(share)
     out.print(_table(testbed))
 
 
 @app.command()
 @handles_errors
 def down(
-    scenario: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(help="Scenario of the testbed, if several are running.", show_default=False),
-    ] = None,
+    scenario: Annotated[str | None, typer.Argument(help=_WHICH, show_default=False)] = None,
     every: Annotated[bool, typer.Option("--all", help="All running testbeds.")] = False,
 ) -> None:
     """Stop everything in a testbed and remove it. Testbeds of running tests and benchmarks end with their process."""
@@ -194,39 +186,30 @@ def _chosen(scenario: str | None) -> Running:
         raise BadSetting(setting="the testbed", reason=f"none is up; `{_COMMAND} up SCENARIO` makes one")
     names = ", ".join(running.scenario.name for running in found)
     fitting = [running for running in found if scenario in (None, running.scenario.name)]
-    if not fitting:
-        raise BadSetting(setting="scenario", reason=f"'{scenario}' is not up, only {names}")
-    if len(fitting) > 1:
-        raise BadSetting(setting="scenario", reason=f"several are up, name one of {names}")
+    if len(fitting) != 1:
+        reason = f"several are up, name one of {names}" if fitting else f"'{scenario}' is not up, only {names}"
+        raise BadSetting(setting="scenario", reason=reason)
     return fitting[0]
 
 
 def _table(testbed: Testbed, whose: str = "") -> Table:
     scenario = testbed.scenario
-    title = f"{scenario.name}{whose}: {scenario.description}" if scenario.description else f"{scenario.name}{whose}"
-    table = Table(title=title, title_justify="left", show_edge=False)
-    table.add_column("device", no_wrap=True)
-    table.add_column("address", no_wrap=True)
+    title = f"{scenario.name}{whose}" + (f": {scenario.description}" if scenario.description else "")
+    table = Table("device", "address", title=title, title_justify="left", show_edge=False)
     for heading in ("CPU share", "core", "memory", "Mbit/s\n[dim]scenario's[/]", "processes"):
         table.add_column(heading, justify="right")
     for device in scenario.devices:
         try:
             state = testbed.network.state(device.name)
-            share, rate = (
-                f"{testbed.cpu_share(device.name):.2f}",
-                "[red]cut[/]" if state.is_cut else f"{state.mbit:.1f}",
-            )
+            share = f"{testbed.cgroups[device.name].cpu_share():.2f}"
+            rate = "[red]cut[/]" if state.is_cut else f"{state.mbit:.1f}"
         except (BadSetting, OSError):  # removed by another process
             share, rate = "-", "[red]gone[/]"
         table.add_row(
-            device.name,
-            testbed.address(device.name),
-            share,
-            "any" if device.core is None else str(device.core),
+            device.name, testbed.address(device.name), share, "any" if device.core is None else str(device.core),
             "no limit" if device.memory_bytes is None else format_bytes(device.memory_bytes),
-            f"{rate}\n[dim]{device.mbit:g}[/]",
-            str(len(testbed.pids(device.name))),
-        )
+            f"{rate}\n[dim]{device.mbit:g}[/]", str(len(testbed.pids(device.name))),
+        )  # fmt: skip
     return table
 
 
@@ -237,20 +220,14 @@ def _whose(running: Running) -> str:
 
 
 def _say_next(testbed: Testbed, serves: bool) -> None:
-    name = testbed.scenario.devices[-1].name
-    commands = {
-        "run -- hearth devices": "list the agents",
-        **(
-            {
-                "run -- hearth status": "repeat until it says serving",
-                'run -- hearth embed "Hello"': "send the model a request",
-            }
-            if serves
-            else {"run -- hearth plan MODEL": "show how a model would be distributed"}
-        ),
-        f"link {name} --mbit 20": "slow a link down; --cut disconnects it",
-        "down": "stop and remove the testbed",
-    }
+    commands = {"run -- hearth devices": "list the agents"}
+    if serves:
+        commands["run -- hearth status"] = "repeat until it says serving"
+        commands['run -- hearth embed "Hello"'] = "send the model a request"
+    else:
+        commands["run -- hearth plan MODEL"] = "show how a model would be distributed"
+    commands[f"link {testbed.scenario.devices[-1].name} --mbit 20"] = "slow a link down; --cut disconnects it"
+    commands["down"] = "stop and remove the testbed"
     out.print("\nnext:")
     for command, what in commands.items():
         out.print(f"  {_COMMAND} {command:<28} [dim]{what}[/]", soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from hearth.errors import BadSetting
@@ -30,22 +31,22 @@ def writable() -> bool:
 
 
 class DeviceCgroup:
-    """The cgroups of one device."""
+    """The cgroups of one device: with v2 one for both limits."""
 
     def __init__(self, testbed: str, device: str) -> None:
-        self._parents = [hierarchy / testbed for hierarchy in _HIERARCHIES]
-        self._groups = [parent / device for parent in self._parents]
+        self._groups = [hierarchy / testbed / device for hierarchy in _HIERARCHIES]
+        self._cpu, self._memory = self._groups[0], self._groups[-1]
 
-    def procs_files(self, memory_limited: bool) -> list[str]:
-        """Files to which a process writes its pid to join; v2 has one group for both limits."""
-        groups = self._groups if memory_limited else self._groups[:1]
-        return [str(group / "cgroup.procs") for group in groups]
+    def procs_files(self, memory_limited: bool) -> list[Path]:
+        """Files to which a process writes its pid to join."""
+        return [group / "cgroup.procs" for group in self._groups if memory_limited or group == self._cpu]
 
     def create(self, device: Device) -> None:
         """Create the groups with the device's limits. Raises BadSetting if the CPU or memory controller is missing."""
         try:
-            if _UNIFIED:
-                self._enable_controllers()
+            for folder in (_ROOT, self._cpu.parent) if _UNIFIED else ():
+                folder.mkdir(exist_ok=True)
+                (folder / "cgroup.subtree_control").write_text("+cpu +memory")
             for group in self._groups:
                 group.mkdir(parents=True, exist_ok=True)
             self.set_cpu_share(device.cpu_share)
@@ -63,38 +64,30 @@ class DeviceCgroup:
             raise BadSetting(setting="cpu_share", reason=f"{cpu_share:g} of a core; the minimum is {MIN_CPU_SHARE}")
         quota, period = quota_and_period(cpu_share)
         if _UNIFIED:
-            (self._groups[0] / "cpu.max").write_text(f"{quota} {period}")
+            (self._cpu / "cpu.max").write_text(f"{quota} {period}")
         else:
-            (self._groups[0] / "cpu.cfs_period_us").write_text(str(period))
-            (self._groups[0] / "cpu.cfs_quota_us").write_text(str(quota))
+            (self._cpu / "cpu.cfs_period_us").write_text(str(period))
+            (self._cpu / "cpu.cfs_quota_us").write_text(str(quota))
 
     def cpu_share(self) -> float:
         """The current CPU quota, in cores."""
-        group = self._groups[0]
-        if _UNIFIED:
-            quota, period = (group / "cpu.max").read_text().split()
-        else:
-            quota, period = (group / "cpu.cfs_quota_us").read_text(), (group / "cpu.cfs_period_us").read_text()
+        names = ("cpu.max",) if _UNIFIED else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        quota, period = " ".join((self._cpu / name).read_text() for name in names).split()
         return int(quota) / int(period)
 
     def held_bytes(self) -> int:
-        """Memory of the device's processes, without the page cache, which the kernel can reclaim."""
-        rows = dict(line.split() for line in (self._groups[-1] / "memory.stat").read_text().splitlines())
-        return int(rows["anon"] if _UNIFIED else rows["total_rss"])
+        """Memory of the device's memory-limited processes, without the page cache, which the kernel can reclaim."""
+        return self._memory_figures("memory.stat")["anon" if _UNIFIED else "total_rss"]
 
     def times_out_of_memory(self) -> int:
-        """Number of processes that the kernel has killed for the memory limit."""
-        name = "memory.events" if _UNIFIED else "memory.oom_control"
-        rows = dict(line.split() for line in (self._groups[-1] / name).read_text().splitlines())
-        return int(rows.get("oom_kill", 0))
+        """Number of the device's processes that the kernel has killed for the memory limit."""
+        return self._memory_figures("memory.events" if _UNIFIED else "memory.oom_control").get("oom_kill", 0)
 
     def pids(self) -> list[int]:
         found: set[int] = set()
-        for group in self._groups:
-            try:
-                found.update(map(int, (group / "cgroup.procs").read_text().split()))
-            except OSError:
-                continue
+        for file in self.procs_files(memory_limited=True):
+            with suppress(OSError):
+                found.update(map(int, file.read_text().split()))
         return sorted(found)
 
     def remove(self) -> None:
@@ -103,29 +96,24 @@ class DeviceCgroup:
         for group in self._groups:
             while not _removed(group) and time.monotonic() < deadline:
                 time.sleep(0.02)
-        for parent in self._parents:
-            _removed(parent)  # fails while other devices are in it; the last one removes it
+            _removed(group.parent)  # fails while other devices are in it; the last one removes it
+
+    def _memory_figures(self, name: str) -> dict[str, int]:
+        lines = (self._memory / name).read_text().splitlines()
+        return {key: int(value) for key, value in map(str.split, lines)}
 
     def _limit_memory(self, memory_bytes: int) -> None:
         """Limit memory and forbid swap, so that the device runs out of memory instead of becoming slow."""
-        group = self._groups[-1]
         if _UNIFIED:
             limits = {"memory.max": memory_bytes, "memory.swap.max": 0}
         else:
             limits = {"memory.limit_in_bytes": memory_bytes, "memory.memsw.limit_in_bytes": memory_bytes}
         for name, limit in limits.items():
-            if "sw" not in name or (group / name).exists():  # kernels without swap have no such file
-                (group / name).write_text(str(limit))
-
-    def _enable_controllers(self) -> None:
-        for folder in (_ROOT, *self._parents):
-            folder.mkdir(exist_ok=True)
-            (folder / "cgroup.subtree_control").write_text("+cpu +memory")
+            if "sw" not in name or (self._memory / name).exists():  # kernels without swap have no such file
+                (self._memory / name).write_text(str(limit))
 
 
 def _removed(folder: Path) -> bool:
-    try:
+    with suppress(OSError):
         folder.rmdir()
-    except OSError:
-        return not folder.exists()
-    return True
+    return not folder.exists()

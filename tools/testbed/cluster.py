@@ -9,23 +9,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.platform.security import new_home_key, save_credential
+from tools.interrupts import shielded
 from tools.testbed.cgroups import MOUNT_AND_EXEC, DeviceCgroup, writable
 from tools.testbed.network import Network
 from tools.testbed.registry import Running, claim, locked, record_scale, release, running_testbeds
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS, Device, Scenario
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from tools.toml_files import tomllib
 
 _STOP_SECONDS = 5.0  # that programs get to end after SIGTERM
 _CALIBRATION_SECONDS = 60.0  # timeout on a whole core, importing torch included
@@ -37,59 +37,56 @@ _HOST_RESERVE_BYTES = 512 << 20  # memory left for the host itself
 class Testbed:
     """Sets up a testbed, starts programs in it and removes it. The context manager removes it after errors too.
 
-    Raises BadSetting: not root, a missing core, more memory than the machine has, a scenario that is already running.
+    An interrupt (`tools.interrupts`) takes effect after the networks have been set up or removed. Raises BadSetting: not
+    root, a missing core, more memory than the machine has, a scenario that is already running.
     """
 
     __test__ = False  # not a test case; the name makes pytest collect it
     network: Network  # set by `up`
+    cgroups: dict[str, DeviceCgroup]  # by device; set by `up`
 
     def __init__(self, scenario: Scenario, folder: Path, owned: bool = True, tree: Path | None = None) -> None:
         """`owned`: ends with this process, otherwise with `down`. `tree`: run programs from this checkout of Hearth."""
-        check_possible(scenario)
         self.scenario = scenario
         self.folder = folder
         self.key = folder / "home.key"
         self.link_scale = 1.0  # real rate of a link / the scenario's; set by `calibrate`
+        self._names = [device.name for device in scenario.devices]
         self._owned = owned
         self._tree = tree
         self._processes: list[subprocess.Popen[bytes]] = []
         self._slot: int | None = None
-        self._cgroups: dict[str, DeviceCgroup] = {}
 
     @classmethod
     def attached(cls, running: Running) -> Testbed:
         """A testbed that another process has started."""
-        testbed = cls.__new__(cls)
-        testbed.scenario = running.scenario
-        testbed.folder = Path(running.folder)
-        testbed.key = testbed.folder / "home.key"
+        testbed = cls(running.scenario, Path(running.folder), owned=False)
         testbed.link_scale = running.link_scale
-        testbed._owned = False
-        testbed._tree = None
-        testbed._processes = []
         testbed._attach(running.slot)
         return testbed
 
     def _attach(self, slot: int) -> None:
         self._slot = slot
-        names = [device.name for device in self.scenario.devices]
-        self.network = Network(f"ht{slot}", slot, names)
-        self._cgroups = {name: DeviceCgroup(f"hearth-ht{slot}", name) for name in names}
+        self.network = Network(f"ht{slot}", slot, self._names)
+        self.cgroups = {name: DeviceCgroup(f"hearth-ht{slot}", name) for name in self._names}
 
     def __enter__(self) -> Testbed:
         try:
-            self.up()
+            with shielded(with_children=True):
+                self.up()
             self.calibrate()
         except BaseException:
-            self.down()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.down()
+        with shielded(with_children=True):
+            self.down()
 
     def up(self) -> None:
-        """Create networks and cgroups. Raises BadSetting if the kernel refuses or the scenario is already running."""
+        """Create networks and cgroups. Raises BadSetting if this is not possible or the scenario is already running."""
+        check_possible(self.scenario)
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked():
             remove_orphans()
@@ -97,22 +94,18 @@ class Testbed:
         try:
             self.network.create({device.name: device.mbit for device in self.scenario.devices})
             for device in self.scenario.devices:
-                self._cgroups[device.name].create(device)
-            if not self.key.exists():
-                save_credential(self.key, new_home_key())
+                self.cgroups[device.name].create(device)
+            save_credential(self.key, new_home_key())
         except BaseException:
             self.down()
             raise
 
     def calibrate(self) -> None:
         """If the scenario scales its links: measure the devices' speed and set the rates. About 10 s. Raises BadSetting."""
-        if not self.scenario.scale_links:
-            return
-        assert self._slot is not None
-        self.link_scale = NOMINAL_CORE_SECONDS / self._core_seconds()
-        record_scale(self._slot, self.link_scale)
-        for device in self.scenario.devices:
-            self.network.set_mbit(device.name, device.mbit * self.link_scale)
+        if self.scenario.scale_links and self._slot is not None:
+            self.link_scale = NOMINAL_CORE_SECONDS / self._core_seconds()
+            record_scale(self._slot, self.link_scale)
+            self.set_mbit(None)
 
     def _core_seconds(self) -> float:
         """Seconds of one layer on a whole core while all devices compute. Raises BadSetting."""
@@ -138,9 +131,9 @@ class Testbed:
         """Stop all processes and remove everything except the folder."""
         if self._slot is None:
             return
-        self._stop(signal.SIGTERM, _STOP_SECONDS)
-        self._stop(signal.SIGKILL, _STOP_SECONDS)
-        for cgroup in self._cgroups.values():
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self.stop(lambda: {pid for name in self._names for pid in self.pids(name)}, number, _STOP_SECONDS)
+        for cgroup in self.cgroups.values():
             cgroup.remove()
         self.network.remove()
         release(self._slot)
@@ -148,59 +141,47 @@ class Testbed:
 
     def pids(self, name: str) -> list[int]:
         """Processes of a device: those in its namespace or its cgroups."""
-        return sorted({*self.network.pids()[name], *self._cgroups[name].pids()})
+        return sorted({*self.network.pids(name), *self.cgroups[name].pids()})
 
-    def _stop(self, number: signal.Signals, seconds: float) -> None:
-        """Signal every process and wait until all have ended, at most `seconds`."""
+    def stop(self, find: Callable[[], set[int]], number: int, seconds: float) -> bool:
+        """Signal all processes that `find` returns, also later ones; returns whether none is left within `seconds`.
+
+        Signal 0 only waits for their end.
+        """
         deadline = time.monotonic() + seconds
         signalled: set[int] = set()
         while True:
             for process in self._processes:
                 process.poll()  # reaps it
-            cgroups = (pid for cgroup in self._cgroups.values() for pid in cgroup.pids())
-            pids = {*cgroups, *(pid for found in self.network.pids().values() for pid in found)}
+            pids = find()
             if not pids or time.monotonic() > deadline:
-                return
+                return not pids
             for pid in pids - signalled:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, number)
-                except ProcessLookupError:
-                    pass
             signalled |= pids
             time.sleep(0.02)
 
     # ---- devices --------------------------------------------------------------------------------------------------
 
     def device(self, name: str) -> Device:
+        """The device of this name. Raises BadSetting."""
         for device in self.scenario.devices:
             if device.name == name:
                 return device
-        known = ", ".join(device.name for device in self.scenario.devices)
-        raise BadSetting(setting="device", reason=f"'{name}' is none of {known}")
+        raise BadSetting(setting="device", reason=f"'{name}' is none of {', '.join(self._names)}")
 
     def address(self, name: str) -> str:
         return self.network.address(name)
 
-    def set_mbit(self, mbit: float) -> None:
-        """Set every link to this rate, without scaling to this machine's speed."""
-        for device in self.scenario.devices:
-            self.network.set_mbit(device.name, mbit)
+    def mbit(self, name: str, mbit: float | None = None) -> float:
+        """The real rate of a device's link: `mbit`, or the scenario's, scaled."""
+        return mbit or self.device(name).mbit * self.link_scale
 
-    def set_cpu_share(self, name: str, cpu_share: float) -> None:
-        """Change a device's CPU quota. Raises BadSetting for less than the kernel supports."""
-        self._cgroups[self.device(name).name].set_cpu_share(cpu_share)
-
-    def cpu_share(self, name: str) -> float:
-        """A device's current CPU quota, in cores."""
-        return self._cgroups[name].cpu_share()
-
-    def held_bytes(self, name: str) -> int:
-        """Memory of the device's memory-limited processes, without the page cache."""
-        return self._cgroups[name].held_bytes()
-
-    def times_out_of_memory(self, name: str) -> int:
-        """Number of the device's processes that the kernel has killed for the memory limit."""
-        return self._cgroups[name].times_out_of_memory()
+    def set_mbit(self, mbit: float | None) -> None:
+        """Set every link to this real rate, or to the scenario's, scaled."""
+        for name in self._names:
+            self.network.set_mbit(name, self.mbit(name, mbit))
 
     def command(self, name: str, *arguments: str) -> list[str]:
         """The command line that runs a program in the device's namespace."""
@@ -244,7 +225,7 @@ class Testbed:
         device = self.device(name)
         process = subprocess.Popen(
             self.command(name, *arguments),
-            preexec_fn=_joining(device, self._cgroups[name].procs_files(memory_limited) if limited else []),
+            preexec_fn=partial(_join, self.cgroups[name].procs_files(memory_limited), device.core) if limited else None,
             env={**os.environ, **self._tree_environment(), **(device.environment if limited else {}), **environment},
             cwd=self._tree,
             **options,
@@ -256,25 +237,24 @@ class Testbed:
 
     def start_agents(self, *options: str) -> None:
         """Start `hearth-agent` on every device."""
-        for device in self.scenario.devices:
-            self.start_agent(device.name, *options)
+        for name in self._names:
+            self.start_agent(name, *options)
 
     def wait_for_agents(self, seconds: float = 60.0) -> None:
         """Wait until all answer. Raises InternalError with the output of one that ended, or DeadlineExceeded."""
         wait_until("the start of the agents", self._agents_are_ready, seconds)
 
     def _agents_are_ready(self) -> bool:
-        names = [device.name for device in self.scenario.devices]
-        for name in names:
+        for name in self._names:
             if not self.pids(name):
                 said = self.log(f"{name}.log").strip()[-500:]
                 raise InternalError(where=f"the agent on {name}", reason=said or "it ended at once")
         try:
-            answer = self.hearth("devices", "--json", "--wait", "0.5", "--devices", ",".join(map(self.address, names)),
+            answer = self.hearth("devices", "--json", "--wait", "0.5", "--devices", ",".join(map(self.address, self._names)),
                                  "--mdns-interfaces", self.address(self.scenario.coordinator_device))  # fmt: skip
         except InternalError:  # no agent answers yet
             return False
-        return {device["name"] for device in json.loads(answer)["devices"]} >= set(names)
+        return {device["name"] for device in json.loads(answer)["devices"]} >= set(self._names)
 
     def start_agent(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         folder = self.folder / name
@@ -338,30 +318,26 @@ def check_rights() -> None:
 def check_possible(scenario: Scenario) -> None:
     """Raise BadSetting if this machine cannot emulate the scenario."""
     check_rights()
+    if reason := _what_is_too_much(scenario):
+        raise BadSetting(setting=f"scenario {scenario.name}", reason=reason)
+
+
+def _what_is_too_much(scenario: Scenario) -> str:
     cores = os.sched_getaffinity(0)
+    shares: dict[int | None, float] = defaultdict(float)
     for device in scenario.devices:
         if device.core is not None and device.core not in cores:
-            raise BadSetting(
-                setting=f"scenario {scenario.name}, device {device.name}",
-                reason=f"there is no core {device.core} here, only {', '.join(map(str, sorted(cores)))}",
-            )
-    by_core: dict[int | None, float] = {}
-    for device in scenario.devices:
-        by_core[device.core] = by_core.get(device.core, 0.0) + device.cpu_share
-    crowded = [core for core, share in by_core.items() if core is not None and share > 1.0]
-    if crowded or sum(by_core.values()) > len(cores):
-        where = f"core {crowded[0]}" if crowded else "the machine"
-        raise BadSetting(
-            setting=f"scenario {scenario.name}",
-            reason=f"its devices want more of {where} than is available and would slow each other down",
-        )
+            return f"{device.name}: there is no core {device.core} here, only {', '.join(map(str, sorted(cores)))}"
+        shares[device.core] += device.cpu_share
+    crowded = [f"core {core}" for core, share in shares.items() if core is not None and share > 1.0]
+    if crowded or sum(shares.values()) > len(cores):
+        where = crowded[0] if crowded else "the machine"
+        return f"its devices want more of {where} than is available and would slow each other down"
     wanted = sum(device.memory_bytes or 0 for device in scenario.devices)
     there = psutil.virtual_memory().available - _HOST_RESERVE_BYTES
     if wanted > there:
-        raise BadSetting(
-            setting=f"scenario {scenario.name}",
-            reason=f"its devices have {wanted >> 20} MiB together, this machine has {there >> 20} MiB free",
-        )
+        return f"its devices have {wanted >> 20} MiB together, this machine has {there >> 20} MiB free"
+    return ""
 
 
 def remove_orphans() -> None:
@@ -380,15 +356,9 @@ def wait_until(what: str, probe: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _joining(device: Device, procs_files: Sequence[str]) -> Callable[[], None]:
-    """The child's work before exec: join the cgroups and pin itself to the device's core."""
-
-    def join() -> None:
-        for path in procs_files:
-            stream: IO[str]
-            with open(path, "w") as stream:
-                stream.write(str(os.getpid()))
-        if procs_files and device.core is not None:
-            os.sched_setaffinity(0, {device.core})
-
-    return join
+def _join(procs_files: Iterable[Path], core: int | None) -> None:
+    """The work of a child before exec: join the cgroups and pin itself to the device's core."""
+    for path in procs_files:
+        path.write_text(str(os.getpid()))
+    if core is not None:
+        os.sched_setaffinity(0, {core})

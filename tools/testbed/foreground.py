@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import signal
-import subprocess
-import time
 from collections.abc import Sequence
 
 import psutil
@@ -34,8 +31,10 @@ def run_in_foreground(testbed: Testbed, device: str, command: Sequence[str], lim
         status = process.wait()
     except KeyboardInterrupt:
         # Ctrl-C also reaches the command, so first wait for it to end by itself, then terminate, then kill it.
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            if _gone(process, testbed, device, mark, number):
+        for number in (0, signal.SIGTERM, signal.SIGKILL):
+            if testbed.stop(
+                lambda: {pid for pid in testbed.pids(device) if _is_marked(pid, mark)}, number, _GRACE_SECONDS
+            ):
                 break
         raise
     finally:
@@ -46,24 +45,6 @@ def run_in_foreground(testbed: Testbed, device: str, command: Sequence[str], lim
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def _gone(process: subprocess.Popen[bytes], testbed: Testbed, device: str, mark: str, number: int | None) -> bool:
-    """Signal the command and its descendants; returns whether all ended within the grace period."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    signalled: set[int] = set()
-    while True:
-        process.poll()  # reaps it
-        pids = {pid for pid in testbed.pids(device) if _is_marked(pid, mark)}
-        if not pids or time.monotonic() > deadline:
-            return not pids
-        for pid in pids - signalled if number is not None else ():
-            try:
-                os.kill(pid, number or 0)
-            except ProcessLookupError:
-                pass
-        signalled |= pids
-        time.sleep(0.02)
 
 
 def _is_marked(pid: int, mark: str) -> bool:

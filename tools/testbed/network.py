@@ -59,12 +59,10 @@ class Network:
             namespace, port = self.namespace(name), _port(name)
             _run("ip", "netns", "add", namespace)
             _ip(namespace, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", self._switch)
-            _ip(namespace, "link", "set", "eth0", "gso_max_size", str(_SEGMENT_BYTES))
-            _ip(self._switch, "link", "set", port, "gso_max_size", str(_SEGMENT_BYTES))
-            _ip(self._switch, "link", "set", port, "master", _BRIDGE, "up")
+            _ip(self._switch, "link", "set", port, "gso_max_size", str(_SEGMENT_BYTES), "master", _BRIDGE, "up")
             _ip(namespace, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
             _ip(namespace, "link", "set", "lo", "up")
-            _ip(namespace, "link", "set", "eth0", "up")
+            _ip(namespace, "link", "set", "eth0", "gso_max_size", str(_SEGMENT_BYTES), "up")
             _ip(namespace, "route", "add", "224.0.0.0/4", "dev", "eth0")
             self.set_mbit(name, mbit[name])
 
@@ -91,16 +89,14 @@ class Network:
     def mend(self, device: str) -> None:
         _ip(self._switch, "link", "set", _port(device), "up")
 
-    def pids(self) -> dict[str, list[int]]:
-        """Ids of the processes in each device's namespace."""
-        return {name: _pids(self.namespace(name)) for name in self._names}
+    def pids(self, device: str) -> list[int]:
+        """Ids of the processes in a device's namespace; none if it is gone."""
+        return list(map(int, _run("ip", "netns", "pids", self.namespace(device), check=False).split()))
 
     def remove(self) -> None:
         """Remove the namespaces, and with them their links. Missing ones are ignored."""
         for namespace in (*map(self.namespace, self._names), self._switch):
-            subprocess.run(
-                ("ip", "netns", "del", namespace), check=False, capture_output=True, timeout=_COMMAND_SECONDS
-            )
+            _run("ip", "netns", "del", namespace, check=False)
 
 
 def _port(device: str) -> str:
@@ -108,20 +104,13 @@ def _port(device: str) -> str:
     return f"to-{device}"
 
 
-def _pids(namespace: str) -> list[int]:
-    found = subprocess.run(
-        ("ip", "netns", "pids", namespace), check=False, capture_output=True, text=True, timeout=_COMMAND_SECONDS
-    )
-    return [int(pid) for pid in found.stdout.split()]
-
-
 def _ip(namespace: str, *arguments: str) -> None:
     _run("ip", "-n", namespace, *arguments)
 
 
-def _run(*command: str) -> str:
+def _run(*command: str, check: bool = True) -> str:
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMMAND_SECONDS).stdout
+        return subprocess.run(command, check=check, capture_output=True, text=True, timeout=_COMMAND_SECONDS).stdout
     except FileNotFoundError:
         raise BadSetting(setting="the testbed", reason=f"{command[0]} is missing: install iproute2") from None
     except subprocess.CalledProcessError as error:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from hearth.errors import BadSetting
 from tools.testbed.scenario import Scenario
@@ -53,31 +52,23 @@ def running_testbeds() -> list[Running]:
     found = []
     for path in sorted(RUN_DIR.glob("[0-9]*.json"), key=lambda path: int(path.stem)):
         try:
-            found.append(Running.model_validate(json.loads(path.read_text())))
-        except (ValidationError, ValueError, OSError):  # written by another version, or just removed
+            found.append(Running.model_validate_json(path.read_text()))
+        except (ValueError, OSError):  # written by another version, or just removed
             continue
     return found
 
 
 def claim(scenario: Scenario, folder: Path, owned: bool) -> Running:
     """Claim a free slot while holding `locked`. Raises BadSetting: none is free, or the scenario is already running."""
-    others = running_testbeds()
-    if not owned and any(other.detached and other.scenario.name == scenario.name for other in others):
-        raise BadSetting(
-            setting=f"scenario {scenario.name}", reason="it is up already; `python -m tools.testbed down` ends it"
-        )
-    taken = {int(path.stem) for path in RUN_DIR.glob("[0-9]*.json")}
-    free = [slot for slot in range(_MAX_SLOTS) if slot not in taken]
-    if not free:
+    if not owned and any(other.detached and other.scenario.name == scenario.name for other in running_testbeds()):
+        reason = "it is up already; `python -m tools.testbed down` ends it"
+        raise BadSetting(setting=f"scenario {scenario.name}", reason=reason)
+    slot = next((slot for slot in range(_MAX_SLOTS) if not _path(slot).exists()), None)
+    if slot is None:
         raise BadSetting(setting="the testbed", reason=f"{_MAX_SLOTS} of them are up; take one down first")
     owner = os.getpid() if owned else None
-    running = Running(
-        slot=free[0],
-        scenario=scenario,
-        folder=str(folder),
-        owner_pid=owner,
-        owner_ticks=start_ticks(owner) if owner else None,
-    )
+    ticks = start_ticks(owner) if owner else None
+    running = Running(slot=slot, scenario=scenario, folder=str(folder), owner_pid=owner, owner_ticks=ticks)
     _path(running.slot).write_text(running.model_dump_json())
     return running
 
