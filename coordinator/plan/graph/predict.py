@@ -113,10 +113,8 @@ def request_tasks(
     On devices from a cluster file, the graph's inputs are assumed to be on the devices that use them. `values` is the wire
     format of tensors. A task's `tile` is the number of its request.
     """
-    input_bytes, output_bytes = (
-        _input_bytes_by_rank(spec, segments, cluster),
-        _output_bytes_by_rank(spec, segments, cluster),
-    )
+    input_bytes = _input_bytes_by_rank(spec, segments, cluster)
+    output_bytes = _output_bytes_by_rank(spec, segments, cluster)
     inputs, outputs = ({tensor.name for tensor in tensors} for tensors in (spec.inputs, spec.outputs))
     of_segment: list[list[TensorTransfer]] = [[] for _ in segments]
     for transfer in tensor_transfers(spec, segments, values):

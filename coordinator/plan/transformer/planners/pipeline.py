@@ -61,7 +61,7 @@ def best_split(
     repeats: float = 0.0,
     link_seconds: float = 0.0,
 ) -> Split | None:
-    """Minimise sum n_r w_r + repeats * max(m, max_r (n_r p_r + e_r)) over 1 <= n_r <= most_r that sum to `num_layers`.
+    """Minimise sum n_r w_r + repeats * max(m, max_r (n_r p_r + e_r)) over 1 <= n_r <= `max_layers[r]`, sum `num_layers`.
 
     `layer_weights` are w, `chunk_seconds` p, `extra_seconds` e and `link_seconds` m. Returns None if no split fits in memory.
     """
@@ -86,9 +86,8 @@ def best_split(
     best = fill(max_layers)
     if repeats <= 0 or best is None:
         return best
-    linear = sum(
-        count * weight for count, weight in zip(best.layers, layer_weights, strict=True)
-    )  # least for any bound
+    # The first term, which is the least for any bound.
+    linear = sum(count * weight for count, weight in zip(best.layers, layer_weights, strict=True))
     by_rank = [
         [n * chunk_seconds[rank] + extra_seconds[rank] for n in range(1, max_layers[rank] + 1)] for rank in ranks
     ]
