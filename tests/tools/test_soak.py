@@ -98,7 +98,7 @@ def test_memory_growth_and_ended_processes_are_findings() -> None:
     ended = steady.model_copy(update={"process": "coordinator", "end_bytes": 0})
     growth, gone = of_processes([steady, grown, ended])
     assert "worker on m0" in growth.measured
-    assert (growth.holds, gone.holds, gone.measured) == (False, False, "coordinator")
+    assert (growth.holds, gone.holds, gone.measured) == (False, False, "1 (coordinator)")
 
 
 def test_summary_has_a_table_of_findings_and_one_of_memory() -> None:

@@ -18,7 +18,7 @@ from hearth.plan.parts import MemoryUse
 from hearth.platform.units import format_bytes, parse_bytes
 from tools.bench.clients import Outcome, Request
 from tools.bench.experiment import Context, Experiment
-from tools.bench.findings import Finding, at_least, at_most, equal, findings_summary
+from tools.bench.findings import COUNT, PERCENT, RATIO, Finding, at_least, at_most, equal, findings_summary, within
 from tools.bench.homes import GenerationClients, Model, agent_names, agents, decoder_directory, hub_scenario
 from tools.bench.results import Summary, Table
 from tools.bench.watch import MemoryWatch, peak_bytes, worker_of
@@ -109,14 +109,13 @@ class Capacity(Experiment):
 
     def _of_answers(self, spec: ModelSpec, outcomes: Sequence[Outcome]) -> Iterator[Finding]:
         size = int(sum(num_chunk_weights(spec, kind, grain) for kind, _, grain in all_chunks(spec)) * spec.matrix_bytes)
-        ratio = size / self.limit
-        measured = f"{ratio:.2f} x ({format_bytes(size)}, limit {format_bytes(self.limit)})"
+        detail = f"{format_bytes(size)}, limit {format_bytes(self.limit)}"
         figure = f"the model's weights in {spec.weights}, over a device's limit"
-        yield at_least(figure, ratio, 1.0, measured, "more than one device has")
+        yield at_least(figure, size / self.limit, 1.0, RATIO, detail)
         whole = sum(not each.error and len(each.tokens) == self._new_tokens for each in outcomes)
         errors = "; ".join(sorted({each.error for each in outcomes if each.error}))
-        measured = f"{whole} of {len(outcomes)}, at once, {self.context} tokens each {errors}".strip()
-        yield equal("answers of full length", whole, len(outcomes), measured, "all")
+        detail = f"at once, {self.context} tokens each {errors}".strip()
+        yield equal("answers of full length", whole, len(outcomes), COUNT, detail)
 
     def summary(self, rows: Sequence[Finding | DeviceMemory]) -> Summary:
         findings = [row for row in rows if isinstance(row, Finding)]
@@ -130,16 +129,12 @@ class Capacity(Experiment):
 
 def _of_memory(rows: Sequence[DeviceMemory], killed: int, coordinator_bytes: int) -> Iterator[Finding]:
     fullest = max(rows, key=lambda row: row.held_share)
-    measured = (
-        f"{fullest.held_share:.1%} ({format_bytes(fullest.held_peak_bytes)} on {fullest.device}, agent and worker)"
-    )
-    yield at_most("the most that a device held, of its limit", fullest.held_share, 1.0, measured, "at most 100%")
-    yield equal("killed for memory", killed, 0, str(killed), "none")
+    detail = f"{format_bytes(fullest.held_peak_bytes)} on {fullest.device}, agent and worker"
+    yield at_most("the most that a device held, of its limit", fullest.held_share, 1.0, PERCENT, detail)
+    yield equal("processes killed for memory", killed, 0, COUNT)
     worst = max((row.off for row in rows), key=abs)
-    figure = "a worker's actual peak against the planned memory, worst device"
-    yield at_most(figure, abs(worst), PLAN_TOLERANCE, f"{worst:+.1%}", f"within {PLAN_TOLERANCE:.0%}")
-    measured, target = format_bytes(coordinator_bytes), f"at most {format_bytes(COORDINATOR_BYTES)}"
-    yield at_most("the coordinator's peak", coordinator_bytes, COORDINATOR_BYTES, measured, target)
+    yield within("a worker's actual peak against the planned memory, worst device", worst, PLAN_TOLERANCE)
+    yield at_most("the coordinator's peak", coordinator_bytes, COORDINATOR_BYTES, format_bytes)
 
 
 _COLUMNS = ("device", "limit", "weights", "embeddings", "KV cache", "activations", "workspace", "planned", "actual peak",

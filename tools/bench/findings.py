@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
 from tools.bench.results import Summary, Table
+
+Format = Callable[[float], str]
+COUNT: Format = "{:.0f}".format
+BYTES: Format = "{:.0f} bytes".format  # exact, where two numbers of bytes must be equal
+PERCENT: Format = "{:.1%}".format
+RATIO: Format = "{:.2f} x".format
 
 
 class Finding(BaseModel):
@@ -21,16 +27,31 @@ class Finding(BaseModel):
     holds: bool | None = None
 
 
-def at_most(figure: str, value: float, limit: float, measured: str, target: str) -> Finding:
-    return Finding(figure=figure, measured=measured, value=value, target=target, holds=value <= limit)
+def without_target(figure: str, value: float, form: Format, detail: str = "") -> Finding:
+    """`form` writes the value, `detail` follows in parentheses; so in all functions here."""
+    return Finding(figure=figure, measured=f"{form(value)} ({detail})" if detail else form(value), value=value)
 
 
-def at_least(figure: str, value: float, limit: float, measured: str, target: str) -> Finding:
-    return Finding(figure=figure, measured=measured, value=value, target=target, holds=value >= limit)
+def at_most(figure: str, value: float, limit: float, form: Format, detail: str = "") -> Finding:
+    return _judged(without_target(figure, value, form, detail), f"at most {form(limit)}", value <= limit)
 
 
-def equal(figure: str, value: float, expected: float, measured: str, target: str) -> Finding:
-    return Finding(figure=figure, measured=measured, value=value, target=target, holds=value == expected)
+def at_least(figure: str, value: float, limit: float, form: Format, detail: str = "") -> Finding:
+    return _judged(without_target(figure, value, form, detail), f"at least {form(limit)}", value >= limit)
+
+
+def equal(figure: str, value: float, expected: float, form: Format, detail: str = "") -> Finding:
+    return _judged(without_target(figure, value, form, detail), form(expected), value == expected)
+
+
+def within(figure: str, error: float, tolerance: float, detail: str = "") -> Finding:
+    """A relative error, in either direction."""
+    finding = without_target(figure, error, "{:+.1%}".format, detail)
+    return _judged(finding, f"within {tolerance:.0%}", abs(error) <= tolerance)
+
+
+def _judged(finding: Finding, target: str, holds: bool) -> Finding:
+    return finding.model_copy(update={"target": target, "holds": holds})
 
 
 def findings_table(title: str, findings: Sequence[Finding]) -> Table:

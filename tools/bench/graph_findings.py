@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hearth.platform.units import format_seconds
-from tools.bench.findings import Finding, at_least, at_most, equal
+from tools.bench.findings import COUNT, RATIO, Finding, at_least, at_most, equal, within, without_target
 from tools.bench.graph_home import Served
 from tools.bench.results import Table
 from tools.bench.stats import Ratio, paired_ratio
@@ -21,26 +21,20 @@ _TOLERANCE = {"exact": 1e-4, "fp16": 0.02, "bf16": 0.1, "int8": 0.3}
 
 def of_pipelines(one: Served, pipelines: Sequence[Served], target_gain: float | None) -> list[Finding]:
     """Findings of pipelines against one device. `target_gain`: target for the best pipeline; None: no target."""
-    findings = [
-        Finding(
-            figure=f"{one.label}: inferences a second",
-            measured=f"{1 / one.median_seconds:.2f} ({_range(one.seconds)} each)",
-            value=1 / one.median_seconds,
-        )
-    ]
+    detail = f"{_range(one.seconds)} each"
+    findings = [without_target(f"{one.label}: inferences a second", 1 / one.median_seconds, "{:.2f}".format, detail)]
     best = max(pipelines, key=lambda each: paired_ratio(one.seconds, each.seconds).median)
     for each in pipelines:
         gain = paired_ratio(one.seconds, each.seconds)
         figure = f"{each.label}: inferences a second, over one device's"
-        said = f"{gain.median:.2f} {_interval(gain)} ({1 / each.median_seconds:.2f} a second)"
+        detail = f"{_interval(gain)}, {1 / each.median_seconds:.2f} a second"
         if target_gain is not None and each is best:
-            findings.append(at_least(figure, gain.median, target_gain, said, f"at least {target_gain:g}"))
+            findings.append(at_least(figure, gain.median, target_gain, RATIO, detail))
         else:
-            findings.append(Finding(figure=figure, measured=said, value=gain.median))
+            findings.append(without_target(figure, gain.median, RATIO, detail))
     for each in (one, *pipelines):
         figure = f"{each.label}: bottleneck, predicted against measured"
-        target = f"within {TARGET_ERROR:.0%}"
-        findings.append(at_most(figure, abs(each.error), TARGET_ERROR, _prediction(each), target))
+        findings.append(within(figure, each.error, TARGET_ERROR, _prediction(each)))
     return [*findings, *of_answers((one, *pipelines))]
 
 
@@ -57,7 +51,7 @@ def of_placements(groups: Iterable[Sequence[Served]]) -> list[Finding]:
         findings += _of_several(one, moirai, auto) if several else _of_one(one, auto, forced)
         for each in (one, moirai, auto, *forced):
             figure = f"{each.label}: latency, predicted against measured"
-            findings.append(Finding(figure=figure, measured=_prediction(each), value=each.error))
+            findings.append(without_target(figure, each.error, "{:+.1%}".format, _prediction(each)))
         findings += of_answers((one, moirai, auto, *forced))
     figure = "rates at which several devices win, and at which one does, according to the simulator"
     missing = {"several devices", "one device"} - winners
@@ -70,24 +64,22 @@ def _of_several(one: Served, moirai: Served, auto: Served) -> list[Finding]:
     at, expected = f"{one.mbit:g} Mbit/s", one.predicted_seconds / moirai.predicted_seconds
     gain, best = paired_ratio(one.seconds, moirai.seconds), paired_ratio(one.seconds, auto.seconds)
     on = f"{auto.strategy} on {len(auto.devices)}"
+    figure = f"{at}: moirai over the best single device; predicted {expected:.2f}"
     return [
-        at_least(f"{at}: moirai over the best single device; predicted {expected:.2f}", gain.median, 1.0,
-                 f"{gain.median:.2f} {_interval(gain)} ({_medians(moirai, one)})", "faster"),
-        at_least(f"{at}: auto over the best single device ({on})", best.median, 1.0,
-                 f"{best.median:.2f} {_interval(best)}", "faster"),
-    ]  # fmt: skip
+        at_least(figure, gain.median, 1.0, RATIO, f"{_interval(gain)}, {_medians(moirai, one)}"),
+        at_least(f"{at}: auto over the best single device ({on})", best.median, 1.0, RATIO, _interval(best)),
+    ]
 
 
 def _of_one(one: Served, auto: Served, forced: Sequence[Served]) -> list[Finding]:
     """Where one device is predicted to win, `auto` must take one, and a plan on several must be slower."""
     at = f"{one.mbit:g} Mbit/s"
     figure = f"{at}: devices that auto takes where no plan on several is predicted to be faster"
-    findings = [equal(figure, len(auto.devices), 1, f"{len(auto.devices)}", "one")]
+    findings = [equal(figure, len(auto.devices), 1, COUNT)]
     for each in forced:
         loss, expected = paired_ratio(each.seconds, one.seconds), each.predicted_seconds / one.predicted_seconds
         figure = f"{at}: a plan on {len(each.devices)} devices, latency over one device's; predicted {expected:.2f}"
-        measured = f"{loss.median:.2f} {_interval(loss)} ({_medians(each, one)})"
-        findings.append(at_least(figure, loss.median, 1.0, measured, "slower"))
+        findings.append(at_least(figure, loss.median, 1.0, RATIO, f"{_interval(loss)}, {_medians(each, one)}"))
     return findings
 
 
@@ -96,15 +88,11 @@ def of_answers(served: Sequence[Served]) -> list[Finding]:
     findings = []
     for wire in dict.fromkeys(each.wire for each in served):
         own = [each for each in served if each.wire == wire]
-        worst = max(each.difference for each in own)
-        limit = _TOLERANCE[wire]
-        answers = sum(each.answers for each in own)
-        findings.append(
-            at_most(f"largest difference of an output from one device's, of its largest value ({wire} on the wire)", worst,
-                    limit, f"{worst:.1e} in {answers} answers", f"at most {limit:g}")
-        )  # fmt: skip
+        worst, answers = max(each.difference for each in own), sum(each.answers for each in own)
+        figure = f"largest difference of an output from one device's, of its largest value ({wire} on the wire)"
+        findings.append(at_most(figure, worst, _TOLERANCE[wire], "{:.1e}".format, f"{answers} answers"))
     errors = [error for each in served for error in each.errors]
-    findings.append(equal("requests that failed", len(errors), 0, "; ".join(sorted(set(errors))) or "none", "none"))
+    findings.append(equal("requests that failed", len(errors), 0, COUNT, "; ".join(sorted(set(errors)))))
     return findings
 
 
@@ -131,7 +119,7 @@ def _row(each: Served) -> tuple[str, ...]:
 
 
 def _prediction(each: Served) -> str:
-    return f"{each.error:+.1%} ({format_seconds(each.predicted_seconds)} against {format_seconds(each.median_seconds)})"
+    return f"{format_seconds(each.predicted_seconds)} against {format_seconds(each.median_seconds)}"
 
 
 def _medians(one: Served, other: Served) -> str:

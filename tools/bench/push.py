@@ -25,7 +25,17 @@ from hearth.plan.transformer import Strategy
 from hearth.platform.units import format_bytes, format_rate, format_seconds
 from hearth.wire.messages import ChunkRef
 from tools.bench.experiment import Context, Experiment
-from tools.bench.findings import Finding, at_least, at_most, equal, findings_summary
+from tools.bench.findings import (
+    BYTES,
+    PERCENT,
+    RATIO,
+    Finding,
+    at_least,
+    at_most,
+    equal,
+    findings_summary,
+    without_target,
+)
 from tools.bench.homes import Model, agent_names, agents, decoder_directory, hub_scenario
 from tools.bench.processes import HubProcess
 from tools.bench.profiles import Report
@@ -117,8 +127,8 @@ class _Pushes:
         read = self._pusher.call("read", _PUSH_SECONDS, weights=self._spec.weights, **self._paths(self._model_dir))
         with Checkpoint(self._model_dir) as checkpoint:
             self._refs = cached_manifest(checkpoint, self._spec, self._cache_dir)
-        measured = f"{format_bytes(read['num_bytes'])} in {format_seconds(read['seconds'])}"
-        return Finding(figure="checkpoint read and hashed, once", measured=measured, value=read["seconds"])
+        size = format_bytes(read["num_bytes"])
+        return without_target("time to read and hash the checkpoint, once", read["seconds"], format_seconds, size)
 
     def _to_one(self) -> Finding:
         self._empty_stores()
@@ -126,12 +136,11 @@ class _Pushes:
         done = self._push(self._plan("local", self._names[:1]))
         rate = done.sent_bytes / done.seconds
         share = rate * 8 / (self._mbit * 1e6)
-        measured = (
-            f"{share:.1%} ({format_bytes(done.sent_bytes)} in {format_seconds(done.seconds)}, "
-            f"{format_rate(rate)} of {self._mbit:g} Mbit/s)"
+        detail = (
+            f"{format_bytes(done.sent_bytes)} in {format_seconds(done.seconds)}, "
+            f"{format_rate(rate)} of {self._mbit:g} Mbit/s"
         )
-        figure = "to one device: share of the link's rate"
-        return at_least(figure, share, LEAST_SHARE, measured, f"at least {LEAST_SHARE:.0%}")
+        return at_least("to one device: share of the link's rate", share, LEAST_SHARE, PERCENT, detail)
 
     def _to_all(self, how: str, plan: TransformerPlan, hub_mbit: float) -> Iterator[Finding]:
         """Push a plan and compare with the least time that the links allow.
@@ -147,23 +156,22 @@ class _Pushes:
         largest = max(map(_bytes, shards))
         shard_seconds = largest * 8 / (min(self._mbit, hub_mbit) * 1e6)
         hub_seconds = _distinct_bytes(chunk for shard in shards for chunk in shard) * 8 / (hub_mbit * 1e6)
-        ratio = done.seconds / max(shard_seconds, hub_seconds)
-        measured = (
-            f"{ratio:.2f} x ({format_seconds(done.seconds)}; largest shard {format_bytes(largest)}, "
+        detail = (
+            f"{format_seconds(done.seconds)}; largest shard {format_bytes(largest)}, "
             f"{format_bytes(done.sent_bytes)} from the coordinator over {hub_mbit:g} Mbit/s, "
-            f"{format_bytes(done.passed_bytes)} passed on)"
+            f"{format_bytes(done.passed_bytes)} passed on"
         )
         to_all = f"to {plan.num_ranks} devices, {how}: time over"
-        yield at_most(f"{to_all} the least that the links allow", ratio, MOST_RATIO, measured, f"at most {MOST_RATIO}")
+        ratio = done.seconds / max(shard_seconds, hub_seconds)
+        yield at_most(f"{to_all} the least that the links allow", ratio, MOST_RATIO, RATIO, detail)
         if hub_seconds > shard_seconds:
-            ratio = done.seconds / shard_seconds
-            measured = f"{ratio:.2f} x (the whole model must cross the uplink once)"
-            yield Finding(figure=f"{to_all} that of the largest shard alone", measured=measured, value=ratio)
+            figure, detail = f"{to_all} that of the largest shard alone", "the whole model must cross the uplink once"
+            yield without_target(figure, done.seconds / shard_seconds, RATIO, detail)
 
     def _again(self, plan: TransformerPlan) -> Finding:
         self._report("the same plan once more")
         moved = self._push(plan).moved_bytes
-        return equal("the same plan once more: bytes of weights that move", moved, 0, f"{moved} bytes", "0 bytes")
+        return equal("the same plan once more: bytes of weights that move", moved, 0, BYTES)
 
     def _load(self, plan: TransformerPlan) -> Finding:
         """Load the shards; compare each worker's peak memory with its base (that of a tiny model) and its shard."""
@@ -175,12 +183,9 @@ class _Pushes:
         peaks = self._peaks(plan, self._model_dir)
         most = max(peak - base - held for peak, base, held in zip(peaks, bases, shards, strict=True))
         chunk = max(ref.num_bytes for ref in self._refs)
-        measured = (
-            f"{format_bytes(most)} (base {format_bytes(statistics.median(bases))}, "
-            f"largest shard {format_bytes(max(shards))})"
-        )
-        figure = "a worker's peak while loading, beyond its base and its shard"
-        return at_most(figure, most, chunk, measured, f"at most one chunk: {format_bytes(chunk)}")
+        detail = f"base {format_bytes(statistics.median(bases))}, largest shard {format_bytes(max(shards))}"
+        figure = "a worker's peak while loading, beyond its base and its shard: at most one chunk"
+        return at_most(figure, most, chunk, format_bytes, detail)
 
     def _without_one(self, before: TransformerPlan) -> Iterator[Finding]:
         """Remove the last device; the others get their missing chunks, from each other if possible."""
@@ -198,12 +203,10 @@ class _Pushes:
         needed, nowhere = _bytes(missing), _distinct_bytes(chunk for chunk in missing if chunk.hash not in stored)
         done = self._push(plan)
         change = f"from {len(self._names)} devices to {len(left)}"
-        total = format_bytes(sum(map(_bytes, shards)))
-        measured = f"{done.moved_bytes} ({format_bytes(done.moved_bytes)}; all shards: {total})"
-        yield equal(f"{change}: bytes that move", done.moved_bytes, needed, measured, f"{needed}: the missing chunks")
-        measured = f"{done.sent_bytes} ({format_bytes(done.sent_bytes)})"
-        figure = f"{change}: of these from the coordinator"
-        yield equal(figure, done.sent_bytes, nowhere, measured, f"{nowhere}: chunks that no other device has")
+        detail = f"{format_bytes(done.moved_bytes)} of {format_bytes(sum(map(_bytes, shards)))}"
+        yield equal(f"{change}: only missing chunks move", done.moved_bytes, needed, BYTES, detail)
+        figure, detail = f"{change}: of these from the coordinator, those of no other device", format_bytes(nowhere)
+        yield equal(figure, done.sent_bytes, nowhere, BYTES, detail)
         self._testbed.start_agent(gone)
         self._wait_for(self._names)
 
@@ -221,17 +224,15 @@ class _Pushes:
         missing = total - self._stored_bytes()
         moved = self._push(plan).moved_bytes
         self._testbed.network.set_mbit(self._hub, self._mbit)
-        measured = f"{moved} ({format_bytes(moved)} of {format_bytes(total)})"
-        figure = "after the coordinator was killed half-way: bytes that the next one moves"
-        return equal(figure, moved, missing, measured, f"{missing}: the missing chunks")
+        figure = "after the coordinator was killed half-way: the next one moves only missing chunks"
+        return equal(figure, moved, missing, BYTES, f"{format_bytes(moved)} of {format_bytes(total)}")
 
     def _memory(self) -> Iterator[Finding]:
         coordinator = max(self._killed_peak_bytes, peak_bytes(self._pusher.pid))
-        measured = f"{format_bytes(coordinator)} (model {format_bytes(_bytes(self._refs))})"
-        target = f"at most {format_bytes(COORDINATOR_BYTES)}"
-        yield at_most("the coordinator's peak over all of this", coordinator, COORDINATOR_BYTES, measured, target)
+        figure, detail = "the coordinator's peak over all of this", f"model {format_bytes(_bytes(self._refs))}"
+        yield at_most(figure, coordinator, COORDINATOR_BYTES, format_bytes, detail)
         peak = max(peak_bytes(agent.pid) for name in self._names if (agent := agent_of(self._testbed, name)))
-        yield Finding(figure="an agent's peak over all of this", measured=format_bytes(peak), value=peak)
+        yield without_target("an agent's peak over all of this", peak, format_bytes)
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from coordinator.models.checkpoint.families import read_spec
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.clients import Outcome, Request
 from tools.bench.experiment import Context, Experiment
-from tools.bench.findings import Finding, at_most, equal, findings_summary
+from tools.bench.findings import COUNT, Finding, at_most, equal, findings_summary, without_target
 from tools.bench.homes import GenerationClients, Model, agent_names, agents, decoder_directory, hub_scenario
 from tools.bench.results import Summary, Table
 from tools.bench.stats import percentile
@@ -100,7 +100,7 @@ class Soak(Experiment):
         yield from of_answers(pool, alone, outcomes, seconds)
         yield from of_cancelled(outcomes, logs)
         yield from of_processes(rows)
-        yield equal("requests that failed, as the coordinator counts", failed, 0, str(failed), "none")
+        yield equal("requests that failed, as the coordinator counts", failed, 0, COUNT)
         yield from rows
 
     def summary(self, rows: Sequence[Finding | ProcessMemory]) -> Summary:
@@ -202,38 +202,35 @@ def of_answers(
     tokens = sum(len(each.tokens) for each in outcomes)
     first = [each.first_token_seconds for each in completed if each.first_token_seconds is not None] or [0.0]
     waits = "; ".join(f"{share:.0%}: {format_seconds(percentile(first, share))}" for share in (0.5, 0.95))
-    measured = f"{len(outcomes)}, {tokens} tokens ({tokens / seconds:.0f} a second); first token {waits}"
-    yield Finding(figure=f"requests in {seconds:.0f} s", measured=measured, value=len(outcomes))
+    detail = f"{tokens} tokens, {tokens / seconds:.0f} a second; first token {waits}"
+    yield without_target(f"requests in {seconds:.0f} s", len(outcomes), COUNT, detail)
     whole = sum(each.tokens == alone[each.index].tokens for each in completed)
     sampled = sum(pool[each.index].seed is not None for each in completed)
-    measured = f"{whole} of {len(completed)} ({len(completed) - sampled} greedy, {sampled} sampled with a seed)"
-    yield equal("completed, and equal to the answer to the request alone", whole, len(completed), measured, "all")
+    detail = f"{len(completed) - sampled} greedy, {sampled} sampled with a seed"
+    yield equal("completed, and equal to the answer to the request alone", whole, len(completed), COUNT, detail)
     begun = sum(each.tokens == alone[each.index].tokens[: len(each.tokens)] for each in cancelled)
-    measured = f"{begun} of {len(cancelled)} ({len(cancelled) / max(len(outcomes), 1):.0%} of all)"
-    yield equal("cancelled midway, and equal so far", begun, len(cancelled), measured, "all")
+    detail = f"{len(cancelled) / max(len(outcomes), 1):.0%} of all"
+    yield equal("cancelled midway, and equal so far", begun, len(cancelled), COUNT, detail)
     errors = [each.error for each in (*alone, *outcomes) if each.error]
-    measured = f"{len(errors)} {'; '.join(sorted(set(errors)))[:300]}".strip()
-    yield equal("errors", len(errors), 0, measured, "none")
+    yield equal("errors", len(errors), 0, COUNT, "; ".join(sorted(set(errors)))[:300])
 
 
 def of_cancelled(outcomes: Sequence[Outcome], logs: Sequence[CancelLog]) -> Iterator[Finding]:
     """The work that was done for cancelled requests."""
     chosen = [tokens for log in logs for tokens in log.cancelled.values()]
     late, steps = sum(log.late_rows for log in logs), max(log.steps for log in logs)
-    measured = f"{late}, in {steps} steps with {len(chosen)} cancels at rank 0"
-    yield equal("rows computed for a request after rank 0 took its cancel, on any rank", late, 0, measured, "none")
+    detail = f"in {steps} steps with {len(chosen)} cancels at rank 0"
+    yield equal("rows computed for a request after rank 0 took its cancel, on any rank", late, 0, COUNT, detail)
     unseen = sum(chosen) - sum(len(each.tokens) for each in outcomes if each.cancelled)
     figure = "tokens chosen for these that their clients did not take: on the way, or before the cancel came"
-    measured = f"{unseen} ({unseen / max(len(chosen), 1):.1f} of each)"
-    yield Finding(figure=figure, measured=measured, value=unseen)
+    yield without_target(figure, unseen, COUNT, f"{unseen / max(len(chosen), 1):.1f} of each")
 
 
 def of_processes(rows: Sequence[ProcessMemory]) -> Iterator[Finding]:
     """Growth of memory, and processes that ended."""
     worst = max(rows, key=lambda row: row.end_bytes - row.before_bytes)
     grown = worst.end_bytes - worst.before_bytes
-    measured, target = f"{format_bytes(grown)} ({worst.process})", f"at most {format_bytes(MOST_LEFT_BYTES)}"
     figure = "growth of memory from before the clients to the end, worst process"
-    yield at_most(figure, grown, MOST_LEFT_BYTES, measured, target)
+    yield at_most(figure, grown, MOST_LEFT_BYTES, format_bytes, worst.process)
     ended = [row.process for row in rows if not row.end_bytes]
-    yield equal("processes that ended meanwhile", len(ended), 0, ", ".join(ended) or "none", "none")
+    yield equal("processes that ended meanwhile", len(ended), 0, COUNT, ", ".join(ended))
