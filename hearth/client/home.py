@@ -248,17 +248,17 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
     async def _connected(self, failed: RpcClient | None, timeout_seconds: float) -> RpcClient:
         """Return the connection. If it is `failed` and the coordinator was found by mDNS, search for it and connect again."""
 
-        def found() -> RpcClient | None:
+        def usable_client() -> RpcClient | None:
             return None if self._client is failed and self._address is None else self._client
 
         async def find() -> RpcClient:
             async with self._reopening:  # other callers that wait here use the connection that the first one opened
-                if found() is None:
+                if usable_client() is None:
                     await self.open(timeout_seconds)
                 assert self._client is not None
                 return self._client
 
-        if (client := found()) is not None:
+        if (client := usable_client()) is not None:
             return client
         try:
             return await with_timeout(timeout_seconds + 1.0, find())  # 1 s later than `open`, whose error says more

@@ -25,7 +25,7 @@ from hearth.wire.codec import NUMPY_CASTS, Array, Casts, Codec
 
 TOKEN_BYTES = 16  # length of the plan token: 128 random bits cannot be guessed
 MAX_DIMS = 8  # enough for vision models, whose operators split axes into windows and heads
-_HEADER_VERSION = 3  # of the headers
+_HEADER_VERSION = 3  # of the headers below: a change of their layout takes the next number
 _COMPRESSED = 0x80  # flag in the encoding byte: the buffers are in lz4
 # Version, dtype, encoding, number of axes, phase; epoch, step, layer, tile, source, chunk; shape.
 _HEADER = struct.Struct(f"<5BxxxQIHHHH{MAX_DIMS}I")
