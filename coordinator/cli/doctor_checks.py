@@ -33,9 +33,9 @@ from hearth.platform.units import format_bytes
 from hearth.protocol import PROTOCOL_VERSION
 
 CLOCK_TOLERANCE_SECONDS = 5.0  # above the delay of a reply; smaller differences do not disturb logs and caches
-_SEARCH_SECONDS = 3.0  # search of the network: agents and coordinators answer mDNS queries within about a second
+_SEARCH_SECONDS = 3.0  # search of the network: long enough for repeated mDNS queries, short enough to wait for
 _MULTICAST_GROUP, _MULTICAST_PORT = "224.0.0.251", 5353  # of mDNS (RFC 6762)
-_MULTICAST_SECONDS = 1.0  # wait for our own multicast packet, which needs milliseconds where multicast works
+_MULTICAST_SECONDS = 1.0  # wait for our own multicast packet: far longer than it takes where multicast works
 _MIN_FREE_BYTES = 1 << 30  # a warning before profiles, plans and logs fill the disk
 _CONNECT_TIMEOUT_SECONDS = 1.0  # to a port of this device: it answers at once, or a firewall drops the packets
 _COMMAND_TIMEOUT_SECONDS = 5  # of a firewall command: long enough for large rule sets

@@ -16,9 +16,11 @@ from hearth.plan.graph_spec import Tensor
 from hearth.platform.units import format_seconds
 from hearth.wire.messages import ArrayInfo
 
-_SEED = 20240525
-_PAUSE_SECONDS = 0.1  # after an error, to avoid flooding a coordinator that is re-planning
-_WARM_UP_FRACTION = 0.1  # fraction of the duration, before counting starts
+_SEED = 20240525  # arbitrary; fixed, so that every run sends the same inputs
+_PAUSE_SECONDS = (
+    0.1  # after an error: short beside a measurement, long enough to avoid flooding a coordinator that is re-planning
+)
+_WARM_UP_FRACTION = 0.1  # of the duration, before counting starts: the pipeline fills, and caches warm up
 
 
 @dataclass(frozen=True)

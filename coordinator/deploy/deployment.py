@@ -28,8 +28,9 @@ from hearth.trace import shift_to_common_clock
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays
 
-_UNLOAD_SECONDS = 5.0  # for an agent to confirm that its worker stopped
-# Wait after the first failure: another rank's error may be closer to the cause, or a heartbeat may report a lost device.
+_UNLOAD_SECONDS = 5.0  # for an agent to confirm that its worker stopped; longer would delay a recovery for a lost agent
+# Wait after the first failure: another rank's error may be closer to the cause, or a heartbeat (every 0.5 s) may report a
+# lost device.
 _ROOT_CAUSE_WAIT_SECONDS = 0.5
 
 T = TypeVar("T")

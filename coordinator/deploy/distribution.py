@@ -27,11 +27,11 @@ PushProgress = Callable[[str, int, int], None]  # device name, bytes received, b
 # total: bounds the coordinator's memory. A device with nothing in flight always gets a chunk.
 _DEVICE_WINDOW_BYTES = 8 << 20
 _TOTAL_WINDOW_BYTES = 32 << 20
-_CHUNK_SECONDS = 120.0  # timeout for sending one chunk
-# Bytes that a device fetches from another in one request: about 3 s worth, so that a slow source is noticed in time.
+_CHUNK_SECONDS = 120.0  # timeout for sending one chunk: the largest, 64 MiB, needs 5 Mbit/s
+# Bytes that a device fetches from another in one request, computed from the rate of the last batch.
 _MIN_BATCH_BYTES = 4 << 20
 _MAX_BATCH_BYTES = 32 << 20
-_TARGET_BATCH_SECONDS = 3.0  # intended time of a batch, from the rate of the last one
+_TARGET_BATCH_SECONDS = 3.0  # intended time of a batch: hides the round trip, and a slow source is soon replaced
 
 
 class Distribution:

@@ -19,7 +19,7 @@ from hearth.protocol import DEFAULT_DEPLOYMENT, GRAPH_REPLY_MARGIN_SECONDS
 from hearth.wire.messages import SegmentParts
 
 Arrays: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
-# Requests that a worker accepts above `max_in_flight`: a failed request may still run on other workers.
+# Requests that a worker accepts above `max_in_flight`: a few failed requests may still run on other workers.
 _EXTRA_REQUESTS = 4
 
 

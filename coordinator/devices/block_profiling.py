@@ -12,7 +12,7 @@ from hearth.plan.model_spec import INT4_DEVICES, ModelSpec
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile
 from hearth.wire.messages import BlocksOf, Profile
 
-_PROFILE_SECONDS = 140.0  # timeout on the device
+_PROFILE_SECONDS = 140.0  # timeout on the device: a slow one has to import torch and time the blocks of a wide layer
 
 
 def block_workload(spec: ModelSpec, seq_len: int) -> Workload[BlockProfile]:

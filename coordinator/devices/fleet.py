@@ -34,10 +34,10 @@ from hearth.wire.rpc import Reply, RpcClient
 
 log = logging.getLogger(__name__)
 
-_HELLO_SECONDS = 3.0  # timeout of a hello and of other small requests
-_RETRY_SECONDS = 1.0  # pause before the next hello to an agent that does not answer
+_HELLO_SECONDS = 3.0  # timeout of a hello and of other small requests: as long as a device may be silent
+_RETRY_SECONDS = 1.0  # pause before the next hello: a returning agent is found soon, an absent one costs little traffic
 _RELEASE_SECONDS = 3.0  # timeout of releasing a lease, so that a dead agent does not delay the stop for longer
-_SETTLE_POLL_SECONDS = 0.05  # interval at which `settle` checks
+_SETTLE_POLL_SECONDS = 0.05  # interval at which `settle` checks: no user notices the delay, and checks are cheap
 
 _T = TypeVar("_T")
 

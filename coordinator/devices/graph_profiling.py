@@ -13,7 +13,7 @@ from hearth.plan.graph_spec import GraphSpec
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.wire.messages import GraphProfile, OperatorsOf, Profile
 
-_PROFILE_SECONDS = 240.0  # timeout on the device
+_PROFILE_SECONDS = 240.0  # timeout on the device: longer than for the blocks of one layer, since whole graphs are run
 
 
 def graph_workload(graph: GraphFile) -> Workload[GraphProfile]:

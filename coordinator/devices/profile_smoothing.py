@@ -14,9 +14,12 @@ from statistics import fmean, median
 from hearth.plan.profile import BlockProfile, LatencyCurve
 
 _CURVES = ("qkv", "core", "out", "up", "down", "mlp_rows", "connective", "embedding")
-_COMPARED_CURVES = _CURVES[:6]  # used for comparison; the other curves are so short that noise is half of them
-_MAX_LOG_MISFIT = math.log(1.3)  # largest factor by which a curve may differ from the common shape
-_MAX_LOG_SPEED_DIFFERENCE = math.log(1.15)  # largest factor between devices that count as equally fast
+_COMPARED_CURVES = _CURVES[:6]  # used to compare devices; the other curves are so short that noise is half of them
+# Largest factor by which a curve may differ from the common shape: above the noise of a curve (10 to 20 %), below the
+# difference between kinds of processor.
+_MAX_LOG_MISFIT = math.log(1.3)
+# Largest factor between devices that count as equally fast: within the error of a measurement.
+_MAX_LOG_SPEED_DIFFERENCE = math.log(1.15)
 
 _LogCurves = dict[str, list[float]]  # by curve: logarithms of seconds
 

@@ -17,7 +17,7 @@ FORMATS: tuple[ValueFormatName, ...] = get_args(ValueFormatName)
 
 SAFETY_FACTOR = 2.0  # on the measured error: real inputs may cause a larger one than the few calibration inputs
 MIN_TIME_SAVING = 0.05  # fraction of the exact format's time that a lossy one must save: step times vary by as much
-_REPEATS = 3  # timed steps of each format, on the longest batch
+_REPEATS = 3  # timed steps of each format, on the longest batch: the fewest with a median that ignores one outlier
 _SEED = 20240525  # arbitrary; fixed, so that every run measures the same inputs
 
 # Runs one step in a format: takes token ids [T], returns hidden states [T,H] and the seconds of the step.

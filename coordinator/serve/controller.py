@@ -29,7 +29,9 @@ from hearth.wire.messages import PhaseEntered
 
 log = logging.getLogger(__name__)
 
-_WAIT_FOR_DEVICES_SECONDS = 10.0  # for all devices of a saved plan after a restart, and for the first device
+# Wait for all devices of a saved plan after a restart, and for the first device: long enough for mDNS discovery and for
+# agents that start at the same time; then the coordinator plans with the devices that are there.
+_WAIT_FOR_DEVICES_SECONDS = 10.0
 # Actions without I/O: executed inside `handle`, before any task is started.
 _IMMEDIATE_ACTIONS: tuple[cycle.Action, ...] = ("stop_admitting", "refuse_requests", "record_loss")
 

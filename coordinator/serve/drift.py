@@ -10,18 +10,20 @@ from statistics import median
 
 from hearth.plan.plan import Plan
 
-BASELINE_STEPS = 5  # observed steps whose median is the baseline of this plan on these devices
+BASELINE_STEPS = 5  # steps whose median is the baseline of this plan: two outliers do not change it much
 SUSTAINED_STEPS = 5  # consecutive steps for which a drift must last: home devices are often busy for some seconds
-COMPUTE_DRIFT = 1.25  # slowdown or speed-up of one device against its baseline that unbalances a plan
+COMPUTE_DRIFT = 1.25  # slowdown or speed-up of one device against its baseline: above noise, and worth other shares
 TOTAL_DRIFT = 1.30  # the same for a whole step; larger, because Wi-Fi makes it vary more
 MIN_PREDICTED_GAIN = 0.10  # least predicted gain, as a fraction: changing the plan costs seconds without service
 REPLAN_SECONDS = 60.0  # least time between two attempts: measuring and planning disturb requests
-MIN_PRESENCE_SECONDS = 10.0  # a new device must be available this long before it is planned for ...
-MAX_PRESENCE_SECONDS = 640.0  # ... doubled for every recent loss after the first, up to this
-RECENT_LOSS_SECONDS = 3600.0  # a loss counts as recent for this long
-REMEASURE_SLOW_SECONDS = 600.0  # until a device that was left out because it is slow is measured again
+# A new device must be usable for this long before it is planned for, since a change of plan costs seconds. Doubled for
+# every recent loss after the first, up to the maximum (six doublings), so that an unstable device changes few plans.
+MIN_PRESENCE_SECONDS = 10.0
+MAX_PRESENCE_SECONDS = 640.0
+RECENT_LOSS_SECONDS = 3600.0  # a loss counts as recent for this long: an unstable device is lost several times an hour
+REMEASURE_SLOW_SECONDS = 600.0  # until a device left out as slow is measured again: measuring takes it some seconds
 
-_MIN_REPORTED_FACTOR = 1.1  # smaller factors are left out of the explanation
+_MIN_REPORTED_FACTOR = 1.1  # smaller factors are noise; the explanation leaves them out
 _EMA_WEIGHT = 0.3  # of the newest step in the moving average: it follows 88 % of a jump within six steps
 _MAX_LOG_STEP = math.log(2.0)  # change that one step may contribute: a single outlier stays below every threshold
 

@@ -23,7 +23,7 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.value_formats import ValueFormatName
 
-DEFAULT_SEQ_LEN = 512  # tokens per step, if the user names no length and the model allows it
+DEFAULT_SEQ_LEN = 512  # tokens per step without --seq-len: BERT's limit; more reserves more memory for activations
 DEFAULT_CONTEXT = 2048  # tokens per sequence, likewise; a larger context reserves more KV cache on every device
 
 _D = TypeVar("_D", bound=NamedDevice)

@@ -35,7 +35,8 @@ from hearth.wire.framing import pack_arrays, unpack_arrays
 from hearth.wire.messages import ArrayInfo, GetModelInfo, Infer, Inferred, Message, ModelInfo
 from hearth.wire.rpc import Reply
 
-# Upper limit of the plan search while clients wait for a recovery.
+# Upper limit of the plan search while clients wait for a recovery: enough for the heuristics, and
+# short against the timeouts of clients.
 _MAX_RECOVERY_SECONDS = 3.0
 
 

@@ -44,7 +44,7 @@ def describe_state(state: cycle.Lifecycle) -> str:
         case "warming", _:
             return "warming up"
         case "serving", _ if plan is not None:
-            return f"serving {plan.model.name} on {device_names(plan)} ({plan_title(plan)})"
+            return f"serving {plan.model.name} on {device_names(plan)} ({plan_method(plan)})"
         case "draining", _ if state.next_plan is not None:
             return "changing to a better plan: running requests finish, new ones wait"
         case "draining", _:
@@ -62,7 +62,7 @@ def describe_cause(event: cycle.Event) -> str:
         case cycle.DevicesSettled(devices):
             return f"devices: {', '.join(device.name for device in devices)}"
         case cycle.PlanMade(plan) | cycle.BetterPlanMade(plan):
-            return f"planned: {plan_title(plan)} on {device_names(plan)}"
+            return f"planned: {plan_method(plan)} on {device_names(plan)}"
         case cycle.DeploymentLost(_, error) | cycle.ActionFailed(error):
             return error.explanation()
     return _CAUSES[type(event)]
@@ -83,7 +83,7 @@ def device_names(plan: Plan) -> str:
     return ", ".join(device.name for device in plan.devices)
 
 
-def plan_title(plan: Plan) -> str:
+def plan_method(plan: Plan) -> str:
     """The strategy of a transformer's plan; planner and objective of a graph's plan."""
     body = plan.body
     return f"{plan.planner}, for {body.objective}" if isinstance(body, GraphSegments) else body.title

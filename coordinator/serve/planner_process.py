@@ -24,7 +24,7 @@ from hearth.plan.plan import GraphPlan, TransformerPlan
 from hearth.platform.child import run_module
 
 # Timeout of the child: the factor times the time limit of the search, plus the seconds. The limit covers the search
-# alone, not starting the interpreter, building the problem and the heuristics.
+# alone, not starting the interpreter, building the problem and the heuristics. Generous: it only ends a child that hangs.
 _GRACE_SECONDS = 300.0
 _GRACE_FACTOR = 3.0
 _STRATEGY_PREFIX = "planning: "  # prefix of a strategy's name on the child's standard error

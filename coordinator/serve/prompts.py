@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import jinja2
 
 _NO_CHARACTER = "\ufffd"  # decoders write it for invalid or incomplete UTF-8
-_DEFAULT_MAX_TOKENS = 512  # of an answer, if neither the request nor generation_config.json limits it
+_DEFAULT_MAX_TOKENS = 512  # of an answer without any other limit: enough for a chat, and ends a model that never stops
 
 
 class TextTokenizer:
@@ -82,7 +82,7 @@ class TextStream:
     the text that it still holds back.
     """
 
-    _CONTEXT = 8  # prompt tokens kept as context: more than any decoder looks back
+    _CONTEXT = 8  # prompt tokens kept as context: more than any tokenizer's decoder looks back
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int] = ()) -> None:
         self._decode = decode

@@ -26,8 +26,8 @@ from hearth.errors import DeviceLost
 from hearth.plan.plan import Plan
 from hearth.platform.units import format_seconds
 
-_POLL_SECONDS = 1.0  # interval at which to check for reasons to plan again
-_MAX_LINK_PAUSE_SECONDS = 5.0  # longest that requests wait while the links of two devices are measured
+_POLL_SECONDS = 1.0  # interval at which to check for reasons to plan again; short beside the times that it waits for
+_MAX_LINK_PAUSE_SECONDS = 5.0  # requests wait at most this long while two links are measured, which takes about 2 s
 
 
 class Replanner:

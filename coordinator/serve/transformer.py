@@ -33,7 +33,7 @@ from hearth.wire.codec import Array
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.rpc import Reply
 
-_WARM_UP_TOKENS = 8  # of the warm-up step of an encoder
+_WARM_UP_TOKENS = 8  # of the warm-up step of an encoder: short, but several rows to share
 
 
 class TransformerKind:

@@ -14,7 +14,7 @@ from coordinator.cli.render.tables import device_table, link_table, plan_tables
 from coordinator.models.checkpoint.families import read_spec
 from hearth.platform.units import format_bytes, format_seconds
 
-MAX_DIFFERENCE = 1e-5
+MAX_DIFFERENCE = 1e-5  # between embeddings: above the float32 rounding of another summation order, below any real error
 
 
 def demo(

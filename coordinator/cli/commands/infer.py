@@ -30,7 +30,8 @@ from hearth.errors import BadSetting, NotAuthorised
 from hearth.plan.plan import GraphPlan, is_graph_plan
 from hearth.platform.units import format_seconds
 
-_DEFAULT_CONCURRENCY = 8  # with an app's key, which may not read the plan
+# Concurrent requests with an app's key, which may not read the plan: fills the pipelines of a few devices.
+_DEFAULT_CONCURRENCY = 8
 
 
 def infer(

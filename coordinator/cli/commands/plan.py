@@ -21,7 +21,7 @@ from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.state import GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 
-_DEFAULT_ROUNDS = 5
+_DEFAULT_ROUNDS = 5  # timed runs of each plan: enough for a median, short enough to wait for
 _NOT_COMPARED = ("load_profile", "save_profile", "save", "explain", "timeline", "cluster", "picture")
 
 

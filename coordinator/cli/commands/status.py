@@ -17,7 +17,7 @@ from hearth.client.sync import connect
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
 from hearth.platform.units import format_bytes, format_seconds
 
-_NUM_SHOWN_PHASES = 12  # phases: enough for a start and a recovery; `--json` prints all
+_NUM_SHOWN_PHASES = 12  # the latest phases: enough for a start and a recovery; `--json` prints all
 
 
 def status(

@@ -38,7 +38,7 @@ from hearth.platform.asyncio_tools import all_or_first_error
 from hearth.platform.units import format_bytes, format_seconds
 from hearth.wire.messages import DeviceTrace
 
-NUM_ALTERNATIVES = 4  # candidates shown without --explain
+NUM_ALTERNATIVES = 4  # candidates shown without --explain, so that plan and alternatives fit on one screen
 
 
 @dataclass(frozen=True)

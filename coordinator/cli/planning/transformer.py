@@ -34,9 +34,9 @@ from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
 from hearth.wire.messages import DeviceTrace, GenerationEnded, Sampling
 
-_NUM_ALTERNATIVES = 3  # alternatives shown without --explain
-_SEED = 20240525
-_TOKEN_TIMEOUT_SECONDS = 600.0  # timeout of the wait for one token
+_NUM_ALTERNATIVES = 3  # candidates shown without --explain, so that plan and alternatives fit on one screen
+_SEED = 20240525  # arbitrary; fixed, so that all plans are timed on the same tokens
+_TOKEN_TIMEOUT_SECONDS = 600.0  # wait for one token; the first comes after the prefill of a long prompt on slow devices
 
 
 @dataclass(frozen=True)

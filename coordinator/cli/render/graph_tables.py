@@ -27,7 +27,7 @@ from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes, format_seconds
 
-_NUM_TRANSFERS = 12  # transfers listed by --explain, the largest first; more hide the others on one screen
+_NUM_TRANSFERS = 12  # transfers listed by --explain, the largest first; they fit on one screen
 _NEGLIGIBLE_DIFFERENCE = 0.0005  # relative; smaller differences print as 0.0%
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
-MAX_BOXES = 140  # more are unreadable on one page
-_SWEEPS = 6  # passes that order each layer by its neighbours; the order hardly changes after a few
+MAX_BOXES = 140  # more boxes are unreadable on one page
+_SWEEPS = 6  # passes that order each layer by its neighbours: more gain little and take longer on large graphs
 _MAX_ROUTED_LAYERS = 8  # an edge over more layers is drawn straight: routing it through all of them widens every layer
 # Sizes are in pixels, chosen by eye for 11-pixel text.
 _LINE_HEIGHT, _GAP_X, _GAP_Y, _PADDING = 15.0, 14.0, 26.0, 14.0
