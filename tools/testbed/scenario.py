@@ -112,8 +112,17 @@ def quota_and_period(cpu_share: float) -> tuple[int, int]:
 
 
 def load_scenario(name_or_path: str | Path) -> Scenario:
-    """Load a built-in scenario by name (`galaxy-a`) or a TOML file. Raises BadSetting with the error in it."""
+    """Load a built-in scenario by name (`galaxy-a`) or a TOML file. Raises BadSetting with the error in it.
+
+    In the file, `every_device` has the values that all `devices` share.
+    """
     path, values = read_settings_file("scenario", name_or_path, SCENARIOS)
+    try:
+        if every := values.pop("every_device", None):
+            values["devices"] = [{**every, **device} for device in values.get("devices", ())]
+    except TypeError:
+        reason = "every_device and each of devices must be a table"
+        raise BadSetting(setting=f"scenario {path}", reason=reason) from None
     try:
         return Scenario.model_validate({"name": path.stem, **values})
     except ValidationError as error:
