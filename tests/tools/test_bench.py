@@ -513,7 +513,7 @@ TINY_LLAMA = {
 def generate(files: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tools.bench", "run", "generation", "--out", str(files / "rows.json"), *changed(
-            scenario=str(files / "test-bench.toml"), config=str(files / "llama.json"), **changes)],
+            scenario=str(files / "test-bench.toml"), model=str(files / "llama.json"), **changes)],
         cwd=REPOSITORY, env={**os.environ, "TMPDIR": os.readlink(files / "tmp"), "COLUMNS": "160"},
         capture_output=True, text=True, check=False, timeout=400,
     )  # fmt: skip

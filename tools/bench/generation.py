@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from coordinator.models.checkpoint.families import FAMILIES, read_json_object
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, build_plan, on_subset
 from hearth.errors import BadSetting
@@ -20,6 +18,7 @@ from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import Strategy
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
+from tools.bench.homes import Model, decoder_directory
 from tools.bench.measure import MIN_ROUNDS, emulated
 from tools.bench.plans import describe
 from tools.bench.processes import DeviceProcess
@@ -74,7 +73,7 @@ class Generation(Experiment):
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(GenerationRow)
 
     scenario: str = "whole-cores"
-    config: Path | None = None  # a decoder's config.json; none: a Llama of 330 million weights
+    model: Model = LLAMA
     weights: WeightFormat = "int8"
     mbit: tuple[float, ...] = Field((125.0, 500.0, 940.0), min_length=1)  # real rates
     prompt_tokens: int = Field(256, ge=1)
@@ -85,10 +84,9 @@ class Generation(Experiment):
         scenario = load_scenario(self.scenario)
         if len(scenario.devices) < 2:
             raise BadSetting(setting="scenario", reason=f"{scenario.name} has one device; two are compared")
-        shape = LLAMA if self.config is None else read_json_object(self.config)
         check_possible(scenario)
         context.report("making the model")
-        model = StoredModel(save_random_decoder(context.folder / "model", shape), context.folder / "store")
+        model = StoredModel(decoder_directory(self.model, context.folder, "float32"), context.folder / "store")
         model.spec = model.spec.model_copy(update={"weights": self.weights})
         if self.prompt_tokens + self.new_tokens > model.spec.max_positions:
             raise BadSetting(setting="prompt_tokens", reason=f"the model takes {model.spec.max_positions} tokens")
@@ -136,26 +134,6 @@ class _Measured:
     plan: TransformerPlan | None = None
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
-
-
-def save_random_decoder(directory: Path, config: Mapping[str, Any]) -> Path:
-    """Save a decoder with this config and random weights. Raises BadSetting if Hearth does not support it."""
-    kind = str(config.get("model_type", "missing"))
-    if kind not in FAMILIES or not FAMILIES[kind].facts.get("causal"):
-        raise BadSetting(setting="config", reason=f"the model_type {kind} is not a decoder that Hearth supports")
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    values = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype", "dtype")}
-    try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
-    except (ValueError, TypeError) as error:
-        raise BadSetting(setting="config", reason=str(error)) from None
-    model.float().save_pretrained(directory)
-    return directory
 
 
 class _Home:

@@ -67,7 +67,9 @@ def decoder_directory(model: Model, folder: Path, dtype: str = "bfloat16") -> Pa
         model = find_shape(model).config
     family = FAMILIES.get(str(model.get("model_type")))
     if family is None or not family.facts.get("causal"):
-        raise BadSetting(setting="model", reason=f"the model_type {model.get('model_type')} is not a supported decoder")
+        raise BadSetting(
+            setting="model", reason=f"the model_type {model.get('model_type')} is not a decoder that Hearth supports"
+        )
     return save_random_model(folder / "model", {**model, "bos_token_id": None, "eos_token_id": None}, dtype=dtype)
 
 

@@ -25,8 +25,8 @@ from hearth.errors import BadSetting, InternalError
 from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
-from tools.bench.generation import LLAMA, save_random_decoder
-from tools.bench.homes import agents, hub_scenario
+from tools.bench.generation import LLAMA
+from tools.bench.homes import agents, decoder_directory, hub_scenario
 from tools.bench.load import Snapshot, load_between, snapshot
 from tools.bench.measure import Models, emulated
 from tools.bench.profiles import Profiles, Report
@@ -201,7 +201,7 @@ def _model(generates: bool, folder: Path) -> tuple[StoredModel, int]:
     """The model, and the number of rows of a step or a prompt."""
     if not generates:
         return Models(folder).get(find_shape("bert-large"), _LAYERS, _ROWS), _ROWS
-    model = StoredModel(save_random_decoder(folder / "model", LLAMA), folder / "store")
+    model = StoredModel(decoder_directory(LLAMA, folder, "float32"), folder / "store")
     model.spec = model.spec.model_copy(update={"weights": "int8"})
     return model, _PROMPT
 
