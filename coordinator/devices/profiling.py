@@ -30,9 +30,8 @@ from hearth.wire.messages import LinkMeasured, MeasureLink, Profile, Profiled
 # Wi-Fi rates vary over time. One hour is a compromise between outdated rates and frequent measurements.
 LINK_CACHE_SECONDS = 3600.0
 _MAX_LINK_BYTES = 64 << 20  # to send per ordered pair: a fast link is measured in less than a second
-_MAX_LINK_SECONDS = (
-    1.0  # to send per ordered pair: long enough for TCP to reach its rate, short for 56 pairs of 8 devices
-)
+# To send per ordered pair: long enough for TCP to reach its rate, short for 56 pairs of 8 devices.
+_MAX_LINK_SECONDS = 1.0
 _CACHE_VERSION = 2  # part of the cache key: a new version ignores old files
 
 Report = Callable[[str], None]

@@ -23,9 +23,8 @@ from hearth.wire.codec import Array
 from hearth.wire.rpc import MAX_REQUESTS_PER_CALLER
 
 _MAX_CONCURRENT = MAX_REQUESTS_PER_CALLER // 2  # the rest of rank 0's limit per caller is left for heartbeats
-_MAX_FAILURES = (
-    3  # deployments that may fail under one request; one more is hardly chance, and the client gets the error
-)
+# Deployments that may fail under one request. If one more fails, the request may be the cause: its client gets the error.
+_MAX_FAILURES = 3
 _MAX_STOP_CHARACTERS = 1000  # of a stop text: bounds the search at every token; real ones are a few words
 _WARM_UP_TOKENS = 8  # of the warm-up prompt: short, but several rows to share
 _WARM_UP_SECONDS = 120.0  # timeout of the warm-up: the first step also pages the weights in and loads the kernels
