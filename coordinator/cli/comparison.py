@@ -183,9 +183,9 @@ def print_comparison(results: Sequence[PlanTimes], rounds: int, as_json: bool) -
     """Print the table or JSON. `results[0]` is of the chosen plan."""
     plan = results[0].plan
     if as_json:
-        asked = {"objective": plan.body.objective} if is_graph_plan(plan) else {"seq_len": plan.body.seq_len}
+        request_fields = {"objective": plan.body.objective} if is_graph_plan(plan) else {"seq_len": plan.body.seq_len}
         plans = [result.as_json() for result in results]
-        print_json({"model": plan.model.name, **asked, "rounds": rounds, "plans": plans})
+        print_json({"model": plan.model.name, **request_fields, "rounds": rounds, "plans": plans})
         return
     runs = "1 run" if rounds == 1 else f"{rounds} runs"
     out.print(f"{plan.model.name}: {describe_timed_work(plan)}, {runs} each", style="italic", soft_wrap=True)

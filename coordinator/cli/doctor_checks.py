@@ -203,9 +203,9 @@ def check_ports(is_open: Callable[[int], bool]) -> CheckResult:
         what = f"port {answers} answers on this device, but port {silent} does not"
         do = "An agent opens both: see `journalctl -u hearth-agent`, and which program uses the port (`ss -ltnp`)."
         return CheckResult("ports", "warning", what, do)
-    agent_says = f"an agent answers on {AGENT_PORT} and {AGENT_PORT + 1}" if control else "no agent"
-    coordinator_says = f"a coordinator on {COORDINATOR_PORT}" if coordinator else "no coordinator"
-    return CheckResult("ports", "ok", f"on this device: {agent_says}, {coordinator_says}")
+    agent_text = f"an agent answers on {AGENT_PORT} and {AGENT_PORT + 1}" if control else "no agent"
+    coordinator_text = f"a coordinator on {COORDINATOR_PORT}" if coordinator else "no coordinator"
+    return CheckResult("ports", "ok", f"on this device: {agent_text}, {coordinator_text}")
 
 
 def port_is_open(port: int) -> bool:
@@ -240,13 +240,13 @@ async def check_network(
     findings: list[CheckResult] = []
     try:
         await browser.start()
-        ends = asyncio.get_running_loop().time() + search_seconds
+        deadline = asyncio.get_running_loop().time() + search_seconds
         if not isinstance(credential, security.AppKey):
             async with Fleet(security.agent_access(credential), None, interfaces=mdns_interfaces) as fleet:
                 await fleet.settle(1.0, 1, search_seconds)
                 findings += check_agents(list(fleet.devices.values()), fleet.refusals, time.time())
         if not coordinators:
-            await asyncio.sleep(max(0.0, ends - asyncio.get_running_loop().time()))
+            await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))
     except (OSError, ValueError) as error:  # no network, or an address that is not this device's
         where = ", ".join(mdns_interfaces) if mdns_interfaces else "any interface"
         what = f"the network cannot be searched on {where}: {error}"
@@ -280,7 +280,11 @@ def check_agents(devices: Sequence[Device], refusals: Sequence[HearthError], now
 def check_clocks(clocks: Mapping[str, float], now: float) -> CheckResult:
     """Compare clocks with `now`. Only logs and caches use them, so a wrong clock is a warning."""
     differences = {name: clock - now for name, clock in clocks.items()}
-    wrong = [f"{name} by {off:+.0f} s" for name, off in differences.items() if abs(off) > CLOCK_TOLERANCE_SECONDS]
+    wrong = [
+        f"{name} by {difference:+.0f} s"
+        for name, difference in differences.items()
+        if abs(difference) > CLOCK_TOLERANCE_SECONDS
+    ]
     if wrong:
         do = "Turn on time synchronisation (timedatectl set-ntp true) there."
         return CheckResult("clock", "warning", f"clocks differ from this one's: {', '.join(wrong)}", do)

@@ -85,19 +85,19 @@ async def measure_load(
     """Keep `concurrency` requests in flight. Counts the answers of `seconds` seconds after the warm-up."""
     loop = asyncio.get_running_loop()
     began = loop.time() + _WARM_UP_FRACTION * seconds
-    ends = began + seconds
+    deadline = began + seconds
     latencies: list[float] = []
     errors: Counter[str] = Counter()
 
     async def ask() -> None:
-        while (sent := loop.time()) < ends:
+        while (sent := loop.time()) < deadline:
             try:
                 await home.infer(inputs, timeout_seconds)
             except HearthError as error:
                 errors[error.code] += 1
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            if began <= (now := loop.time()) <= ends:
+            if began <= (now := loop.time()) <= deadline:
                 latencies.append(now - sent)
 
     await asyncio.gather(*(ask() for _ in range(concurrency)))

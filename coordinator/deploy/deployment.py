@@ -224,8 +224,8 @@ class Deployment:
             while (pending := {task for task in tasks if not task.done()}) and not (
                 self.failure or _task_errors(tasks)
             ):
-                waits: set[asyncio.Future[Any]] = {*pending, self._failed}
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                futures: set[asyncio.Future[Any]] = {*pending, self._failed}
+                await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if self.failure is not None or _task_errors(tasks):
                 raise await self._root_cause(tasks, abort)
             return [task.result() for task in tasks]

@@ -37,7 +37,9 @@ async def shard_weights(model_dir: Path, plan: TransformerPlan, cache_dir: Path)
             read = partial(chunk_bytes, checkpoint, plan.model, ref.kind, ref.layer, ref.grain)
             return Chunk(ref.hash, ref.num_bytes, read)
 
-        yield Weights([list(map(chunk, of_rank)) for of_rank in refs], [ShardParts(chunks=of_rank) for of_rank in refs])
+        yield Weights(
+            [list(map(chunk, rank_refs)) for rank_refs in refs], [ShardParts(chunks=rank_refs) for rank_refs in refs]
+        )
 
 
 class TransformerDeployment(Deployment):

@@ -120,7 +120,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             for (host, port), error in sorted(self._refusals.items())
             if (host, port) not in known
         )
-        return [*(device.info() for device in registry.by_name(self.devices.values())), *refused]
+        return [*(device.info() for device in registry.sorted_by_name(self.devices.values())), *refused]
 
     def usable(self) -> list[Device]:
         return registry.usable(list(self.devices.values()), time.monotonic())

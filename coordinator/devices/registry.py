@@ -116,12 +116,12 @@ def check_unique(known: Device | None, welcome: AgentWelcome, host: str, port: i
     )
 
 
-def by_name(devices: Iterable[Device]) -> list[Device]:
+def sorted_by_name(devices: Iterable[Device]) -> list[Device]:
     """Devices sorted by name, then id: a stable order for display and plans."""
     return sorted(devices, key=lambda device: (device.name, device.device_id))
 
 
 def usable(devices: list[Device], now: float) -> list[Device]:
     """Devices that a plan may use, by name: alive or suspect, not quarantined unless all of them are."""
-    alive = [device for device in by_name(devices) if device.health in ("alive", "suspect")]
+    alive = [device for device in sorted_by_name(devices) if device.health in ("alive", "suspect")]
     return [device for device in alive if device.quarantined_until <= now] or alive

@@ -266,12 +266,12 @@ class Controller:
             await self.kind.tune(deployment)
             if self.goal.keep_plan:
                 return None
-            better = await self._replanner.run(self.goal, deployment, monitor)
+            better_plan = await self._replanner.run(self.goal, deployment, monitor)
         except Exception as error:
             failure = as_hearth_error(error)
             deployment.fail(failure)
             return cycle.DeploymentLost(deployment.epoch, failure)
-        return cycle.BetterPlanMade(better, deployment.epoch, self._services.fleet.last_epoch)
+        return cycle.BetterPlanMade(better_plan, deployment.epoch, self._services.fleet.last_epoch)
 
     def _request_failed(self, deployment: Deployment, error: HearthError) -> None:
         """Report the deployment as lost, unless the error concerns only the request itself."""

@@ -153,7 +153,7 @@ class ReplanTrigger:
 
     def record_loss(self, device_id: str, now: float) -> None:
         """Record the loss of a device that was in use."""
-        recent = [then for then in self._losses.get(device_id, []) if now - then < RECENT_LOSS_SECONDS]
+        recent = [lost_at for lost_at in self._losses.get(device_id, []) if now - lost_at < RECENT_LOSS_SECONDS]
         self._losses[device_id] = [*recent, now]
 
     def reasons_to_replan(
@@ -175,7 +175,7 @@ class ReplanTrigger:
         return ReplanReasons(joined, drift)
 
     def _required_presence_seconds(self, device_id: str, now: float) -> float:
-        losses = sum(now - then < RECENT_LOSS_SECONDS for then in self._losses.get(device_id, ()))
+        losses = sum(now - lost_at < RECENT_LOSS_SECONDS for lost_at in self._losses.get(device_id, ()))
         return min(MIN_PRESENCE_SECONDS * 2.0 ** max(losses - 1, 0), MAX_PRESENCE_SECONDS)
 
 

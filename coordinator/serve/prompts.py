@@ -126,10 +126,10 @@ class StopTextFilter:
         if self.found:
             return ""
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
             self.found = True
-            _, end = min(found)  # the stop text completed first, however the stream was split
+            _, end = min(matches)  # the stop text completed first, however the stream was split
             return text[:end]
         cut = len(text) - self._num_held(text)
         self._held = text[cut:]

@@ -94,14 +94,14 @@ class Replanner:
         if missing := [device.name for device in deployment.plan.devices if device.device_id not in profiled]:
             raise DeviceLost(device=", ".join(missing), reason="it could not be measured")
         plan, new_seconds, old_seconds = await self._kind.revise(cluster, deployment)
-        why = describe_reasons(reasons, {device.device_id: device.name for device in devices})
+        reasons_text = describe_reasons(reasons, {device.device_id: device.name for device in devices})
         before, after = format_seconds(old_seconds), format_seconds(new_seconds)
         comparison = f"a new one is predicted to take {after} instead of {before}"
         if not is_clearly_faster(new_seconds, old_seconds):
-            self._services.report(f"{why}: the plan stays; {comparison}")
+            self._services.report(f"{reasons_text}: the plan stays; {comparison}")
             return None
         self.record_best_plan(devices, plan)
-        self._services.report(f"{why}: changing the plan; {comparison}")
+        self._services.report(f"{reasons_text}: changing the plan; {comparison}")
         return plan
 
     async def _refresh_profiles(

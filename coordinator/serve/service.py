@@ -90,14 +90,14 @@ class Service:
             notifier.send("READY=1")
             serving = asyncio.gather(*(deployment.run() for deployment in self._controllers.values()))
             watchdog = asyncio.create_task(notifier.keep_alive(self._status_line))
-            waits: set[asyncio.Future[Any]] = {serving, watchdog}
+            futures: set[asyncio.Future[Any]] = {serving, watchdog}
             try:
-                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for ended in done:
-                    ended.result()
+                done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+                for finished in done:
+                    finished.result()
             finally:
                 notifier.send("STOPPING=1")
-                await cancel_all(waits)
+                await cancel_all(futures)
 
     def _create_controllers(self, goal: Goal | None, plan: Plan | None) -> None:
         services = self._services

@@ -36,9 +36,15 @@ def demo(
     if as_json:
         print_json(result.as_json())
     else:
-        found = result.devices
-        names = {device.device_id: device.name for device in found.devices}
-        tables = (device_table(found.devices), "", link_table(found.links, names), "", *plan_tables(result.plan))
+        device_list = result.devices
+        names = {device.device_id: device.name for device in device_list.devices}
+        tables = (
+            device_table(device_list.devices),
+            "",
+            link_table(device_list.links, names),
+            "",
+            *plan_tables(result.plan),
+        )
         out.print("", *tables, "", sep="\n")
         for answer in result.answers:
             out.print(f"  {answer['text']:<45} -> {answer['command']} ({answer['similarity']:.2f})", soft_wrap=True)

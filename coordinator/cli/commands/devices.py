@@ -38,11 +38,11 @@ def devices(
         limit = max(wait * 4, 5.0)
         access, interfaces = agent_access(credential), interface_list(mdns_interfaces)
         async with Fleet(access, None, interfaces=interfaces, static_devices=static or "") as fleet:
-            found = await fleet.settle(wait, 1, limit)
-            if not found and not fleet.refusals:
+            settled = await fleet.settle(wait, 1, limit)
+            if not settled and not fleet.refusals:
                 raise NoDevices(seconds=limit)
             profiler = Profiler(fleet, load_coordinator_settings({}).state_dir / "profiles", report)
-            links = await profiler.measure_links(found) if measure else {}
+            links = await profiler.measure_links(settled) if measure else {}
             return fleet.device_infos(), list(links.values()), fleet.refusals
 
     devices_found, links, refusals = asyncio.run(discover())

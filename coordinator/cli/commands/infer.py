@@ -49,9 +49,9 @@ def infer(
     as_json: AsJsonOption = False,
 ) -> None:
     """Run the served graph once. Prints name, type, shape and first values of each output."""
-    given = _read_npz(inputs) if inputs is not None else None
+    file_inputs = _read_npz(inputs) if inputs is not None else None
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
-        arrays = given if given is not None else random_inputs(home.model_info(timeout).inputs)
+        arrays = file_inputs if file_inputs is not None else random_inputs(home.model_info(timeout).inputs)
         result = home.request_inference(arrays, timeout)
     if output is not None:
         write_file("--output", output, _npz_bytes(result.outputs))
@@ -88,12 +88,12 @@ def bench_model(
     as_json: AsJsonOption = False,
 ) -> None:
     """Measure the served graph with sequential, then with concurrent requests, and show the prediction."""
-    given = _read_npz(inputs) if inputs is not None else None
+    file_inputs = _read_npz(inputs) if inputs is not None else None
 
     async def run() -> tuple[LoadResult, LoadResult, GraphPlan | None]:
         async with await connect_async(address, key, interfaces=interface_list(mdns_interfaces)) as home:
             info = await home.model_info(timeout)
-            arrays = given if given is not None else random_inputs(info.inputs)
+            arrays = file_inputs if file_inputs is not None else random_inputs(info.inputs)
             try:
                 served = (await home.status()).plan
             except NotAuthorised:  # an app's key

@@ -69,11 +69,13 @@ class PlannedGraph:
         return make_drawing(graph_tables.picture_title(plan), legend, names, kinds, assignment, edges)
 
     def as_json(self, explain: bool) -> dict[str, Any]:
-        asked = self.request
+        request = self.request
         return {
-            **graph_tables.planned_as_json(self.result, asked, [device.name for device in asked.cluster.devices], "s"),
+            **graph_tables.planned_as_json(
+                self.result, request, [device.name for device in request.cluster.devices], "s"
+            ),
             "predicted": self.plan.predicted.model_dump(mode="json"),
-            "bottleneck": " to ".join(map(str, predict_plan(asked, self.plan).bottleneck)),
+            "bottleneck": " to ".join(map(str, predict_plan(request, self.plan).bottleneck)),
             "plan": self.plan.model_dump(mode="json"),
         }
 
@@ -139,8 +141,8 @@ class GraphPlanning:
 
     async def plan(self, cluster: GraphCluster) -> PlannedGraph:
         """The best plan under the user's limits. Raises ModelDoesNotFit, ..."""
-        asked = graph_request(self.goal, self.graph, graph_cluster_with_limits(cluster, self.goal.limits))
-        return PlannedGraph(await solve_graph(asked, report_strategy), asked)
+        request = graph_request(self.goal, self.graph, graph_cluster_with_limits(cluster, self.goal.limits))
+        return PlannedGraph(await solve_graph(request, report_strategy), request)
 
     # ---- with --compare -------------------------------------------------------------------------------------------
 
@@ -171,15 +173,15 @@ async def _pipeline_seconds(
     A first round fills the pipeline and a last one drains it; both are not counted.
     """
     clock, size = asyncio.get_running_loop().time, deployment.max_in_flight
-    requests, ended = iter(range((rounds + 2) * size)), list[float]()
+    requests, completed_at = iter(range((rounds + 2) * size)), list[float]()
 
     async def ask() -> None:
         for _ in requests:
             await deployment.infer(inputs)
-            ended.append(clock())
+            completed_at.append(clock())
 
     await all_or_first_error(ask() for _ in range(size))
-    marks = ended[size - 1 :: size]
+    marks = completed_at[size - 1 :: size]
     return tuple((after - before) / size for before, after in zip(marks[:-2], marks[1:-1], strict=True))
 
 

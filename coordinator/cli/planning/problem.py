@@ -29,7 +29,7 @@ async def plan_problem(goal: GraphGoal, output: OutputOptions) -> None:
     used = problem.used_bytes(assignment)
     rows = []
     for device, name in enumerate(problem.devices):
-        own = [operator for operator, on in enumerate(assignment) if on == device]
+        own = [operator for operator, rank in enumerate(assignment) if rank == device]
         busy = sum(problem.seconds[operator][device] for operator in own)
         memory = f"memory {used[device]} of {problem.budget_bytes[device]}"
         rows.append(f"{name}: {len(own)} operators, busy {busy:.6g}, {memory}")

@@ -58,11 +58,11 @@ def proof_line(chosen: Candidate[GraphPlan], unit: str) -> str:
     solution = chosen.solution
     assert solution is not None
     value, took = _format_value(solution.value, unit), f"found in {format_seconds(solution.seconds)}"
-    more = chosen.seconds / solution.value - 1 if chosen.plan is not None and solution.value > 0 else 0.0
-    if abs(more) >= _NEGLIGIBLE_DIFFERENCE:
+    difference = chosen.seconds / solution.value - 1 if chosen.plan is not None and solution.value > 0 else 0.0
+    if abs(difference) >= _NEGLIGIBLE_DIFFERENCE:
         value += " by its own objective (operators and transfers only)"
-        side = "above" if more > 0 else "below"
-        took += f"; the prediction, with whole segments and the workers' overheads, is {abs(more):.1%} {side} it"
+        side = "above" if difference > 0 else "below"
+        took += f"; the prediction, with whole segments and the workers' overheads, is {abs(difference):.1%} {side} it"
     if solution.proven:
         return f"{chosen.strategy}: {value}, proven optimal, {took}"
     if solution.bound > 0:

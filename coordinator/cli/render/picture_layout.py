@@ -159,10 +159,12 @@ def _reduce_crossings(layers: list[list[int]], neighbours: Sequence[tuple[int, i
     for sweep in range(_SWEEPS):
         place = {node: index - (len(layer) - 1) / 2 for layer in layers for index, node in enumerate(layer)}
         down = sweep % 2 == 0
-        near = before if down else after
+        adjacent = before if down else after
         for layer in layers if down else layers[::-1]:
             weight = {
-                node: sum(place[each] for each in near[node]) / len(near[node]) if near[node] else place[node]
+                node: sum(place[each] for each in adjacent[node]) / len(adjacent[node])
+                if adjacent[node]
+                else place[node]
                 for node in layer
             }
             layer.sort(key=lambda node: weight[node])
@@ -192,9 +194,9 @@ def _place_boxes(
         first = column * per_column
         members = range(first, min(first + per_column, len(layers)))
         width = max(spans[on] for on in members)
-        for on in members:
-            x, y = left + (width - spans[on]) / 2, (on - first) * step
-            for node in layers[on]:
+        for index in members:
+            x, y = left + (width - spans[index]) / 2, (index - first) * step
+            for node in layers[index]:
                 middle = x + widths[node] / 2
                 top[node], bottom[node] = Point(middle, y), Point(middle, y + height)
                 column_left[node] = left

@@ -175,51 +175,51 @@ def test_times_that_are_not_reported_or_predicted_are_ignored() -> None:
 
 
 def test_device_joins_only_after_the_stay_time() -> None:
-    watch = ReplanTrigger()
-    watch.record_plan(["a"], 0.0)
-    assert watch.reasons_to_replan(["a"], None, 100.0) is None
-    assert watch.reasons_to_replan(["a", "b"], None, 101.0) is None
-    assert watch.reasons_to_replan(["a"], None, 105.0) is None  # the device left, so the time starts again
-    assert watch.reasons_to_replan(["a", "b"], None, 106.0) is None
-    assert watch.reasons_to_replan(["a", "b"], None, 105.9 + MIN_PRESENCE_SECONDS) is None
-    assert watch.reasons_to_replan(["a", "b"], None, 106.0 + MIN_PRESENCE_SECONDS) == ReplanReasons(frozenset("b"))
-    watch.record_plan(["a", "b"], 117.0)
-    assert watch.reasons_to_replan(["a", "b"], None, 1000.0) is None
-    assert watch.reasons_to_replan(["a"], None, 1001.0) is None
-    assert watch.reasons_to_replan(["a", "b"], None, 1002.0) is None
-    assert watch.reasons_to_replan(["a", "b"], None, 1012.0) == ReplanReasons(frozenset("b"))  # the device came back
+    trigger = ReplanTrigger()
+    trigger.record_plan(["a"], 0.0)
+    assert trigger.reasons_to_replan(["a"], None, 100.0) is None
+    assert trigger.reasons_to_replan(["a", "b"], None, 101.0) is None
+    assert trigger.reasons_to_replan(["a"], None, 105.0) is None  # the device left, so the time starts again
+    assert trigger.reasons_to_replan(["a", "b"], None, 106.0) is None
+    assert trigger.reasons_to_replan(["a", "b"], None, 105.9 + MIN_PRESENCE_SECONDS) is None
+    assert trigger.reasons_to_replan(["a", "b"], None, 106.0 + MIN_PRESENCE_SECONDS) == ReplanReasons(frozenset("b"))
+    trigger.record_plan(["a", "b"], 117.0)
+    assert trigger.reasons_to_replan(["a", "b"], None, 1000.0) is None
+    assert trigger.reasons_to_replan(["a"], None, 1001.0) is None
+    assert trigger.reasons_to_replan(["a", "b"], None, 1002.0) is None
+    assert trigger.reasons_to_replan(["a", "b"], None, 1012.0) == ReplanReasons(frozenset("b"))  # the device came back
 
 
 def test_device_left_out_as_slow_is_reconsidered_later() -> None:
-    watch = ReplanTrigger()
-    watch.record_plan(["a", "b"], 0.0, slow=["b"])
-    assert watch.reasons_to_replan(["a", "b"], None, REMEASURE_SLOW_SECONDS) is None
-    assert watch.reasons_to_replan(["a", "b"], None, REMEASURE_SLOW_SECONDS + MIN_PRESENCE_SECONDS) == ReplanReasons(
+    trigger = ReplanTrigger()
+    trigger.record_plan(["a", "b"], 0.0, slow=["b"])
+    assert trigger.reasons_to_replan(["a", "b"], None, REMEASURE_SLOW_SECONDS) is None
+    assert trigger.reasons_to_replan(["a", "b"], None, REMEASURE_SLOW_SECONDS + MIN_PRESENCE_SECONDS) == ReplanReasons(
         frozenset("b")
     )
 
 
 @given(st.integers(1, 12))
 def test_stay_time_doubles_with_each_loss(losses: int) -> None:
-    watch = ReplanTrigger()
-    watch.record_plan(["a"], 0.0)
+    trigger = ReplanTrigger()
+    trigger.record_plan(["a"], 0.0)
     for _ in range(losses):
-        watch.record_loss("b", 0.0)
+        trigger.record_loss("b", 0.0)
     stay = min(MIN_PRESENCE_SECONDS * 2 ** (losses - 1), MAX_PRESENCE_SECONDS)
-    assert watch.reasons_to_replan(["a", "b"], None, 10.0) is None
-    assert watch.reasons_to_replan(["a", "b"], None, 9.0 + stay) is None
-    assert watch.reasons_to_replan(["a", "b"], None, 10.0 + stay) is not None
+    assert trigger.reasons_to_replan(["a", "b"], None, 10.0) is None
+    assert trigger.reasons_to_replan(["a", "b"], None, 9.0 + stay) is None
+    assert trigger.reasons_to_replan(["a", "b"], None, 10.0 + stay) is not None
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.booleans(), st.sets(st.sampled_from("abc"))), max_size=60))
 def test_replanning_is_never_more_frequent_than_the_pause(looks: list[tuple[float, bool, set[str]]]) -> None:
-    watch, now, answered = ReplanTrigger(), 0.0, []
+    trigger, now, answered = ReplanTrigger(), 0.0, []
     for pause, drifted, devices in looks:
         now += pause
-        if watch.reasons_to_replan(sorted(devices), SustainedDrift(links_suspect=True) if drifted else None, now):
+        if trigger.reasons_to_replan(sorted(devices), SustainedDrift(links_suspect=True) if drifted else None, now):
             answered.append(now)
             if now % 2 < 1:
-                watch.record_plan(devices, now)
+                trigger.record_plan(devices, now)
     assert all(b - a >= REPLAN_SECONDS for a, b in zip(answered, answered[1:], strict=False))
 
 
