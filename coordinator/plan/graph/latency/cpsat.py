@@ -25,6 +25,9 @@ _MAX_DIGITS = 6  # decimals of a time that are kept exactly: whole microseconds,
 # Ticks of the whole graph on the fastest device, where times are rounded: one tick is 1 part in 67 million.
 _ROUNDED_TICKS = 1 << 26
 
+_MAX_TOTAL_TICKS = 1 << 40  # of the whole graph on one device: sums of ticks stay exact as floats, which are up to 2^53
+_ROUNDING_TICKS = 1e-6  # a float this close to a whole number of ticks means that number
+
 
 class SolverResult(NamedTuple):
     """`schedule` is None if none was found; `bound`, in ticks, is a lower bound on the makespan."""
@@ -68,13 +71,15 @@ def in_ticks(problem: PlacementProblem) -> tuple[PlacementProblem, float]:
     total = max(totals) or max(times) or 1.0
     for digits in range(_MAX_DIGITS + 1):
         per_unit = 10.0**digits
-        if total * per_unit < 2**40 and all(abs(t * per_unit - round(t * per_unit)) < 1e-6 for t in times):
+        if total * per_unit < _MAX_TOTAL_TICKS and all(
+            abs(t * per_unit - round(t * per_unit)) < _ROUNDING_TICKS for t in times
+        ):
             break
     else:
         per_unit = _ROUNDED_TICKS / (min(totals) or total)
 
     def ticks(rows: FloatTable) -> FloatTable:
-        return tuple(tuple(float(math.floor(time * per_unit + 1e-6)) for time in row) for row in rows)
+        return tuple(tuple(float(math.floor(time * per_unit + _ROUNDING_TICKS)) for time in row) for row in rows)
 
     known = {seconds: ticks(seconds) for seconds in {flow.seconds for flow in problem.flows}}
     flows = tuple(flow._replace(seconds=known[flow.seconds]) for flow in problem.flows)
@@ -110,7 +115,7 @@ def solve_placement_model(
     status = solver.solve(model.model)
     if status == cp_model.INFEASIBLE:
         return SolverResult(None, below)
-    bound = max(0, math.ceil(solver.best_objective_bound - 1e-6))
+    bound = max(0, math.ceil(solver.best_objective_bound - _ROUNDING_TICKS))
     return SolverResult(model.read(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None, bound)
 
 

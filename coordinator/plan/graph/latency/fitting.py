@@ -11,6 +11,7 @@ from coordinator.plan.graph.latency.problem import PlacementProblem
 
 # By CP-SAT's own count of work, so that a run repeats exactly. It leaves most of a search's default time limit to the search.
 _MAX_DETERMINISTIC_SECONDS = 10.0
+_ROUNDING_BYTES = 1e-6  # the solver's bound is a float; this close to a whole number of bytes, it means that number
 
 
 def held_bytes(
@@ -47,7 +48,7 @@ def fitting_assignment(problem: PlacementProblem, seconds: float, num_workers: i
     solver.parameters.max_time_in_seconds = max(seconds, 0.0)
     solver.parameters.max_deterministic_time = _MAX_DETERMINISTIC_SECONDS
     status = solver.solve(model)
-    missing = max(0, math.ceil(solver.best_objective_bound - 1e-6)) if status != cp_model.UNKNOWN else 0
+    missing = max(0, math.ceil(solver.best_objective_bound - _ROUNDING_BYTES)) if status != cp_model.UNKNOWN else 0
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE) or round(solver.objective_value) > 0:
         return max(missing, total - sum(problem.budget_bytes), 0)
     return tuple(next(k for k in ranks if solver.boolean_value(where[k])) for where in on)

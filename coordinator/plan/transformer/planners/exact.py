@@ -171,6 +171,7 @@ class _Problem:
 
     def _max_grains(self, kind: int, threshold: float) -> list[int]:
         """The most grains of a kind that each device finishes within the threshold (seconds)."""
+        # The tolerance is for rounding: thresholds are such times themselves.
         return [bisect_left(seconds, threshold * (1 + 1e-12) + 1e-15) - 1 for seconds in self._seconds[kind]]
 
     def _min_threshold(self, kind: int) -> int:
@@ -189,7 +190,7 @@ class _Problem:
         program = LinearProgram(3 * self._num_devices)  # of each kind, the grains of every device
         for kind in range(3):
             program.add_equal({kind * self._num_devices + d: 1.0 for d in range(self._num_devices)}, self._totals[kind])
-        unit = float(1 << 20)
+        unit = float(1 << 20)  # MiB: coefficients near 1 suit the solver
         for d in range(self._num_devices):
             row = {kind * self._num_devices + d: self._bytes_per_grain[kind] / unit for kind in range(3)}
             program.add_at_most(row, self._budget.share_bytes(d) / unit)

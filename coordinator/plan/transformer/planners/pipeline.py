@@ -94,6 +94,7 @@ def best_split(
     for bound in sorted({seconds for each in by_rank for seconds in each}):
         if linear + repeats * max(bound, link_seconds) >= best.seconds:
             break  # with this bound or a larger one, no split can be better
+        # The tolerance is for rounding: bounds are such times themselves.
         found = fill([bisect_left(each, bound * (1 + 1e-12) + 1e-15) for each in by_rank])
         if found is not None and found.seconds < best.seconds:
             best = found
