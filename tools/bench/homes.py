@@ -19,9 +19,7 @@ from tools.testbed.cluster import check_possible
 
 _HUB = "hub"  # scenario whose coordinator has its own link
 _READY_SECONDS = 600.0  # for the coordinator to plan, push and load; enough for 1.5 GB over 25 Mbit/s
-_ANSWERS_SECONDS = (
-    900.0  # timeout of all requests of one call; a slow device needs seconds for each of some 100 answers
-)
+_ANSWERS_SECONDS = 900.0  # timeout of all requests of one call, which may run one after the other on slow devices
 
 Model = str | Mapping[str, Any]  # a checkpoint's directory; or a shape's name, a config.json or its content
 

@@ -20,7 +20,7 @@ from hearth.errors import BadSetting, DeadlineExceeded, HearthError, InternalErr
 from tools.interrupts import shielded
 from tools.testbed import Testbed
 
-_ANSWER_SECONDS = 180.0  # default timeout of a request: loading a large model on a slow device takes about a minute
+_ANSWER_SECONDS = 180.0  # default timeout of a call: long enough to load a large model on a slow device
 _POLL_MILLISECONDS = 500  # interval at which to check that a process is alive
 
 

@@ -46,7 +46,9 @@ from tools.bench.watch import agent_of, peak_bytes
 from tools.testbed import Testbed
 from tools.testbed.cluster import wait_until
 
-LEAST_SHARE = 0.85  # target for a push to one device: fraction of the link's rate; the rest is headers and encryption
+LEAST_SHARE = (
+    0.85  # target for a push to one device: fraction of the link's rate; the rest allows for headers and encryption
+)
 MOST_RATIO = 1.3  # target for a push to several: time over the least that the links allow; leaves room for passing on
 COORDINATOR_BYTES = 256 << 20  # target: most resident memory of the coordinator, independent of the model's size
 _HUB_FACTOR = 4  # uplink of the coordinator over the link of a device, when the uplink must not be the bottleneck
@@ -92,7 +94,7 @@ class _Pushed(NamedTuple):
 
 
 class _Pushes:
-    """The measurements of one home, in an order in which each finds the stores as it needs them."""
+    """The measurements of one home. Their order matters, because each relies on what the last one left in the stores."""
 
     def __init__(
         self, testbed: Testbed, pusher: HubProcess, model_dir: Path, weights: WeightFormat, mbit: float, report: Report

@@ -26,7 +26,8 @@ from hearth.plan.profile import Link
 from hearth.platform.security import HomeKey, agent_access, load_credential
 from tools.bench.child import AsyncTarget, serve
 
-_SETTLE_SECONDS = 60.0  # timeout of waiting for devices and heartbeats
+_SETTLE_SECONDS = 60.0  # timeout of waiting for devices and heartbeats: longer than a killed coordinator's leases last
+_POLL_SECONDS = 0.05  # between two looks at the fleet
 
 
 class Pusher(AsyncTarget):
@@ -100,7 +101,7 @@ class Pusher(AsyncTarget):
         while not probe():
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(action=action, seconds=_SETTLE_SECONDS)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(_POLL_SECONDS)
 
     @staticmethod
     async def _opened(home: HomeKey, address: str) -> Fleet:

@@ -29,13 +29,13 @@ from tools.bench.watch import MemoryWatch, agent_of, resident_bytes, worker_of
 from tools.testbed import Testbed
 
 CONTEXT = 384  # tokens per sequence: more than the longest request
-MAX_PROMPT, MAX_TOKENS = 200, 150  # of a request; several prefill tiles, and decoding long enough to cancel midway
+MAX_PROMPT, MAX_TOKENS = 200, 150  # of a request; together less than CONTEXT, and long enough to cancel midway
 # Target: largest growth of a process's memory over the soak. Allows for slack of its allocator.
 MOST_LEFT_BYTES = 16 << 20
 _POOL = 32  # different requests: each is repeated several times under load
 _SEED = 20240229  # arbitrary; fixed, so that the requests can be repeated
-_SETTLE_SECONDS = 30.0  # most time for memory to settle; allocators return it within seconds
-_SETTLE_STEP_SECONDS = 2.0  # between two looks
+_SETTLE_SECONDS = 30.0  # most time to wait for memory to settle; after it, memory counts as kept
+_SETTLE_STEP_SECONDS = 2.0  # between two samples: long enough for a process to return freed memory
 _SETTLED_BYTES = 1 << 20  # a process that shrinks by less between two looks has settled
 _FACT: TypeAdapter[StepBegun | SequenceCancelled] = TypeAdapter(
     Annotated[StepBegun | SequenceCancelled, Field(discriminator="fact")]

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from tools.testbed import Testbed
 
-_SAMPLE_SECONDS = 0.2  # interval of memory samples: short beside a request, and a sample costs less than a millisecond
+_SAMPLE_SECONDS = 0.2  # interval of memory samples: shorter than a request, so that its peak is seen
 
 
 def agent_of(testbed: Testbed, device: str) -> psutil.Process | None:
