@@ -1,4 +1,4 @@
-"""The benchmark: its statistics and its rows are right; it runs end to end; nothing of it remains."""
+"""The benchmark: statistics, rows and pages, complete runs, and cleanup."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ REPOSITORY = Path(__file__).parents[2]
 # ---- statistics -------------------------------------------------------------------------------------------------------
 
 
-def test_ratios_are_paired_so_that_a_slow_round_cancels_out() -> None:
+def test_paired_ratios_cancel_slow_rounds() -> None:
     ratio = paired_ratio([2.0, 20.0, 2.2, 2.0, 2.0], [1.0, 10.0, 1.1, 1.0, 1.0])
     assert ratio == pytest.approx((2.0, 2.0, 2.0))
     with pytest.raises(ValueError, match="paired"):
@@ -51,14 +51,14 @@ def test_ratios_are_paired_so_that_a_slow_round_cancels_out() -> None:
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=30))
-def test_the_interval_lies_within_the_values_around_their_median_and_is_always_the_same(values: list[float]) -> None:
+def test_interval_is_within_the_values_and_deterministic(values: list[float]) -> None:
     low, high = bootstrap_interval(values)
     assert min(values) <= low <= percentile(values, 0.5) + 1e-9
     assert percentile(values, 0.5) - 1e-9 <= high <= max(values)
     assert (low, high) == bootstrap_interval(values)
 
 
-def test_the_interval_is_wide_for_noise_and_narrow_for_much_agreement() -> None:
+def test_interval_width_follows_noise() -> None:
     low, high = bootstrap_interval([1.0, 2.0, 1.0, 2.0, 1.5])
     assert (low, high) == (1.0, 2.0)
     low, high = bootstrap_interval([1.5] * 14 + [9.0])
@@ -70,7 +70,7 @@ def test_percentiles(fraction: float, expected: float) -> None:
     assert percentile([4.0, 1.0, 3.0, 2.0], fraction) == pytest.approx(expected)
 
 
-def test_every_strategy_comes_first_once_in_as_many_rounds() -> None:
+def test_every_strategy_is_first_equally_often() -> None:
     orders = [rotated("abc", index) for index in range(3)]
     assert [order[0] for order in orders] == ["a", "b", "c"]
     assert all(sorted(order) == ["a", "b", "c"] for order in orders)
@@ -79,7 +79,7 @@ def test_every_strategy_comes_first_once_in_as_many_rounds() -> None:
 # ---- foreign load -----------------------------------------------------------------------------------------------------
 
 
-def test_only_what_does_not_descend_from_us_is_foreign() -> None:
+def test_foreign_load_excludes_own_descendants() -> None:
     before = {
         1: Process(0, 10, 0), 2: Process(0, 0, 0), 3: Process(2, 50, 0), 10: Process(1, 100, 0),
         11: Process(10, 5, 0), 20: Process(1, 7, 0),
@@ -88,12 +88,12 @@ def test_only_what_does_not_descend_from_us_is_foreign() -> None:
         1: Process(0, 11, 0), 2: Process(0, 0, 0), 3: Process(2, 90, 0), 10: Process(1, 130, 0),
         11: Process(10, 95, 0), 20: Process(1, 9, 0), 21: Process(20, 4, 0),
     }  # fmt: skip
-    assert foreign_seconds(before, after, 10) == 1 + 2 + 4  # init, a shell, and what it has started
+    assert foreign_seconds(before, after, 10) == 1 + 2 + 4  # init, a shell, and a process that it has started
 
 
-def test_what_came_and_went_between_two_looks_is_counted_once() -> None:
+def test_short_lived_processes_are_counted_once() -> None:
     before = {1: Process(0, 0, 0), 20: Process(1, 0, 0), 21: Process(20, 300, 0)}
-    after = {1: Process(0, 0, 0), 20: Process(1, 0, 340)}  # 21 ended with 310, another one used 30
+    after = {1: Process(0, 0, 0), 20: Process(1, 0, 340)}  # 21 has ended at 310, another process used 30
     assert foreign_seconds(before, after, 999) == 40
 
 
@@ -105,12 +105,12 @@ def test_what_came_and_went_between_two_looks_is_counted_once() -> None:
         (Load(0.0, 0.2, 3), "processes took 20%"),
     ],
 )
-def test_a_disturbed_measurement_says_why(load: Load, said: str) -> None:
+def test_disturbed_measurement_is_explained(load: Load, said: str) -> None:
     assert said in load.distrust
     assert bool(load.distrust) == bool(said)
 
 
-def test_the_calmest_rounds_are_kept_in_their_order() -> None:
+def test_least_disturbed_rounds_are_kept_in_order() -> None:
     loads = [Load(0.3, 0.0, 0), Load(0.0, 0.02, 0), Load(0.0, 0.2, 0), Load(0.01, 0.0, 0)]
     assert calmest(loads, 2) == [1, 3]
     assert calmest(loads, 3) == [1, 2, 3]
@@ -118,9 +118,7 @@ def test_the_calmest_rounds_are_kept_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(("loud", "measured"), [([0.0], 1), ([0.3, 0.0], 2), ([0.3, 0.1, 0.2], 2)])
-def test_what_was_measured_in_the_calmest_moment_counts(
-    loud: list[float], measured: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_least_disturbed_measurement_counts(loud: list[float], measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = iter(loud)
     monkeypatch.setattr(load, "load_between", lambda *_: Load(next(loads), 0.0, 0))
     assert calmest_of(itertools.count(1).__next__, 3) == measured
@@ -130,7 +128,7 @@ def test_what_was_measured_in_the_calmest_moment_counts(
 # ---- what is measured -------------------------------------------------------------------------------------------------
 
 
-def test_strategies_come_in_the_wire_formats_that_they_have() -> None:
+def test_strategies_have_their_wire_formats() -> None:
     found = entries(["local", "gloo-tp", "hmp"], ["exact", "fp16", "int8"], plain=True)
     keys = [(entry.strategy, entry.wire, entry.encrypt) for entry in found]
     assert keys == [
@@ -141,7 +139,7 @@ def test_strategies_come_in_the_wire_formats_that_they_have() -> None:
     assert len({entry.key for entry in found}) == len(found)
 
 
-def test_a_baseline_has_the_same_wire_where_it_can() -> None:
+def test_baseline_has_the_same_wire_format_if_possible() -> None:
     found = entries(["gloo-tp", "hmp"], ["exact", "fp16", "int8"])
     gloo, half = Entry("gloo-tp", encrypt=False), Entry("gloo-tp", "fp16", encrypt=False)
     assert baseline_of(Entry("hmp", "fp16"), found, "gloo-tp") == half
@@ -149,13 +147,13 @@ def test_a_baseline_has_the_same_wire_where_it_can() -> None:
     assert baseline_of(Entry("hmp"), found, "sp") is None
 
 
-def test_lz4_is_compared_with_the_same_without_it() -> None:
+def test_lz4_is_compared_with_the_same_format_without_it() -> None:
     found = entries(["hmp"], ["exact", "bf16"], ["off", "auto", "on"])
     assert baseline_of(Entry("hmp", "bf16", "on"), found, "lz4 off") == Entry("hmp", "bf16", "off")
     assert baseline_of(Entry("sp", "exact", "on"), found, "lz4 off") is None
 
 
-def test_the_paper_s_models_have_its_shapes() -> None:
+def test_paper_models_have_their_shapes() -> None:
     shapes = {}
     for name, shape in SHAPES.items():
         fields = FAMILIES[shape.config["model_type"]].config
@@ -168,7 +166,7 @@ def test_the_paper_s_models_have_its_shapes() -> None:
         SHAPES["bert-large"].shortened(4, 600)
 
 
-def test_a_config_file_is_a_model(tmp_path: Path) -> None:
+def test_config_file_is_a_model(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
     shape = shape_of_file(path)
@@ -178,7 +176,7 @@ def test_a_config_file_is_a_model(tmp_path: Path) -> None:
         shape_of_file(path)
 
 
-def test_outputs_are_compared_as_a_whole() -> None:
+def test_outputs_are_compared_completely() -> None:
     assert relative_error([1.0, 2.0], [1.0, 2.0]) == 0.0
     assert relative_error([3.0, 4.4], [3.0, 4.0]) == pytest.approx(0.08)
     assert relative_error([1.0], [1.0, 2.0]) == float("inf")
@@ -206,7 +204,7 @@ def strategies(**settings: Any) -> Strategies:
     return Strategies.model_validate({"kind": "strategies", "title": "a title", "strategies": ["hmp"], **settings})
 
 
-def test_a_row_survives_a_result_file() -> None:
+def test_row_round_trips_through_a_result_file() -> None:
     assert Row.model_validate_json(row().model_dump_json()) == row()
 
 
@@ -226,7 +224,7 @@ def test_table_numbers_notes_once_and_marks_wrong_rows() -> None:
     assert "differs from that of a single device" in summary.failure
 
 
-def test_row_that_could_not_run_has_a_reason_and_no_times() -> None:
+def test_row_of_a_failed_run_has_a_reason_and_no_times() -> None:
     empty = Row.model_validate({**SETTING, "strategy": "sp", "wire": "exact", "notes": ("out of memory",)})
     assert cells(empty, footnotes([empty])) == ("sp exact", *["-"] * 7, "1")
 
@@ -241,7 +239,7 @@ def test_conclusions() -> None:
     assert "median 0.83 of its time" in regret
 
 
-def test_weak_scaling_is_measured_in_work_per_second() -> None:
+def test_weak_scaling_is_in_work_per_second() -> None:
     flops = {count: plots.layer_flops(96 * count, 1024) for count in (1, 2)}
     one = row(1.0, devices=1, seq_len=96)
     two = row(flops[2] / flops[1] / 1.6, devices=2, seq_len=192)  # 1.6 times the work per second
@@ -250,7 +248,7 @@ def test_weak_scaling_is_measured_in_work_per_second() -> None:
     assert points[1] == pytest.approx((2, 1.6, 0.8))
 
 
-def test_one_device_is_measured_at_one_rate_only() -> None:
+def test_single_device_is_measured_at_one_rate_only() -> None:
     experiment = strategies(devices=[1, 2, 3], mbit=[20, 500], strategies_of_one=["local"])
     settings = list(experiment._settings(SHAPES["distilbert"], load_scenario("galaxy-c"), lambda rate: rate))
     assert [(each.num_devices, each.mbit) for each in settings] == [
@@ -274,7 +272,7 @@ def test_plots_have_axes_with_units(plot: str) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_experiment_of_ours_is_valid(name: str) -> None:
+def test_builtin_experiments_are_valid(name: str) -> None:
     assert make_experiment(read_settings(name)).title
 
 
@@ -301,7 +299,7 @@ def test_page_of_a_result() -> None:
     )
 
 
-def test_report_makes_a_page_and_a_plot_of_raw_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_has_a_page_and_a_plot_of_raw_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(commands, "RESULTS", tmp_path)
     settings = strategies().model_dump(mode="json")
@@ -339,7 +337,7 @@ TINY = {
         (["kind=magic"], "'magic' is none of"),
     ],
 )
-def test_a_mistake_is_one_clear_line(changes: list[str], named: str, tmp_path: Path) -> None:
+def test_invalid_input_is_reported_in_one_line(changes: list[str], named: str, tmp_path: Path) -> None:
     done = bench(
         "run", "galaxy-a", *(part for change in changes for part in ("--set", change)), "--out", str(tmp_path / "a")
     )
@@ -356,7 +354,7 @@ def test_a_mistake_is_one_clear_line(changes: list[str], named: str, tmp_path: P
         (("report", "galaxy-z"), "No such file"),
     ],
 )
-def test_a_missing_file_is_one_clear_line(arguments: tuple[str, ...], named: str) -> None:
+def test_missing_file_is_reported_in_one_line(arguments: tuple[str, ...], named: str) -> None:
     done = bench(*arguments)
     assert done.returncode == 1
     assert named in done.stderr
@@ -382,7 +380,7 @@ def interruptible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("with_children", [True, False])
-def test_what_is_shielded_is_finished_first_and_a_second_interrupt_changes_nothing(with_children: bool) -> None:
+def test_shielded_block_finishes_despite_a_second_interrupt(with_children: bool) -> None:
     finished = []
 
     def interrupted() -> None:
@@ -393,14 +391,14 @@ def test_what_is_shielded_is_finished_first_and_a_second_interrupt_changes_nothi
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    with interrupts.shielded(with_children):  # taking down
+    with interrupts.shielded(with_children):  # removes the children
         signal.raise_signal(signal.SIGINT)
         finished.append("clearing up")
     assert finished == ["the block", "clearing up"]
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_that_was_lost_is_found_at_the_next_check() -> None:
+def test_lost_interrupt_is_noticed_at_the_next_check() -> None:
     interrupts.check()
     try:
         signal.raise_signal(signal.SIGTERM)
@@ -412,7 +410,7 @@ def test_an_interrupt_that_was_lost_is_found_at_the_next_check() -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[Path]:
-    """A scenario of two devices and a tiny model; `tmp` for what the benchmark itself writes, short as sockets want."""
+    """A scenario of two devices and a tiny model; `tmp` has a path that is short enough for sockets."""
     if reason := what_is_missing():
         pytest.skip(reason)
     cores = sorted(os.sched_getaffinity(0))
@@ -442,7 +440,7 @@ def start(files: Path, **changes: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.namespaces
-def test_all_strategies_run_and_agree(files: Path) -> None:
+def test_all_strategies_run_with_equal_outputs(files: Path) -> None:
     running = start(
         files, strategies=list(get_args(Name)), rounds=5, wires=["exact", "fp16", "bf16", "int8"], mbit=[100]
     )
@@ -473,7 +471,7 @@ def namespaces(slot: int) -> list[str]:
 
 
 def connected(process: subprocess.Popen[str]) -> bool:
-    """Whether devices talk with each other, as they do from the measurement of the link on."""
+    """Whether the devices communicate, as they do from the measurement of links on."""
     if (running := slot_of(process)) is None:
         return False
     shown = subprocess.run(["ip", "netns", "exec", f"ht{running.slot}-one", "ss", "-Htn", "state", "established"],
@@ -482,7 +480,7 @@ def connected(process: subprocess.Popen[str]) -> bool:
 
 
 def alive_in_group(group: int) -> list[str]:
-    """Not those that have ended and that nobody has looked after yet."""
+    """Processes of the group, without those that have ended and have not been reaped."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -520,7 +518,7 @@ def generate(files: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.namespaces
-def test_a_decoder_is_measured_beside_transformers(files: Path) -> None:
+def test_decoder_is_compared_with_transformers(files: Path) -> None:
     (files / "llama.json").write_text(json.dumps(TINY_LLAMA))
     done = generate(files, mbit=[100], rounds=5, prompt_tokens=20, new_tokens=6)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -534,7 +532,7 @@ def test_a_decoder_is_measured_beside_transformers(files: Path) -> None:
     assert "one exchange of partial sums takes" in done.stdout
 
 
-def test_a_model_that_is_no_decoder_is_refused(files: Path) -> None:
+def test_model_other_than_a_decoder_is_rejected(files: Path) -> None:
     (files / "llama.json").write_text(json.dumps(TINY))
     done = generate(files)
     assert done.returncode == 1
@@ -546,7 +544,7 @@ def test_a_model_that_is_no_decoder_is_refused(files: Path) -> None:
 @pytest.mark.parametrize(
     ("moment", "to_all"), [(moment, moment != "while devices talk") for moment in MOMENTS], ids=str
 )
-def test_ctrl_c_leaves_nothing_behind(files: Path, moment: str, to_all: bool) -> None:
+def test_ctrl_c_cleans_up(files: Path, moment: str, to_all: bool) -> None:
     process = start(files, rounds=10000, strategies=["local", "hmp", *(["gloo-tp"] if to_all else [])])
     try:
         wait_for(moment, lambda: MOMENTS[moment](process) or process.poll() is not None)
@@ -556,7 +554,7 @@ def test_ctrl_c_leaves_nothing_behind(files: Path, moment: str, to_all: bool) ->
         inside = list(namespaces(running.slot))
         interrupt = os.killpg if to_all else os.kill
         interrupt(process.pid, signal.SIGINT)
-        interrupt(process.pid, signal.SIGINT)  # impatience changes nothing
+        interrupt(process.pid, signal.SIGINT)  # a second Ctrl-C changes nothing
         said, complained = process.communicate(timeout=180)
     finally:
         if process.poll() is None:

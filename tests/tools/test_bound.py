@@ -1,4 +1,4 @@
-"""The bound of a traced step, from steps that the strategies run in memory: a renamed computation or phase fails here."""
+"""The bound of a traced step, for steps that run in memory: a renamed computation or phase fails here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AROUND = [
     group(kind) for kind in (Work.PRE_NORM_ATTENTION, Work.PRE_NORM_MLP, Work.CONNECTIVE_ATTENTION, Work.CONNECTIVE_MLP)
 ]
 EMBEDDING = [group(Work.EMBEDDING), group(Phase.EMBED)]
-# Of each plan, the groups of kinds that can run at the same time; the groups follow each other.
+# For each plan, the groups of kinds that can run concurrently; groups run one after another.
 GROUPS: dict[str, list[Kinds]] = {
     "hmp": [
         *EMBEDDING, *AROUND,
@@ -95,9 +95,7 @@ def only(traces: Traces, kinds: Collection[TaskKind], layer: int | None, lanes: 
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("rate", [1e5, 1e8, 1e12])
-def test_what_can_run_at_the_same_time_counts_once_and_the_rest_adds_up(
-    name: str, rate: float, traced: Callable[[str], Traces]
-) -> None:
+def test_concurrent_kinds_count_once_and_groups_add_up(name: str, rate: float, traced: Callable[[str], Traces]) -> None:
     traces, groups, rates = traced(name), GROUPS[name], [rate, rate / 3]
     seen = {event.kind for events in traces for event in events}
     assert seen == frozenset[TaskKind]().union(*groups)
@@ -120,7 +118,7 @@ def test_what_can_run_at_the_same_time_counts_once_and_the_rest_adds_up(
     assert bound_seconds([traces], rates) == pytest.approx(total)
 
 
-def test_of_several_steps_the_least_time_counts(traced: Callable[[str], Traces]) -> None:
+def test_least_time_of_several_steps_counts(traced: Callable[[str], Traces]) -> None:
     calm = traced("hmp")
     disturbed = [
         tuple(event.model_copy(update={"end_seconds": event.end_seconds + 0.5}) for event in events) for events in calm

@@ -14,7 +14,7 @@ from tools.bench.findings import BYTES, RATIO, at_least, at_most, equal, finding
 from tools.bench.homes import decoder_directory, hub_scenario
 
 
-def test_a_missed_target_fails_the_run_and_is_a_conclusion() -> None:
+def test_missed_target_fails_the_run_and_is_a_conclusion() -> None:
     good = [at_most("peak", 2.0, 2.0, RATIO), at_least("rate", 3.0, 2.5, RATIO), within("error", -0.1, 0.1, "a detail")]
     assert findings_summary("good", good).failure == ""
     assert findings_summary("good", good).conclusions == ("3 of 3 figures meet their targets",)
@@ -44,7 +44,7 @@ def test_capacity_shows_planned_and_actual_memory_of_each_device() -> None:
         ("soak", "weights=int8", "weights: Extra inputs are not permitted"),
     ],
 )
-def test_a_wrong_setting_is_named(experiment: str, change: str, named: str) -> None:
+def test_wrong_setting_is_named(experiment: str, change: str, named: str) -> None:
     with pytest.raises(BadSetting, match=named):
         make_experiment(read_settings(experiment, [change]))
 
@@ -56,7 +56,7 @@ def test_only_decoders_serve_in_a_home(model: str | dict[str, str], tmp_path: Pa
     assert decoder_directory(str(tmp_path), tmp_path) == tmp_path
 
 
-def test_the_hub_comes_with_the_chosen_number_of_devices() -> None:
+def test_hub_has_the_chosen_number_of_devices() -> None:
     scenario = hub_scenario(2, memory_bytes=1 << 30)
     assert [device.name for device in scenario.devices] == ["m0", "m1", "hub"]
     assert [device.memory_bytes for device in scenario.devices] == [1 << 30, 1 << 30, None]

@@ -1,4 +1,4 @@
-"""What the benchmark of graphs says: intervals, gains over paired rounds, and when a figure is not what was asked."""
+"""Findings of the graph benchmark: intervals, gains over paired rounds, and missed targets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def served(label: str, seconds: tuple[float, ...], predicted: float, devices: in
     )  # fmt: skip
 
 
-def test_an_interval_is_the_mean_from_the_first_answer_to_the_last() -> None:
+def test_interval_is_the_mean_from_first_to_last_answer() -> None:
     assert interval_seconds([10.0, 10.1, 10.9, 11.5]) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="at least two answers"):
         interval_seconds([1.0])
 
 
-def test_the_gain_is_of_rounds_in_pairs_and_asked_of_the_best_pipeline_only() -> None:
+def test_gain_is_paired_and_required_of_the_best_pipeline_only() -> None:
     one = served("one device", (0.2, 0.4, 0.22), 0.21)
     slow, fast = served("exact", (0.11, 0.21, 0.12), 0.12, 3), served("int8", (0.08, 0.16, 0.088), 0.085, 3)
     found = {finding.figure: finding for finding in of_pipelines(one, [slow, fast], 2.2)}
@@ -41,7 +41,7 @@ def test_the_gain_is_of_rounds_in_pairs_and_asked_of_the_best_pipeline_only() ->
 
 
 @pytest.mark.parametrize(("predicted", "holds"), [(0.86, True), (1.14, True), (0.84, False), (1.16, False)])
-def test_a_bottleneck_is_predicted_within_15_percent_either_way(predicted: float, holds: bool) -> None:
+def test_bottleneck_prediction_must_be_within_15_percent(predicted: float, holds: bool) -> None:
     found = of_pipelines(served("one device", (1.0,), predicted), [served("two", (1.0,), 1.0, 2)], None)
     (off,) = (each for each in found if each.figure == "one device: bottleneck, predicted against measured")
     assert off.holds is holds
@@ -53,7 +53,7 @@ SLOW = [ONE, served("moirai", (1.0, 1.0), 1.0), served("auto", (1.0, 1.0), 1.0)]
 FAST = [ONE, served("moirai", (0.7, 0.8), 0.7, 2), served("auto", (0.7, 0.75), 0.7, 2)]
 
 
-def test_several_devices_must_be_faster_where_that_is_predicted() -> None:
+def test_predicted_distribution_must_be_faster() -> None:
     found = of_placements([FAST, SLOW])
     assert found[0].target == "at least 1.00 x"
     assert "1.43" in found[0].figure
@@ -62,7 +62,7 @@ def test_several_devices_must_be_faster_where_that_is_predicted() -> None:
     assert not all_hold(of_placements([[*FAST[:2], served("auto", (1.2, 1.3), 0.7, 2)], SLOW]))
 
 
-def test_auto_must_take_one_device_where_that_is_predicted_and_a_forced_plan_must_be_slower() -> None:
+def test_predicted_single_device_must_be_chosen_and_faster() -> None:
     forced = served("forced", (1.3, 1.5), 1.25, 2)
     found = of_placements([[*SLOW, forced], FAST])
     assert all_hold(found)
@@ -76,7 +76,7 @@ def test_both_outcomes_must_be_predicted_at_some_rate() -> None:
     assert of_placements([SLOW])[-1].holds is False
 
 
-def test_wrong_and_missing_answers_are_said() -> None:
+def test_wrong_and_missing_answers_are_reported() -> None:
     assert all_hold(of_answers([served("one device", (1.0,), 1.0, difference=1e-6)]))
     assert not all_hold(of_answers([served("one device", (1.0,), 1.0, difference=1e-2)]))
     assert all_hold(of_answers([served("one device", (1.0,), 1.0, difference=1e-2, wire="int8")]))
@@ -85,7 +85,7 @@ def test_wrong_and_missing_answers_are_said() -> None:
     assert "DeviceLost" in failed[-1].measured
 
 
-def test_a_table_has_a_row_for_each_plan() -> None:
+def test_table_has_a_row_for_each_plan() -> None:
     table = served_table("a title", [served("one device", (1.0,), 0.9), served("two", (0.5,), 0.5, 2)])
     assert [row[0] for row in table.rows] == ["one device", "two"]
     assert "-10.0%" in table.rows[0]

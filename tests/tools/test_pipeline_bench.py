@@ -21,7 +21,7 @@ from tools.bench.partition_setup import ACCOUNTINGS, positions, problem_of, rate
 MIB = 1 << 20
 
 
-def test_rates_are_the_papers() -> None:
+def test_rates_equal_the_papers() -> None:
     places = np.array([[80.0, 0.0], [0.0, 3.0], [80.0, 4.0]])
     to_router = rates(places, between_nodes=False) * 8 / 1e6
     assert to_router[0, 1] == to_router[1, 0] == pytest.approx(5.5, abs=0.02)  # of the slower end
@@ -33,12 +33,12 @@ def test_rates_are_the_papers() -> None:
     assert ((drawn > 1) & (drawn < 150)).all()
 
 
-def test_accountings_differ_as_they_say() -> None:
+def test_memory_accountings_differ_as_documented() -> None:
     spec = chain(1, [400, 800, 1200], [4000, 8000, 12000])
     paper, weights, notebooks = (problem_of(spec, ACCOUNTINGS[name], MIB, 2) for name in ACCOUNTINGS)
     assert paper.stage_bytes[0].tolist() == [4400, 13200, 26400]
     assert weights.stage_bytes[0].tolist() == [4000, 12000, 24000]
-    # A quarter of each weight, without the first block; an output's floats count twice where they travel.
+    # A quarter of each weight, without the first block; output floats count twice if they are transferred.
     assert notebooks.stage_bytes[0].tolist() == [0, 2800, 7000]
     assert paper.boundary_bytes == weights.boundary_bytes == pytest.approx((400 / 3.024, 800 / 3.024))
     assert notebooks.boundary_bytes == pytest.approx((800 / 1.44, 1600 / 1.44))
@@ -84,7 +84,7 @@ def test_planners_are_compared_in_the_same_clusters(graphs: Path) -> None:
     assert [row[:3] for row in over_bound.rows] == [("ResNet50", "64 MiB", "50")]
 
 
-def test_an_interrupted_run_resumes_with_its_rows(graphs: Path) -> None:
+def test_interrupted_run_resumes_with_its_rows(graphs: Path) -> None:
     partition = experiment("partition", graphs, **SMALL)
     rows = list(measured(partition, graphs))
     known = [row.model_copy(update={"num_stages": 99}) for row in rows[:2]]
@@ -123,6 +123,6 @@ def test_points_of_every_graph_are_listed(tmp_path: Path) -> None:
         ({"graphs": "nowhere"}, "graphs.*nowhere holds no .json or .onnx files"),
     ],
 )
-def test_bad_settings_are_named(graphs: Path, changes: dict[str, Any], named: str) -> None:
+def test_invalid_settings_are_named(graphs: Path, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(BadSetting, match=named):
         next(measured(experiment("partition", graphs, **changes), graphs))

@@ -1,4 +1,4 @@
-"""The experiment `moirai`: it compares the planner with the baselines on the problems of a folder."""
+"""The experiment `moirai`: the planner against the baselines on the problems of a folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def moirai(folder: Path, *changes: str) -> Experiment:
 
 
 def save_problem(path: Path, memory: int) -> None:
-    """Two independent operators of 4 seconds on two devices, each with room for one of them or for both."""
+    """Two independent operators of 4 seconds on two devices, each with memory for one of them or for both."""
     problem = {
         "name": path.stem,
         "devices": [{"id": device, "name": f"d{device}", "mem": memory} for device in range(2)],
@@ -42,7 +42,7 @@ def test_every_problem_is_compared_with_the_baselines(tmp_path: Path) -> None:
     assert found.conclusions == ("proven optimal: roomy, tight", "a baseline is better than moirai on: none")
 
 
-def test_summary_names_the_problems_where_a_baseline_is_better(tmp_path: Path) -> None:
+def test_summary_names_problems_with_a_better_baseline(tmp_path: Path) -> None:
     save_problem(tmp_path / "roomy.json", memory=2)
     experiment = moirai(tmp_path)
     (row,) = experiment.measure(Context(tmp_path, lambda step: None))
@@ -55,7 +55,7 @@ def test_summary_names_the_problems_where_a_baseline_is_better(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "named"), [(['instances=["absent"]'], "instances"), (["graphs=nowhere"], "graphs")]
 )
-def test_bad_settings_are_named(tmp_path: Path, changes: list[str], named: str) -> None:
+def test_invalid_settings_are_named(tmp_path: Path, changes: list[str], named: str) -> None:
     save_problem(tmp_path / "roomy.json", memory=2)
     with pytest.raises(BadSetting, match=named):
         next(moirai(tmp_path, *changes).measure(Context(tmp_path, lambda step: None)))

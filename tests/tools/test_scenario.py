@@ -1,4 +1,4 @@
-"""Scenarios: ours load, and whatever is wrong in one is named."""
+"""Scenarios of the testbed: built-in ones are valid, and errors are named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device(**changes: object) -> Device:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root on two cores with 4 GiB free."""
+    """A machine with root access, two cores and 4 GiB of free memory."""
 
     class Memory:
         available = 4 * GIB
@@ -40,17 +40,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_scenario_of_ours_loads_and_fits_two_cores(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builtin_scenarios_are_valid_and_fit_two_cores(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = load_scenario(path.stem)
     assert (found.name, bool(found.description)) == (path.stem, True)
-    assert found.scale_links == path.stem.startswith("galaxy-")  # those stand for a ratio, not for a rate
+    # these define a ratio of link to compute speed, not a rate
+    assert found.scale_links == path.stem.startswith("galaxy-")
     monkeypatch.setattr(cluster, "what_is_missing", lambda: "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(cluster, "_HOST_RESERVE_BYTES", -64 * GIB)  # whatever this machine has free
+    monkeypatch.setattr(cluster, "_HOST_RESERVE_BYTES", -64 * GIB)  # independent of this machine's free memory
     check_possible(found)
 
 
-def test_the_scenarios_of_the_paper_have_its_memory() -> None:
+def test_paper_scenarios_have_the_papers_memory() -> None:
     budgets = {name: [one.memory_bytes for one in load_scenario(f"galaxy-{name}").devices] for name in "abcdef"}
     nano_l, nano_m, nano_s = int(1.5 * GIB), int(1.2 * GIB), 751619276
     assert budgets["c"] == [nano_l] * 4
@@ -85,7 +86,7 @@ def test_the_scenarios_of_the_paper_have_its_memory() -> None:
         (DEVICE.replace("0.45", "0.001"), "cpu_share"),
     ],
 )
-def test_what_is_wrong_in_a_scenario_is_named(tmp_path: Path, text: str, named: str) -> None:
+def test_scenario_errors_name_the_field(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(BadSetting) as raised:
@@ -95,7 +96,7 @@ def test_what_is_wrong_in_a_scenario_is_named(tmp_path: Path, text: str, named: 
     assert "\n" not in raised.value.reason
 
 
-def test_an_unknown_scenario_is_told_what_there_is(tmp_path: Path) -> None:
+def test_unknown_scenario_error_lists_the_builtin_ones(tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match="galaxy-a, galaxy-b"):
         load_scenario("galaxy-z")
     with pytest.raises(BadSetting, match="neither a file"):
@@ -115,13 +116,13 @@ def test_an_unknown_scenario_is_told_what_there_is(tmp_path: Path) -> None:
         (scenario(device(memory_bytes=2 * GIB), device(name="m1", memory_bytes=2 * GIB)), "4096 MiB together"),
     ],
 )
-def test_what_this_machine_cannot_emulate_is_refused(impossible: Scenario, named: str) -> None:
+def test_scenario_that_the_machine_cannot_emulate_is_rejected(impossible: Scenario, named: str) -> None:
     with pytest.raises(BadSetting, match="here") as raised:
         check_possible(impossible)
     assert named in raised.value.reason
 
 
-def test_only_root_can_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulation_requires_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(BadSetting, match="sudo"):
         check_possible(scenario(device()))
@@ -133,7 +134,7 @@ def test_only_root_can_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     memory_bytes=st.none() | st.integers(64 << 20, 1 << 40),
     scale_links=st.booleans(),
 )
-def test_rates_and_shares_survive_a_round_trip(
+def test_rates_and_shares_round_trip(
     tmp_path_factory: pytest.TempPathFactory, share: float, mbit: float, memory_bytes: int | None, scale_links: bool
 ) -> None:
     written = Scenario(
@@ -152,14 +153,14 @@ def test_rates_and_shares_survive_a_round_trip(
 
 
 @given(share=st.floats(0.002, 64.0))
-def test_a_quota_is_the_share_of_its_period_and_the_kernel_takes_both(share: float) -> None:
+def test_quota_and_period_give_the_share_within_kernel_limits(share: float) -> None:
     quota, period = quota_and_period(share)
     assert quota / period == pytest.approx(share, abs=1 / period)
     assert quota >= 1000
     assert 1000 <= period <= 1_000_000
 
 
-def test_kernels_are_capped_to_the_class_of_device() -> None:
+def test_instruction_set_follows_the_device_class() -> None:
     assert load_scenario("galaxy-c").devices[0].environment["MKL_ENABLE_INSTRUCTIONS"] == "SSE4_2"
     assert load_scenario("slow-pcs").devices[0].environment["MKL_ENABLE_INSTRUCTIONS"] == "AVX2"
     assert load_scenario("whole-cores").devices[0].environment == {}

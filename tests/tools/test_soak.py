@@ -1,4 +1,4 @@
-"""The soak: its requests, what it reads from logs, and its findings."""
+"""The soak test: its requests, parsing of logs, and findings."""
 
 from __future__ import annotations
 

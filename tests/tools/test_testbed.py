@@ -1,4 +1,4 @@
-"""The testbed keeps its promises: rates, shares and limits hold on this kernel, and nothing of it remains."""
+"""The testbed: rates, CPU shares and memory limits hold on this kernel, and everything is removed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WAIT = "import time; print('begun', flush=True); time.sleep(600)"
 
 
 @pytest.fixture(autouse=True)
-def nothing_remains() -> Iterator[None]:
+def everything_is_removed() -> Iterator[None]:
     if reason := what_is_missing():
         pytest.skip(reason)
     before = traces()
@@ -70,7 +70,7 @@ def slots_of_others() -> set[str]:
 
 
 def traces() -> dict[str, set[str]]:
-    """Everything that this test's testbeds could leave, but for those of other processes."""
+    """Everything that the testbeds of this test could leave, without that of other processes."""
     others = slots_of_others()
     namespaces = {line.split()[0] for line in command("ip", "netns", "list").splitlines() if line.strip()}
     groups = {
@@ -78,7 +78,7 @@ def traces() -> dict[str, set[str]]:
         for path in (*Path("/sys/fs/cgroup").glob("hearth-ht*"), *Path("/sys/fs/cgroup").glob("*/hearth-ht*"))
     }
     links = {link["ifname"] for link in json.loads(command("ip", "-json", "link", "show"))}
-    others |= slots_of_others()  # also those that have come meanwhile
+    others |= slots_of_others()  # also those that were started meanwhile
     return {
         "namespaces": {name for name in namespaces if name.split("-")[0] not in others},
         "cgroups": groups - others,
@@ -106,28 +106,28 @@ def pair(tmp_path: Path) -> Iterator[Testbed]:
         yield testbed
 
 
-def test_a_link_has_its_rate_and_takes_a_new_one_while_it_is_used(pair: Testbed) -> None:
+def test_link_rate_holds_and_can_change_during_a_transfer(pair: Testbed) -> None:
     receiver = python(pair, "two", RECEIVE, pair.address("two"))
     assert first_line(receiver) == "listening"
 
     def reaches(mbit: float, size: int) -> bool:
-        """Whatever else the machine does makes a transfer slower, and nothing faster than its link."""
+        """Other load makes a transfer slower, and nothing makes it faster than its link."""
         rate = float(first_line(python(pair, "one", SEND, pair.address("two"), str(size))))
         assert rate < 1.15 * mbit
         return rate > 0.85 * mbit
 
     wait_for("a transfer at the link's rate", lambda: reaches(50, 3 << 20))
     sender = python(pair, "one", SEND, pair.address("two"), str(12 << 20))
-    pair.set_mbit(200)  # before much of 12 MiB has passed, which take 2 s at 50 Mbit/s
+    pair.set_mbit(200)  # early in the transfer of 12 MiB, which takes 2 s at 50 Mbit/s
     assert float(first_line(sender)) > 60
     wait_for("a transfer at the new rate", lambda: reaches(200, 6 << 20))
     assert {pair.network.state(name) for name in ("one", "two")} == {(200.0, False)}
 
 
-def test_nothing_passes_a_cut_link_and_connections_outlive_it(pair: Testbed) -> None:
+def test_cut_link_blocks_traffic_but_keeps_connections(pair: Testbed) -> None:
     receiver = python(pair, "two", RECEIVE, pair.address("two"))
     assert first_line(receiver) == "listening"
-    sender = python(pair, "one", SEND, pair.address("two"), str(6 << 20))  # a second's worth
+    sender = python(pair, "one", SEND, pair.address("two"), str(6 << 20))  # takes 1 s
 
     def connected() -> bool:
         return pair.address("two") in command("ip", "netns", "exec", pair.network.namespace("one"), "ss", "-Htn")
@@ -138,11 +138,11 @@ def test_nothing_passes_a_cut_link_and_connections_outlive_it(pair: Testbed) -> 
     with pytest.raises(subprocess.TimeoutExpired):
         sender.wait(1.5)
     pair.network.mend("two")
-    assert float(first_line(sender)) < 35  # 1 s of 50 Mbit/s, stretched by the cut
+    assert float(first_line(sender)) < 35  # 1 s at 50 Mbit/s, prolonged by the cut
     assert not pair.network.state("two").is_cut
 
 
-def test_rates_follow_the_speed_of_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_rates_scale_with_device_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Testbed, "_core_seconds", lambda testbed: NOMINAL_CORE_SECONDS / 3)
     with Testbed(PAIR.model_copy(update={"name": "scaled", "scale_links": True}), tmp_path) as testbed:
         assert testbed.link_scale == pytest.approx(3.0)
@@ -153,14 +153,14 @@ def test_rates_follow_the_speed_of_the_devices(tmp_path: Path, monkeypatch: pyte
         assert testbed.network.state("one").mbit == pytest.approx(40, rel=1e-4)
 
 
-def test_the_speed_of_the_devices_is_measured_on_them(pair: Testbed) -> None:
-    """Within their limits: half a core each, so a whole core's second takes two."""
+def test_device_speed_is_measured(pair: Testbed) -> None:
+    """Under the CPU quota: with half a core each, one core second takes 2 s."""
     pytest.importorskip("torch")
     assert 0.01 < pair._core_seconds() < 30
 
 
-def test_a_cpu_share_slows_a_loop_to_it(pair: Testbed) -> None:
-    """CPU seconds over elapsed ones: a busy machine gives less for a while, and nothing gives more."""
+def test_cpu_share_limits_a_loop(pair: Testbed) -> None:
+    """CPU seconds per elapsed second: a busy machine may give less for a while, but never more."""
     busy = """
 import sys, time
 print("begun", flush=True)
@@ -186,21 +186,21 @@ print((time.process_time() - cpu) / (time.monotonic() - began), flush=True)
     wait_for("a loop with its whole share", reaches_it)
 
 
-def test_a_process_beyond_the_memory_limit_is_killed(pair: Testbed) -> None:
+def test_process_above_the_memory_limit_is_killed(pair: Testbed) -> None:
     fill = (
         "import sys; held = bytearray(int(sys.argv[1]) << 20); held[::4096] = bytes(len(held) // 4096); print('fits')"
     )
     assert python(pair, "two", fill, "300").wait(60) == -signal.SIGKILL
     assert python(pair, "two", fill, "50").wait(60) == 0
-    assert python(pair, "one", fill, "300").wait(60) == 0  # no limit there
+    assert python(pair, "one", fill, "300").wait(60) == 0  # no limit on this device
 
 
-def test_an_agent_sees_the_limit_of_its_device(pair: Testbed) -> None:
+def test_agent_sees_the_memory_limit_of_its_device(pair: Testbed) -> None:
     look = "from agent.daemon.telemetry import memory; print(memory()[0])"
     assert first_line(python(pair, "two", look)) == str(128 << 20)
 
 
-def test_an_orphaned_testbed_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_orphaned_testbed_is_removed_by_the_next(tmp_path: Path) -> None:
     program = f"""
 import sys, time
 from pathlib import Path
@@ -249,7 +249,7 @@ def scenario_file(tmp_path: Path) -> Iterator[Path]:
         cli("down", "test-cli")
 
 
-def test_the_command_puts_up_a_home_and_takes_it_down(scenario_file: Path) -> None:
+def test_commands_start_and_stop_a_home(scenario_file: Path) -> None:
     assert "can be emulated" in cli("up", str(scenario_file), "--mbit", "1e9", expect=1)
     shown = cli("up", str(scenario_file), "--mbit", "80")
     assert "1.00 GiB" in shown
@@ -276,10 +276,10 @@ def test_the_command_puts_up_a_home_and_takes_it_down(scenario_file: Path) -> No
     assert not Path(running.folder).exists()
 
 
-def test_ctrl_c_ends_all_that_a_command_started(scenario_file: Path) -> None:
+def test_ctrl_c_ends_all_processes_of_a_command(scenario_file: Path) -> None:
     cli("up", str(scenario_file), "--mbit", "80")
     program = "sleep 600 & sleep 600"
-    # SIG_DFL: where the tests run as a background job of a shell, SIGINT is ignored from the start.
+    # SIG_DFL: if the tests run as a background job of a shell, SIGINT is ignored from the start.
     waiting = subprocess.Popen(
         [sys.executable, "-m", "tools.testbed", "run", "--scenario", "test-cli", "--device", "small", "--limited",
          "sh", "-c", program],
@@ -291,19 +291,19 @@ def test_ctrl_c_ends_all_that_a_command_started(scenario_file: Path) -> None:
         return names(running.slot).count("sleep") == 2
 
     wait_for("the start of the command", begun)
-    os.killpg(waiting.pid, signal.SIGINT)  # as the terminal does
+    os.killpg(waiting.pid, signal.SIGINT)  # as a terminal does
     assert waiting.wait(60) == 130
     assert not {"sleep", "sh"} & set(names(running.slot))
     assert names(running.slot) != []  # the agent
 
 
 def names(slot: int) -> list[str]:
-    """Of the processes on the device `small`."""
+    """Names of the processes on the device `small`."""
     found = []
     for pid in command("ip", "netns", "pids", f"ht{slot}-small").split():
         try:
             found.append(psutil.Process(int(pid)).name())
-        except psutil.NoSuchProcess:  # ended just now
+        except psutil.NoSuchProcess:  # has just ended
             continue
     return found
 
@@ -317,15 +317,15 @@ def names(slot: int) -> list[str]:
         (["link", "m0"], "--mbit"),
     ],
 )
-def test_a_mistake_is_one_clear_line(arguments: list[str], named: str) -> None:
+def test_invalid_input_is_reported_in_one_line(arguments: list[str], named: str) -> None:
     said = cli(*arguments, expect=2 if "No such" in named else 1)
     assert named in said
 
 
-def test_the_scenarios_are_listed() -> None:
+def test_scenarios_are_listed() -> None:
     assert "galaxy-f" in cli("scenarios")
 
 
-def test_a_slot_is_not_taken_twice(tmp_path: Path) -> None:
+def test_concurrent_testbeds_use_different_slots(tmp_path: Path) -> None:
     with Testbed(PAIR, tmp_path / "first") as first, Testbed(PAIR, tmp_path / "second") as second:
         assert first.address("one") != second.address("one")

@@ -1,4 +1,4 @@
-"""The comparison of two checkouts: the order of rounds, what is said of them, and the boundary that versions share."""
+"""The comparison of two checkouts: the order of rounds, the verdict, and the interface that versions share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.bench.versions import Round, VersionsRow, compare
 
 
 def measured(old: list[float], new: list[float], outputs: tuple[object, object] = (None, None)) -> VersionsRow:
-    """Of sides that take these seconds, the first of each to warm up."""
+    """A row for sides with these seconds; the first of each is the warm-up."""
     order: list[str] = []
 
     def side(name: str, seconds: list[float], output: object) -> Round:
@@ -43,7 +43,7 @@ def test_rounds_alternate_and_ratios_are_paired() -> None:
         ([0.9, 0.9, 0.9], ("a", "b"), False),
     ],
 )
-def test_what_holds(ratios: list[float], outputs: tuple[str, str], holds: bool) -> None:
+def test_verdict_follows_ratios_and_outputs(ratios: list[float], outputs: tuple[str, str], holds: bool) -> None:
     row = measured([1.0] * 4, [1.0, *ratios], outputs)
     assert row.holds == holds
     assert row.same_output == (outputs[0] == outputs[1])
@@ -51,8 +51,8 @@ def test_what_holds(ratios: list[float], outputs: tuple[str, str], holds: bool) 
     assert bool(experiment.summary([row]).failure) != holds
 
 
-def test_the_requests_of_runners_stay_what_another_version_of_them_takes() -> None:
-    """`versions` sends these to the runners of older checkouts too: add what is optional, and rename nothing."""
+def test_runner_requests_are_compatible_with_other_versions() -> None:
+    """`versions` sends these to the runners of older checkouts too: add only optional parameters, and rename none."""
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     from tools.bench.runner import Runner
 
@@ -71,7 +71,7 @@ def test_the_requests_of_runners_stay_what_another_version_of_them_takes() -> No
         assert set(required) <= {"self", *parameters}
 
 
-def test_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
+def test_folder_other_than_a_checkout_is_rejected(tmp_path: Path) -> None:
     experiment = make_experiment(read_settings("versions", [f"old={tmp_path}"]))
     with pytest.raises(BadSetting, match="is not a checkout"):
         next(experiment.measure(Context(tmp_path, lambda step: None)))
