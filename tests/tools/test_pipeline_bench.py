@@ -1,4 +1,4 @@
-"""The experiments `partition` and `partition-points`: the paper's set-up, tables of its figures, and interrupted runs."""
+"""The experiment `partition`: the paper's set-up, tables of its figures, and interrupted runs."""
 
 from __future__ import annotations
 
@@ -103,14 +103,6 @@ def test_plot_has_a_panel_for_each_model_and_one_for_the_bound(graphs: Path) -> 
     ]  # fmt: skip
     assert not partition.draw([], figure)
     pyplot.close(figure)
-
-
-def test_points_of_every_graph_are_listed(tmp_path: Path) -> None:
-    save_graph(tmp_path / "small.json", chain(1, [10, 20, 30], [1000] * 3))
-    points = experiment("partition-points-keras", tmp_path)
-    found = points.summary(list(measured(points, tmp_path)))
-    assert found.conclusions[0].startswith("1 of 1 graphs have usable points")
-    assert found.tables[0].rows == (("chain", "3", "2", "2", "1", "0.98 KiB", "0", "0 B", "yes", "67%", "67%"),)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ KINDS: dict[str, tuple[str, str]] = {
     "graph-latency": ("graphs", "GraphLatency"),
     "versions": ("versions", "Versions"),
     "partition": ("partition", "Partition"),
-    "partition-points": ("partition_points", "PartitionPoints"),
     "moirai": ("moirai", "Moirai"),
     "coarsening": ("coarsening", "Coarsening"),
     "push": ("push", "Push"),
