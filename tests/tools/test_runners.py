@@ -14,7 +14,9 @@ import pytest
 import zmq
 from support.waiting import wait_for
 
+from hearth.errors import InternalError
 from tools.bench.drive import EngineRunners
+from tools.bench.processes import ProcessGroup
 
 
 def test_runner_computes_until_stopped() -> None:
@@ -90,3 +92,14 @@ def test_child_answers_plain_and_coroutine_methods_and_survives_errors(tmp_path:
         child.kill()
         child.wait(10)
         socket.close()
+
+
+def test_a_child_that_has_ended_is_an_error_instead_of_a_wait(tmp_path: Path) -> None:
+    def popen(*_: str, **__: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit('no torch')"], stderr=log)
+
+    testbed = SimpleNamespace(folder=tmp_path, popen=popen)
+    with (tmp_path / "runner-one.log").open("wb") as log, ProcessGroup(testbed, "runner") as group:  # type: ignore[arg-type]
+        group.start("one")
+        with pytest.raises(InternalError, match="it has ended: no torch"):
+            group.call_all(("one",), "load")

@@ -77,22 +77,27 @@ class ProcessGroup:
         return self.call_each({device: {"do": method, **arguments} for device in devices})
 
     def send(self, device: str, request: Mapping[str, Any]) -> None:
-        """Send a request without waiting for the answer."""
+        """Send a request without waiting for the answer, but until the child has connected. Raises as `call_each`."""
+        self._wait(device, zmq.POLLOUT, time.monotonic() + _ANSWER_SECONDS)
         self._sockets[device].send(json.dumps(request).encode())
 
     def process(self, device: str) -> subprocess.Popen[bytes]:
         return self._processes[device]
 
     def _answer(self, device: str, deadline: float) -> dict[str, Any]:
+        self._wait(device, zmq.POLLIN, deadline)
+        answer: dict[str, Any] = json.loads(self._sockets[device].recv())
+        return answer
+
+    def _wait(self, device: str, event: int, deadline: float) -> None:
+        """Wait until the child's socket can be read or written, as long as the child runs."""
         began = time.monotonic()
-        while not self._sockets[device].poll(_POLL_MILLISECONDS):
+        while not self._sockets[device].poll(_POLL_MILLISECONDS, event):
             if self._processes[device].poll() is not None:
                 reason = f"it has ended: {self._last_line(device) or 'no output'}"
                 raise InternalError(where=f"{self._module} on {device}", reason=reason)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(action=f"{self._module} on {device}", seconds=time.monotonic() - began)
-        answer: dict[str, Any] = json.loads(self._sockets[device].recv())
-        return answer
 
     def _last_line(self, device: str) -> str:
         return (self._log(device).read_text(errors="replace").strip().splitlines() or [""])[-1]
