@@ -17,7 +17,7 @@ from hearth.platform.units import format_seconds
 from hearth.wire.messages import ArrayInfo
 
 _SEED = 20240525  # arbitrary; fixed, so that every run sends the same inputs
-# After an error: short beside a measurement, long enough to avoid flooding a coordinator that is re-planning.
+# After an error: short compared with a measurement, long enough to avoid flooding a coordinator that is re-planning.
 _PAUSE_SECONDS = 0.1
 _WARM_UP_FRACTION = 0.1  # of the duration, before counting starts: the pipeline fills, and caches warm up
 

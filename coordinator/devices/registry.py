@@ -10,7 +10,7 @@ from hearth.errors import DuplicateDevice
 from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, SUSPECT_SECONDS
 from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, Telemetry, WorkerStatus
 
-# How long a device whose worker died is left out of plans. Not for ever: it may have run out of memory only once.
+# How long a device whose worker died is left out of plans. Limited, because it may have run out of memory only once.
 QUARANTINE_SECONDS = 60.0
 
 Health = Literal["alive", "suspect", "dead", "busy", "refused"]

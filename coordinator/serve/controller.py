@@ -208,7 +208,7 @@ class Controller:
         return None
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """End `run` with an unexpected exception of a task; otherwise the deployment would stay in its phase for ever."""
+        """End `run` with an unexpected exception of a task; otherwise the deployment would never leave its phase."""
         if not task.cancelled() and (error := task.exception()) is not None and not self._finished.done():
             self._finished.set_exception(error)
 

@@ -146,7 +146,7 @@ Action: TypeAlias = Literal[
     # Executed in order, after the previous actions have ended:
     "stop_workers",  # stop the deployment's workers, if there are any
     "finish",  # end `run`; in the phase `failed`, with an error that retrying cannot fix
-    # Likewise, and each reports an event when done. Every phase except `idle` has one:
+    # Executed in the same way; each reports an event when done. Every phase except `idle` has one:
     "await_devices",  # wait for those of the saved plan
     "settle",  # wait until no new device joins; without the wait if requests were served before
     "profile",  # measure the devices

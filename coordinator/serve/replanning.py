@@ -26,7 +26,9 @@ from hearth.errors import DeviceLost
 from hearth.plan.plan import Plan
 from hearth.platform.units import format_seconds
 
-_POLL_SECONDS = 1.0  # interval at which to check for reasons to plan again; short beside the times that it waits for
+_POLL_SECONDS = (
+    1.0  # interval at which to check for reasons to plan again; short compared with the pauses between plans
+)
 _MAX_LINK_PAUSE_SECONDS = 5.0  # requests wait at most this long while two links are measured, which takes about 2 s
 
 
@@ -85,9 +87,7 @@ class Replanner:
     async def _better_plan(self, goal: Goal, deployment: Deployment, reasons: ReplanReasons) -> Plan | None:
         """A new plan, or None if it gains too little; both plans are priced with the current profiles."""
         devices = allowed_devices(goal, self._services.fleet.usable())
-        self.record_best_plan(
-            devices, deployment.plan
-        )  # before measuring, so that a device that fails is not tried for ever
+        self.record_best_plan(devices, deployment.plan)  # first, so that a device that cannot be measured is tried once
         await self._refresh_profiles(devices, deployment, reasons)
         cluster = await self._kind.profile(devices)
         profiled = {device.device_id for device in cluster.devices}
