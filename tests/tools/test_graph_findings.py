@@ -10,13 +10,15 @@ from tools.bench.graph_home import Served
 from tools.bench.graphs import interval_seconds
 
 
-def served(label: str, seconds: tuple[float, ...], predicted: float, devices: int = 1, **more: object) -> Served:
+def served(
+    label: str, seconds: tuple[float, ...], predicted: float, devices: int = 1, wire: str = "exact", **round: object
+) -> Served:
     return Served.model_validate(
         {
-            "label": label, "strategy": "moirai" if devices > 1 else "local", "wire": "exact", "mbit": 60.0,
+            "label": label, "strategy": "moirai" if devices > 1 else "local", "wire": wire, "mbit": 60.0,
             "devices": tuple(f"d{index}" for index in range(devices)), "segments": devices,
-            "predicted_seconds": predicted, "stage_seconds": (predicted,) * devices, "seconds": seconds, "answers": 10,
-            **more,
+            "predicted_seconds": predicted, "stage_seconds": (predicted,) * devices,
+            "rounds": [{"seconds": each, "answers": 10, **round} for each in seconds],
         }
     )  # fmt: skip
 

@@ -122,7 +122,7 @@ def _cells(row: GenerationRow) -> tuple[str, ...]:
     return (
         row.strategy, row.weights, row.devices, f"{row.prompt_tokens / statistics.median(row.prefill):.0f}",
         f"{num / statistics.median(row.decode):.1f}", f"{num / max(row.decode):.1f}..{num / min(row.decode):.1f}",
-        f"{1 / predicted:.1f}" if predicted else "-", f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
+        f"{1 / predicted:.1f}" if predicted else "-", f"{ratio.median:.2f} {ratio.interval}",
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from hearth.platform.units import format_seconds
 from tools.bench.findings import COUNT, RATIO, Finding, at_least, at_most, equal, within, without_target
 from tools.bench.graph_home import Served
 from tools.bench.results import Table
-from tools.bench.stats import Ratio, paired_ratio
+from tools.bench.stats import paired_ratio
 
 TARGET_GAIN = 2.2  # inferences per second of three devices over one
 TARGET_ERROR = 0.15  # relative error of the predicted bottleneck
@@ -27,7 +27,7 @@ def of_pipelines(one: Served, pipelines: Sequence[Served], target_gain: float | 
     for each in pipelines:
         gain = paired_ratio(one.seconds, each.seconds)
         figure = f"{each.label}: inferences a second, over one device's"
-        detail = f"{_interval(gain)}, {1 / each.median_seconds:.2f} a second"
+        detail = f"{gain.interval}, {1 / each.median_seconds:.2f} a second"
         if target_gain is not None and each is best:
             findings.append(at_least(figure, gain.median, target_gain, RATIO, detail))
         else:
@@ -66,8 +66,8 @@ def _of_several(one: Served, moirai: Served, auto: Served) -> list[Finding]:
     on = f"{auto.strategy} on {len(auto.devices)}"
     figure = f"{at}: moirai over the best single device; predicted {expected:.2f}"
     return [
-        at_least(figure, gain.median, 1.0, RATIO, f"{_interval(gain)}, {_medians(moirai, one)}"),
-        at_least(f"{at}: auto over the best single device ({on})", best.median, 1.0, RATIO, _interval(best)),
+        at_least(figure, gain.median, 1.0, RATIO, f"{gain.interval}, {_medians(moirai, one)}"),
+        at_least(f"{at}: auto over the best single device ({on})", best.median, 1.0, RATIO, best.interval),
     ]
 
 
@@ -79,7 +79,7 @@ def _of_one(one: Served, auto: Served, forced: Sequence[Served]) -> list[Finding
     for each in forced:
         loss, expected = paired_ratio(each.seconds, one.seconds), each.predicted_seconds / one.predicted_seconds
         figure = f"{at}: a plan on {len(each.devices)} devices, latency over one device's; predicted {expected:.2f}"
-        findings.append(at_least(figure, loss.median, 1.0, RATIO, f"{_interval(loss)}, {_medians(each, one)}"))
+        findings.append(at_least(figure, loss.median, 1.0, RATIO, f"{loss.interval}, {_medians(each, one)}"))
     return findings
 
 
@@ -87,11 +87,11 @@ def of_answers(served: Sequence[Served]) -> list[Finding]:
     """Findings on the correctness of the answers."""
     findings = []
     for wire in dict.fromkeys(each.wire for each in served):
-        own = [each for each in served if each.wire == wire]
+        own = [each for plan in served if plan.wire == wire for each in plan.rounds]
         worst, answers = max(each.difference for each in own), sum(each.answers for each in own)
         figure = f"largest difference of an output from one device's, of its largest value ({wire} on the wire)"
         findings.append(at_most(figure, worst, _TOLERANCE[wire], "{:.1e}".format, f"{answers} answers"))
-    errors = [error for each in served for error in each.errors]
+    errors = [error for plan in served for each in plan.rounds for error in each.errors]
     findings.append(equal("requests that failed", len(errors), 0, COUNT, "; ".join(sorted(set(errors)))))
     return findings
 
@@ -107,14 +107,15 @@ def served_table(title: str, served: Sequence[Served]) -> Table:
     return Table.of(title, _COLUMNS, map(_row, served))
 
 
-def _row(each: Served) -> tuple[str, ...]:
+def _row(served: Served) -> tuple[str, ...]:
     stages, busy = (
-        " + ".join(map(format_seconds, seconds)) or "-" for seconds in (each.stage_seconds, each.busy_seconds)
+        " + ".join(map(format_seconds, each)) or "-" for each in (served.stage_seconds, served.busy_seconds)
     )
+    raw, sent = sum(each.raw_bytes for each in served.rounds), sum(each.sent_bytes for each in served.rounds)
     return (
-        each.label, ", ".join(each.devices), str(each.segments), stages, busy, format_seconds(each.predicted_seconds),
-        format_seconds(each.median_seconds), _range(each.seconds), f"{each.error:+.1%}",
-        f"{each.sent_bytes / each.raw_bytes:.0%}" if each.raw_bytes else "-",
+        served.label, ", ".join(served.devices), str(served.segments), stages, busy,
+        format_seconds(served.predicted_seconds), format_seconds(served.median_seconds), _range(served.seconds),
+        f"{served.error:+.1%}", f"{sent / raw:.0%}" if raw else "-",
     )  # fmt: skip
 
 
@@ -128,7 +129,3 @@ def _medians(one: Served, other: Served) -> str:
 
 def _range(seconds: Sequence[float]) -> str:
     return f"{format_seconds(min(seconds))}..{format_seconds(max(seconds))}"
-
-
-def _interval(ratio: Ratio) -> str:
-    return f"[{ratio.low:.2f}, {ratio.high:.2f}]"

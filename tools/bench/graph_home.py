@@ -6,22 +6,19 @@ from other virtual machines on the host affects all of them.
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
-from typing import Any
 
-import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
 from hearth.errors import HearthError
 from hearth.plan.graph import Objective
 from hearth.plan.plan import GraphPlan, plan_from_json
 from hearth.wire.messages import WireStats
+from tools.bench.homes import agent_names, on_quietest_core
 from tools.bench.processes import ClientProcess
 from tools.bench.stats import rotated
 from tools.testbed import Testbed
@@ -30,8 +27,22 @@ _READY_SECONDS = 240.0  # for the coordinator to serve: profiling, planning and 
 _STOP_SECONDS = 20.0  # for the coordinator to end after SIGTERM: longer than it drains requests
 
 
+class Round(BaseModel):
+    """Measurements of a plan that was deployed once."""
+
+    model_config = ConfigDict(frozen=True)
+
+    seconds: float  # per answer of a full pipeline (throughput), or of one request (latency)
+    answers: int
+    difference: float = 0.0  # largest difference from the output of one device, relative to its largest value
+    errors: tuple[str, ...] = ()
+    compute: dict[str, float] = {}  # by device, seconds of its segments in one answer at full load
+    raw_bytes: int = 0  # of all tensors between devices
+    sent_bytes: int = 0
+
+
 class Served(BaseModel):
-    """Measurements of one plan. `seconds`: per answer of a full pipeline (throughput), or of one request (latency)."""
+    """A plan and its measurements."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,13 +54,11 @@ class Served(BaseModel):
     segments: int
     predicted_seconds: float
     stage_seconds: tuple[float, ...] = ()  # by rank, predicted; includes the CPU time of communication
-    busy_seconds: tuple[float, ...] = ()  # by rank, of the segments at full load
-    seconds: tuple[float, ...] = ()  # by round
-    answers: int = 0
-    difference: float = 0.0  # largest difference from the output of one device, relative to its largest value
-    errors: tuple[str, ...] = ()
-    raw_bytes: int = 0  # of all tensors between devices in a round
-    sent_bytes: int = 0
+    rounds: list[Round] = []
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        return tuple(each.seconds for each in self.rounds)
 
     @property
     def median_seconds(self) -> float:
@@ -60,52 +69,30 @@ class Served(BaseModel):
         """predicted / measured - 1."""
         return self.predicted_seconds / self.median_seconds - 1
 
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """By rank, the median seconds of its segments at full load; empty if not measured."""
+        measured = [each.compute for each in self.rounds if each.compute]
+        return tuple(statistics.median(each[name] for each in measured) for name in self.devices if measured)
 
-@dataclass
+
+@dataclass(frozen=True, eq=False)
 class Candidate:
-    """One plan to measure, made by `strategy` once and deployed in every round; and its measurements."""
+    """A plan to measure, made by `strategy` once and deployed in every round."""
 
-    label: str
     strategy: str
-    wire: str = "exact"
-    plan: GraphPlan | None = None
-    predicted_seconds: float | None = None  # overrides the plan's own prediction
-    same_as: Candidate | None = None  # a candidate with the same plan, whose measurements are used
-    seconds: list[float] = field(default_factory=list)
-    answers: int = 0
-    difference: float = 0.0
-    errors: list[str] = field(default_factory=list)
-    compute: list[dict[str, float]] = field(default_factory=list)  # by round, then device: busy seconds of one answer
-    wire_stats: WireStats = field(default_factory=WireStats)  # of the last round
+    plan: GraphPlan
+    served: Served
 
-    def served(self, objective: Objective, mbit: float) -> Served:
-        assert self.plan is not None
-        if self.same_as is not None:
-            return self.same_as.served(objective, mbit).model_copy(update={"label": self.label})
-        predicted, devices = self.plan.predicted, self.plan.devices
-        seconds = predicted.bottleneck_seconds if objective == "throughput" else predicted.latency_seconds
-        busy = [statistics.median(each[device.name] for each in self.compute) for device in devices if self.compute]
-        return Served(
-            label=self.label,
-            strategy=self.plan.planner,
-            wire=self.wire,
-            mbit=mbit,
-            devices=tuple(device.name for device in devices),
-            segments=len(self.plan.body.segments),
-            predicted_seconds=seconds if self.predicted_seconds is None else self.predicted_seconds,
-            stage_seconds=tuple(device.compute_seconds for device in devices),
-            busy_seconds=tuple(busy),
-            seconds=tuple(self.seconds),
-            answers=self.answers,
-            difference=self.difference,
-            errors=tuple(self.errors),
-            raw_bytes=self.wire_stats.raw_bytes,
-            sent_bytes=self.wire_stats.sent_bytes,
-        )
+    @property
+    def operators(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The operators of every segment, with its device. Plans in which they are equal run alike."""
+        devices = self.plan.devices
+        return [(devices[segment.rank].device_id, segment.operators) for segment in self.plan.body.segments]
 
 
-# Measures a deployed plan with the client app and notes its figures in the candidate; returns the app's answer.
-Measure = Callable[[ClientProcess, Candidate, GraphPlan], Mapping[str, Any]]
+# Measures a deployed plan with the client app.
+Measure = Callable[[ClientProcess, GraphPlan], Round]
 
 
 class GraphHome:
@@ -115,11 +102,12 @@ class GraphHome:
         self, testbed: Testbed, model: Path, objective: Objective, options: Sequence[str], report: Callable[[str], None]
     ) -> None:
         """`options`: for `hearth plan` and `hearth serve`."""
-        self._testbed, self._model, self._report = testbed, model, report
+        self._testbed, self._objective, self._report = testbed, objective, report
         self._options = [str(model), "--objective", objective, *options]
-        self._clients = ClientProcess(testbed, "graph_clients")
-        scenario = testbed.scenario
-        self._devices = [each.name for each in scenario.devices if each.name != scenario.coordinator_device]
+        self._devices = agent_names(testbed)
+        self._plan_path = testbed.folder / "plan.json"
+        with on_quietest_core(testbed.scenario):
+            self._clients = ClientProcess(testbed, "graph_clients")
 
     def __enter__(self) -> GraphHome:
         return self
@@ -129,71 +117,66 @@ class GraphHome:
 
     def set_mbit(self, mbit: float) -> None:
         """Change the rate of all links. Forgets the links that the coordinator has measured, and the reference answer."""
-        self._report(f"reading {self._model.name}")
+        self._mbit = mbit
         self._testbed.set_mbit(mbit)
         self._clients.call("forget")
         for path in (self._testbed.folder / "coordinator" / "profiles").glob("link-*.json"):
             path.unlink()
 
-    def make_plan(self, candidate: Candidate, time_limit: float) -> GraphPlan:
+    def make_plan(self, label: str, strategy: str, time_limit: float, wire: str = "exact") -> Candidate:
         """Plan with `hearth plan`, which caches its profiles. Raises InternalError with its error text."""
-        self._report(f"{candidate.label}: planning")
-        path = self._testbed.folder / "plan.json"
+        self._report(f"{label}: planning")
         self._testbed.hearth(
-            "plan", *self._options, "--strategy", candidate.strategy, "--wire", candidate.wire, "--time-limit",
-            f"{time_limit:g}", "--devices", ",".join(map(self._testbed.address, self._devices)), "--save", str(path),
+            "plan", *self._options, "--strategy", strategy, "--wire", wire, "--time-limit", f"{time_limit:g}",
+            "--devices", ",".join(map(self._testbed.address, self._devices)), "--save", str(self._plan_path),
         )  # fmt: skip
-        plan = candidate.plan = plan_from_json(path.read_bytes(), GraphPlan)
-        path.unlink()
-        return plan
+        plan = plan_from_json(self._plan_path.read_bytes(), GraphPlan)
+        self._plan_path.unlink()
+        predicted = plan.predicted
+        return self.candidate(
+            label, strategy, plan,
+            predicted.bottleneck_seconds if self._objective == "throughput" else predicted.latency_seconds,
+        )  # fmt: skip
 
-    def measure(
-        self, candidates: Sequence[Candidate], measure: Measure, rounds: int, mbit: float, loading_mbit: float
-    ) -> None:
+    def candidate(self, label: str, strategy: str, plan: GraphPlan, predicted_seconds: float) -> Candidate:
+        served = Served(
+            label=label, strategy=plan.planner, wire=plan.wire.values, mbit=self._mbit,
+            devices=tuple(device.name for device in plan.devices), segments=len(plan.body.segments),
+            predicted_seconds=predicted_seconds, stage_seconds=tuple(device.compute_seconds for device in plan.devices),
+        )  # fmt: skip
+        return Candidate(strategy, plan, served)
+
+    def measure(self, candidates: Sequence[Candidate], measure: Measure, rounds: int, loading_mbit: float) -> None:
         """Deploy and measure all candidates in rounds; deploy at `loading_mbit`: loading on a slow link takes minutes."""
         for number in range(rounds):
             for candidate in rotated(candidates, number):
-                where = f"round {number + 1} of {rounds}: {candidate.label}"
-                self._report(f"{where}: planning and loading")
+                step = f"round {number + 1} of {rounds}: {candidate.served.label}"
+                self._report(f"{step}: planning and loading")
                 self._testbed.set_mbit(loading_mbit)
                 coordinator, plan = self._serve(candidate)
                 try:
-                    self._testbed.set_mbit(mbit)
-                    self._report(f"{where}: measuring")
-                    self._pin_to_quietest_core(coordinator.pid)
-                    answered = measure(self._clients, candidate, plan)
-                    candidate.wire_stats = WireStats.model_validate(self._clients.ready_status(_READY_SECONDS)["wire"])
+                    self._testbed.set_mbit(self._mbit)
+                    self._report(f"{step}: measuring")
+                    measured = measure(self._clients, plan)
+                    wire = WireStats.model_validate(self._clients.ready_status(_READY_SECONDS)["wire"])
                 finally:
                     _stop(coordinator)
-                candidate.difference = max(candidate.difference, answered["difference"])
-                candidate.errors += answered["errors"]
+                sent = {"raw_bytes": wire.raw_bytes, "sent_bytes": wire.sent_bytes}
+                candidate.served.rounds.append(measured.model_copy(update=sent))
 
     def _serve(self, candidate: Candidate) -> tuple[Popen[bytes], GraphPlan]:
         """Start the coordinator with the candidate's plan. Raises InternalError with the end of its log."""
-        assert candidate.plan is not None
-        path = self._testbed.folder / "plan.json"
-        path.write_text(candidate.plan.model_dump_json())
-        coordinator = self._testbed.start_coordinator(
-            *self._options, "--wire", candidate.wire, "--strategy", candidate.strategy, "--plan", str(path),
-            "--min-devices", str(len(self._devices)),
-        )  # fmt: skip
+        self._plan_path.write_text(candidate.plan.model_dump_json())
+        with on_quietest_core(self._testbed.scenario):
+            coordinator = self._testbed.start_coordinator(
+                *self._options, "--wire", candidate.served.wire, "--strategy", candidate.strategy,
+                "--plan", str(self._plan_path), "--min-devices", str(len(self._devices)),
+            )  # fmt: skip
         try:
             return coordinator, GraphPlan.model_validate(self._clients.ready_status(_READY_SECONDS)["plan"])
         except HearthError:
             _stop(coordinator)
             raise
-
-    def _pin_to_quietest_core(self, coordinator: int) -> None:
-        """Pin coordinator and app to the core that the devices use least; a home has a separate machine for them."""
-        wanted: dict[int, float] = dict.fromkeys(os.sched_getaffinity(0), 0.0)
-        for device in self._testbed.scenario.devices:
-            if device.core is not None:
-                wanted[device.core] += device.cpu_share
-        quietest = min(wanted, key=lambda core: wanted[core])
-        for pid in (coordinator, self._clients.pid):
-            for thread in psutil.Process(pid).threads():
-                with suppress(ProcessLookupError):  # it has already ended
-                    os.sched_setaffinity(thread.id, {quietest})
 
 
 def _stop(coordinator: Popen[bytes]) -> None:

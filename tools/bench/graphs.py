@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from hearth.plan.value_formats import ValueFormatName
 from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import findings_summary
 from tools.bench.graph_findings import NO_GAIN, ONE_DEVICE, TARGET_GAIN, of_pipelines, of_placements, served_table
-from tools.bench.graph_home import Candidate, GraphHome, Served
+from tools.bench.graph_home import GraphHome, Round, Served
 from tools.bench.homes import agents, hub_scenario
 from tools.bench.processes import ClientProcess
 from tools.bench.results import Summary
@@ -110,24 +110,22 @@ class GraphThroughput(_Graphs):
 
     def _measure(self, home: GraphHome, model: Path) -> Iterator[Served]:
         home.set_mbit(self.mbit)
-        pipelines = [Candidate(f"{name}, {wire}", name, wire) for name in self.strategies for wire in self.wires]
-        candidates = [Candidate("one device", ONE_DEVICE), *pipelines]
+        candidates = [home.make_plan("one device", ONE_DEVICE, self.time_limit)]
+        for strategy in self.strategies:
+            for wire in self.wires:
+                candidates.append(home.make_plan(f"{strategy}, {wire}", strategy, self.time_limit, wire))
+        home.measure(candidates, self._load, self.rounds, self.mbit)
         for candidate in candidates:
-            home.make_plan(candidate, self.time_limit)
-        home.measure(candidates, self._load, self.rounds, self.mbit, self.mbit)
-        for candidate in candidates:
-            yield candidate.served("throughput", self.mbit)
+            yield candidate.served
 
-    def _load(self, clients: ClientProcess, candidate: Candidate, plan: GraphPlan) -> Mapping[str, Any]:
+    def _load(self, clients: ClientProcess, plan: GraphPlan) -> Round:
         at_once = requests_in_flight(plan.body.segments)
         answered = clients.call(
             "load", self.seconds + _LOAD_MARGIN_SECONDS, at_once=at_once + _WAITING, warm_up=_WARM_UP * at_once,
             seconds=self.seconds,
         )  # fmt: skip
-        candidate.seconds.append(interval_seconds(answered["done"]))
-        candidate.answers += len(answered["done"])
-        candidate.compute.append(answered["compute"])
-        return answered
+        done = answered.pop("done")
+        return Round(seconds=interval_seconds(done), answers=len(done), **answered)
 
     def summary(self, rows: Sequence[Served]) -> Summary:
         one, *pipelines = rows
@@ -163,29 +161,29 @@ class GraphLatency(_Graphs):
         for mbit in (self.mbit, self.slow_mbit):
             home.set_mbit(mbit)
             strategies = {"one device": ONE_DEVICE, "moirai": "moirai", "auto": "auto"}
-            candidates = [Candidate(f"{name} at {mbit:g} Mbit/s", each) for name, each in strategies.items()]
-            alone, placed, _ = (home.make_plan(candidate, self.time_limit) for candidate in candidates)
-            if alone.predicted.latency_seconds > NO_GAIN * placed.predicted.latency_seconds:
-                faster = placed
+            candidates = [
+                home.make_plan(f"{name} at {mbit:g} Mbit/s", strategy, self.time_limit)
+                for name, strategy in strategies.items()
+            ]
+            alone, placed, _ = candidates
+            if alone.served.predicted_seconds > NO_GAIN * placed.served.predicted_seconds:
+                faster = placed.plan
             elif faster is not None:
-                forced = Candidate(f"moirai's plan of the faster link, at {mbit:g} Mbit/s", "moirai", plan=faster)
-                forced.predicted_seconds = repriced_seconds(read_graph_file(model, {}).spec, faster, mbit)
-                candidates.append(forced)
-            distinct: list[Candidate] = []
-            for candidate in candidates:
-                candidate.same_as = next(
-                    (each for each in distinct if _same_placement(each.plan, candidate.plan)), None
-                )
-                distinct += [candidate] if candidate.same_as is None else []
-            home.measure(distinct, self._one_by_one, self.rounds, mbit, self.mbit)
-            for candidate in candidates:
-                yield candidate.served("latency", mbit)
+                label = f"moirai's plan of the faster link, at {mbit:g} Mbit/s"
+                seconds = repriced_seconds(read_graph_file(model, {}).spec, faster, mbit)
+                candidates.append(home.candidate(label, "moirai", faster, seconds))
+            first = {
+                each: next(other for other in candidates if other.operators == each.operators) for each in candidates
+            }
+            home.measure(list(dict.fromkeys(first.values())), self._one_by_one, self.rounds, self.mbit)
+            for each in candidates:
+                yield first[each].served.model_copy(update={"label": each.served.label})
 
-    def _one_by_one(self, clients: ClientProcess, candidate: Candidate, plan: GraphPlan) -> Mapping[str, Any]:
+    def _one_by_one(self, clients: ClientProcess, plan: GraphPlan) -> Round:
         answered = clients.call("one_by_one", _LOAD_MARGIN_SECONDS, count=self.requests)
-        candidate.seconds.append(statistics.median(answered["latencies"]))
-        candidate.answers += self.requests
-        return answered
+        return Round(
+            seconds=statistics.median(answered["latencies"]), answers=self.requests, difference=answered["difference"]
+        )
 
     def summary(self, rows: Sequence[Served]) -> Summary:
         groups = [[row for row in rows if row.mbit == mbit] for mbit in dict.fromkeys(row.mbit for row in rows)]
@@ -215,17 +213,6 @@ def repriced_seconds(spec: GraphSpec, plan: GraphPlan, mbit: float) -> float:
         measured=True,
     )
     return predict_segments(spec, plan.body.segments, cluster, ranks, values=plan.wire.values).latency_seconds
-
-
-def _same_placement(one: GraphPlan | None, other: GraphPlan | None) -> bool:
-    """Whether the same operators run on the same devices."""
-    if one is None or other is None:
-        return False
-
-    def placed(plan: GraphPlan) -> list[tuple[str, tuple[int, ...]]]:
-        return [(plan.devices[segment.rank].device_id, segment.operators) for segment in plan.body.segments]
-
-    return placed(one) == placed(other)
 
 
 def _exported(name: str, context: Context, branch_width: int | None = None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,21 @@ def agents(scenario: Scenario, folder: Path, mbit: float, *options: str, tree: P
 def agent_names(testbed: Testbed) -> list[str]:
     """The devices except the coordinator's."""
     return [each.name for each in testbed.scenario.devices if each.name != testbed.scenario.coordinator]
+
+
+@contextmanager
+def on_quietest_core(scenario: Scenario) -> Iterator[None]:
+    """Pin processes started in the block without limits (coordinator, client apps) to the core that the devices use least.
+
+    A home has a separate machine for them.
+    """
+    cores = os.sched_getaffinity(0)
+    wanted = {core: sum(each.cpu_share for each in scenario.devices if each.core == core) for core in cores}
+    os.sched_setaffinity(0, {min(cores, key=lambda core: wanted[core])})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def decoder_directory(model: Model, folder: Path, dtype: str = "bfloat16") -> Path:

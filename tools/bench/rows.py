@@ -93,7 +93,7 @@ def cells(row: Row, numbered: Sequence[str]) -> tuple[str, ...]:
     if row.predicted_seconds is not None:
         predicted = f"{format_seconds(row.predicted_seconds)} ({row.prediction_error:+.0%})"
     if row.speedup is not None:
-        speedup = f"{row.speedup.median:.2f} [{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
+        speedup = f"{row.speedup.median:.2f} {row.speedup.interval}"
     between = f"{format_seconds(min(row.seconds))}..{format_seconds(max(row.seconds))}"
     sent, saved = (format_bytes(count) if count else "-" for count in (row.sent_bytes, row.lz4_saved_bytes))
     return row.label, format_seconds(median), between, bound, predicted, speedup, sent, saved, remarks

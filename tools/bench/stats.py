@@ -20,6 +20,10 @@ class Ratio(NamedTuple):
     low: float
     high: float
 
+    @property
+    def interval(self) -> str:
+        return f"[{self.low:.2f}, {self.high:.2f}]"
+
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     """Ratio of two series measured in the same rounds; a disturbance of a round affects both and cancels out.

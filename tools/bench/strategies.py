@@ -107,8 +107,7 @@ class Strategies(Experiment):
 def say_speedup(rows: Sequence[Row]) -> list[str]:
     """Speed-up of hmp and auto over the baseline, for each setting."""
     return [
-        f"{row.setting}: {row.label} is {row.speedup.median:.2f} times as fast as {row.baseline} "
-        f"[{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
+        f"{row.setting}: {row.label} is {row.speedup.median:.2f} times as fast as {row.baseline} {row.speedup.interval}"
         for row in rows
         if row.strategy in ("hmp", "auto") and row.speedup is not None and row.label != row.baseline
     ]

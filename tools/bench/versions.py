@@ -26,7 +26,7 @@ from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
 from tools.bench.generation import LLAMA
-from tools.bench.homes import agents, decoder_directory, hub_scenario
+from tools.bench.homes import agents, decoder_directory, hub_scenario, on_quietest_core
 from tools.bench.load import Snapshot, load_between, snapshot
 from tools.bench.measure import Models, emulated
 from tools.bench.profiles import Profiles, Report
@@ -36,7 +36,6 @@ from tools.bench.stats import Ratio, paired_ratio
 from tools.graph_models import build, export
 from tools.testbed import Testbed, load_scenario
 from tools.testbed.cluster import wait_until
-from tools.testbed.scenario import Device
 
 MOST_RATIO = 1.05  # new / old seconds; its confidence interval must also reach 1.00 or below
 _LAYERS, _ROWS = 4, 284  # of BERT-Large
@@ -229,7 +228,7 @@ def pipeline(trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
     export(build(PIPELINE), model)
     with ExitStack() as stack:
         homes = [stack.enter_context(agents(scenario, folder, _PIPELINE_MBIT, tree=tree)) for tree in trees]
-        stack.enter_context(_on_quietest_core(devices))
+        stack.enter_context(on_quietest_core(scenario))
         addresses = ",".join(homes[0].address(device.name) for device in devices)
         objective = ("--objective", "throughput", "--strategy", "pipeline-exact")
         text = _plan_of(homes[0], folder, str(model), *objective, "--time-limit", "10", "--devices", addresses)
@@ -244,18 +243,6 @@ def pipeline(trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
             home.start_coordinator(str(model), *objective, "--plan", str(path), "--min-devices", str(len(devices)))
             wait_until("serving", partial(_is_ready, home), _READY_SECONDS)
         yield _load(homes[0], at_once), _load(homes[1], at_once)
-
-
-@contextmanager
-def _on_quietest_core(devices: Sequence[Device]) -> Iterator[None]:
-    """Pin processes started here (coordinator, load) to the core that the devices use least."""
-    cores = os.sched_getaffinity(0)
-    wanted = {core: sum(each.cpu_share for each in devices if each.core == core) for core in cores}
-    os.sched_setaffinity(0, {min(cores, key=lambda core: wanted[core])})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 def _device_id(home: Testbed, name: str) -> str:
