@@ -100,9 +100,9 @@ def test_short_lived_processes_are_counted_once() -> None:
 @pytest.mark.parametrize(
     ("load", "said"),
     [
-        (Load(0.01, 0.04, 0), ""),
-        (Load(0.07, 0.0, 0), "7% of the cores away"),
-        (Load(0.0, 0.2, 3), "processes took 20%"),
+        (Load(0.01, 0.04), ""),
+        (Load(0.07, 0.0), "7% of the cores away"),
+        (Load(0.0, 0.2), "processes took 20%"),
     ],
 )
 def test_disturbed_measurement_is_explained(load: Load, said: str) -> None:
@@ -111,7 +111,7 @@ def test_disturbed_measurement_is_explained(load: Load, said: str) -> None:
 
 
 def test_least_disturbed_rounds_are_kept_in_order() -> None:
-    loads = [Load(0.3, 0.0, 0), Load(0.0, 0.02, 0), Load(0.0, 0.2, 0), Load(0.01, 0.0, 0)]
+    loads = [Load(0.3, 0.0), Load(0.0, 0.02), Load(0.0, 0.2), Load(0.01, 0.0)]
     assert calmest(loads, 2) == [1, 3]
     assert calmest(loads, 3) == [1, 2, 3]
     assert calmest(loads[:1], 3) == [0]
@@ -120,7 +120,7 @@ def test_least_disturbed_rounds_are_kept_in_order() -> None:
 @pytest.mark.parametrize(("loud", "measured"), [([0.0], 1), ([0.3, 0.0], 2), ([0.3, 0.1, 0.2], 2)])
 def test_least_disturbed_measurement_counts(loud: list[float], measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = iter(loud)
-    monkeypatch.setattr(load, "load_between", lambda *_: Load(next(loads), 0.0, 0))
+    monkeypatch.setattr(load, "load_between", lambda *_: Load(next(loads), 0.0))
     assert calmest_of(itertools.count(1).__next__, 3) == measured
     assert next(loads, None) is None
 

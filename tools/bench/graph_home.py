@@ -105,7 +105,6 @@ class GraphHome:
         self._testbed, self._objective, self._report = testbed, objective, report
         self._options = [str(model), "--objective", objective, *options]
         self._devices = agent_names(testbed)
-        self._plan_path = testbed.folder / "plan.json"
         with on_quietest_core(testbed.scenario):
             self._clients = ClientProcess(testbed, "graph_clients")
 
@@ -126,17 +125,14 @@ class GraphHome:
     def make_plan(self, label: str, strategy: str, time_limit: float, wire: str = "exact") -> Candidate:
         """Plan with `hearth plan`, which caches its profiles. Raises InternalError with its error text."""
         self._report(f"{label}: planning")
-        self._testbed.hearth(
-            "plan", *self._options, "--strategy", strategy, "--wire", wire, "--time-limit", f"{time_limit:g}",
-            "--devices", ",".join(map(self._testbed.address, self._devices)), "--save", str(self._plan_path),
+        text = self._testbed.plan(
+            *self._options, "--strategy", strategy, "--wire", wire, "--time-limit", f"{time_limit:g}",
+            "--devices", ",".join(map(self._testbed.address, self._devices)),
         )  # fmt: skip
-        plan = plan_from_json(self._plan_path.read_bytes(), GraphPlan)
-        self._plan_path.unlink()
-        predicted = plan.predicted
-        return self.candidate(
-            label, strategy, plan,
-            predicted.bottleneck_seconds if self._objective == "throughput" else predicted.latency_seconds,
-        )  # fmt: skip
+        plan = plan_from_json(text, GraphPlan)
+        throughput, predicted = self._objective == "throughput", plan.predicted
+        seconds = predicted.bottleneck_seconds if throughput else predicted.latency_seconds
+        return self.candidate(label, strategy, plan, seconds)
 
     def candidate(self, label: str, strategy: str, plan: GraphPlan, predicted_seconds: float) -> Candidate:
         served = Served(
@@ -166,11 +162,12 @@ class GraphHome:
 
     def _serve(self, candidate: Candidate) -> tuple[Popen[bytes], GraphPlan]:
         """Start the coordinator with the candidate's plan. Raises InternalError with the end of its log."""
-        self._plan_path.write_text(candidate.plan.model_dump_json())
+        path = self._testbed.folder / "plan.json"
+        path.write_text(candidate.plan.model_dump_json())
         with on_quietest_core(self._testbed.scenario):
             coordinator = self._testbed.start_coordinator(
                 *self._options, "--wire", candidate.served.wire, "--strategy", candidate.strategy,
-                "--plan", str(self._plan_path), "--min-devices", str(len(self._devices)),
+                "--plan", str(path), "--min-devices", str(len(self._devices)),
             )  # fmt: skip
         try:
             return coordinator, GraphPlan.model_validate(self._clients.ready_status(_READY_SECONDS)["plan"])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import psutil
@@ -26,10 +24,8 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    seconds: float  # monotonic
     cpu_seconds: float  # sum over all cores, idle time included
     steal_seconds: float
-    runnable: int  # runnable tasks, this process included
     processes: Mapping[int, Process]
 
 
@@ -39,7 +35,6 @@ class Load:
 
     steal_share: float
     foreign_share: float
-    run_queue: int  # most runnable tasks, this process excluded, between two steps
     disturbed_rounds: int = 0  # number of additional rounds that were discarded
 
     @property
@@ -61,21 +56,16 @@ def snapshot() -> Snapshot:
         if (used := process.info["cpu_times"]) is not None:
             children = used.children_user + used.children_system
             processes[process.pid] = Process(process.info["ppid"], used.user + used.system, children)
-    runnable = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
     # Only the first eight fields, because guest time is part of user time.
-    return Snapshot(time.monotonic(), sum(times[:8]), times.steal, runnable, processes)
+    return Snapshot(sum(times[:8]), times.steal, processes)
 
 
-def load_between(pairs: Sequence[tuple[Snapshot, Snapshot]], our_pid: int) -> Load:
-    """The load over all these spans together."""
-    total = sum(after.cpu_seconds - before.cpu_seconds for before, after in pairs)
+def load_between(pairs: Sequence[tuple[Snapshot, Snapshot]]) -> Load:
+    """The load over all these spans together, apart from this process and its descendants."""
+    total = sum(after.cpu_seconds - before.cpu_seconds for before, after in pairs) or 1.0  # no time has passed
     steal = sum(after.steal_seconds - before.steal_seconds for before, after in pairs)
-    foreign = sum(foreign_seconds(before.processes, after.processes, our_pid) for before, after in pairs)
-    return Load(
-        steal_share=steal / total if total else 0.0,
-        foreign_share=min(foreign / total, 1.0) if total else 0.0,
-        run_queue=max((max(after.runnable - 1, 0) for _, after in pairs), default=0),
-    )
+    foreign = sum(foreign_seconds(before.processes, after.processes, os.getpid()) for before, after in pairs)
+    return Load(steal_share=steal / total, foreign_share=min(foreign / total, 1.0))
 
 
 def calmest(loads: Sequence[Load], count: int) -> list[int]:
@@ -91,7 +81,7 @@ def calmest_of(measure: Callable[[], _Result], most_times: int) -> _Result:
     while len(results) < most_times and (not loads or loads[-1].distrust):
         before = snapshot()
         results.append(measure())
-        loads.append(load_between([(before, snapshot())], os.getpid()))
+        loads.append(load_between([(before, snapshot())]))
     return results[calmest(loads, 1)[0]]
 
 
@@ -104,12 +94,12 @@ def foreign_seconds(before: Mapping[int, Process], after: Mapping[int, Process],
     own, children, gone = 0.0, 0.0, 0.0
     for pid, process in after.items():
         if _is_foreign(pid, after, our_pid):
-            earlier = before.get(pid, Process(0, 0, process.children_seconds))
-            if earlier.seconds <= process.seconds:
+            earlier = before.get(pid)
+            if earlier is None or earlier.seconds > process.seconds:  # it is new, or its pid was reused
+                own += process.seconds
+            else:
                 own += process.seconds - earlier.seconds
                 children += process.children_seconds - earlier.children_seconds
-            else:  # the pid was reused
-                own += process.seconds
     for pid, process in before.items():
         if pid not in after and _is_foreign(pid, before, our_pid):
             gone += process.seconds + process.children_seconds
@@ -117,10 +107,8 @@ def foreign_seconds(before: Mapping[int, Process], after: Mapping[int, Process],
 
 
 def _is_foreign(pid: int, processes: Mapping[int, Process], our_pid: int) -> bool:
-    seen = set()
-    while pid in processes and pid not in seen:
-        if pid in (our_pid, _KTHREADD):
-            return False
+    ours, seen = (our_pid, _KTHREADD), set()
+    while pid in processes and pid not in seen and pid not in ours:
         seen.add(pid)
         pid = processes[pid].parent
-    return pid not in (our_pid, _KTHREADD)
+    return pid not in ours

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -278,12 +277,12 @@ class Bench:
             before = snapshot()
             samples.append({run.key: self._step(run) for run in rotated(runs, len(spans))})
             spans.append((before, snapshot()))
-            loads.append(load_between(spans[-1:], os.getpid()))
+            loads.append(load_between(spans[-1:]))
         kept = calmest(loads, rounds)
         for run in runs:
             run.samples += [samples[index][run.key] for index in kept]
             run.traced += self._traced(run)
-        load = load_between([spans[index] for index in kept], os.getpid())
+        load = load_between([spans[index] for index in kept])
         return replace(load, disturbed_rounds=len(spans) - len(kept))
 
     def _step(self, run: _Steps) -> Sample:
@@ -332,7 +331,7 @@ class Bench:
         plan, seconds, traced = run.plan, [sample.seconds for sample in run.samples], run.traced[-1]
         values: dict[str, object] = {
             "seconds": seconds, "sent_bytes": traced.sent_bytes, "steal_share": load.steal_share,
-            "foreign_share": load.foreign_share, "run_queue": load.run_queue,
+            "foreign_share": load.foreign_share,
         }  # fmt: skip
         notes = list(prepared.notes[entry])
         if plan is not None:

@@ -41,7 +41,6 @@ class Row(BaseModel):
     plan: str | None = None  # strategy and devices, as planned
     steal_share: float | None = None
     foreign_share: float | None = None
-    run_queue: int | None = None
     trusted: bool = True
     wrong: bool = False
     notes: tuple[str, ...] = ()

@@ -9,7 +9,6 @@ and files. Both run the same plan, made by the old checkout; the new one must re
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,8 +24,7 @@ from hearth.errors import BadSetting, InternalError
 from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
-from tools.bench.generation import LLAMA
-from tools.bench.homes import agents, decoder_directory, hub_scenario, on_quietest_core
+from tools.bench.homes import agent_names, agents, decoder_directory, hub_scenario, on_quietest_core
 from tools.bench.load import Snapshot, load_between, snapshot
 from tools.bench.measure import Models, emulated
 from tools.bench.profiles import Profiles, Report
@@ -46,11 +44,6 @@ _LOAD_SECONDS = 8.0  # at full load, after half as long with one request at a ti
 _READY_SECONDS = 240.0  # for the coordinator to serve
 
 
-class Trees(NamedTuple):
-    old: Path
-    new: Path
-
-
 class Round(NamedTuple):
     """One round of one side: seconds by figure, and its output if it is to be compared."""
 
@@ -59,7 +52,8 @@ class Round(NamedTuple):
 
 
 Work = Callable[[], Round]
-Sides = tuple[Work, Work]  # of the old checkout, and of the new one
+Trees = tuple[Path, Path]  # the old checkout, and the new one
+Sides = tuple[Work, Work]  # of these
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ class Versions(Experiment):
     rounds: int = Field(15, ge=2)  # of each side and case
 
     def measure(self, context: Context) -> Iterator[VersionsRow]:
-        trees = Trees(_checkout("old", self.old), _checkout("new", self.new))
+        trees = (_checkout("old", self.old), _checkout("new", self.new))
         for name in self.cases:
             at = context.folder / name
             at.mkdir()
@@ -139,8 +133,8 @@ def _cells(row: VersionsRow) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def compare(name: str, sides: Sides, rounds: int, report: Report) -> list[VersionsRow]:
-    """Run a warm-up round of each side, then the measured rounds."""
+def compare(name: str, sides: Sides, rounds: int, report: Report) -> Iterator[VersionsRow]:
+    """Run a warm-up round of each side, then the measured rounds; yield a row for each figure."""
     for work in sides:
         work()
     found: tuple[list[Round], list[Round]] = ([], [])
@@ -151,19 +145,14 @@ def compare(name: str, sides: Sides, rounds: int, report: Report) -> list[Versio
         for side in (1, 0) if index % 2 else (0, 1):
             found[side].append(sides[side]())
         spans.append((before, snapshot()))
-    first = found[0][0]
+    first, distrust = found[0][0], load_between(spans).distrust
     same = None if first.output is None else all(each.output == first.output for each in (*found[0], *found[1]))
-    distrust = load_between(spans, os.getpid()).distrust
-    rows = []
     for figure in first.seconds:
         old, new = (tuple(each.seconds[figure] for each in side) for side in found)
-        rows.append(
-            VersionsRow(
-                case=name, figure=figure, ratio=paired_ratio(new, old), same_output=same, distrust=distrust,
-                old_seconds=old, new_seconds=new,
-            )
+        yield VersionsRow(
+            case=name, figure=figure, ratio=paired_ratio(new, old), same_output=same, distrust=distrust,
+            old_seconds=old, new_seconds=new,
         )  # fmt: skip
-    return rows
 
 
 @contextmanager
@@ -174,19 +163,19 @@ def steps(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sid
     report(f"{name}: making the model and the testbeds")
     model, num_rows = _model(case.generates, folder)
     with ExitStack() as stack:
-        old = stack.enter_context(emulated(scenario, folder / "old", case.mbit is not None, trees.old))
-        new = stack.enter_context(emulated(scenario, folder / "new", True, trees.new))
+        old = stack.enter_context(emulated(scenario, folder / "old", case.mbit is not None, trees[0]))
+        new = stack.enter_context(emulated(scenario, folder / "new", True, trees[1]))
         new.link_scale = old.link_scale
         for testbed in (old, new):
             testbed.set_mbit(case.mbit)
         runners = [stack.enter_context(EngineRunners(each, names, not case.generates)) for each in (old, new)]
-        profile = folder / "profile.json"
         measured = Profiles(scenario, new, runners[1], report).current(model, names, num_rows, case.mbit)
+        profile = folder / "profile.json"
         profile.write_text(measured.model_dump_json())
         options = ["--strategy", case.strategy, "--seq-len", str(num_rows), "--load-profile", str(profile)]
         if case.generates:
             options += ["--context", str(_PROMPT + _TOKENS), "--sequences", "1", "--weights", "int8"]
-        text = _plan_of(old, folder, str(model.directory), *options)
+        text = old.plan(str(model.directory), *options)
         plan = plan_from_json(text, TransformerPlan)
         rate = min(old.mbit(device.name, case.mbit) for device in plan.devices) * 1e6 / 8
         for each in runners:
@@ -222,22 +211,21 @@ def _work(case: Steps, name: str, vocab_size: int, runners: EngineRunners) -> Wo
 @contextmanager
 def pipeline(trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
     scenario = hub_scenario(_PIPELINE_DEVICES, _PIPELINE_CORES)
-    devices = [device for device in scenario.devices if device.name != scenario.coordinator_device]
     report(f"{PIPELINE}: making the model and the testbeds")
-    model = folder / f"{PIPELINE}.onnx"
-    export(build(PIPELINE), model)
+    model = export(build(PIPELINE), folder / f"{PIPELINE}.onnx")
     with ExitStack() as stack:
         homes = [stack.enter_context(agents(scenario, folder, _PIPELINE_MBIT, tree=tree)) for tree in trees]
         stack.enter_context(on_quietest_core(scenario))
-        addresses = ",".join(homes[0].address(device.name) for device in devices)
+        devices = agent_names(homes[0])
+        addresses = ",".join(map(homes[0].address, devices))
         objective = ("--objective", "throughput", "--strategy", "pipeline-exact")
-        text = _plan_of(homes[0], folder, str(model), *objective, "--time-limit", "10", "--devices", addresses)
+        text = homes[0].plan(str(model), *objective, "--time-limit", "10", "--devices", addresses)
         at_once = requests_in_flight(plan_from_json(text, GraphPlan).body.segments)
         for home in homes:
             report(f"{PIPELINE}: loading")
             own = text
             for device in devices:
-                own = own.replace(_device_id(homes[0], device.name), _device_id(home, device.name))
+                own = own.replace(_device_id(homes[0], device), _device_id(home, device))
             path = folder / "plan.json"
             path.write_text(own)
             home.start_coordinator(str(model), *objective, "--plan", str(path), "--min-devices", str(len(devices)))
@@ -266,13 +254,6 @@ def _load(home: Testbed, at_once: int) -> Work:
         return Round({"latency": found["alone"]["p50_seconds"], "answer": 1 / found["load"]["per_second"]})
 
     return load
-
-
-def _plan_of(testbed: Testbed, folder: Path, *arguments: str) -> str:
-    """The plan file written by the testbed's checkout."""
-    path = folder / "plan.json"
-    testbed.hearth("plan", *arguments, "--save", str(path), timeout_seconds=600.0)
-    return path.read_text()
 
 
 def _checkout(setting: str, folder: Path) -> Path:

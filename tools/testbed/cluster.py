@@ -29,6 +29,7 @@ from tools.toml_files import tomllib
 
 _STOP_SECONDS = 5.0  # that programs get to end after SIGTERM
 _CALIBRATION_SECONDS = 60.0  # timeout on a whole core, importing torch included
+_PLAN_SECONDS = 600.0  # timeout of `hearth plan`, profiling on slow devices included
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # capabilities(7)
 _BIN = Path(sys.executable).parent
 _HOST_RESERVE_BYTES = 512 << 20  # memory left for the host itself
@@ -284,6 +285,12 @@ class Testbed:
         if done.returncode != 0:
             raise InternalError(where=f"hearth {arguments[0]}", reason=done.stderr.strip() or done.stdout.strip())
         return done.stdout
+
+    def plan(self, *arguments: str) -> str:
+        """Plan with `hearth plan`, which caches its profiles; returns the plan file. Raises InternalError."""
+        path = self.folder / "plan.json"
+        self.hearth("plan", *arguments, "--save", str(path), timeout_seconds=_PLAN_SECONDS)
+        return path.read_text()
 
     def log(self, name: str) -> str:
         return (self.folder / name).read_text(errors="replace")
