@@ -15,13 +15,12 @@ import numpy as np
 
 from coordinator.cli.load_generator import random_inputs
 from hearth.client.home import AsyncHome
-from hearth.errors import HearthError
+from hearth.errors import HearthError, InternalError
 from hearth.wire.messages import DeviceTrace
 from tools.bench.child import serve
 from tools.bench.clients import HomeClients
 
 _ANSWER_SECONDS = 60.0  # timeout of a request
-_TRACE_EVERY = 3  # one request in this many is traced
 
 _Arrays = dict[str, "np.ndarray[Any, Any]"]
 
@@ -37,26 +36,32 @@ class GraphClients(HomeClients):
         """Forget the reference answer before another graph is served."""
         self._reference = {}
 
-    async def load(self, at_once: int, warm_up: int, seconds: float) -> dict[str, Any]:
-        """Keep `at_once` requests running for `seconds`. `done`: times of the answers after the first `warm_up` ones.
+    async def load(
+        self, at_once: int, warm_up: int, seconds: float = 0.0, count: int = 1, trace_every: int | None = None
+    ) -> dict[str, Any]:
+        """Keep `at_once` requests running for `seconds`, and until `count` answers after the first `warm_up` ones.
 
-        `compute`: by device, median seconds of its segments over the traced answers.
+        Of these answers: `done`: their times; `latencies`: seconds by the client's clock; `compute`: by device, median
+        seconds of its segments over the traced ones, one in `trace_every`. Raises InternalError if there are none.
         """
         loop = asyncio.get_running_loop()
         done: list[float] = []
+        latencies: list[float] = []
         differences: list[float] = []
         errors: list[str] = []
         traces: list[dict[str, float]] = []
 
         async def ask(home: AsyncHome, inputs: _Arrays) -> None:
-            while not errors and (len(done) <= warm_up or loop.time() < done[warm_up] + seconds):
+            while not errors and (len(done) < warm_up + count or loop.time() < done[warm_up] + seconds):
+                traced = trace_every is not None and len(done) >= warm_up and len(done) % trace_every == 0
+                sent = loop.time()
                 try:
-                    traced = len(done) >= warm_up and len(done) % _TRACE_EVERY == 0
                     result = await home.request_inference(inputs, _ANSWER_SECONDS, traced)
                 except HearthError as error:
                     errors.append(str(error))
                     return
                 done.append(loop.time())
+                latencies.append(done[-1] - sent)
                 differences.append(self._difference(result.outputs))
                 if traced:
                     traces.append({trace.device: _compute_seconds(trace) for trace in result.traces})
@@ -64,26 +69,15 @@ class GraphClients(HomeClients):
         async with await self.connected() as home:
             inputs = random_inputs((await home.model_info()).inputs)
             await asyncio.gather(*(ask(home, inputs) for _ in range(at_once)))
+        if len(done) < warm_up + count:
+            raise InternalError(where="the requests", reason=errors[0])
         return {
             "done": done[warm_up:],
-            "difference": max(differences, default=0.0),
+            "latencies": latencies[warm_up:],
+            "difference": max(differences),
             "errors": errors,
             "compute": {name: statistics.median(each[name] for each in traces) for name in (traces or [{}])[0]},
         }
-
-    async def one_by_one(self, count: int) -> dict[str, Any]:
-        """`latencies` of `count` sequential requests in seconds, measured by the client after one warm-up request."""
-        loop = asyncio.get_running_loop()
-        latencies: list[float] = []
-        differences: list[float] = []
-        async with await self.connected() as home:
-            inputs = random_inputs((await home.model_info()).inputs)
-            for _ in range(1 + count):
-                sent = loop.time()
-                outputs = await home.infer(inputs, _ANSWER_SECONDS)
-                latencies.append(loop.time() - sent)
-                differences.append(self._difference(outputs))
-        return {"latencies": latencies[1:], "difference": max(differences)}
 
     def _difference(self, outputs: _Arrays) -> float:
         """Largest difference from the reference answer, relative to the largest value of that output."""

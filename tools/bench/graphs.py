@@ -38,6 +38,7 @@ from tools.testbed.cluster import check_possible
 _TARGET_DEVICES = 3  # number of devices to which the target gain applies
 _LOAD_MARGIN_SECONDS = 300.0  # added to the timeout of a measurement under load, for requests on slow devices
 _WAITING = 2  # requests beyond those in flight, so that the coordinator always has a next one
+_TRACE_EVERY = 3  # one answer in this many is traced: enough for a median, and little more work
 _WARM_UP = 2  # uncounted answers, in multiples of the requests in flight: fills every stage
 
 
@@ -122,10 +123,9 @@ class GraphThroughput(_Graphs):
         at_once = requests_in_flight(plan.body.segments)
         answered = clients.call(
             "load", self.seconds + _LOAD_MARGIN_SECONDS, at_once=at_once + _WAITING, warm_up=_WARM_UP * at_once,
-            seconds=self.seconds,
+            seconds=self.seconds, count=2, trace_every=_TRACE_EVERY,
         )  # fmt: skip
-        done = answered.pop("done")
-        return Round(seconds=interval_seconds(done), answers=len(done), **answered)
+        return Round(seconds=interval_seconds(answered["done"]), answers=len(answered["done"]), **answered)
 
     def summary(self, rows: Sequence[Served]) -> Summary:
         one, *pipelines = rows
@@ -180,10 +180,8 @@ class GraphLatency(_Graphs):
                 yield first[each].served.model_copy(update={"label": each.served.label})
 
     def _one_by_one(self, clients: ClientProcess, plan: GraphPlan) -> Round:
-        answered = clients.call("one_by_one", _LOAD_MARGIN_SECONDS, count=self.requests)
-        return Round(
-            seconds=statistics.median(answered["latencies"]), answers=self.requests, difference=answered["difference"]
-        )
+        answered = clients.call("load", _LOAD_MARGIN_SECONDS, at_once=1, warm_up=1, count=self.requests)
+        return Round(seconds=statistics.median(answered["latencies"]), answers=self.requests, **answered)
 
     def summary(self, rows: Sequence[Served]) -> Summary:
         groups = [[row for row in rows if row.mbit == mbit] for mbit in dict.fromkeys(row.mbit for row in rows)]

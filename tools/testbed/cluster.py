@@ -55,6 +55,7 @@ class Testbed:
         self._names = [device.name for device in scenario.devices]
         self._owned = owned
         self._tree = tree
+        self._tree_environment = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"} if tree else {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._slot: int | None = None
 
@@ -200,14 +201,11 @@ class Testbed:
     def environment(self) -> dict[str, str]:
         """Variables with which a plain `hearth` finds its key, the coordinator's state and its own program."""
         return {
-            **self._tree_environment(),
+            **self._tree_environment,
             "HEARTH_KEY": str(self.key),
             "HEARTH_COORDINATOR_STATE_DIR": str(self.folder / "coordinator"),
             "PATH": f"{_BIN}:{os.environ.get('PATH', os.defpath)}",
         }
-
-    def _tree_environment(self) -> dict[str, str]:
-        return {} if self._tree is None else {"PYTHONPATH": str(self._tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def popen(
         self,
@@ -227,7 +225,7 @@ class Testbed:
         process = subprocess.Popen(
             self.command(name, *arguments),
             preexec_fn=partial(_join, self.cgroups[name].procs_files(memory_limited), device.core) if limited else None,
-            env={**os.environ, **self._tree_environment(), **(device.environment if limited else {}), **environment},
+            env={**os.environ, **self._tree_environment, **(device.environment if limited else {}), **environment},
             cwd=self._tree,
             **options,
         )
@@ -236,10 +234,10 @@ class Testbed:
 
     # ---- the programs ---------------------------------------------------------------------------------------------
 
-    def start_agents(self, *options: str) -> None:
+    def start_agents(self) -> None:
         """Start `hearth-agent` on every device."""
         for name in self._names:
-            self.start_agent(name, *options)
+            self.start_agent(name)
 
     def wait_for_agents(self, seconds: float = 60.0) -> None:
         """Wait until all answer. Raises InternalError with the output of one that ended, or DeadlineExceeded."""
