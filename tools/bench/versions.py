@@ -24,6 +24,7 @@ from hearth.errors import BadSetting, InternalError
 from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
+from tools.bench.generation import LLAMA
 from tools.bench.homes import agent_names, agents, decoder_directory, hub_scenario, on_quietest_core
 from tools.bench.load import Snapshot, load_between, snapshot
 from tools.bench.measure import Models, emulated
