@@ -120,7 +120,7 @@ async def compare_plans(
     planning: Planning, connection: ConnectionOptions, settings: CoordinatorSettings, rounds: int
 ) -> list[PlanTimes]:
     """Plan, then run the chosen plan and the best one of each other strategy. Raises HearthError."""
-    planning.read_cluster()  # raises for a graph without weights
+    planning.cluster_from_files()  # raises for a graph without weights
     runner = PlanRunner(settings, report)
     name = f"{settings.name} (hearth plan --compare)"[:128]
     async with connect_devices(planning.goal, connection, settings, name, runner.device_changed) as live:

@@ -220,7 +220,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         while True:
             try:
                 welcome = await connection.client.hello(wire.AgentWelcome, timeout_seconds=_HELLO_SECONDS)
-                registry.check_unique(self.devices.get(welcome.device_id), welcome, *connection.address)
+                registry.check_device_id_unique(self.devices.get(welcome.device_id), welcome, *connection.address)
                 await self._register(connection, welcome)
                 await self._send_heartbeats(connection, welcome.device_id)
             except (Unreachable, ConnectionLost, DeadlineExceeded):

@@ -86,7 +86,7 @@ class Profiler:
         for name, error in failures.items():
             self._report(f"{name} is left out: {error}")
         usable = [device for device in devices if device.device_id in results and device.telemetry is not None]
-        connected = fully_linked([device.device_id for device in usable], links)
+        connected = fully_linked_devices([device.device_id for device in usable], links)
         usable = [device for device in usable if device.device_id in connected]
         if not usable:
             raise NoDevices(seconds=0)
@@ -221,7 +221,7 @@ def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) ->
     return [members for _, members in rounds]
 
 
-def fully_linked(device_ids: Sequence[str], links: Mapping[tuple[str, str], Link]) -> set[str]:
+def fully_linked_devices(device_ids: Sequence[str], links: Mapping[tuple[str, str], Link]) -> set[str]:
     """Drop the device with the most unmeasured links until none is missing; returns the rest."""
     remaining = set(device_ids)
     while True:

@@ -103,7 +103,7 @@ def after_worker_death(device: Device, now: float) -> Device:
     return replace(device, quarantined_until=now + QUARANTINE_SECONDS)
 
 
-def check_unique(known: Device | None, welcome: AgentWelcome, host: str, port: int) -> None:
+def check_device_id_unique(known: Device | None, welcome: AgentWelcome, host: str, port: int) -> None:
     """Raise DuplicateDevice if another agent claims the id of a known device that is not dead."""
     if known is None or known.welcome.boot_id == welcome.boot_id or known.health == "dead":
         return

@@ -34,7 +34,7 @@ async def plan_model(
     planning: Planning, profile: Path | None, devices: Path | None, connection: ConnectionOptions, output: OutputOptions
 ) -> None:
     """Plan for the devices of a saved profile, of a cluster file (`devices`), or for live ones. Raises HearthError."""
-    cluster: Any = planning.read_cluster(profile, devices)
+    cluster: Any = planning.cluster_from_files(profile, devices)
     if cluster is None:
         async with connect_devices(planning.goal, connection, load_coordinator_settings({})) as live:
             cluster = await planning.profile(live)

@@ -118,7 +118,7 @@ class GraphPlanning:
         self.goal = goal
         self.graph = read_graph_file(Path(goal.model_file), goal.dims)
 
-    def read_cluster(self, profile: Path | None = None, devices: Path | None = None) -> GraphCluster | None:
+    def cluster_from_files(self, profile: Path | None = None, devices: Path | None = None) -> GraphCluster | None:
         """The cluster of a saved profile or a cluster file; None: measure live devices. Raises BadSetting."""
         if devices is not None:
             if profile is not None:

@@ -93,7 +93,7 @@ class TransformerPlanning:
         self.goal = goal
         self.model = open_transformer(goal)
 
-    def read_cluster(self, profile: Path | None = None, devices: Path | None = None) -> ClusterProfile | None:
+    def cluster_from_files(self, profile: Path | None = None, devices: Path | None = None) -> ClusterProfile | None:
         """The cluster of a saved profile; None: measure live devices. Raises BadSetting."""
         return read_transformer_profile(profile, self.model.spec) if profile is not None else None
 

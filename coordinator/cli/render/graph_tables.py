@@ -88,12 +88,12 @@ def one_device_line(planned: PlanningResult[GraphPlan]) -> str:
 
 
 def candidates_table(
-    planned: PlanningResult[GraphPlan], objective: Objective, unit: str, most: int | None = None
+    planned: PlanningResult[GraphPlan], objective: Objective, unit: str, max_alternatives: int | None = None
 ) -> Table:
-    """All candidates, the chosen one first; with `most`, that many of the others instead."""
+    """All candidates, the chosen one first; with `max_alternatives`, at most that many of the others instead."""
     heading = "one request" if objective == "latency" else "per request"
-    if most is not None:
-        return alternatives_table(planned, most, heading, "Not chosen", partial(_format_value, unit=unit))
+    if max_alternatives is not None:
+        return alternatives_table(planned, max_alternatives, heading, "Not chosen", partial(_format_value, unit=unit))
     numbers = (right_column(heading, no_wrap=True), right_column("devices"), right_column("planned in"))
     table = make_table("strategy", *numbers, "why", title="Candidates, priced by the same simulator")
     for each in planned.candidates:
@@ -106,18 +106,18 @@ def candidates_table(
     return table
 
 
-def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: GraphPrediction) -> list[str]:
+def explanation_lines(plan: GraphPlan, spec: GraphSpec, prediction: GraphPrediction) -> list[str]:
     """The bottleneck, and the largest transfers."""
-    busiest = priced.bottleneck[0]
+    busiest = prediction.bottleneck[0]
     names = [device.name for device in plan.devices]
     what = {
         ResourceKind.COMPUTE: "the compute of",
         ResourceKind.SEND: "the outgoing transfers of",
         ResourceKind.RECEIVE: "the incoming transfers of",
     }[busiest.kind]
-    share = priced.bottleneck_seconds / priced.latency_seconds if priced.latency_seconds > 0 else 0.0
+    share = prediction.bottleneck_seconds / prediction.latency_seconds if prediction.latency_seconds > 0 else 0.0
     lines = [
-        f"bottleneck of a full pipeline: {what} {names[busiest.rank]}, {format_seconds(priced.bottleneck_seconds)} per "
+        f"bottleneck of a full pipeline: {what} {names[busiest.rank]}, {format_seconds(prediction.bottleneck_seconds)} per "
         f"request ({share:.0%} of the time of one request alone)"
     ]
     transfers = sorted(tensor_transfers(spec, plan.body.segments, plan.wire.values), key=lambda each: -each.num_bytes)

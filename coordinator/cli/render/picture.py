@@ -47,9 +47,9 @@ def make_drawing(
     edges: Sequence[tuple[int, int]],
 ) -> Drawing:
     """Lay out operators with these names and kinds (kinds may be empty); `assignment` gives the device of each."""
-    parts, between = group_operators(assignment, edges)
-    labels = [_label(part, names, kinds) for part in parts]
-    return Drawing(title, tuple(devices), lay_out(labels, [part.device for part in parts], between))
+    groups, group_edges = group_operators(assignment, edges)
+    labels = [_label(group, names, kinds) for group in groups]
+    return Drawing(title, tuple(devices), lay_out(labels, [group.device for group in groups], group_edges))
 
 
 def save_picture(path: Path, drawing: Drawing) -> None:
@@ -170,17 +170,17 @@ class _Png:
         return file.getvalue()
 
 
-def _label(part: BoxGroup, names: Sequence[str], kinds: Sequence[str]) -> tuple[str, ...]:
+def _label(group: BoxGroup, names: Sequence[str], kinds: Sequence[str]) -> tuple[str, ...]:
     """One operator: kind and name. Several: their number and most common kinds."""
-    first = part.operators[0]
-    if len(part.operators) == 1:
+    first = group.operators[0]
+    if len(group.operators) == 1:
         return (
             (_truncate_end(kinds[first]), _truncate_start(names[first])) if kinds else (_truncate_start(names[first]),)
         )
-    count = f"{len(part.operators)} operators"
+    count = f"{len(group.operators)} operators"
     if not kinds:
         return (count, _truncate_start(f"{names[first]} ..."))
-    often = Counter(kinds[operator] for operator in part.operators).most_common(3)
+    often = Counter(kinds[operator] for operator in group.operators).most_common(3)
     return (count, _truncate_end(", ".join(kind for kind, _ in often)))
 
 

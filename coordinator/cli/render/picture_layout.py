@@ -74,16 +74,16 @@ def group_operators(
     Tried in this order: single operators, chains on one device, all that a device computes between two exchanges.
     """
     num_operators = len(assignment)
-    for grouping in (list(range(num_operators)), _chains(assignment, edges), _stages(assignment, edges)):
+    for group_of in (list(range(num_operators)), _chains(assignment, edges), _stages(assignment, edges)):
         members: dict[int, list[int]] = {}
-        for operator, group in enumerate(grouping):
+        for operator, group in enumerate(group_of):
             members.setdefault(group, []).append(operator)
         if len(members) <= max_boxes:
             break
     number = {group: index for index, group in enumerate(members)}
-    parts = [BoxGroup(tuple(operators), assignment[operators[0]]) for operators in members.values()]
-    between = {(number[grouping[a]], number[grouping[b]]) for a, b in edges}
-    return parts, sorted((a, b) for a, b in between if a != b)
+    groups = [BoxGroup(tuple(operators), assignment[operators[0]]) for operators in members.values()]
+    group_edges = {(number[group_of[a]], number[group_of[b]]) for a, b in edges}
+    return groups, sorted((a, b) for a, b in group_edges if a != b)
 
 
 def _chains(assignment: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:

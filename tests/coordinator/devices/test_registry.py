@@ -58,8 +58,8 @@ def test_quarantined_device_is_used_only_if_no_other_is_left() -> None:
 
 def test_cloned_device_id_is_detected_but_restart_is_not() -> None:
     known = device()
-    registry.check_unique(None, known.welcome, "x", 1)
-    registry.check_unique(known, known.welcome, "elsewhere", 1)  # the same run of the agent, over another network
-    registry.check_unique(known, device(boot_id="new").welcome, "10.0.0.1", 47800)  # the agent was restarted
+    registry.check_device_id_unique(None, known.welcome, "x", 1)
+    registry.check_device_id_unique(known, known.welcome, "elsewhere", 1)  # the same run, over another network
+    registry.check_device_id_unique(known, device(boot_id="new").welcome, "10.0.0.1", 47800)  # the agent was restarted
     with pytest.raises(DuplicateDevice, match="copy"):
-        registry.check_unique(known, device(boot_id="new").welcome, "10.0.0.2", 47800)
+        registry.check_device_id_unique(known, device(boot_id="new").welcome, "10.0.0.2", 47800)
