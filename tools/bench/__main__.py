@@ -122,6 +122,7 @@ def _print(summary: Summary) -> None:
 
 
 def main() -> None:
+    """Run the command; an error of a program or file is one line, and cleanup is not interrupted."""
     interrupts.install()
     try:
         app()

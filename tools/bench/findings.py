@@ -33,14 +33,17 @@ def without_target(figure: str, value: float, form: Format, detail: str = "") ->
 
 
 def at_most(figure: str, value: float, limit: float, form: Format, detail: str = "") -> Finding:
+    """A figure with an upper limit as its target."""
     return _judged(without_target(figure, value, form, detail), f"at most {form(limit)}", value <= limit)
 
 
 def at_least(figure: str, value: float, limit: float, form: Format, detail: str = "") -> Finding:
+    """A figure with a lower limit as its target."""
     return _judged(without_target(figure, value, form, detail), f"at least {form(limit)}", value >= limit)
 
 
 def equal(figure: str, value: float, expected: float, form: Format, detail: str = "") -> Finding:
+    """A figure with an exact value as its target."""
     return _judged(without_target(figure, value, form, detail), form(expected), value == expected)
 
 
@@ -55,6 +58,7 @@ def _judged(finding: Finding, target: str, holds: bool) -> Finding:
 
 
 def findings_table(title: str, findings: Sequence[Finding]) -> Table:
+    """Table of figures: target, measured value, and whether the target is met."""
     holds = {None: "-", True: "yes", False: "**no**"}
     rows = [(each.figure, each.target or "-", each.measured, holds[each.holds]) for each in findings]
     return Table.of(title, ("figure", "target", "measured", "holds"), rows)
@@ -75,4 +79,5 @@ def findings_summary(title: str, findings: Sequence[Finding], *more: Table) -> S
 
 
 def all_hold(findings: Iterable[Finding]) -> bool:
+    """Whether no figure misses its target."""
     return all(each.holds is not False for each in findings)

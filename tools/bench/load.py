@@ -24,6 +24,8 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
+    """Counters of this machine at one time: CPU and steal time, runnable tasks, and processes."""
+
     cpu_seconds: float  # sum over all cores, idle time included
     steal_seconds: float
     processes: Mapping[int, Process]

@@ -198,6 +198,7 @@ def _by_column(runs: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, ..
 
 
 def with_classes(num_classes: int) -> str:
+    """Name of the `pipeline` algorithm with this number of bandwidth classes."""
     return f"pipeline, {num_classes} classes"
 
 

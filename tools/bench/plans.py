@@ -121,6 +121,7 @@ def depth_note(entry: Entry, spec: ModelSpec, num_layers: int, cluster: ClusterP
 
 
 def describe(plan: TransformerPlan) -> str:
+    """Strategy and devices of a plan, in a few words."""
     names = ", ".join(device.name for device in plan.devices)
     modes = sorted({mode.model_dump_json() for mode in plan.body.modes})
     kinds = f" ({len(modes)} kinds of layers)" if len(modes) > 1 else ""

@@ -12,6 +12,8 @@ from tools.bench.child import serve
 
 
 class Reference:
+    """A model in `transformers`, on one thread, as the reference."""
+
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._model: Any = None

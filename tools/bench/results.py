@@ -120,6 +120,7 @@ def check_writable(setting: str, path: Path) -> None:
 
 
 def today() -> str:
+    """Today's date in ISO format."""
     return datetime.date.today().isoformat()
 
 

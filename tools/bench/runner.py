@@ -93,6 +93,8 @@ class _Loaded:
 
 
 class Runner:
+    """The worker side of a device, driven by the benchmark: loads shards, connects, runs steps."""
+
     def __init__(self, host: str) -> None:
         torch.set_num_threads(1)
         self._host = host
@@ -308,6 +310,7 @@ class Runner:
 
 
 def main() -> None:
+    """Serve a `Runner` to the parent process."""
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a runner that does not answer
     keep_freed_buffers()
     serve(sys.argv[1], Runner(sys.argv[2]))

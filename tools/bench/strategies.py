@@ -114,6 +114,7 @@ def say_speedup(rows: Sequence[Row]) -> list[str]:
 
 
 def say_prediction(rows: Sequence[Row]) -> list[str]:
+    """Median and 90th percentile of the prediction error."""
     errors = [abs(row.prediction_error) for row in rows if row.prediction_error is not None]
     if not errors:
         return []
@@ -149,6 +150,7 @@ def say_auto(rows: Sequence[Row]) -> list[str]:
 
 
 def say_scaling(rows: Sequence[Row]) -> list[str]:
+    """Speed-up of each model by number of devices, and its share of linear speed-up."""
     return [
         f"{model}: " + ", ".join(f"{count} devices {speedup:.2f}x ({share:.0%} of linear)"
                                  for count, speedup, share in points if count > 1)

@@ -158,6 +158,7 @@ def compare(name: str, sides: Sides, rounds: int, report: Report) -> Iterator[Ve
 
 @contextmanager
 def steps(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
+    """Rounds of transformer steps or generations, alternating between both checkouts."""
     case = STEPS[name]
     scenario = load_scenario(case.scenario)
     names = [device.name for device in scenario.devices]
@@ -211,6 +212,7 @@ def _work(case: Steps, name: str, vocab_size: int, runners: EngineRunners) -> Wo
 
 @contextmanager
 def pipeline(trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
+    """Rounds of requests through a full graph pipeline, alternating between both checkouts."""
     scenario = hub_scenario(_PIPELINE_DEVICES, _PIPELINE_CORES)
     report(f"{PIPELINE}: making the model and the testbeds")
     model = export(build(PIPELINE), folder / f"{PIPELINE}.onnx")

@@ -235,6 +235,7 @@ def _say_next(testbed: Testbed, serves: bool) -> None:
 
 
 def main() -> None:
+    """Run the command; an error of a program or file is one line."""
     try:
         app()
     except (OSError, subprocess.SubprocessError) as error:

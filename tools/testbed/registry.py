@@ -80,6 +80,7 @@ def record_scale(slot: int, link_scale: float) -> None:
 
 
 def release(slot: int) -> None:
+    """Free a slot; it may be free already."""
     _path(slot).unlink(missing_ok=True)
 
 
