@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,13 @@ def save_plot(path: Path, experiment: Experiment, rows: Sequence[Any]) -> bool:
         return drawn
     finally:
         plt.close(figure)
+
+
+def _draw(axes: Any, points: Mapping[str, Sequence[tuple[float, float]]], **options: Any) -> None:
+    """One line for each label, with its own marker and colour."""
+    for index, (label, pairs) in enumerate(points.items()):
+        marker, colour = _MARKERS[index % len(_MARKERS)], _COLOURS[index % len(_COLOURS)]
+        axes.plot(*zip(*pairs, strict=True), marker=marker, color=colour, label=label, **options)
 
 
 def finish(axes: Any, title: str) -> None:
@@ -94,11 +101,9 @@ def rate_lines(axes: Any, rows: Sequence[Row]) -> None:
     timed = [(rate, row) for row in rows if row.seconds and (rate := row.paper_mbit or row.mbit) is not None]
     several = len({row.model for _, row in timed}) > 1
     lines: dict[str, list[tuple[float, float]]] = {}
-    for rate, row in timed:
+    for rate, row in sorted(timed, key=lambda pair: pair[0]):
         lines.setdefault(f"{row.model} {row.label}" if several else row.label, []).append((rate, row.median_seconds))
-    for index, (name, points) in enumerate(lines.items()):
-        axes.plot(*zip(*sorted(points), strict=True), marker=_MARKERS[index % len(_MARKERS)],
-                  color=_COLOURS[index % len(_COLOURS)], label=name)  # fmt: skip
+    _draw(axes, lines)
     ticks = sorted({rate for rate, _ in timed})
     axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
@@ -131,13 +136,12 @@ def layer_flops(seq_len: int, hidden: int) -> float:
 
 def scaling_lines(axes: Any, rows: Sequence[Row]) -> None:
     """Lines: work per second relative to one device, with a line for linear scaling."""
-    most = 1
-    for index, (model, points) in enumerate(scaling_of(rows).items()):
-        axes.plot([count for count, _, _ in points], [speedup for _, speedup, _ in points], marker=_MARKERS[index],
-                  color=_COLOURS[index], label=model)  # fmt: skip
+    scaling = scaling_of(rows)
+    _draw(axes, {model: [(count, speedup) for count, speedup, _ in points] for model, points in scaling.items()})
+    for points in scaling.values():
         count, speedup, share = points[-1]
         axes.annotate(f"{share:.0%}", (count, speedup), xytext=(6, -4), textcoords="offset points")
-        most = max(most, count)
+    most = max((points[-1][0] for points in scaling.values()), default=1)
     axes.plot([1, most], [1, most], color="grey", ls="--", label="linear")
     axes.set_xticks(range(1, most + 1))
     axes.set_xlabel("devices")
@@ -149,16 +153,15 @@ def predicted_against_measured(axes: Any, rows: Sequence[Row]) -> None:
     from matplotlib.ticker import LogLocator
 
     timed = [row for row in rows if row.prediction_error is not None]
-    for index, strategy in enumerate(dict.fromkeys(row.strategy for row in timed)):
-        chosen = [row for row in timed if row.strategy == strategy]
-        axes.scatter([row.median_seconds for row in chosen], [row.predicted_seconds for row in chosen], s=26,
-                     marker=_MARKERS[index % len(_MARKERS)], color=_COLOURS[index % len(_COLOURS)], label=strategy,
-                     alpha=0.75)  # fmt: skip
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in timed:
+        points.setdefault(row.strategy, []).append((row.median_seconds, row.predicted_seconds or 0.0))
+    _draw(axes, points, ls="", ms=5, alpha=0.75)
     if timed:
         ends = [f(row.median_seconds for row in timed) for f in (min, max)]
         axes.plot(ends, ends, color="black", lw=1, label="as predicted")
-        axes.plot(ends, [end * 1.1 for end in ends], color="grey", lw=1, ls=":", label="10 % off")
-        axes.plot(ends, [end * 0.9 for end in ends], color="grey", lw=1, ls=":")
+        for factor, label in ((1.1, "10 % off"), (0.9, "")):
+            axes.plot(ends, [end * factor for end in ends], color="grey", lw=1, ls=":", label=label)
     axes.set(xscale="log", yscale="log")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -169,17 +172,12 @@ def predicted_against_measured(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _short(row: Row, rows: Sequence[Row], separator: str) -> str:
-    """A label of the row's setting, without the parts that all rows share."""
-    parts = {
-        "scenario": row.scenario,
-        "devices": f"{row.devices} devices",
-        "model": row.model,
-        "seq_len": f"{row.seq_len} tokens",
-        "mbit": "" if row.mbit is None else f"{row.mbit:.0f} Mbit/s",
-    }
-    distinct = [name for name in parts if len({getattr(other, name) for other in rows}) > 1]
-    if "scenario" in distinct:  # which then often determines the number of devices and the rate
-        settings = {(other.scenario, other.devices, other.mbit) for other in rows}
-        if len(settings) == len({other.scenario for other in rows}):
-            distinct = [name for name in distinct if name not in ("devices", "mbit")]
-    return separator.join([parts[name] for name in distinct] or [row.scenario, row.model])
+    """A label of the row's setting, without what all rows share and without what a scenario determines."""
+    scenarios = {other.scenario for other in rows}
+    parts = [row.scenario] if len(scenarios) > 1 else []
+    texts = {"devices": f"{row.devices} devices", "model": row.model, "seq_len": f"{row.seq_len} tokens",
+             "mbit": "" if row.mbit is None else f"{row.mbit:.0f} Mbit/s"}  # fmt: skip
+    for name, text in texts.items():
+        if len({(other.scenario, getattr(other, name)) for other in rows}) > len(scenarios):
+            parts.append(text)
+    return separator.join(parts or [row.scenario, row.model])

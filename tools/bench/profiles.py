@@ -68,12 +68,7 @@ class Profiles:
         memory = {device.name: device.memory_bytes or _WITHOUT_LIMIT_BYTES for device in self._scenario.devices}
         return ClusterProfile(
             devices=tuple(
-                DeviceProfile(
-                    device_id=name,
-                    name=name,
-                    budget_bytes=memory[name],
-                    blocks=blocks[name],
-                )
+                DeviceProfile(device_id=name, name=name, budget_bytes=memory[name], blocks=blocks[name])
                 for name in names
             ),
             links=tuple(self._link(*pair, mbit) for pair in permutations(names, 2)),
@@ -81,26 +76,21 @@ class Profiles:
 
     def _one_per_core(self, names: Sequence[str]) -> list[list[str]]:
         """Groups of devices that share no core. A device that is not pinned to a core has its own group."""
-        groups: list[tuple[set[int], list[str]]] = []
+        groups: list[dict[int | None, str]] = []  # by core
         for name in names:
             core = self._testbed.device(name).core
-            for taken, members in groups:
-                if core is not None and core not in taken and taken:
-                    taken.add(core)
-                    members.append(name)
-                    break
+            free = (group for group in groups if core not in group and None not in (core, *group))
+            if (group := next(free, None)) is not None:
+                group[core] = name
             else:
-                groups.append((set() if core is None else {core}, [name]))
-        return [members for _, members in groups]
+                groups.append({core: name})
+        return [list(group.values()) for group in groups]
 
     def _link(self, source: str, target: str, mbit: float | None) -> Link:
         """The link, measured once per rate. If all links and devices are equal, one pair is measured for all."""
         devices = self._scenario.devices
         alike = len({(device.mbit if mbit is None else 0, device.cpu_share) for device in devices}) == 1
-        if alike:
-            first, second = devices[0].name, devices[1].name
-        else:
-            first, second = source, target
+        first, second = (devices[0].name, devices[1].name) if alike else (source, target)
         if (mbit, first, second) not in self._links:
             rate = "" if mbit is None else f" at {mbit:.0f} Mbit/s"
             self._report(f"{self._scenario.name}: measuring the link from {first} to {second}{rate}")

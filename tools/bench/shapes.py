@@ -7,75 +7,67 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.models.checkpoint.families import FAMILIES, read_json_object
+from coordinator.models.checkpoint.families import FAMILIES, model_name, read_json_object
 from hearth.errors import BadSetting, UnsupportedArchitecture
-
-_VOCABULARY, _POSITIONS = 30522, 512  # BERT's
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's configuration. `config`: as read by transformers; `num_layers`: depth of the whole model."""
+    """A model's configuration, as read by transformers."""
 
     name: str
-    num_layers: int
     config: dict[str, Any]
+
+    @property
+    def num_layers(self) -> int:
+        """Depth of the whole model."""
+        return int(self.config[self._fields["num_layers"]])
 
     def shortened(self, num_layers: int | None, num_positions: int) -> dict[str, Any]:
         """The configuration with fewer layers. Raises BadSetting if the model does not support sequences this long."""
-        fields = FAMILIES[self.config["model_type"]].config
-        longest = int(self.config[fields["max_positions"]])
+        longest = int(self.config[self._fields["max_positions"]])
         if num_positions > longest:
             raise BadSetting(setting="seq_lens", reason=f"{self.name} takes at most {longest} tokens")
-        return {**self.config, fields["num_layers"]: self.depth(num_layers)}
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.config[FAMILIES[self.config["model_type"]].config["hidden_size"]])
+        return {**self.config, self._fields["num_layers"]: self.depth(num_layers)}
 
     def depth(self, num_layers: int | None) -> int:
         return min(num_layers or self.num_layers, self.num_layers)
 
-
-def _bert(name: str, layers: int, heads: int, hidden: int) -> Shape:
-    config = {
-        "model_type": "bert", "num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden,
-        "intermediate_size": 4 * hidden, "vocab_size": _VOCABULARY, "max_position_embeddings": _POSITIONS,
-        "type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
-    }  # fmt: skip
-    return Shape(name, layers, config)
+    @property
+    def _fields(self) -> Mapping[str, str]:
+        """The names of the configuration's fields, by ours."""
+        return FAMILIES[self.config["model_type"]].config
 
 
-def _gpt2(name: str, layers: int, heads: int, hidden: int) -> Shape:
-    config = {
-        "model_type": "gpt2", "n_layer": layers, "n_head": heads, "n_embd": hidden, "n_positions": 1024,
-        "vocab_size": 50257, "activation_function": "gelu_new",
-    }  # fmt: skip
-    return Shape(name, layers, config)
+# The configuration that all sizes of a family share; what is missing here has the value that transformers takes by default.
+_SHARED: Mapping[str, Mapping[str, Any]] = {
+    "bert": {"vocab_size": 30522, "max_position_embeddings": 512},
+    "gpt2": {"vocab_size": 50257, "n_positions": 1024},
+    "opt": {"vocab_size": 50272, "max_position_embeddings": 2048},
+}
 
 
-def _opt(name: str, layers: int, heads: int, hidden: int) -> Shape:
-    config = {
-        "model_type": "opt", "num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden,
-        "ffn_dim": 4 * hidden, "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": hidden,
-        "activation_function": "relu",
-    }  # fmt: skip
-    return Shape(name, layers, config)
+def _shape(name: str, family: str, layers: int, heads: int, hidden: int) -> Shape:
+    sizes = {"num_layers": layers, "num_heads": heads, "hidden_size": hidden, "ffn_size": 4 * hidden}
+    fields = FAMILIES[family].config  # GPT-2 has none for the MLP, which is always four times as wide
+    config = {fields[ours]: size for ours, size in sizes.items() if ours in fields}
+    return Shape(name, {"model_type": family, **config, **_SHARED[family]})
 
 
 SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
-        _bert("distilbert", 6, 12, 768),
-        _bert("bert-base", 12, 12, 768),
-        _bert("bert-large", 24, 16, 1024),
-        _gpt2("gpt2-large", 36, 20, 1280),
-        _opt("opt-large", 24, 16, 2048),
-        _opt("opt-xl", 32, 32, 2560),
+        _shape("distilbert", "bert", 6, 12, 768),
+        _shape("bert-base", "bert", 12, 12, 768),
+        _shape("bert-large", "bert", 24, 16, 1024),
+        _shape("gpt2-large", "gpt2", 36, 20, 1280),
+        _shape("opt-large", "opt", 24, 16, 2048),
+        _shape("opt-xl", "opt", 32, 32, 2560),
     )
 }
 
@@ -97,13 +89,10 @@ def shape_of_file(path: Path) -> Shape:
     if kind not in FAMILIES:
         raise UnsupportedArchitecture(architecture=kind, supported=", ".join(FAMILIES))
     family = FAMILIES[kind]
-    needed = [theirs for theirs in family.config.values() if theirs not in family.defaults]
-    for field in needed:
-        if not isinstance(config.get(field), (int, str)):
+    for field in family.config.values():
+        if field not in family.defaults and not isinstance(config.get(field), (int, str)):
             raise BadSetting(setting=f"models: {path}", reason=f"the field {field} is missing")
-    published = str(config.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
-    name = published or (path.stem if path.stem != "config" else path.resolve().parent.name)
-    return Shape(name, int(config[family.config["num_layers"]]), config)
+    return Shape(model_name(path.parent if path.stem == "config" else path.with_suffix(""), config), config)
 
 
 def save_random_model(directory: Path, config: dict[str, Any], seed: int = 0, dtype: str = "float32") -> Path:
