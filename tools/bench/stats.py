@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
 _RESAMPLES = 2000  # of the bootstrap
 _CONFIDENCE = 0.95  # of intervals
@@ -45,14 +47,8 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """Percentile with linear interpolation between ranks. Raises ValueError for no values."""
-    if not values:
-        raise ValueError("a percentile needs at least one value")
-    ranked = sorted(values)
-    position = fraction * (len(ranked) - 1)
-    below = int(position)
-    above = min(below + 1, len(ranked) - 1)
-    return ranked[below] + (ranked[above] - ranked[below]) * (position - below)
+    """Percentile with linear interpolation between ranks. Raises IndexError for no values."""
+    return float(np.percentile(values, 100 * fraction))
 
 
 def rotated(names: Sequence[T], round_index: int) -> list[T]:

@@ -18,7 +18,7 @@ from hearth.platform.units import format_bytes
 from tools.testbed.cluster import Testbed, check_possible, check_rights, remove_orphans
 from tools.testbed.foreground import run_in_foreground
 from tools.testbed.registry import Running, locked, running_testbeds
-from tools.testbed.scenario import NOMINAL_CORE_SECONDS, SCENARIOS, load_scenario
+from tools.testbed.scenario import SCENARIOS, load_scenario
 
 _FOLDER_PREFIX = "hearth-testbed-"
 _COMMAND = "python -m tools.testbed"
@@ -79,12 +79,7 @@ def up(
         raise
     out.print(_table(testbed))
     if chosen.scale_links:
-        seconds = NOMINAL_CORE_SECONDS / testbed.link_scale
-        out.print(
-            f"links x {testbed.link_scale:.2f}: a layer takes {seconds:.3f} s of a core on these devices, "
-            f"{NOMINAL_CORE_SECONDS} s where the scenario was set",
-            soft_wrap=True,
-        )
+        out.print(f"links x {testbed.link_scale:.2f}: this machine's speed over that where the scenario was set")
     _say_next(testbed, model is not None)
 
 
@@ -220,17 +215,17 @@ def _whose(running: Running) -> str:
 
 
 def _say_next(testbed: Testbed, serves: bool) -> None:
-    commands = {"run -- hearth devices": "list the agents"}
-    if serves:
-        commands["run -- hearth status"] = "repeat until it says serving"
-        commands['run -- hearth embed "Hello"'] = "send the model a request"
-    else:
-        commands["run -- hearth plan MODEL"] = "show how a model would be distributed"
-    commands[f"link {testbed.scenario.devices[-1].name} --mbit 20"] = "slow a link down; --cut disconnects it"
-    commands["down"] = "stop and remove the testbed"
     out.print("\nnext:")
-    for command, what in commands.items():
-        out.print(f"  {_COMMAND} {command:<28} [dim]{what}[/]", soft_wrap=True)
+    for command, effect, shown in (
+        ("run -- hearth devices", "list the agents", True),
+        ("run -- hearth plan MODEL", "show how a model would be distributed", not serves),
+        ("run -- hearth status", "repeat until it says serving", serves),
+        ('run -- hearth embed "Hello"', "send the model a request", serves),
+        (f"link {testbed.scenario.devices[-1].name} --mbit 20", "slow a link down; --cut disconnects it", True),
+        ("down", "stop and remove the testbed", True),
+    ):
+        if shown:
+            out.print(f"  {_COMMAND} {command:<28} [dim]{effect}[/]", soft_wrap=True)
     out.print(f"[dim]logs: {testbed.folder}[/]", soft_wrap=True)
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 
+import torch
+from torch.nn import functional
+
 _HIDDEN, _HEADS, _FFN, _ROWS = 1024, 16, 4096, 284  # BERT-Large's widths, and the rows of a step
 _COPIES = 4  # sets of weights used in turn, so that none stays in the cache: in a model of 24 layers none does
 _RUNS = 9  # timed runs, of which the median counts
@@ -18,8 +21,6 @@ class Layers:
     """Encoder layers of random weights, run in rotation."""
 
     def __init__(self) -> None:
-        import torch
-
         torch.set_num_threads(1)
         generator = torch.Generator().manual_seed(0)
         shapes = ((3 * _HIDDEN, _HIDDEN), (_HIDDEN, _HIDDEN), (_FFN, _HIDDEN), (_HIDDEN, _FFN))
@@ -29,9 +30,6 @@ class Layers:
 
     def run(self) -> None:
         """Run the next layer once."""
-        import torch
-        from torch.nn import functional
-
         qkv, out, up, down = self._layers[self.num_runs % _COPIES]
         self.num_runs += 1
         with torch.inference_mode():
