@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.models.checkpoint.chunk_layout import all_chunks, num_chunk_weights
 from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.parts import MemoryUse
-from hearth.platform.units import format_bytes, parse_bytes
+from hearth.platform.units import format_bytes
 from tools.bench.clients import Outcome, Request
 from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import COUNT, PERCENT, RATIO, Finding, at_least, at_most, equal, findings_summary, within
 from tools.bench.homes import GenerationClients, Model, agent_names, agents, decoder_directory, hub_scenario
 from tools.bench.results import Summary, Table
 from tools.bench.watch import MemoryWatch, peak_bytes, worker_of
+from tools.testbed.scenario import NumBytes
 
 COORDINATOR_BYTES = 256 << 20  # target: most resident memory of the coordinator, independent of the model's size
 PLAN_TOLERANCE = 0.10  # target: largest difference of the actual peak from the planned memory, relative to it
-Size = Annotated[int, BeforeValidator(lambda value: parse_bytes(str(value)))]  # "900M", or a number of bytes
 
 
 class DeviceMemory(BaseModel):
@@ -57,8 +57,8 @@ class Capacity(Experiment):
     model: Model = "gpt2-large"
     weights: WeightFormat = "bfloat16"
     devices: int = Field(4, ge=2, le=4)
-    limit: Annotated[Size, Field(ge=64 << 20)] = 900_000_000  # of each device's memory, enforced by the kernel
-    agent: Size = 80_000_000  # part of the limit reserved for the agent
+    limit: Annotated[NumBytes, Field(ge=64 << 20)] = 900_000_000  # of each device's memory, enforced by the kernel
+    agent: NumBytes = 80_000_000  # part of the limit reserved for the agent
     context: int = Field(256, ge=2)  # tokens of each answer, with its prompt
     sequences: int = Field(4, ge=1, le=64)  # concurrent answers
     mbit: float = Field(500.0, ge=1)  # real rate of every link

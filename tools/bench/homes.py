@@ -16,7 +16,6 @@ from tools.bench.clients import Outcome, Request
 from tools.bench.processes import ClientProcess
 from tools.bench.shapes import SHAPES, find_shape, save_random_model
 from tools.testbed import Scenario, Testbed, load_scenario
-from tools.testbed.cluster import check_possible
 
 _HUB = "hub"  # scenario whose coordinator has its own link
 _READY_SECONDS = 600.0  # for the coordinator to plan, push and load; enough for 1.5 GB over 25 Mbit/s
@@ -42,9 +41,7 @@ def agents(scenario: Scenario, folder: Path, mbit: float, *options: str, tree: P
 
     `mbit`: real rate of every link. `options`: of `hearth-agent`. Raises BadSetting if the scenario cannot be emulated.
     """
-    check_possible(scenario)
-    chosen = scenario.with_mbit(mbit).model_copy(update={"scale_links": False})
-    with Testbed(chosen, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)), tree=tree) as testbed:
+    with Testbed(scenario.with_mbit(mbit), Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)), tree=tree) as testbed:
         for name in agent_names(testbed):
             testbed.start_agent(name, *options)
         yield testbed

@@ -57,7 +57,7 @@ def up(
     """Set up networks and limits, and start hearth-agent on every device. The testbed runs until `down`."""
     chosen = load_scenario(scenario)
     if mbit is not None:
-        chosen = chosen.with_mbit(mbit).model_copy(update={"scale_links": False})
+        chosen = chosen.with_mbit(mbit)
     if model is not None:
         read_spec(model)  # report a missing or invalid model before starting anything
     check_possible(chosen)

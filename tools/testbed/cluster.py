@@ -23,7 +23,7 @@ from hearth.platform.security import new_home_key, save_credential
 from tools.interrupts import shielded
 from tools.testbed.cgroups import MOUNT_AND_EXEC, DeviceCgroup, writable
 from tools.testbed.network import Network
-from tools.testbed.registry import Running, claim, locked, record_scale, release, running_testbeds
+from tools.testbed.registry import Running, claim, locked, release, running_testbeds
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS, Device, Scenario
 from tools.toml_files import tomllib
 
@@ -63,7 +63,6 @@ class Testbed:
     def attached(cls, running: Running) -> Testbed:
         """A testbed that another process has started."""
         testbed = cls(running.scenario, Path(running.folder), owned=False)
-        testbed.link_scale = running.link_scale
         testbed._attach(running.slot)
         return testbed
 
@@ -87,26 +86,24 @@ class Testbed:
             self.down()
 
     def up(self) -> None:
-        """Create networks and cgroups. Raises BadSetting if this is not possible or the scenario is already running."""
+        """Create networks and cgroups. Raises BadSetting if this is not possible or the scenario is already running.
+
+        Call `down` after an error too.
+        """
         check_possible(self.scenario)
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked():
             remove_orphans()
             self._attach(claim(self.scenario, self.folder, self._owned).slot)
-        try:
-            self.network.create({device.name: device.mbit for device in self.scenario.devices})
-            for device in self.scenario.devices:
-                self.cgroups[device.name].create(device)
-            save_credential(self.key, new_home_key())
-        except BaseException:
-            self.down()
-            raise
+        self.network.create({device.name: device.mbit for device in self.scenario.devices})
+        for device in self.scenario.devices:
+            self.cgroups[device.name].create(device)
+        save_credential(self.key, new_home_key())
 
     def calibrate(self) -> None:
         """If the scenario scales its links: measure the devices' speed and set the rates. About 10 s. Raises BadSetting."""
-        if self.scenario.scale_links and self._slot is not None:
+        if self.scenario.scale_links:
             self.link_scale = NOMINAL_CORE_SECONDS / self._core_seconds()
-            record_scale(self._slot, self.link_scale)
             self.set_mbit(None)
 
     def _core_seconds(self) -> float:
@@ -124,8 +121,11 @@ class Testbed:
                 output, said = process.communicate(timeout=_CALIBRATION_SECONDS / min(device.cpu_share, 1.0))
                 found.append(float(output) * device.cpu_share)
             except (ValueError, subprocess.TimeoutExpired) as error:
-                late = isinstance(error, subprocess.TimeoutExpired)
-                why = "it took too long" if late else said.decode(errors="replace").strip()[-200:]
+                why = (
+                    said.decode(errors="replace").strip()[-200:]
+                    if isinstance(error, ValueError)
+                    else "it took too long"
+                )
                 raise BadSetting(setting=f"the calibration of {device.name}", reason=why) from None
         return statistics.median(found)
 
@@ -168,10 +168,9 @@ class Testbed:
 
     def device(self, name: str) -> Device:
         """The device of this name. Raises BadSetting."""
-        for device in self.scenario.devices:
-            if device.name == name:
-                return device
-        raise BadSetting(setting="device", reason=f"'{name}' is none of {', '.join(self._names)}")
+        if name not in self._names:
+            raise BadSetting(setting="device", reason=f"'{name}' is none of {', '.join(self._names)}")
+        return self.scenario.devices[self._names.index(name)]
 
     def address(self, name: str) -> str:
         return self.network.address(name)

@@ -25,7 +25,7 @@ def run_in_foreground(testbed: Testbed, device: str, command: Sequence[str], lim
     if shutil.which(command[0], path=environment["PATH"]) is None:
         raise BadSetting(setting="the command", reason=f"there is no program '{command[0]}'")
     mark = secrets.token_hex(8)
-    handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         process = testbed.popen(device, *command, limited=limited, environment={**environment, _MARK: mark})
         status = process.wait()
@@ -41,10 +41,6 @@ def run_in_foreground(testbed: Testbed, device: str, command: Sequence[str], lim
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return 128 - status if status < 0 else status
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _is_marked(pid: int, mark: str) -> bool:

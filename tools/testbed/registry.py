@@ -25,7 +25,6 @@ class Running(BaseModel):
     slot: int
     scenario: Scenario
     folder: str
-    link_scale: float = 1.0  # real rate of a link / the scenario's
     owner_pid: int | None  # process with which the testbed ends; None: `down` ends it
     owner_ticks: int | None  # start time of that process, since pids are reused
 
@@ -71,12 +70,6 @@ def claim(scenario: Scenario, folder: Path, owned: bool) -> Running:
     running = Running(slot=slot, scenario=scenario, folder=str(folder), owner_pid=owner, owner_ticks=ticks)
     _path(running.slot).write_text(running.model_dump_json())
     return running
-
-
-def record_scale(slot: int, link_scale: float) -> None:
-    """Store the link scale of a slot that this process has claimed."""
-    running = Running.model_validate_json(_path(slot).read_text())
-    _path(slot).write_text(running.model_copy(update={"link_scale": link_scale}).model_dump_json())
 
 
 def release(slot: int) -> None:

@@ -96,9 +96,9 @@ class Scenario(BaseModel):
         return self.coordinator or self.devices[0].name
 
     def with_mbit(self, mbit: float) -> Scenario:
-        """A copy with every link at this rate."""
+        """A copy with every link at this real rate, whatever the speed of this machine."""
         devices = tuple(device.model_copy(update={"mbit": mbit}) for device in self.devices)
-        return self.model_copy(update={"devices": devices})
+        return self.model_copy(update={"devices": devices, "scale_links": False})
 
 
 def quota_and_period(cpu_share: float) -> tuple[int, int]:
