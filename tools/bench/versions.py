@@ -233,7 +233,7 @@ def pipeline(trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
             path.write_text(own)
             home.start_coordinator(str(model), *objective, "--plan", str(path), "--min-devices", str(len(devices)))
             wait_until("serving", partial(_is_ready, home), _READY_SECONDS)
-        yield _load(homes[0], at_once), _load(homes[1], at_once)
+        yield partial(_load, homes[0], at_once), partial(_load, homes[1], at_once)
 
 
 def _device_id(home: Testbed, name: str) -> str:
@@ -248,15 +248,12 @@ def _is_ready(home: Testbed) -> bool:
     return True
 
 
-def _load(home: Testbed, at_once: int) -> Work:
-    def load() -> Round:
-        options = ("--concurrency", str(at_once), "--seconds", str(_LOAD_SECONDS), "--json")
-        found = json.loads(home.hearth("bench-model", *options))
-        if failed := found["alone"]["errors"] or found["load"]["errors"]:
-            raise InternalError(where=f"the load of {PIPELINE}", reason=str(failed))
-        return Round({"latency": found["alone"]["p50_seconds"], "answer": 1 / found["load"]["per_second"]})
-
-    return load
+def _load(home: Testbed, at_once: int) -> Round:
+    options = ("--concurrency", str(at_once), "--seconds", str(_LOAD_SECONDS), "--json")
+    found = json.loads(home.hearth("bench-model", *options))
+    if failed := found["alone"]["errors"] or found["load"]["errors"]:
+        raise InternalError(where=f"the load of {PIPELINE}", reason=str(failed))
+    return Round({"latency": found["alone"]["p50_seconds"], "answer": 1 / found["load"]["per_second"]})
 
 
 def _checkout(setting: str, folder: Path) -> Path:

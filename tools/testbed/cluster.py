@@ -121,11 +121,8 @@ class Testbed:
                 output, said = process.communicate(timeout=_CALIBRATION_SECONDS / min(device.cpu_share, 1.0))
                 found.append(float(output) * device.cpu_share)
             except (ValueError, subprocess.TimeoutExpired) as error:
-                why = (
-                    said.decode(errors="replace").strip()[-200:]
-                    if isinstance(error, ValueError)
-                    else "it took too long"
-                )
+                late = isinstance(error, subprocess.TimeoutExpired)
+                why = "it took too long" if late else said.decode(errors="replace").strip()[-200:]
                 raise BadSetting(setting=f"the calibration of {device.name}", reason=why) from None
         return statistics.median(found)
 
