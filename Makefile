@@ -28,7 +28,8 @@ test: .venv/installed $(MODEL)/config.json
 	@if [ -n "$(PYTHON310)" ]; then $(MAKE) --no-print-directory test-3.10; \
 	else echo "python3.10 is not installed here: the tests ran on one Python only"; fi
 
-# Models at published widths: minutes for each of them, 6 GB of memory and as much of disk in TMPDIR.
+# Models at published widths: minutes for each of them, 6 GB of memory and as much of disk in TMPDIR. The soak
+# test needs root and takes minutes, too.
 test-slow: .venv/installed
 	@.venv/bin/python -m pytest -m slow
 

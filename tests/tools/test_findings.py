@@ -41,7 +41,7 @@ def test_capacity_shows_planned_and_actual_memory_of_each_device() -> None:
         ("capacity", "limit=9X", "'9X' is not a size"),
         ("capacity", "limit=1M", "limit: Input should be greater than"),
         ("push", "devices=1", "devices: Input should be greater than"),
-        ("soak", "weights=int8", "weights: Extra inputs are not permitted"),
+        ("push", "clients=2", "clients: Extra inputs are not permitted"),
     ],
 )
 def test_wrong_setting_is_named(experiment: str, change: str, named: str) -> None:

@@ -78,7 +78,7 @@ class Capacity(Experiment):
                 )  # fmt: skip
                 plan = clients.served_plan()
                 context.report("answering")
-                outcomes = clients.generate(self._requests(plan.model.vocab_size), together=True)
+                outcomes = clients.generate(self._requests(plan.model.vocab_size))
                 peaks = {name: peak_bytes(worker.pid) for name in names if (worker := worker_of(testbed, name))}
             rows = [
                 DeviceMemory(

@@ -29,7 +29,6 @@ KINDS: dict[str, tuple[str, str]] = {
     "coarsening": ("coarsening", "Coarsening"),
     "push": ("push", "Push"),
     "capacity": ("capacity", "Capacity"),
-    "soak": ("soak", "Soak"),
 }
 
 

@@ -94,15 +94,7 @@ class GenerationClients(ClientProcess):
         """Wait until a plan is served and return it. Raises InternalError with the end of the coordinator's log."""
         return TransformerPlan.model_validate(self.ready_status(_READY_SECONDS)["plan"])
 
-    def generate(self, requests: Sequence[Request], together: bool) -> list[Outcome]:
-        """The outcomes of all requests, sent concurrently (`together`) or one after the other."""
-        return self._outcomes("generate", _ANSWERS_SECONDS, requests, together=together)
-
-    def soak(self, requests: Sequence[Request], clients: int, seconds: float, seed: int) -> list[Outcome]:
-        """The outcomes of concurrent clients that send random ones of these requests for `seconds`."""
-        timeout = seconds + _ANSWERS_SECONDS
-        return self._outcomes("soak", timeout, requests, clients=clients, seconds=seconds, seed=seed)
-
-    def _outcomes(self, method: str, timeout: float, requests: Sequence[Request], **arguments: Any) -> list[Outcome]:
-        answer = self.call(method, timeout, requests=[each.model_dump() for each in requests], **arguments)
+    def generate(self, requests: Sequence[Request]) -> list[Outcome]:
+        """The outcomes of all requests, sent concurrently."""
+        answer = self.call("generate", _ANSWERS_SECONDS, requests=[each.model_dump() for each in requests])
         return [Outcome.model_validate(each) for each in answer["outcomes"]]

@@ -1,4 +1,4 @@
-"""Memory of a testbed's processes: current, peak since the watch began, and lifetime peak."""
+"""A testbed's agents and workers, and memory: peaks of processes, and samples."""
 
 from __future__ import annotations
 
@@ -37,20 +37,11 @@ def _with_argument(pids: Iterable[int], end: str) -> psutil.Process | None:
 
 def peak_bytes(pid: int) -> int:
     """Peak resident memory of a process; 0 if it has ended."""
-    return _of_status(pid, "VmHWM")
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 if it has ended."""
-    return _of_status(pid, "VmRSS")
-
-
-def _of_status(pid: int, field: str) -> int:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), 0)
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
 
 
 class MemoryWatch:
@@ -58,8 +49,7 @@ class MemoryWatch:
 
     def __init__(self, probes: Mapping[str, Callable[[], int]]) -> None:
         self._probes = probes
-        self.start = self.now()
-        self.peak = dict(self.start)
+        self.peak = self.now()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 

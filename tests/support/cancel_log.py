@@ -1,0 +1,51 @@
+"""What a rank's debug log says about cancelled sequences: the facts of `agent.worker.transformer.generation.facts`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
+
+from agent.worker.transformer.generation.facts import FACT_PREFIX, SequenceCancelled, StepBegun
+
+_FACT: TypeAdapter[StepBegun | SequenceCancelled] = TypeAdapter(
+    Annotated[StepBegun | SequenceCancelled, Field(discriminator="fact")]
+)
+
+
+@dataclass
+class CancelLog:
+    """What one rank has logged about cancelled sequences."""
+
+    cancelled: dict[int, int] = field(default_factory=dict)  # by sequence: tokens chosen before the cancel
+    steps: int = 0
+    late_rows: int = 0  # rows computed for a sequence after its cancel or its release
+
+
+def read_cancel_log(lines: Iterable[str]) -> CancelLog:
+    """Read a rank's log.
+
+    Rank 0 logs each cancel; every rank logs the sequences of each step and those released before it. Sequence numbers are
+    never reused.
+    """
+    log = CancelLog()
+    ended: set[int] = set()
+    for fact in _facts_in(lines):
+        if isinstance(fact, SequenceCancelled):
+            log.cancelled[fact.sequence] = fact.num_tokens
+            ended.add(fact.sequence)
+        else:
+            log.steps += 1
+            ended.update(fact.freed)
+            log.late_rows += sum(rows for sequence, rows in fact.rows.items() if sequence in ended)
+    return log
+
+
+def _facts_in(lines: Iterable[str]) -> Iterator[StepBegun | SequenceCancelled]:
+    """The facts in a process's log. Raises pydantic's ValidationError for facts of another version."""
+    for line in lines:
+        _, prefix, text = line.partition(FACT_PREFIX)
+        if prefix:
+            yield _FACT.validate_json(text)
