@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,14 +19,13 @@ from coordinator.models.onnx.cutting import cut
 from coordinator.models.onnx.reader import OnnxModel, read_onnx
 from coordinator.models.onnx.segments import segment_model
 from coordinator.plan.graph.latency.coarsening import CoarseGraph, coarsen
-from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
 from hearth.plan.graph_spec import GraphSpec
 from hearth.wire.messages import GraphProfile
 from tools.bench.experiment import Context, Experiment
 from tools.bench.graph_files import find_files
-from tools.bench.moirai import baseline_makespans, gap_text
+from tools.bench.moirai import MOIRAI, MoiraiRow, plan_with_all
 from tools.bench.results import Summary, Table
 
 SLOWDOWNS = (8.0, 8.0, 12.0, 16.0)  # of the assumed devices against one core of this machine
@@ -35,43 +34,25 @@ _LATENCY_SECONDS = 0.0002  # of each transfer: a fraction of a millisecond, as i
 _ROUNDING = 1e-9  # relative: sums of floats in another order
 
 
-class Planned(BaseModel):
-    """Moirai's plan of one graph, and the baselines' makespans on it. Times in seconds."""
-
-    model_config = ConfigDict(frozen=True)
-
-    makespan: float
-    bound: float
-    proven: bool
-    planning_seconds: float
-    baselines: dict[str, float]
-
-    @property
-    def best_baseline(self) -> float:
-        return min(self.baselines.values())
-
-
 class CoarseningRow(BaseModel):
-    """One network, planned as it is (`fine`) and coarsened (`coarse`)."""
+    """One network, planned as it is (`fine`) and coarsened (`coarse`). Times in seconds."""
 
     model_config = ConfigDict(frozen=True)
 
-    network: str
-    num_operators: int
-    num_coarse: int
+    fine: MoiraiRow
+    coarse: MoiraiRow  # its planning time includes that of coarsening
     num_kernels: int  # that onnxruntime runs on a CPU
-    fine: Planned
-    coarse: Planned
     refined_makespan: float  # of the coarse plan on the original graph
 
     @property
     def loss(self) -> float:
         """Additional time of the coarse plan, relative to the fine one; negative if coarsening found the better plan."""
-        return self.refined_makespan / self.fine.makespan - 1
+        return self.refined_makespan / self.fine.makespans[MOIRAI] - 1
 
     @property
     def worse_than_baseline(self) -> bool:
-        return any(plan.makespan > plan.best_baseline * (1 + _ROUNDING) for plan in (self.fine, self.coarse))
+        """Whether moirai's plan of one of the graphs is."""
+        return any(each.makespans[MOIRAI] > each.best_baseline * (1 + _ROUNDING) for each in (self.fine, self.coarse))
 
 
 class Coarsening(Experiment):
@@ -89,9 +70,9 @@ class Coarsening(Experiment):
             model = read_onnx(path)
             profiled = profile(model, context.folder / name)
             context.report(f"{name}: planning")
-            yield self.compare(name, model.spec, operator_seconds(model.spec, profiled), len(profiled.kernels))
+            yield self.compare(model.spec, operator_seconds(model.spec, profiled), len(profiled.kernels))
 
-    def compare(self, network: str, spec: GraphSpec, seconds: Sequence[float], num_kernels: int) -> CoarseningRow:
+    def compare(self, spec: GraphSpec, seconds: Sequence[float], num_kernels: int) -> CoarseningRow:
         """Plan a graph with and without coarsening. `seconds`: of each operator on one core of this machine."""
         on_each = on_devices(seconds)
         fine = problem_on_devices(spec, on_each, self.congestion)
@@ -99,23 +80,16 @@ class Coarsening(Experiment):
         coarsened = coarsen(spec)
         coarse = problem_on_devices(coarsened.spec, coarsened.group_seconds(on_each), self.congestion)
         coarsening_seconds = time.monotonic() - began
-        fine_plan, _ = self._plan(fine)
-        coarse_plan, schedule = self._plan(coarse, coarsening_seconds)
+        row, schedule = plan_with_all(coarse, self.time_limit)
         return CoarseningRow(
-            network=network, num_operators=fine.num_operators, num_coarse=coarse.num_operators, num_kernels=num_kernels,
-            fine=fine_plan, coarse=coarse_plan, refined_makespan=refined_schedule(fine, spec, coarsened, schedule).makespan,
-        )  # fmt: skip
-
-    def _plan(self, problem: PlacementProblem, coarsening_seconds: float = 0.0) -> tuple[Planned, Schedule]:
-        found = solve_moirai(problem, self.time_limit, time.monotonic)
-        planned = Planned(
-            makespan=found.value, bound=found.bound, proven=found.proven,
-            planning_seconds=coarsening_seconds + found.seconds, baselines=baseline_makespans(problem),
-        )  # fmt: skip
-        return planned, found.assignment
+            fine=plan_with_all(fine, self.time_limit)[0],
+            coarse=row.model_copy(update={"planning_seconds": coarsening_seconds + row.planning_seconds}),
+            num_kernels=num_kernels,
+            refined_makespan=refined_schedule(fine, spec, coarsened, schedule).makespan,
+        )
 
     def summary(self, rows: Sequence[CoarseningRow]) -> Summary:
-        table = Table.of("Moirai's plans of each graph, as it is (fine) and coarsened", _COLUMNS, map(_cells, rows))
+        table = Table.of_columns("Moirai's plans of each graph, as it is (fine) and coarsened", _COLUMNS, rows)
         proven = [row for row in rows if row.fine.proven and row.coarse.proven]  # neither search reached the time limit
         said = []
         if proven:
@@ -129,21 +103,23 @@ class Coarsening(Experiment):
         return Summary(conclusions=tuple(said), tables=(table,), failure=failure)
 
 
-_COLUMNS = (
-    "network", "operators", "onnxruntime runs", "coarsened", "best device (ms)", "best baseline (ms)", "fine (ms)", "gap",
-    "planned in (s)", "coarsened (ms)", "loss", "planned in (s)", "against baselines",
-)  # fmt: skip
-
-
-def _cells(row: CoarseningRow) -> tuple[object, ...]:
-    fine, coarse = row.fine, row.coarse
-    return (
-        row.network, row.num_operators, row.num_kernels, f"{row.num_coarse} (-{1 - row.num_coarse / row.num_operators:.0%})",
-        _ms(fine.baselines["local"]), _ms(fine.best_baseline), _ms(fine.makespan),
-        gap_text(fine.makespan, fine.bound, fine.proven), f"{fine.planning_seconds:.1f}",
-        _ms(row.refined_makespan) + (" (proven)" if coarse.proven else ""), f"{row.loss:+.2%}",
-        f"{coarse.planning_seconds:.1f}", "worse" if row.worse_than_baseline else "not worse",
-    )  # fmt: skip
+_COLUMNS: Mapping[str, Callable[[CoarseningRow], object]] = {
+    "network": lambda row: row.fine.instance,
+    "operators": lambda row: row.fine.num_operators,
+    "onnxruntime runs": lambda row: row.num_kernels,
+    "coarsened": lambda row: (
+        f"{row.coarse.num_operators} (-{1 - row.coarse.num_operators / row.fine.num_operators:.0%})"
+    ),
+    "best device (ms)": lambda row: _ms(row.fine.makespans["local"]),
+    "best baseline (ms)": lambda row: _ms(row.fine.best_baseline),
+    "fine (ms)": lambda row: _ms(row.fine.makespans[MOIRAI]),
+    "gap": lambda row: row.fine.gap,
+    "fine planned in (s)": lambda row: f"{row.fine.planning_seconds:.1f}",
+    "coarsened (ms)": lambda row: _ms(row.refined_makespan) + (" (proven)" if row.coarse.proven else ""),
+    "loss": lambda row: f"{row.loss:+.2%}",
+    "coarsened planned in (s)": lambda row: f"{row.coarse.planning_seconds:.1f}",
+    "against baselines": lambda row: "worse" if row.worse_than_baseline else "not worse",
+}
 
 
 def _ms(seconds: float) -> str:

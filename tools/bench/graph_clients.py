@@ -32,10 +32,6 @@ class GraphClients(HomeClients):
         super().__init__(key, address)
         self._reference: _Arrays = {}
 
-    def forget(self) -> None:
-        """Forget the reference answer before another graph is served."""
-        self._reference = {}
-
     async def load(
         self, at_once: int, warm_up: int, seconds: float = 0.0, count: int = 1, trace_every: int | None = None
     ) -> dict[str, Any]:

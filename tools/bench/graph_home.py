@@ -7,14 +7,14 @@ from other virtual machines on the host affects all of them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import Popen, TimeoutExpired
+from subprocess import TimeoutExpired
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hearth.errors import HearthError
 from hearth.plan.graph import Objective
 from hearth.plan.plan import GraphPlan, plan_from_json
 from hearth.wire.messages import WireStats
@@ -76,7 +76,7 @@ class Served(BaseModel):
         return tuple(statistics.median(each[name] for each in measured) for name in self.devices if measured)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Candidate:
     """A plan to measure, made by `strategy` once and deployed in every round."""
 
@@ -85,10 +85,10 @@ class Candidate:
     served: Served
 
     @property
-    def operators(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The operators of every segment, with its device. Plans in which they are equal run alike."""
-        devices = self.plan.devices
-        return [(devices[segment.rank].device_id, segment.operators) for segment in self.plan.body.segments]
+    def key(self) -> tuple[object, ...]:
+        """Equal for plans that run the same operators on the same devices, with the same wire format."""
+        placed = ((self.plan.devices[each.rank].device_id, each.operators) for each in self.plan.body.segments)
+        return self.served.wire, *placed
 
 
 # Measures a deployed plan with the client app.
@@ -98,12 +98,9 @@ Measure = Callable[[ClientProcess, GraphPlan], Round]
 class GraphHome:
     """A graph on a started testbed with agents on all devices except the hub. A context manager."""
 
-    def __init__(
-        self, testbed: Testbed, model: Path, objective: Objective, options: Sequence[str], report: Callable[[str], None]
-    ) -> None:
-        """`options`: for `hearth plan` and `hearth serve`."""
+    def __init__(self, testbed: Testbed, model: Path, objective: Objective, report: Callable[[str], None]) -> None:
         self._testbed, self._objective, self._report = testbed, objective, report
-        self._options = [str(model), "--objective", objective, *options]
+        self._options = [str(model), "--objective", objective]
         self._devices = agent_names(testbed)
         with on_quietest_core(testbed.scenario):
             self._clients = ClientProcess(testbed, "graph_clients")
@@ -115,10 +112,9 @@ class GraphHome:
         self._clients.__exit__()
 
     def set_mbit(self, mbit: float) -> None:
-        """Change the rate of all links. Forgets the links that the coordinator has measured, and the reference answer."""
+        """Change the rate of all links. Forgets the links that the coordinator has measured."""
         self._mbit = mbit
         self._testbed.set_mbit(mbit)
-        self._clients.call("forget")
         for path in (self._testbed.folder / "coordinator" / "profiles").glob("link-*.json"):
             path.unlink()
 
@@ -130,7 +126,7 @@ class GraphHome:
             "--devices", ",".join(map(self._testbed.address, self._devices)),
         )  # fmt: skip
         plan = plan_from_json(text, GraphPlan)
-        throughput, predicted = self._objective == "throughput", plan.predicted
+        predicted, throughput = plan.predicted, self._objective == "throughput"
         seconds = predicted.bottleneck_seconds if throughput else predicted.latency_seconds
         return self.candidate(label, strategy, plan, seconds)
 
@@ -142,26 +138,34 @@ class GraphHome:
         )  # fmt: skip
         return Candidate(strategy, plan, served)
 
-    def measure(self, candidates: Sequence[Candidate], measure: Measure, rounds: int, loading_mbit: float) -> None:
-        """Deploy and measure all candidates in rounds; deploy at `loading_mbit`: loading on a slow link takes minutes."""
+    def measure(
+        self, candidates: Sequence[Candidate], measure: Measure, rounds: int, loading_mbit: float
+    ) -> Iterator[Served]:
+        """Deploy and measure all candidates in rounds, equal plans once; then yield their rows.
+
+        Deploys at `loading_mbit`, because loading on a slow link takes minutes.
+        """
+        distinct: dict[tuple[object, ...], Candidate] = {}
+        for candidate in candidates:
+            distinct.setdefault(candidate.key, candidate)
         for number in range(rounds):
-            for candidate in rotated(candidates, number):
+            for candidate in rotated(list(distinct.values()), number):
                 step = f"round {number + 1} of {rounds}: {candidate.served.label}"
                 self._report(f"{step}: planning and loading")
                 self._testbed.set_mbit(loading_mbit)
-                coordinator, plan = self._serve(candidate)
-                try:
+                with self._serving(candidate) as plan:
                     self._testbed.set_mbit(self._mbit)
                     self._report(f"{step}: measuring")
                     measured = measure(self._clients, plan)
                     wire = WireStats.model_validate(self._clients.ready_status(_READY_SECONDS)["wire"])
-                finally:
-                    _stop(coordinator)
                 sent = {"raw_bytes": wire.raw_bytes, "sent_bytes": wire.sent_bytes}
                 candidate.served.rounds.append(measured.model_copy(update=sent))
+        for candidate in candidates:
+            yield distinct[candidate.key].served.model_copy(update={"label": candidate.served.label})
 
-    def _serve(self, candidate: Candidate) -> tuple[Popen[bytes], GraphPlan]:
-        """Start the coordinator with the candidate's plan. Raises InternalError with the end of its log."""
+    @contextmanager
+    def _serving(self, candidate: Candidate) -> Iterator[GraphPlan]:
+        """A coordinator that serves the candidate's plan. Raises InternalError with the end of its log."""
         path = self._testbed.folder / "plan.json"
         path.write_text(candidate.plan.model_dump_json())
         with on_quietest_core(self._testbed.scenario):
@@ -170,17 +174,10 @@ class GraphHome:
                 "--plan", str(path), "--min-devices", str(len(self._devices)),
             )  # fmt: skip
         try:
-            return coordinator, GraphPlan.model_validate(self._clients.ready_status(_READY_SECONDS)["plan"])
-        except HearthError:
-            _stop(coordinator)
-            raise
-
-
-def _stop(coordinator: Popen[bytes]) -> None:
-    """Stop the coordinator, which unloads the workers and releases its leases."""
-    coordinator.terminate()
-    try:
-        coordinator.wait(_STOP_SECONDS)
-    except TimeoutExpired:
-        coordinator.kill()
-        coordinator.wait(_STOP_SECONDS)
+            yield GraphPlan.model_validate(self._clients.ready_status(_READY_SECONDS)["plan"])
+        finally:
+            coordinator.terminate()  # it unloads the workers and releases its leases
+            with suppress(TimeoutExpired):
+                coordinator.wait(_STOP_SECONDS)
+            coordinator.kill()
+            coordinator.wait(_STOP_SECONDS)

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from pydantic import Field, TypeAdapter
 
-from coordinator.models.graph_file import parse_dims, read_graph_file
+from coordinator.models.graph_file import read_graph_file
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
-from coordinator.plan.graph.methods import GRAPH_METHODS
+from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.graph.predict import predict_segments, requests_in_flight
 from hearth.errors import BadSetting
 from hearth.plan.graph import Objective
@@ -27,14 +26,15 @@ from hearth.plan.plan import GraphPlan
 from hearth.plan.value_formats import ValueFormatName
 from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import findings_summary
-from tools.bench.graph_findings import NO_GAIN, ONE_DEVICE, TARGET_GAIN, of_pipelines, of_placements, served_table
+from tools.bench.graph_findings import TARGET_GAIN, of_pipelines, of_placements, predicts_gain, served_table
 from tools.bench.graph_home import GraphHome, Round, Served
 from tools.bench.homes import agents, hub_scenario
 from tools.bench.processes import ClientProcess
 from tools.bench.results import Summary
-from tools.graph_models import NETWORKS, build, export
+from tools.graph_models import build, export
 from tools.testbed.cluster import check_possible
 
+PIPELINE = "pipeline-exact"
 _TARGET_DEVICES = 3  # number of devices to which the target gain applies
 _LOAD_MARGIN_SECONDS = 300.0  # added to the timeout of a measurement under load, for requests on slow devices
 _WAITING = 2  # requests beyond those in flight, so that the coordinator always has a next one
@@ -54,26 +54,21 @@ class _Graphs(Experiment):
     rounds: int = Field(3, ge=1)  # each plan is deployed and measured once per round
     time_limit: float = Field(10.0, gt=0)  # seconds of each plan search
 
-    def measure(self, context: Context) -> Iterator[Served]:
+    @contextmanager
+    def _home(
+        self, context: Context, network: str, branch_width: int | None = None
+    ) -> Iterator[tuple[GraphHome, GraphSpec]]:
+        """Devices that can serve a network of `tools.graph_models` with random weights, and its graph."""
         scenario = hub_scenario(self.devices, self.cores)
-        options = self._check()
         check_possible(scenario)
-        model = self._model(context)
+        context.report(f"making {network}")
+        model = export(build(network, branch_width=branch_width), context.folder / f"{network}.onnx")
         with (
             agents(scenario, context.folder, self.mbit) as testbed,
-            GraphHome(testbed, model, self.OBJECTIVE, options, context.report) as home,
+            GraphHome(testbed, model, self.OBJECTIVE, context.report) as home,
         ):
-            yield from self._measure(home, model)
-
-    def _check(self) -> list[str]:
-        """Options for the coordinator. Raises BadSetting."""
-        return []
-
-    @abstractmethod
-    def _model(self, context: Context) -> Path: ...
-
-    @abstractmethod
-    def _measure(self, home: GraphHome, model: Path) -> Iterator[Served]: ...
+            home.set_mbit(self.mbit)
+            yield home, read_graph_file(model, {}).spec
 
     def _title(self) -> str:
         return f"{self.devices} devices of {self.cores:g} core, {self.mbit:g} Mbit/s, {self.rounds} rounds"
@@ -84,40 +79,16 @@ class GraphThroughput(_Graphs):
 
     OBJECTIVE: ClassVar[Objective] = "throughput"
 
-    model: str = "resnet50"  # a network of tools.graph_models, or an ONNX file
-    dims: tuple[str, ...] = ()  # NAME=N: sizes of dynamic dimensions of the file
-    strategies: tuple[str, ...] = Field(("pipeline-exact",), min_length=1)
+    model: str = "resnet50"  # a network of tools.graph_models
     wires: tuple[ValueFormatName, ...] = Field(("exact", "fp16", "int8"), min_length=1)
     seconds: float = Field(8.0, ge=1)  # of full load in each round
 
-    def _check(self) -> list[str]:
-        for strategy in self.strategies:
-            GRAPH_METHODS.check(strategy, "throughput")
-        if ONE_DEVICE in self.strategies:
-            raise BadSetting(setting="strategies", reason=f"{ONE_DEVICE} is always run, as the baseline")
-        if self.model.endswith(".onnx"):
-            read_graph_file(Path(self.model), parse_dims(self.dims))
-        elif self.model not in NETWORKS:
-            reason = f"'{self.model}' is neither an ONNX file nor one of {', '.join(NETWORKS)}"
-            raise BadSetting(setting="model", reason=reason)
-        elif self.dims:
-            raise BadSetting(
-                setting="dims", reason="they are for an ONNX file; built-in networks have no dynamic dimensions"
-            )
-        return [option for dim in self.dims for option in ("--dim", dim)]
-
-    def _model(self, context: Context) -> Path:
-        return Path(self.model) if self.model.endswith(".onnx") else _exported(self.model, context)
-
-    def _measure(self, home: GraphHome, model: Path) -> Iterator[Served]:
-        home.set_mbit(self.mbit)
-        candidates = [home.make_plan("one device", ONE_DEVICE, self.time_limit)]
-        for strategy in self.strategies:
+    def measure(self, context: Context) -> Iterator[Served]:
+        with self._home(context, self.model) as (home, _):
+            candidates = [home.make_plan("one device", LOCAL, self.time_limit)]
             for wire in self.wires:
-                candidates.append(home.make_plan(f"{strategy}, {wire}", strategy, self.time_limit, wire))
-        home.measure(candidates, self._load, self.rounds, self.mbit)
-        for candidate in candidates:
-            yield candidate.served
+                candidates.append(home.make_plan(f"{PIPELINE}, {wire}", PIPELINE, self.time_limit, wire))
+            yield from home.measure(candidates, self._load, self.rounds, self.mbit)
 
     def _load(self, clients: ClientProcess, plan: GraphPlan) -> Round:
         at_once = requests_in_flight(plan.body.segments)
@@ -131,7 +102,7 @@ class GraphThroughput(_Graphs):
         one, *pipelines = rows
         target = TARGET_GAIN if self.devices == _TARGET_DEVICES else None
         findings = of_pipelines(one, pipelines, target) if pipelines else []
-        table = served_table(f"{Path(self.model).stem}; seconds for each answer at full load", rows)
+        table = served_table(f"{self.model}; seconds for each answer at full load", rows)
         return findings_summary(self._title(), findings, table)
 
 
@@ -144,40 +115,27 @@ class GraphLatency(_Graphs):
     branch_width: int = Field(256, ge=8, le=1024)  # channels of each branch; compute grows with the square
     requests: int = Field(10, ge=1)  # sequential requests in each round
 
-    def _check(self) -> list[str]:
+    def measure(self, context: Context) -> Iterator[Served]:
+        """For each rate: one device, moirai, auto and, where moirai predicts no gain, its plan for the faster link."""
         if self.slow_mbit >= self.mbit:
             raise BadSetting(setting="slow_mbit", reason=f"{self.slow_mbit:g} is not slower than mbit, {self.mbit:g}")
-        return []
-
-    def _model(self, context: Context) -> Path:
-        return _exported("two_branch", context, self.branch_width)
-
-    def _measure(self, home: GraphHome, model: Path) -> Iterator[Served]:
-        """For each rate: one device, moirai, auto and, where moirai predicts no gain, its plan for the faster link.
-
-        Equal plans are measured once. Weights are loaded at the faster rate.
-        """
         faster: GraphPlan | None = None
-        for mbit in (self.mbit, self.slow_mbit):
-            home.set_mbit(mbit)
-            strategies = {"one device": ONE_DEVICE, "moirai": "moirai", "auto": "auto"}
-            candidates = [
-                home.make_plan(f"{name} at {mbit:g} Mbit/s", strategy, self.time_limit)
-                for name, strategy in strategies.items()
-            ]
-            alone, placed, _ = candidates
-            if alone.served.predicted_seconds > NO_GAIN * placed.served.predicted_seconds:
-                faster = placed.plan
-            elif faster is not None:
-                label = f"moirai's plan of the faster link, at {mbit:g} Mbit/s"
-                seconds = repriced_seconds(read_graph_file(model, {}).spec, faster, mbit)
-                candidates.append(home.candidate(label, "moirai", faster, seconds))
-            first = {
-                each: next(other for other in candidates if other.operators == each.operators) for each in candidates
-            }
-            home.measure(list(dict.fromkeys(first.values())), self._one_by_one, self.rounds, self.mbit)
-            for each in candidates:
-                yield first[each].served.model_copy(update={"label": each.served.label})
+        with self._home(context, "two_branch", self.branch_width) as (home, spec):
+            for mbit in (self.mbit, self.slow_mbit):
+                home.set_mbit(mbit)
+                at = f"at {mbit:g} Mbit/s"
+                candidates = [
+                    home.make_plan(f"{label} {at}", strategy, self.time_limit)
+                    for label, strategy in (("one device", LOCAL), ("moirai", "moirai"), ("auto", "auto"))
+                ]
+                one, moirai, _ = (candidate.served for candidate in candidates)
+                if predicts_gain(one, moirai):
+                    faster = candidates[1].plan
+                elif faster is not None:
+                    seconds = repriced_seconds(spec, faster, mbit)
+                    label = f"moirai's plan of the faster link, {at}"
+                    candidates.append(home.candidate(label, "moirai", faster, seconds))
+                yield from home.measure(candidates, self._one_by_one, self.rounds, self.mbit)
 
     def _one_by_one(self, clients: ClientProcess, plan: GraphPlan) -> Round:
         answered = clients.call("load", _LOAD_MARGIN_SECONDS, at_once=1, warm_up=1, count=self.requests)
@@ -211,9 +169,3 @@ def repriced_seconds(spec: GraphSpec, plan: GraphPlan, mbit: float) -> float:
         measured=True,
     )
     return predict_segments(spec, plan.body.segments, cluster, ranks, values=plan.wire.values).latency_seconds
-
-
-def _exported(name: str, context: Context, branch_width: int | None = None) -> Path:
-    """Export a network with random weights."""
-    context.report(f"making {name}")
-    return export(build(name, branch_width=branch_width), context.folder / f"{name}.onnx")

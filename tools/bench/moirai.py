@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,9 +13,10 @@ from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES
 from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule
 from hearth.errors import ModelDoesNotFit, NoPlacement
 from tools.bench.experiment import Context, Experiment
-from tools.bench.graph_files import choose, find_files
+from tools.bench.graph_files import find_files
 from tools.bench.results import Summary, Table
 
 MOIRAI = "moirai"
@@ -29,10 +30,22 @@ class MoiraiRow(BaseModel):
 
     instance: str
     num_operators: int
-    makespans: dict[str, float]
+    makespans: dict[str, float] = {}
     bound: float = 0.0  # of moirai; 0: unknown
     proven: bool = False
     planning_seconds: float = 0.0  # of moirai
+
+    @property
+    def gap(self) -> str:
+        """How far moirai's makespan is above its proven lower bound."""
+        if self.proven or not self.bound:
+            return "proven" if self.proven else "-"
+        return f"{self.makespans[MOIRAI] / self.bound - 1:.1%}"
+
+    @property
+    def best_baseline(self) -> float:
+        """Makespan of the best baseline. Raises ValueError if none found a placement."""
+        return min(self.makespans[name] for name in BASELINES if name in self.makespans)
 
     def factor(self, strategy: str) -> float | None:
         """The strategy's makespan over that of moirai."""
@@ -46,69 +59,64 @@ class Moirai(Experiment):
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(MoiraiRow)
 
     graphs: Path  # folder of placement problems in the Moirai authors' JSON format
-    instances: tuple[str, ...] = ()  # names of files in it; empty: all
     time_limit: float = Field(120.0, gt=0)  # seconds, of moirai for each problem
-    workers: int = Field(1, ge=1)  # search threads
     congestion: bool = True  # transfers of one device share its link
 
     def measure(self, context: Context) -> Iterator[MoiraiRow]:
-        for path in choose("instances", find_files("graphs", self.graphs, (".json",)), self.instances):
-            context.report(f"{path.stem}: planning")
-            yield self._measure(read_instance(path, self.congestion))
-
-    def _measure(self, problem: PlacementProblem) -> MoiraiRow:
-        row = MoiraiRow(
-            instance=problem.name, num_operators=problem.num_operators, makespans=baseline_makespans(problem)
-        )
-        try:
-            found = solve_moirai(problem, self.time_limit, time.monotonic, self.workers)
-        except (NoPlacement, ModelDoesNotFit):
-            return row
-        return row.model_copy(update={
-            "makespans": {**row.makespans, MOIRAI: found.value}, "bound": found.bound, "proven": found.proven,
-            "planning_seconds": found.seconds,
-        })  # fmt: skip
+        for name, path in find_files("graphs", self.graphs, (".json",)).items():
+            context.report(f"{name}: planning")
+            problem = read_instance(path, self.congestion)
+            try:
+                yield plan_with_all(problem, self.time_limit)[0]
+            except (NoPlacement, ModelDoesNotFit):
+                yield MoiraiRow(instance=problem.name, num_operators=problem.num_operators)
 
     def summary(self, rows: Sequence[MoiraiRow]) -> Summary:
-        strategies = (*BASELINES, MOIRAI)
-        columns = ["instance", "operators", *strategies, "bound", "gap", "planned in (s)"]
-        columns += [f"{name} / moirai (paper: up to {factor:.2f})" for name, factor in PAPER_FACTORS.items()]
-        cells = [
-            (
-                row.instance, row.num_operators, *(_number(row.makespans.get(name)) for name in strategies),
-                _number(row.bound or None), gap_text(row.makespans.get(MOIRAI), row.bound, row.proven),
-                f"{row.planning_seconds:.1f}", *(_number(row.factor(name), ".2f") for name in PAPER_FACTORS),
-            )
-            for row in rows
-        ]  # fmt: skip
         title = f"Makespans {'with' if self.congestion else 'without'} congestion control, in the unit of each file"
-        table = Table.of(title, columns, cells, ["A dash: the strategy found no placement that fits in memory"])
         proven = [row.instance for row in rows if row.proven]
         beaten = [row.instance for row in rows if any((row.factor(name) or 1) < 1 for name in BASELINES)]
-        said = (
-            f"proven optimal: {', '.join(proven) or 'none'}",
-            f"a baseline is better than moirai on: {', '.join(beaten) or 'none'}",
+        return Summary(
+            conclusions=(
+                f"proven optimal: {', '.join(proven) or 'none'}",
+                f"a baseline is better than moirai on: {', '.join(beaten) or 'none'}",
+            ),
+            tables=(Table.of_columns(title, _COLUMNS, rows, ["A dash: no placement found that fits in memory"]),),
         )
-        return Summary(conclusions=said, tables=(table,))
 
 
-def baseline_makespans(problem: PlacementProblem) -> dict[str, float]:
-    """The makespan of each baseline that finds a placement that fits."""
-    found = {}
+def plan_with_all(problem: PlacementProblem, time_limit: float) -> tuple[MoiraiRow, Schedule]:
+    """Plan with the baselines and moirai; also returns moirai's schedule.
+
+    Raises NoPlacement or ModelDoesNotFit if moirai finds no placement; then no baseline does, because moirai tries them.
+    """
+    found = solve_moirai(problem, time_limit, time.monotonic)
+    makespans = {MOIRAI: found.value}
     for name, strategy in BASELINES.items():
         try:
-            found[name] = strategy(problem).makespan
+            makespans[name] = strategy(problem).makespan
         except (NoPlacement, ModelDoesNotFit):
             continue
-    return found
+    row = MoiraiRow(
+        instance=problem.name, num_operators=problem.num_operators, makespans=makespans, bound=found.bound,
+        proven=found.proven, planning_seconds=found.seconds,
+    )  # fmt: skip
+    return row, found.assignment
 
 
-def gap_text(makespan: float | None, bound: float, proven: bool) -> str:
-    """How far a makespan is above its proven lower bound."""
-    if proven:
-        return "proven"
-    return f"{makespan / bound - 1:.1%}" if makespan is not None and bound > 0 else "-"
+def _makespan(strategy: str) -> Callable[[MoiraiRow], object]:
+    return lambda row: f"{row.makespans[strategy]:.5g}" if strategy in row.makespans else "-"
 
 
-def _number(value: float | None, form: str = ".5g") -> str:
-    return "-" if value is None else format(value, form)
+def _factor(strategy: str) -> Callable[[MoiraiRow], object]:
+    return lambda row: "-" if (factor := row.factor(strategy)) is None else f"{factor:.2f}"
+
+
+_COLUMNS: Mapping[str, Callable[[MoiraiRow], object]] = {
+    "instance": lambda row: row.instance,
+    "operators": lambda row: row.num_operators,
+    **{strategy: _makespan(strategy) for strategy in (*BASELINES, MOIRAI)},
+    "bound": lambda row: f"{row.bound:.5g}" if row.bound else "-",
+    "gap": lambda row: row.gap,
+    "planned in (s)": lambda row: f"{row.planning_seconds:.1f}",
+    **{f"{name} / moirai (paper: up to {limit:.2f})": _factor(name) for name, limit in PAPER_FACTORS.items()},
+}

@@ -6,19 +6,21 @@ import datetime
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from os import cpu_count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.markup import escape
 from rich.table import Table as RichTable
 
 from hearth.errors import BadSetting
 from hearth.files import write_atomically
 from hearth.validation import first_error
 
+T = TypeVar("T")
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "docs" / "results"
 
@@ -40,6 +42,13 @@ class Table(BaseModel):
         cells = tuple(tuple(map(str, row)) for row in rows)
         return cls(title=title, columns=tuple(columns), rows=cells, notes=tuple(notes))
 
+    @classmethod
+    def of_columns(
+        cls, title: str, columns: Mapping[str, Callable[[T], object]], rows: Iterable[T], notes: Sequence[str] = ()
+    ) -> Table:
+        """`columns`: the cell of a row, by heading."""
+        return cls.of(title, list(columns), ([cell(row) for cell in columns.values()] for row in rows), notes)
+
     def markdown(self) -> str:
         lines = [self.columns, ("---",) * len(self.columns), *self.rows]
         table = ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
@@ -47,12 +56,15 @@ class Table(BaseModel):
         return "\n".join([f"**{self.title}**", "", *table, *notes])
 
     def rich(self) -> RichTable:
-        table = RichTable(title=self.title, title_justify="left", caption_justify="left", show_edge=False)
+        notes = "\n".join(f"{number}: {note}" for number, note in enumerate(self.notes, 1))
+        table = RichTable(
+            title=escape(self.title), caption=escape(notes) or None, title_justify="left", caption_justify="left",
+            show_edge=False,
+        )  # fmt: skip
         for index, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if index else "left")
+            table.add_column(escape(column), justify="right" if index else "left")
         for row in self.rows:
-            table.add_row(*row)
-        table.caption = "\n".join(f"{number}: {note}" for number, note in enumerate(self.notes, 1)) or None
+            table.add_row(*map(escape, row))
         return table
 
 

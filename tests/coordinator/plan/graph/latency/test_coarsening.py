@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,13 +142,13 @@ def coarsening(folder: Path) -> Coarsening:
 def test_row_reports_operators_and_makespans_of_both_plans(tmp_path: Path) -> None:
     seconds = [1.0, 2.0, 0.5, 2.0, 0.5, 1.0]
     experiment = coarsening(tmp_path)
-    row = experiment.compare("residual", residual(), seconds, num_kernels=4)
-    assert (row.num_operators, row.num_coarse, row.num_kernels) == (6, 4, 4)
+    row = experiment.compare(replace(residual(), name="residual"), seconds, num_kernels=4)
+    assert (row.fine.num_operators, row.coarse.num_operators, row.num_kernels) == (6, 4, 4)
     # The branches run in parallel on the two devices that are 8 times slower than this machine. The stem's result is
     # transferred; the transfer of one branch's result overlaps the other branch, which started later.
     way = 8 / 125e6 + 0.0002
-    assert row.fine.makespan == row.refined_makespan == pytest.approx(8 * 4.5 + way, abs=1e-6)
-    assert row.fine.baselines["local"] == pytest.approx(8 * 7.0)
+    assert row.fine.makespans["moirai"] == row.refined_makespan == pytest.approx(8 * 4.5 + way, abs=1e-6)
+    assert row.fine.makespans["local"] == pytest.approx(8 * 7.0)
     assert row.fine.proven
     assert row.loss == 0
     found = experiment.summary([row])
@@ -156,7 +157,8 @@ def test_row_reports_operators_and_makespans_of_both_plans(tmp_path: Path) -> No
     assert found.tables[0].rows[0][-1] == "not worse"
     assert not found.failure
     for plan in ("fine", "coarse"):
-        slow = getattr(row, plan).model_copy(update={"makespan": 60.0})
+        planned = getattr(row, plan)
+        slow = planned.model_copy(update={"makespans": {**planned.makespans, "moirai": 60.0}})
         assert "worse than a baseline" in experiment.summary([row.model_copy(update={plan: slow})]).failure
 
 
@@ -172,6 +174,6 @@ def test_onnx_file_is_profiled_and_planned_both_ways(tmp_path: Path) -> None:
     branches(tmp_path / "branches.onnx")
     (row,) = coarsening(tmp_path).measure(Context(tmp_path, lambda step: None))
     assert isinstance(row, CoarseningRow)
-    assert row.network == "branches"
-    assert 0 < row.num_coarse <= row.num_operators
+    assert row.fine.instance == "branches"
+    assert 0 < row.coarse.num_operators <= row.fine.num_operators
     assert row.num_kernels > 0
