@@ -30,7 +30,7 @@ def choose(setting: str, files: dict[str, Path], names: Sequence[str]) -> list[P
     return [files[name] for name in names or files]
 
 
-def read_graphs(folder: Path, setting: str = "", names: Sequence[str] = ()) -> list[GraphSpec]:
-    """Read the graphs of a folder (JSON or ONNX) that a setting names, or all. Raises BadSetting, BadModelFile."""
+def read_graphs(folder: Path, setting: str, names: Sequence[str]) -> list[GraphSpec]:
+    """Read the graphs of a folder (JSON or ONNX) that a setting names. Raises BadSetting, BadModelFile."""
     files = choose(setting, find_files("graphs", folder, (".json", ".onnx")), names)
     return [read_graph_json(path) if path.suffix == ".json" else read_onnx(path).spec for path in files]
