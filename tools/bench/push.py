@@ -9,6 +9,8 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +21,7 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import cached_manifest
-from hearth.plan.model_spec import ModelSpec, WeightFormat
+from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import Strategy
 from hearth.platform.units import format_bytes, format_rate, format_seconds
@@ -46,9 +48,8 @@ from tools.bench.watch import agent_of, peak_bytes
 from tools.testbed import Testbed
 from tools.testbed.cluster import wait_until
 
-LEAST_SHARE = (
-    0.85  # target for a push to one device: fraction of the link's rate; the rest allows for headers and encryption
-)
+# Target for a push to one device: fraction of the link's rate; the rest allows for headers and encryption.
+LEAST_SHARE = 0.85
 MOST_RATIO = 1.3  # target for a push to several: time over the least that the links allow; leaves room for passing on
 COORDINATOR_BYTES = 256 << 20  # target: most resident memory of the coordinator, independent of the model's size
 _HUB_FACTOR = 4  # uplink of the coordinator over the link of a device, when the uplink must not be the bottleneck
@@ -103,6 +104,7 @@ class _Pushes:
         self._model_dir, self._cache_dir = model_dir, testbed.folder / "manifests"
         self._spec = read_spec(model_dir).model_copy(update={"weights": weights})
         self._hub, self._names = testbed.scenario.coordinator_device, agent_names(testbed)
+        self._stores = [testbed.folder / name / "store" for name in self._names]
         self._ids: dict[str, str] = {}
         self._refs: tuple[ChunkRef, ...] = ()
         self._killed_peak_bytes = 0  # of a coordinator that was killed
@@ -114,7 +116,8 @@ class _Pushes:
         shares, copies = self._plan("hmp", self._names), self._plan("sp", self._names)
         yield self._to_one()
         yield from self._to_all("each its share, all links alike", shares, self._mbit)
-        yield self._again(shares)
+        moved = self._push("the same plan once more", shares).moved_bytes
+        yield equal("the same plan once more: bytes of weights that move", moved, 0, BYTES)
         yield self._load(shares)
         yield from self._without_one(shares)
         yield from self._to_all(f"each its share, uplink {_HUB_FACTOR} x", shares, self._mbit * _HUB_FACTOR)
@@ -126,7 +129,8 @@ class _Pushes:
 
     def _read(self) -> Finding:
         self._report("reading the checkpoint")
-        read = self._pusher.call("read", _PUSH_SECONDS, weights=self._spec.weights, **self._paths(self._model_dir))
+        folders = {"model_dir": str(self._model_dir), "cache_dir": str(self._cache_dir)}
+        read = self._pusher.call("read", _PUSH_SECONDS, weights=self._spec.weights, **folders)
         with Checkpoint(self._model_dir) as checkpoint:
             self._refs = cached_manifest(checkpoint, self._spec, self._cache_dir)
         size = format_bytes(read["num_bytes"])
@@ -134,14 +138,11 @@ class _Pushes:
 
     def _to_one(self) -> Finding:
         self._empty_stores()
-        self._report("pushing the whole model to one device")
-        done = self._push(self._plan("local", self._names[:1]))
+        done = self._push("pushing the whole model to one device", self._plan("local", self._names[:1]))
         rate = done.sent_bytes / done.seconds
+        size, seconds = format_bytes(done.sent_bytes), format_seconds(done.seconds)
+        detail = f"{size} in {seconds}, {format_rate(rate)} of {self._mbit:g} Mbit/s"
         share = rate * 8 / (self._mbit * 1e6)
-        detail = (
-            f"{format_bytes(done.sent_bytes)} in {format_seconds(done.seconds)}, "
-            f"{format_rate(rate)} of {self._mbit:g} Mbit/s"
-        )
         return at_least("to one device: share of the link's rate", share, LEAST_SHARE, PERCENT, detail)
 
     def _to_all(self, how: str, plan: TransformerPlan, hub_mbit: float) -> Iterator[Finding]:
@@ -150,14 +151,12 @@ class _Pushes:
         That is the longer of the largest shard over its device's link and the coordinator's bytes over its uplink.
         """
         self._empty_stores()
-        self._report(f"pushing to {plan.num_ranks} devices: {how}")
-        self._testbed.network.set_mbit(self._hub, hub_mbit)
-        done = self._push(plan)
-        self._testbed.network.set_mbit(self._hub, self._mbit)
+        with self._uplink(hub_mbit):
+            done = self._push(f"pushing to {plan.num_ranks} devices: {how}", plan)
         shards = self._shards(plan)
         largest = max(map(_bytes, shards))
         shard_seconds = largest * 8 / (min(self._mbit, hub_mbit) * 1e6)
-        hub_seconds = _distinct_bytes(chunk for shard in shards for chunk in shard) * 8 / (hub_mbit * 1e6)
+        hub_seconds = _distinct_bytes(chain(*shards)) * 8 / (hub_mbit * 1e6)
         detail = (
             f"{format_seconds(done.seconds)}; largest shard {format_bytes(largest)}, "
             f"{format_bytes(done.sent_bytes)} from the coordinator over {hub_mbit:g} Mbit/s, "
@@ -170,28 +169,19 @@ class _Pushes:
             figure, detail = f"{to_all} that of the largest shard alone", "the whole model must cross the uplink once"
             yield without_target(figure, done.seconds / shard_seconds, RATIO, detail)
 
-    def _again(self, plan: TransformerPlan) -> Finding:
-        self._report("the same plan once more")
-        moved = self._push(plan).moved_bytes
-        return equal("the same plan once more: bytes of weights that move", moved, 0, BYTES)
-
     def _load(self, plan: TransformerPlan) -> Finding:
         """Load the shards; compare each worker's peak memory with its base (that of a tiny model) and its shard."""
-        self._report("loading the shards")
         tiny_dir = save_random_model(self._testbed.folder / "tiny", _TINY)
-        tiny = self._plan("hmp", self._names, read_spec(tiny_dir))
-        tiny_shards, shards = _weight_bytes(tiny), _weight_bytes(plan)
-        bases = [peak - held for peak, held in zip(self._peaks(tiny, tiny_dir), tiny_shards, strict=True)]
-        peaks = self._peaks(plan, self._model_dir)
-        most = max(peak - base - held for peak, base, held in zip(peaks, bases, shards, strict=True))
+        base = self._beyond_weights(equal_plan(read_spec(tiny_dir), "hmp", self._devices(self._names)), tiny_dir)
+        beyond = self._beyond_weights(plan, self._model_dir)
+        most = max(peak - least for peak, least in zip(beyond, base, strict=True))
         chunk = max(ref.num_bytes for ref in self._refs)
-        detail = f"base {format_bytes(statistics.median(bases))}, largest shard {format_bytes(max(shards))}"
+        detail = f"base {format_bytes(statistics.median(base))}, largest shard {format_bytes(max(_weight_bytes(plan)))}"
         figure = "a worker's peak while loading, beyond its base and its shard: at most one chunk"
         return at_most(figure, most, chunk, format_bytes, detail)
 
     def _without_one(self, before: TransformerPlan) -> Iterator[Finding]:
         """Remove the last device; the others get their missing chunks, from each other if possible."""
-        self._report("planning again without one device")
         *left, gone = self._names
         if agent := agent_of(self._testbed, gone):
             agent.terminate()
@@ -199,14 +189,13 @@ class _Pushes:
         self._wait_for(left)
         plan = self._plan("hmp", left)
         had = [{chunk.hash for chunk in shard} for shard in self._shards(before)[:-1]]
-        shards = self._shards(plan)
+        shards, stored = self._shards(plan), set().union(*had)
         missing = [chunk for shard, own in zip(shards, had, strict=True) for chunk in shard if chunk.hash not in own]
-        stored = set().union(*had)
-        needed, nowhere = _bytes(missing), _distinct_bytes(chunk for chunk in missing if chunk.hash not in stored)
-        done = self._push(plan)
+        nowhere = _distinct_bytes(chunk for chunk in missing if chunk.hash not in stored)
+        done = self._push("planning again without one device", plan)
         change = f"from {len(self._names)} devices to {len(left)}"
-        detail = f"{format_bytes(done.moved_bytes)} of {format_bytes(sum(map(_bytes, shards)))}"
-        yield equal(f"{change}: only missing chunks move", done.moved_bytes, needed, BYTES, detail)
+        detail = f"{format_bytes(done.moved_bytes)} of {format_bytes(_bytes(chain(*shards)))}"
+        yield equal(f"{change}: only missing chunks move", done.moved_bytes, _bytes(missing), BYTES, detail)
         figure, detail = f"{change}: of these from the coordinator, those of no other device", format_bytes(nowhere)
         yield equal(figure, done.sent_bytes, nowhere, BYTES, detail)
         self._testbed.start_agent(gone)
@@ -216,16 +205,15 @@ class _Pushes:
         """Kill the coordinator half-way through a push; the next one sends the rest."""
         self._empty_stores()
         self._report("killing the coordinator half-way")
-        total = sum(map(_bytes, self._shards(plan)))
-        self._testbed.network.set_mbit(self._hub, self._mbit * _HUB_FACTOR)
-        self._pusher.begin("push", plan=plan.model_dump_json(), **self._paths(self._model_dir))
-        wait_until("half of the push", lambda: self._stored_bytes() > total / 2, _PUSH_SECONDS)
-        self._killed_peak_bytes = peak_bytes(self._pusher.pid)
-        self._pusher.restart()
-        self._wait_for(self._names)  # leases have expired, and chunks in flight are stored
-        missing = total - self._stored_bytes()
-        moved = self._push(plan).moved_bytes
-        self._testbed.network.set_mbit(self._hub, self._mbit)
+        total = _bytes(chain(*self._shards(plan)))
+        with self._uplink(self._mbit * _HUB_FACTOR):
+            self._pusher.begin("push", **self._arguments(plan, self._model_dir))
+            wait_until("half of the push", lambda: self._stored_bytes() > total / 2, _PUSH_SECONDS)
+            self._killed_peak_bytes = peak_bytes(self._pusher.pid)
+            self._pusher.restart()
+            self._wait_for(self._names)  # leases have expired, and chunks in flight are stored
+            missing = total - self._stored_bytes()
+            moved = self._push("pushing the rest", plan).moved_bytes
         figure = "after the coordinator was killed half-way: the next one moves only missing chunks"
         return equal(figure, moved, missing, BYTES, f"{format_bytes(moved)} of {format_bytes(total)}")
 
@@ -242,38 +230,46 @@ class _Pushes:
         """Wait until exactly these devices are usable, and note their ids."""
         self._ids |= self._pusher.call("devices", names=names)["ids"]
 
-    def _plan(self, strategy: Strategy, names: Sequence[str], spec: ModelSpec | None = None) -> TransformerPlan:
-        return equal_plan(spec or self._spec, strategy, [self._ids[name] for name in names])
+    def _devices(self, names: Sequence[str]) -> list[str]:
+        return [self._ids[name] for name in names]
+
+    def _plan(self, strategy: Strategy, names: Sequence[str]) -> TransformerPlan:
+        return equal_plan(self._spec, strategy, self._devices(names))
 
     def _shards(self, plan: TransformerPlan) -> list[tuple[ChunkRef, ...]]:
         return [chunks_for_rank(self._refs, plan, rank) for rank in range(plan.num_ranks)]
 
-    def _push(self, plan: TransformerPlan) -> _Pushed:
-        paths = self._paths(self._model_dir)
-        return _Pushed(**self._pusher.call("push", _PUSH_SECONDS, plan=plan.model_dump_json(), **paths))
+    def _arguments(self, plan: TransformerPlan, model_dir: Path) -> dict[str, str]:
+        """Of the pusher's calls."""
+        return {"plan": plan.model_dump_json(), "model_dir": str(model_dir), "cache_dir": str(self._cache_dir)}
 
-    def _peaks(self, plan: TransformerPlan, model_dir: Path) -> list[int]:
-        """Peak memory of each rank's worker in bytes, once all are connected."""
-        paths = self._paths(model_dir)
-        peaks = self._pusher.call("load", _PUSH_SECONDS, plan=plan.model_dump_json(), **paths)["peaks"]
+    def _push(self, step: str, plan: TransformerPlan) -> _Pushed:
+        self._report(step)
+        return _Pushed(**self._pusher.call("push", _PUSH_SECONDS, **self._arguments(plan, self._model_dir)))
+
+    def _beyond_weights(self, plan: TransformerPlan, model_dir: Path) -> list[int]:
+        """Each worker's peak memory less its planned weights, in bytes and by rank, once all are connected."""
+        self._report(f"loading the shards of {plan.model.name}")
+        peaks = self._pusher.call("load", _PUSH_SECONDS, **self._arguments(plan, model_dir))["peaks"]
         self._pusher.call("unload")
-        return [peaks[device.device_id] for device in plan.devices]
+        weights = _weight_bytes(plan)
+        return [peaks[device.device_id] - held for device, held in zip(plan.devices, weights, strict=True)]
 
-    def _paths(self, model_dir: Path) -> dict[str, str]:
-        return {"model_dir": str(model_dir), "cache_dir": str(self._cache_dir)}
-
-    def _stores(self) -> list[Path]:
-        return [self._testbed.folder / name / "store" for name in self._names]
+    @contextmanager
+    def _uplink(self, mbit: float) -> Iterator[None]:
+        """Another rate of the coordinator's uplink."""
+        self._testbed.network.set_mbit(self._hub, mbit)
+        yield  # after an exception the testbed ends
+        self._testbed.network.set_mbit(self._hub, self._mbit)
 
     def _stored_bytes(self) -> int:
         """Bytes of all completely stored chunks."""
-        return sum(file.stat().st_size for store in self._stores() for file in store.glob("??/" + "?" * 64))
+        return sum(file.stat().st_size for store in self._stores for file in store.glob("??/" + "?" * 64))
 
     def _empty_stores(self) -> None:
         """Empty the stores. Agents notice it and report all chunks as missing."""
-        for store in self._stores():
-            for folder in store.glob("??"):
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in chain.from_iterable(store.glob("??") for store in self._stores):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _bytes(chunks: Iterable[ChunkRef]) -> int:

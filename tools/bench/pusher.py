@@ -31,20 +31,21 @@ _POLL_SECONDS = 0.05  # between two looks at the fleet
 
 
 class Pusher(AsyncTarget):
-    """A fleet, whose heartbeats run between calls too, and the deployments made on it."""
+    """A fleet, whose heartbeats run between calls too, and the deployment made on it."""
 
     def __init__(self, key: Path, address: str) -> None:
         super().__init__()
         home = load_credential(key)
         if not isinstance(home, HomeKey):
             raise BadKey(source=str(key), reason="a coordinator needs the home key")
-        self._fleet: Fleet = self.run(self._opened(home, address))
+        self._fleet = Fleet(agent_access(home), lease_name="bench", interfaces=[address])
+        self.run(self._fleet.__aenter__())
         self._deployment: TransformerDeployment | None = None
         self._epoch = 0
 
     async def devices(self, names: list[str]) -> dict[str, Any]:
         """Wait until exactly these devices are usable; returns their ids by name. Raises DeadlineExceeded."""
-        await self._until("the devices", lambda: {device.name for device in self._fleet.usable()} == set(names))
+        await _until("the devices", lambda: {device.name for device in self._fleet.usable()} == set(names))
         return {"ids": {device.name: device.device_id for device in self._fleet.usable()}}
 
     def read(self, model_dir: str, cache_dir: str, weights: str) -> dict[str, Any]:
@@ -58,54 +59,48 @@ class Pusher(AsyncTarget):
     async def push(self, plan: str, model_dir: str, cache_dir: str) -> dict[str, Any]:
         """Push a plan's missing chunks; returns seconds, and bytes as counted by `Distribution`."""
         parsed = plan_from_json(plan, TransformerPlan)
-        deployment = TransformerDeployment(self._fleet, parsed)
         began = time.perf_counter()
-        await deployment.push(shard_weights(Path(model_dir), parsed, Path(cache_dir)), lambda device, done, total: None)
-        return {
-            "seconds": time.perf_counter() - began,
-            "sent_bytes": deployment.sent_bytes,
-            "passed_bytes": deployment.forwarded_bytes,
-        }
+        done = await self._pushed(parsed, model_dir, cache_dir)
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "sent_bytes": done.sent_bytes, "passed_bytes": done.forwarded_bytes}
 
     async def load(self, plan: str, model_dir: str, cache_dir: str) -> dict[str, Any]:
         """Push a plan, start and connect the workers; returns each worker's peak memory, as reported by its agent."""
-        self._epoch = max(self._epoch, self._fleet.last_epoch) + 1
-        parsed = plan_from_json(plan, TransformerPlan).with_epoch(self._epoch)
-        deployment = TransformerDeployment(self._fleet, parsed)
-        await deployment.push(shard_weights(Path(model_dir), parsed, Path(cache_dir)), lambda device, done, total: None)
+        epoch = self._epoch = max(self._epoch, self._fleet.last_epoch) + 1
+        parsed = plan_from_json(plan, TransformerPlan).with_epoch(epoch)
+        deployment = self._deployment = await self._pushed(parsed, model_dir, cache_dir)
         ids = [device.device_id for device in parsed.devices]
         links = {
             (a, b): Link(source=a, target=b, bytes_per_second=1e7, round_trip_seconds=1e-3)
             for a, b in permutations(ids, 2)
         }
         await deployment.load(links, encrypt=True)
-        self._deployment = deployment
-        states = self._fleet.devices
 
-        def all_reported() -> bool:
-            found = [states[device].worker(deployment.name) for device in ids]
-            return all(
-                worker is not None and (worker.state, worker.epoch) == ("ready", self._epoch) for worker in found
-            )
+        def all_are_ready() -> bool:
+            workers = [self._fleet.devices[device].worker(deployment.name) for device in ids]
+            return all(worker and (worker.state, worker.epoch) == ("ready", epoch) for worker in workers)
 
-        await self._until("the workers' first heartbeat", all_reported)
-        return {"peaks": {device: states[device].info().peak_bytes for device in ids}}
+        await _until("the workers' first heartbeat", all_are_ready)
+        return {"peaks": {device: self._fleet.devices[device].info().peak_bytes for device in ids}}
 
     async def unload(self) -> None:
         if self._deployment is not None:
             await self._deployment.close()
 
-    @staticmethod
-    async def _until(action: str, probe: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while not probe():
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(action=action, seconds=_SETTLE_SECONDS)
-            await asyncio.sleep(_POLL_SECONDS)
+    async def _pushed(self, plan: TransformerPlan, model_dir: str, cache_dir: str) -> TransformerDeployment:
+        deployment = TransformerDeployment(self._fleet, plan)
+        weights = shard_weights(Path(model_dir), plan, Path(cache_dir))
+        await deployment.push(weights, lambda device, done, total: None)
+        return deployment
 
-    @staticmethod
-    async def _opened(home: HomeKey, address: str) -> Fleet:
-        return await Fleet(agent_access(home), lease_name="bench", interfaces=[address]).__aenter__()
+
+async def _until(action: str, probe: Callable[[], bool]) -> None:
+    """Poll until `probe` returns True. Raises DeadlineExceeded."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while not probe():
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(action=action, seconds=_SETTLE_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 if __name__ == "__main__":

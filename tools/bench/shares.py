@@ -18,32 +18,22 @@ _LIMITS = GenerationLimits(kv_tokens=512, max_sequences=4, prefill_rows=128, con
 
 def equal_plan(spec: ModelSpec, strategy: Strategy, device_ids: Sequence[str]) -> TransformerPlan:
     """Split heads, columns, vocabulary and rows equally between the devices."""
-    weights = [1.0] * len(device_ids)
-    columns = largest_remainder(weights, num_grains(spec.ffn_size, COLUMN_GRAIN))
-    vocabulary = largest_remainder(weights, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
+    equal = (1.0,) * len(device_ids)
+
+    def shares(total: int, grain: int) -> tuple[int, ...]:
+        return grains_to_items(largest_remainder(equal, num_grains(total, grain)), total, grain)
+
     body = TensorParallel(
-        strategy=strategy, seq_len=_LIMITS.prefill_rows, generation=_LIMITS,
-        heads=tuple(share * spec.group_size for share in largest_remainder(weights, spec.num_kv_heads)),
-        columns=grains_to_items(columns, spec.ffn_size, COLUMN_GRAIN), row_weights=tuple(weights),
-        vocabulary=grains_to_items(vocabulary, spec.vocab_size, VOCABULARY_GRAIN),
+        strategy=strategy, seq_len=_LIMITS.prefill_rows, generation=_LIMITS, row_weights=equal,
+        heads=shares(spec.num_heads, spec.group_size), columns=shares(spec.ffn_size, COLUMN_GRAIN),
+        vocabulary=shares(spec.vocab_size, VOCABULARY_GRAIN),
     )  # fmt: skip
     devices = tuple(
-        PlannedDevice(
-            device_id=device, name=device, memory=rank_memory(spec, body, rank), budget_bytes=_UNLIMITED_BYTES,
-            compute_seconds=0.0,
-        )
+        PlannedDevice(device_id=device, name=device, memory=rank_memory(spec, body, rank), budget_bytes=_UNLIMITED_BYTES,
+                      compute_seconds=0.0)
         for rank, device in enumerate(device_ids)
     )  # fmt: skip
-    predicted = Prediction(
-        latency_seconds=_STEP_SECONDS, compute_seconds=_STEP_SECONDS, transfer_seconds=0.0,
-        bottleneck_seconds=_STEP_SECONDS,
-    )  # fmt: skip
-    return TransformerPlan(
-        epoch=1,
-        model=spec,
-        planner="bench",
-        devices=devices,
-        body=body,
-        wire=WireFormat(lz4="off"),
-        predicted=predicted,
-    )
+    predicted = Prediction(latency_seconds=_STEP_SECONDS, compute_seconds=_STEP_SECONDS, transfer_seconds=0.0,
+                           bottleneck_seconds=_STEP_SECONDS)  # fmt: skip
+    return TransformerPlan(epoch=1, model=spec, planner="bench", devices=devices, body=body, wire=WireFormat(lz4="off"),
+                           predicted=predicted)  # fmt: skip
