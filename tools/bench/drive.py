@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,33 +78,20 @@ class EngineRunners(ProcessGroup):
         """Load and connect a plan, whose device names are the testbed's. `text`: the plan in the runners' file format."""
         names = [device.name for device in plan.devices]
         self._plans[plan_id] = plan
-        common = {
-            "do": "load", "plan_id": plan_id, "plan": text or plan.model_dump_json(), "store": str(model.store_dir),
-            "encrypt": encrypt,
-        }  # fmt: skip
-        chunks = [
-            [ref.model_dump() for ref in chunks_for_rank(model.refs, plan, rank)] for rank in range(plan.num_ranks)
-        ]
-        bound = self.call_each(
-            {name: {**common, "rank": rank, "chunks": chunks[rank]} for rank, name in enumerate(names)}
-        )
-        peers = [self._peer(rank, name, bound[name], link_bytes_per_second) for rank, name in enumerate(names)]
-        self.call_each(
-            {
-                name: {"do": "connect", "plan_id": plan_id, "peers": peers[:rank] + peers[rank + 1 :]}
-                for rank, name in enumerate(names)
-            }
-        )
+        shards = [chunks_for_rank(model.refs, plan, rank) for rank in range(plan.num_ranks)]
+        parts = [{"rank": rank, "chunks": [ref.model_dump() for ref in shard]} for rank, shard in enumerate(shards)]
+        text, store = text or plan.model_dump_json(), str(model.store_dir)
+        bound = self.call_all(names, "load", parts, plan_id=plan_id, plan=text, store=store, encrypt=encrypt)
+        peers = self._peers(names, bound, link_bytes_per_second)
+        others = [{"peers": [peer for peer in peers if peer["rank"] != rank]} for rank in range(plan.num_ranks)]
+        self.call_all(names, "connect", others, plan_id=plan_id)
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> Sample:
         names = self._names(plan_id)
         with self._others_busy(names):
-            answers = self.call_all(names, "run", plan_id=plan_id, num_rows=num_rows, trace=trace)
-        parts = list(answers.values())
-        return Sample(
-            seconds=max(part["ended"] for part in parts) - min(part["began"] for part in parts),
-            sums=[sum(values) for values in zip(*(part["sums"] for part in parts), strict=True)],
-            sent_bytes=sum(part["sent_bytes"] for part in parts),
+            parts = list(self.call_all(names, "run", plan_id=plan_id, num_rows=num_rows, trace=trace).values())
+        return replace(
+            _sample(parts, [sum(values) for values in zip(*(part["sums"] for part in parts), strict=True)]),
             raw_bytes=sum(part["raw_bytes"] for part in parts),
             lz4_saved_bytes=sum(part["lz4_saved_bytes"] for part in parts),
             traces=tuple(tuple(map(TraceEvent.model_validate, part["trace"])) for part in parts),
@@ -127,9 +114,10 @@ class EngineRunners(ProcessGroup):
 
     def profile(self, devices: Mapping[str, int], spec: ModelSpec, seq_len: int) -> dict[str, BlockProfile]:
         """Profile these devices at once; `devices` are numbers of threads by name. No two may share a core."""
-        common = {"do": "profile", "model": spec.model_dump(mode="json"), "seq_len": seq_len}
-        with self._others_busy(list(devices)):
-            answers = self.call_each({name: {**common, "num_threads": threads} for name, threads in devices.items()})
+        names, threads = list(devices), [{"num_threads": number} for number in devices.values()]
+        model = spec.model_dump(mode="json")
+        with self._others_busy(names):
+            answers = self.call_all(names, "profile", threads, model=model, seq_len=seq_len)
         return {name: BlockProfile.model_validate(answer["blocks"]) for name, answer in answers.items()}
 
     @contextmanager
@@ -142,20 +130,15 @@ class EngineRunners(ProcessGroup):
     def measure_link(self, source: str, target: str, seconds: float) -> Link:
         """Measure a link over a data-plane socket for `seconds`."""
         with self._link(source, target):
-            measured = self.call_each(
-                {target: {"do": "answer_link"}, source: {"do": "measure_link", "seconds": seconds}}
-            )
+            answers = {"do": "answer_link"}
+            measured = self.call_each({target: answers, source: {"do": "measure_link", "seconds": seconds}})
         return Link(source=source, target=target, **measured[source])
 
     def ping_seconds(self, source: str, target: str, num_bytes: int, count: int) -> float:
         """One-way seconds of a message of this size over a data-plane socket."""
+        ping = {"do": "ping_link", "num_bytes": num_bytes, "count": count}
         with self._link(source, target):
-            echoed = self.call_each(
-                {
-                    target: {"do": "answer_link", "echo": True},
-                    source: {"do": "ping_link", "num_bytes": num_bytes, "count": count},
-                }
-            )
+            echoed = self.call_each({target: {"do": "answer_link", "echo": True}, source: ping})
         return float(echoed[source]["seconds"])
 
     def swap_seconds(self, source: str, target: str, num_bytes: int, count: int) -> float:
@@ -167,19 +150,22 @@ class EngineRunners(ProcessGroup):
     @contextmanager
     def _link(self, *ends: str) -> Iterator[None]:
         """An encrypted data-plane connection between two devices."""
-        bound = self.call_each({name: {"do": "open_link", "rank": rank} for rank, name in enumerate(ends)})
-        peers = [self._peer(rank, name, bound[name], _NOMINAL_BYTES_PER_SECOND) for rank, name in enumerate(ends)]
-        self.call_each(
-            {name: {"do": "connect_link", "peer": peer} for name, peer in zip(ends, reversed(peers), strict=True)}
-        )
+        bound = self.call_all(ends, "open_link", [{"rank": rank} for rank in range(len(ends))])
+        peers = self._peers(ends, bound, _NOMINAL_BYTES_PER_SECOND)
+        self.call_all(ends, "connect_link", [{"peer": peer} for peer in reversed(peers)])
         yield  # after an exception the testbed ends the runners
         self.call_all(ends, "close_link")
 
     def _names(self, plan_id: str) -> list[str]:
         return [device.name for device in self._plans[plan_id].devices]
 
-    def _peer(self, rank: int, name: str, bound: Mapping[str, Any], bytes_per_second: float) -> dict[str, Any]:
-        return {"rank": rank, "host": self._testbed.address(name), "bytes_per_second": bytes_per_second, **bound}
+    def _peers(
+        self, names: Sequence[str], bound: Mapping[str, Mapping[str, Any]], bytes_per_second: float
+    ) -> list[dict[str, Any]]:
+        return [
+            {"rank": rank, "host": self._testbed.address(name), "bytes_per_second": bytes_per_second, **bound[name]}
+            for rank, name in enumerate(names)
+        ]
 
 
 class GlooRunners(ProcessGroup):
@@ -198,9 +184,8 @@ class GlooRunners(ProcessGroup):
         if self._members:
             self.call_all(self._members, "leave")
         self._members = list(devices)
-        host = self._testbed.address(devices[0])
-        common = {"do": "join", "num_ranks": len(devices), "host": host, "port": self._next_port}
-        self.call_each({name: {**common, "rank": rank} for rank, name in enumerate(devices)})
+        host, ranks = self._testbed.address(devices[0]), [{"rank": rank} for rank in range(len(devices))]
+        self.call_all(devices, "join", ranks, num_ranks=len(devices), host=host, port=self._next_port)
         self._next_port += 1
 
     def load(self, model: StoredModel) -> None:
@@ -212,8 +197,10 @@ class GlooRunners(ProcessGroup):
     def run(self, num_rows: int, wire: str) -> Sample:
         """Run one step. `sent_bytes` are counted by the network interfaces, with headers."""
         parts = list(self.call_all(self._members, "run", num_rows=num_rows, wire=wire).values())
-        return Sample(
-            seconds=max(part["ended"] for part in parts) - min(part["began"] for part in parts),
-            sums=parts[0]["sums"],
-            sent_bytes=sum(part["sent_bytes"] for part in parts),
-        )
+        return _sample(parts, parts[0]["sums"])
+
+
+def _sample(parts: Sequence[Mapping[str, Any]], sums: list[float]) -> Sample:
+    """The sample of one step from the answers of its devices."""
+    seconds = max(part["ended"] for part in parts) - min(part["began"] for part in parts)
+    return Sample(seconds, sums, sum(part["sent_bytes"] for part in parts))

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.plan.transformer.make import plan_transformer
-from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, build_plan, on_subset
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from hearth.errors import BadSetting
-from hearth.plan.model_spec import WeightFormat
+from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import Strategy
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
 from tools.bench.homes import Model, decoder_directory
 from tools.bench.measure import MIN_ROUNDS, emulated
-from tools.bench.plans import describe
+from tools.bench.plans import describe, with_body
 from tools.bench.processes import DeviceProcess
-from tools.bench.profiles import Profiles
+from tools.bench.profiles import Profiles, Report
 from tools.bench.results import Summary, Table
 from tools.bench.stats import Ratio, paired_ratio, rotated
-from tools.testbed import Testbed, load_scenario
+from tools.testbed import load_scenario
 from tools.testbed.cluster import check_possible
 
 Variant = Literal["local", "hmp", "hmp, 2 micro-batches", "auto"]
@@ -88,14 +86,73 @@ class Generation(Experiment):
         context.report("making the model")
         model = StoredModel(decoder_directory(self.model, context.folder, "float32"), context.folder / "store")
         model.spec = model.spec.model_copy(update={"weights": self.weights})
-        if self.prompt_tokens + self.new_tokens > model.spec.max_positions:
-            raise BadSetting(setting="prompt_tokens", reason=f"the model takes {model.spec.max_positions} tokens")
+        names = [device.name for device in scenario.devices]
         with (
             emulated(scenario, context.folder / "testbed", real_mbit=True) as testbed,
-            _Home(testbed, model, context.report) as home,
+            EngineRunners(testbed, names) as engine,
+            DeviceProcess(testbed, "reference", names[0]) as reference,
         ):
-            for rate in self.mbit:
-                yield from home.measure(rate, self.prompt_tokens, self.new_tokens, self.rounds)
+            context.report(f"loading {REFERENCE}")
+            reference.call("load", model_dir=str(model.directory), dtype=_REFERENCE_TYPE)
+            profiles = Profiles(scenario, testbed, engine, context.report)
+            for mbit in self.mbit:
+                testbed.set_mbit(mbit)
+                cluster = profiles.current(model, names, self.prompt_tokens, mbit)
+                plans = {variant: self._plan(variant, model.spec, cluster) for variant in VARIANTS}
+                for variant, plan in plans.items():
+                    context.report(f"loading {variant}")
+                    engine.load(variant, plan, model, plan.num_ranks > 1, mbit * 1e6 / 8)
+                found = self._rounds(engine, reference, model.spec.vocab_size, context.report)
+                links = _link_seconds(engine, names, 4 * model.spec.hidden_size)
+                for variant in VARIANTS:
+                    engine.unload(variant)
+                setting = {"scenario": scenario.name, "mbit": mbit}
+                yield self._row(REFERENCE, found, **setting, weights=_REFERENCE_TYPE, devices=names[0])
+                for variant, plan in plans.items():
+                    predicted = plan.predicted.decode_seconds or None
+                    more = {**setting, **(links if variant == "hmp" else {}), "predicted_token_seconds": predicted}
+                    yield self._row(variant, found, **more, weights=self.weights, devices=describe(plan))
+
+    def _plan(self, variant: Variant, spec: ModelSpec, cluster: ClusterProfile) -> TransformerPlan:
+        strategy = "hmp" if variant == "hmp, 2 micro-batches" else variant
+        if variant == "local":
+            cluster = cluster.subset((cluster.devices[0].device_id,))
+        context = self.prompt_tokens + self.new_tokens
+        expected = GenerationRequest(context, 1, self.prompt_tokens, self.new_tokens)
+        request = PlanRequest(spec, cluster, self.prompt_tokens, strategy=strategy, generation=expected)
+        plan = plan_transformer(request).plan
+        return plan if strategy == variant else with_body(request, plan, micro_batches=2)
+
+    def _rounds(
+        self, engine: EngineRunners, reference: DeviceProcess, vocab_size: int, report: Report
+    ) -> dict[str, list[dict[str, Any]]]:
+        """The answers of every strategy by round, after a warm-up round."""
+        prompt = [3 + (7919 * i) % (vocab_size - 3) for i in range(self.prompt_tokens)]
+
+        def generate(name: str) -> dict[str, Any]:
+            if name == REFERENCE:
+                return reference.call("generate", prompt=prompt, num_tokens=self.new_tokens)
+            return engine.generate(name, prompt, self.new_tokens)
+
+        report("warming up")
+        for name in (REFERENCE, *VARIANTS):
+            generate(name)
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in (REFERENCE, *VARIANTS)}
+        for index in range(self.rounds):
+            report(f"round {index + 1} of {self.rounds}")
+            for name in rotated(list(found), index):
+                found[name].append(generate(name))
+        return found
+
+    def _row(self, name: str, found: Mapping[str, Sequence[Mapping[str, Any]]], **more: Any) -> GenerationRow:
+        def seconds(part: str, strategy: str = name) -> tuple[float, ...]:
+            return tuple(answer[part] for answer in found[strategy])
+
+        return GenerationRow(
+            strategy=name, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens,
+            prefill=seconds("prefill"), prefill_ratio=paired_ratio(seconds("prefill", REFERENCE), seconds("prefill")),
+            decode=seconds("decode"), decode_ratio=paired_ratio(seconds("decode", REFERENCE), seconds("decode")), **more,
+        )  # fmt: skip
 
     def summary(self, rows: Sequence[GenerationRow]) -> Summary:
         said, tables = [], []
@@ -126,94 +183,11 @@ def _cells(row: GenerationRow) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-@dataclass
-class _Measured:
-    """Measurements of one strategy, by round."""
-
-    run: Callable[[], dict[str, Any]]
-    plan: TransformerPlan | None = None
-    prefill: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)
-
-
-class _Home:
-    """The engines on all devices of a testbed, and `transformers` on the first. A context manager."""
-
-    def __init__(self, testbed: Testbed, model: StoredModel, report: Callable[[str], None]) -> None:
-        self._testbed, self._model, self._report = testbed, model, report
-        self._names = [device.name for device in testbed.scenario.devices]
-        self._engine: EngineRunners = EngineRunners(testbed, self._names)
-        self._reference = DeviceProcess(testbed, "reference", self._names[0])
-        self._profiles = Profiles(testbed.scenario, testbed, self._engine, report)
-
-    def __enter__(self) -> _Home:
-        self._report(f"loading {REFERENCE}")
-        self._reference.call("load", model_dir=str(self._model.directory), dtype=_REFERENCE_TYPE)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.__exit__()
-        self._reference.__exit__()
-
-    def measure(self, mbit: float, prompt_tokens: int, new_tokens: int, rounds: int) -> Iterator[GenerationRow]:
-        """Measure all variants at one link rate."""
-        self._testbed.set_mbit(mbit)
-        cluster = self._profiles.current(self._model, self._names, prompt_tokens, mbit)
-        prompt = [3 + (7919 * i) % (self._model.spec.vocab_size - 3) for i in range(prompt_tokens)]
-        found = {REFERENCE: _Measured(lambda: self._reference.call("generate", prompt=prompt, num_tokens=new_tokens))}
-        for variant in VARIANTS:
-            found[variant] = self._loaded(variant, cluster, mbit, prompt, new_tokens)
-        for index in range(-1, rounds):
-            self._report(f"{mbit:.0f} Mbit/s: round {index + 1} of {rounds}")
-            for name in rotated(list(found), max(index, 0)):
-                answer = found[name].run()
-                if index >= 0:
-                    found[name].prefill.append(answer["prefill"])
-                    found[name].decode.append(answer["decode"])
-        message = (self._names[0], self._names[1], 4 * self._model.spec.hidden_size, _EXCHANGES)
-        links = {
-            "exchange_seconds": self._engine.exchange_seconds("hmp", _EXCHANGES),
-            "ping_seconds": self._engine.ping_seconds(*message),
-            "swap_seconds": self._engine.swap_seconds(*message),
-        }
-        reference = found[REFERENCE]
-        for name, each in found.items():
-            weights, devices, predicted = _REFERENCE_TYPE, self._names[0], None
-            if each.plan is not None:
-                weights, devices = self._model.spec.weights, describe(each.plan)
-                predicted = each.plan.predicted.decode_seconds or None
-                self._engine.unload(name)
-            yield GenerationRow(
-                scenario=self._testbed.scenario.name,
-                mbit=mbit,
-                strategy=name,
-                weights=weights,
-                devices=devices,
-                prompt_tokens=prompt_tokens,
-                new_tokens=new_tokens,
-                prefill=tuple(each.prefill),
-                decode=tuple(each.decode),
-                prefill_ratio=paired_ratio(reference.prefill, each.prefill),
-                decode_ratio=paired_ratio(reference.decode, each.decode),
-                predicted_token_seconds=predicted,
-                **(links if name == "hmp" else {}),
-            )
-
-    def _loaded(
-        self, variant: Variant, cluster: ClusterProfile, mbit: float, prompt: Sequence[int], new_tokens: int
-    ) -> _Measured:
-        self._report(f"loading {variant}")
-        strategy: Strategy | Literal["auto"] = "hmp" if variant == "hmp, 2 micro-batches" else variant
-        if strategy == "local":
-            cluster = cluster.subset((self._names[0],))
-        context = len(prompt) + new_tokens
-        request = PlanRequest(
-            self._model.spec, cluster, len(prompt), strategy=strategy,
-            generation=GenerationRequest(context, 1, len(prompt), new_tokens),
-        )  # fmt: skip
-        plan = plan_transformer(request).plan
-        if strategy != variant:
-            ranks = on_subset(request, tuple(device.device_id for device in plan.devices))
-            plan = build_plan(ranks, plan.body.model_copy(update={"micro_batches": 2}), plan.planner)
-        self._engine.load(variant, plan, self._model, plan.num_ranks > 1, mbit * 1e6 / 8)
-        return _Measured(lambda: self._engine.generate(variant, prompt, new_tokens), plan)
+def _link_seconds(engine: EngineRunners, names: Sequence[str], num_bytes: int) -> dict[str, float]:
+    """Seconds of one exchange of partial sums, and of raw messages of that size."""
+    message = (names[0], names[1], num_bytes, _EXCHANGES)
+    return {
+        "exchange_seconds": engine.exchange_seconds("hmp", _EXCHANGES),
+        "ping_seconds": engine.ping_seconds(*message),
+        "swap_seconds": engine.swap_seconds(*message),
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
@@ -20,9 +20,6 @@ from hearth.platform.units import format_bytes
 Name = Literal["local", "gloo-tp", "megatron-tp", "sp", "hmp-no-overlap", "hmp", "auto"]
 Lz4 = Literal["auto", "on", "off"]
 _PLENTY_BYTES = 1 << 40  # memory budget of a device without a limit
-_OF_PLANNER: dict[Name, Literal["auto", "local", "megatron-tp", "sp", "hmp"]] = {
-    "local": "local", "megatron-tp": "megatron-tp", "sp": "sp", "hmp-no-overlap": "hmp", "hmp": "hmp", "auto": "auto",
-}  # fmt: skip
 GLOO_WIRES = ("exact", "fp16")
 
 
@@ -74,28 +71,24 @@ def baseline_of(entry: Entry, measured: Sequence[Entry], baseline: Name | Litera
         off = Entry(entry.strategy, entry.wire, "off", entry.encrypt)
         return off if off in measured else None
     candidates = [other for other in measured if other.strategy == baseline and (other.encrypt or baseline != "hmp")]
-    for wire in (entry.wire, "exact"):
-        for candidate in candidates:
-            if candidate.wire == wire and candidate.lz4 in (entry.lz4, "auto"):
-                return candidate
-    return None
+    candidates = [other for other in candidates if other.lz4 in (entry.lz4, "auto")]
+    same_wire = [other for other in candidates if other.wire == entry.wire]
+    return next(iter(same_wire or [other for other in candidates if other.wire == "exact"]), None)
 
 
 def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> TransformerPlan:
     """The plan that the coordinator would make. Raises ModelDoesNotFit."""
-    request = PlanRequest(
-        spec=spec,
-        cluster=cluster,
-        seq_len=seq_len,
-        wire=WireFormat(values=entry.wire, lz4=entry.lz4),
-        strategy=_OF_PLANNER[entry.strategy],
-    )
+    overlap = entry.strategy != "hmp-no-overlap"
+    strategy = entry.strategy if overlap else "hmp"
+    request = PlanRequest(spec, cluster, seq_len, WireFormat(values=entry.wire, lz4=entry.lz4), strategy)
     plan = plan_transformer(request).plan
-    if entry.strategy != "hmp-no-overlap":
-        return plan
-    names = tuple(device.device_id for device in plan.devices)
-    body = plan.body.model_copy(update={"overlap": False})
-    return build_plan(on_subset(request, names), body, plan.planner)
+    return plan if overlap else with_body(request, plan, overlap=False)
+
+
+def with_body(request: PlanRequest, plan: TransformerPlan, **changes: Any) -> TransformerPlan:
+    """The plan of this request with changes of its body, for the same devices, and predicted again."""
+    ranks = on_subset(request, tuple(device.device_id for device in plan.devices))
+    return build_plan(ranks, plan.body.model_copy(update=changes), plan.planner)
 
 
 def reference_plan(spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> TransformerPlan:

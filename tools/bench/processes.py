@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,12 @@ class ProcessGroup:
                 raise InternalError(where=f"{self._module} on {device}", reason=answer["error"] + logs)
         return answers
 
-    def call_all(self, devices: Iterable[str], method: str, **arguments: Any) -> dict[str, dict[str, Any]]:
-        """Send the same request to all these devices; answers by device, as `call_each`."""
-        return self.call_each({device: {"do": method, **arguments} for device in devices})
+    def call_all(
+        self, devices: Sequence[str], method: str, own: Sequence[Mapping[str, Any]] = (), **arguments: Any
+    ) -> dict[str, dict[str, Any]]:
+        """Send all these devices the same request, if given with `own` arguments of each; answers as `call_each`."""
+        ranks = zip(devices, own or [{}] * len(devices), strict=True)
+        return self.call_each({device: {"do": method, **arguments, **each} for device, each in ranks})
 
     def send(self, device: str, request: Mapping[str, Any]) -> None:
         """Send a request without waiting for the answer, but until the child has connected. Raises as `call_each`."""

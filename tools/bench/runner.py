@@ -63,9 +63,9 @@ class _CountingTransport(SocketTransport):
     counting = False
     sent_bytes = raw_bytes = unpacked_bytes = 0
 
-    def count_from_zero(self) -> None:
+    def begin_step(self, counting: bool) -> None:
         self.sent_bytes = self.raw_bytes = self.unpacked_bytes = 0
-        self.counting = True
+        self.counting = counting
 
     def send(self, target: int, frames: Sequence[Buffer]) -> None:
         if self.counting:
@@ -148,8 +148,7 @@ class Runner:
         )  # fmt: skip
         ids = (np.arange(num_rows, dtype=np.int32) * 7919) % loaded.plan.model.vocab_size
         transport = loaded.transport
-        if trace:
-            transport.count_from_zero()
+        transport.begin_step(counting=trace)
         try:
             done, output = loaded.engine.run(request, ids, np.array([0, num_rows], dtype=np.int32))
         finally:
@@ -157,9 +156,9 @@ class Runner:
         return {
             "began": done.began_seconds,
             "ended": done.ended_seconds,
-            "sent_bytes": transport.sent_bytes if trace else 0,
-            "raw_bytes": transport.raw_bytes if trace else 0,
-            "lz4_saved_bytes": transport.unpacked_bytes - transport.sent_bytes if trace else 0,
+            "sent_bytes": transport.sent_bytes,
+            "raw_bytes": transport.raw_bytes,
+            "lz4_saved_bytes": transport.unpacked_bytes - transport.sent_bytes,
             "sums": output[0].astype(float).tolist(),
             "trace": [event.model_dump(mode="json") for event in done.trace],
         }

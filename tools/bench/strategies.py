@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
@@ -55,13 +56,11 @@ class Strategies(Experiment):
         if self.mbit and self.paper_mbit:
             raise BadSetting(setting="mbit", reason="give either real rates or the paper's")
         shapes, scenarios = [find_shape(name) for name in self.models], [load_scenario(name) for name in self.scenarios]
-        for scenario in scenarios:
-            if self.devices and max(self.devices) > len(scenario.devices):
-                raise BadSetting(setting="devices", reason=f"{scenario.name} has only {len(scenario.devices)}")
-            for shape in shapes:
-                for count in self.devices or (len(scenario.devices),):
-                    for seq_len in self._lengths(count):
-                        shape.shortened(self.layers, seq_len)
+        for scenario, shape in product(scenarios, shapes):
+            for setting in self._settings(shape, scenario, lambda rate: rate):
+                if setting.num_devices > len(scenario.devices):
+                    raise BadSetting(setting="devices", reason=f"{scenario.name} has only {len(scenario.devices)}")
+                shape.shortened(self.layers, setting.seq_len)
         models = Models(context.folder)
         for scenario in scenarios:
             gloo = "gloo-tp" in self.strategies
@@ -71,15 +70,13 @@ class Strategies(Experiment):
                     for group in [settings] if self.interleave else [[each] for each in settings]:
                         yield from bench.measure(*group)
 
-    def _lengths(self, count: int) -> Sequence[int]:
-        return self.seq_lens if self.rows_per_device is None else (self.rows_per_device * count,)
-
     def _settings(self, shape: Shape, scenario: Scenario, real_mbit: Callable[[float], float]) -> Iterator[Setting]:
         rates: list[float | None] = [*self.mbit, *map(real_mbit, self.paper_mbit)] or [None]
         for count in self.devices or (len(scenario.devices),):
             chosen = (self.strategies_of_one if count == 1 else ()) or self.strategies
             compared = entries(chosen, self.wires, self.lz4, self.plain)
-            for seq_len in self._lengths(count):
+            lengths = self.seq_lens if self.rows_per_device is None else (self.rows_per_device * count,)
+            for seq_len in lengths:
                 for rate in rates if count > 1 else rates[:1]:
                     yield Setting(shape, self.layers, seq_len, count, rate, compared, self.baseline, self.rounds)
 
@@ -88,11 +85,11 @@ class Strategies(Experiment):
         for group in by_setting(rows):
             notes = footnotes(group)
             tables.append(Table.of(group[0].setting, COLUMNS, (cells(row, notes) for row in group), notes))
-        wrong = (
-            "an output differs from that of a single device; its row is marked" if any(r.wrong for r in rows) else ""
-        )
+        wrong = "an output differs from that of a single device; its row is marked"
         said = [line for name in self.conclusions for line in _CONCLUSIONS[name](rows)]
-        return Summary(conclusions=tuple(said), tables=tuple(tables), failure=wrong)
+        return Summary(
+            conclusions=tuple(said), tables=tuple(tables), failure=wrong if any(row.wrong for row in rows) else ""
+        )
 
     def draw(self, rows: Sequence[Row], figure: Any) -> bool:
         axes = figure.subplots()
