@@ -23,14 +23,10 @@ def find_files(setting: str, folder: Path, suffixes: Sequence[str]) -> dict[str,
     return found
 
 
-def choose(setting: str, files: dict[str, Path], names: Sequence[str]) -> list[Path]:
-    """The files with these names, or all without names. Raises BadSetting for an unknown name."""
-    if unknown := [name for name in names if name not in files]:
-        raise BadSetting(setting=setting, reason=f"'{unknown[0]}' is none of {', '.join(files)}")
-    return [files[name] for name in names or files]
-
-
-def read_graphs(folder: Path, setting: str, names: Sequence[str]) -> list[GraphSpec]:
-    """Read the graphs of a folder (JSON or ONNX) that a setting names. Raises BadSetting, BadModelFile."""
-    files = choose(setting, find_files("graphs", folder, (".json", ".onnx")), names)
-    return [read_graph_json(path) if path.suffix == ".json" else read_onnx(path).spec for path in files]
+def read_graphs(folder: Path, models: Sequence[str] = ()) -> list[GraphSpec]:
+    """Read the graphs of a folder (JSON or ONNX) with these names, or all. Raises BadSetting, BadModelFile."""
+    files = find_files("graphs", folder, (".json", ".onnx"))
+    if unknown := [name for name in models if name not in files]:
+        raise BadSetting(setting="models", reason=f"'{unknown[0]}' is none of {', '.join(files)}")
+    chosen = [files[name] for name in models or files]
+    return [read_graph_json(path) if path.suffix == ".json" else read_onnx(path).spec for path in chosen]

@@ -16,22 +16,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from coordinator.plan.graph.throughput.baselines import (
-    fastest_neighbour,
-    joint_stages,
-    joint_stages_from,
-    random_stages,
-)
+from coordinator.plan.graph.throughput.baselines import fastest_neighbour, joint_stages_from, random_stages
 from coordinator.plan.graph.throughput.exact import best_stages
 from coordinator.plan.graph.throughput.partitions import Partitioning
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
 from coordinator.plan.graph.throughput.published import NUM_CLASSES, equal_partitions, published_stages
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
-from hearth.platform.units import format_seconds
 from tools.bench.experiment import Context, Experiment
 from tools.bench.graph_files import read_graphs
-from tools.bench.partition_setup import ACCOUNTINGS, AccountingName, draw_links, problem_of
+from tools.bench.partition_setup import Accounting, draw_links, problem_of
 from tools.bench.results import Summary, Table
 
 PIPELINE, EXACT, RANDOM, JOINT, ONE_START = "pipeline", "pipeline-exact", "random", "joint", "joint, one start"
@@ -39,10 +33,11 @@ SAME_CUTS = "joint, same partitions"  # with the partitions of `pipeline`
 THEOREM, BOUND = "Theorem 1", "proven bound"
 _PLANNERS = (PIPELINE, EXACT, JOINT, SAME_CUTS, ONE_START, RANDOM)
 
+_FEWER_CLASSES = (2, 5, 8, 11, 14, 17)  # of Figure 7, besides NUM_CLASSES, which `pipeline` has elsewhere
 RATIO_NODES, RATIO_MEMORY_MIB = 50, 64  # of Figure 10
 _JOINT_NODES = 50  # number of nodes at which the paper compares with joint
 _PAPER_RATIO = 1.092  # the paper's mean bottleneck of `pipeline` over Theorem 1's bound
-_WITHIN = 1.09  # the paper's mean ratio to the bound, rounded: about 75 % of its graphs are below it
+_WITHIN = 1.09  # the same, rounded
 
 Nodes = Annotated[int, Field(ge=1, le=256)]  # the planners' time grows with the nodes; the paper has up to 50
 Count = Annotated[int, Field(ge=1)]
@@ -90,13 +85,10 @@ class Partition(Experiment):
     graphs: Path  # folder of graphs, JSON or ONNX
     models: tuple[str, ...] = ("MobileNetV2", "EfficientNetB1", "ResNet50", "InceptionResNetV2")  # of Figures 7 to 9
     runs: int = Field(50, ge=0)  # of each setting of Figures 7 to 9; 0 leaves them out
-    ratio_models: tuple[str, ...] = ()  # of Figure 10; empty: all graphs in the folder
-    ratio_runs: int = Field(1000, ge=0)  # of each graph of Figure 10; 0 leaves it out
+    ratio_runs: int = Field(1000, ge=0)  # of each graph in the folder, for Figure 10; 0 leaves it out
     nodes: tuple[Nodes, ...] = (5, 10, 15, 20, 50)
     memory_mib: tuple[Count, ...] = (64, 128, 256, 512)  # of each node
-    # Numbers of transfer classes; the largest is that of `pipeline` in the comparisons.
-    classes: tuple[Count, ...] = Field((2, 5, 8, 11, 14, 17, NUM_CLASSES), min_length=1)
-    accounting: AccountingName = "paper"
+    accounting: Accounting = "paper"
     seed: int = 1
     time_limit: float = Field(10.0, gt=0)  # seconds, of pipeline-exact in each run
 
@@ -107,16 +99,15 @@ class Partition(Experiment):
 
     def _settings(self) -> Iterator[tuple[PartitionRow, GraphSpec]]:
         """Rows without results, and their graphs."""
-        compared = read_graphs(self.graphs, "models", self.models) if self.runs else []
-        bounded = read_graphs(self.graphs, "ratio_models", self.ratio_models) if self.ratio_runs else []
+        compared = read_graphs(self.graphs, self.models) if self.runs else []
+        bounded = read_graphs(self.graphs) if self.ratio_runs else []
         for spec, memory, count in product(compared, self.memory_mib, self.nodes):
             yield PartitionRow(figures="7 to 9", model=spec.name, num_nodes=count, memory_mib=memory), spec
         for spec in bounded:
             yield PartitionRow(figures="10", model=spec.name, num_nodes=RATIO_NODES, memory_mib=RATIO_MEMORY_MIB), spec
 
     def _measure(self, row: PartitionRow, spec: GraphSpec, report: Callable[[str], None]) -> PartitionRow:
-        accounting = ACCOUNTINGS[self.accounting]
-        problem = problem_of(spec, accounting, row.memory_mib << 20, row.num_nodes)
+        problem = problem_of(spec, self.accounting, row.memory_mib << 20, row.num_nodes)
         try:
             partitioning, _ = equal_partitions(problem)
         except ModelDoesNotFit:
@@ -124,13 +115,13 @@ class Partition(Experiment):
         if not partitioning.transfers:
             return row.model_copy(update={"outcome": "fits on one node", "num_stages": 1})
         compared = row.figures == "7 to 9"
-        classes = sorted(self.classes) if compared else [max(self.classes)]
-        num_runs = self.runs if compared else self.ratio_runs
+        classes, num_runs = (_FEWER_CLASSES, self.runs) if compared else ((), self.ratio_runs)
         runs = []
         for number in range(num_runs):
             report(f"{row.model}, {row.num_nodes} nodes of {row.memory_mib} MiB, run {number + 1} of {num_runs}")
             rng = Random(f"{self.seed} {row.model} {row.num_nodes} {row.memory_mib} {number}")
-            runs.append(_run(draw_links(problem, accounting, rng), partitioning, classes, self.time_limit, rng))
+            drawn = draw_links(problem, self.accounting, rng)
+            runs.append(_run(drawn, partitioning, classes, self.time_limit, rng))
         return row.model_copy(update={
             "outcome": "measured",
             "num_stages": len(partitioning.last),
@@ -140,14 +131,10 @@ class Partition(Experiment):
 
     def summary(self, rows: Sequence[PartitionRow]) -> Summary:
         compared, bounded = ([row for row in rows if row.figures == figures] for figures in ("7 to 9", "10"))
-        *fewer, most = sorted(self.classes)
-        by_classes = {str(number): _seconds_cell(with_classes(number)) for number in fewer}
-        by_classes[str(most)] = _seconds_cell(PIPELINE)
         tables = (
-            _table("Mean bottleneck of pipeline, and of the others relative to it (Figures 8 and 9)",
-                   {**_PLACE, **_COMPARISON}, compared),
-            _table("Mean bottleneck of pipeline by number of transfer classes (Figure 7)", {**_PLACE, **by_classes}, compared),
-            _table("Over the bound, mean over runs (Figure 10)", {**_PLACE, **_OVER_BOUND}, bounded),
+            _table("Mean bottleneck of pipeline, and of the others relative to it (Figures 8 and 9)", _COMPARISON, compared),
+            _table("Mean bottleneck of pipeline by number of transfer classes (Figure 7)", _BY_CLASSES, compared),
+            _table("Over the bound, mean over runs (Figure 10)", _OVER_BOUND, bounded),
         )  # fmt: skip
         said = tuple(conclusions(_measured(compared), _measured(bounded)))
         return Summary(conclusions=said, tables=tuple(table for table in tables if table.rows or table.notes))
@@ -177,18 +164,18 @@ def _run(
     problem: PipelineProblem, partitioning: Partitioning, classes: Sequence[int], time_limit: float, rng: Random
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Bottlenecks and bounds by column, and planning times by planner, in seconds."""
-    *fewer, most = classes
-    stages = {with_classes(number): published_stages(problem, rng, number) for number in fewer}
+    devices = range(problem.num_devices)
+    stages = {_with_classes(number): published_stages(problem, rng, number) for number in classes}
     began = time.perf_counter()
-    stages[PIPELINE] = published_stages(problem, rng, most)
+    stages[PIPELINE] = published_stages(problem, rng, NUM_CLASSES)
     published = time.perf_counter()
     exact = best_stages(problem, rng, lambda: time.perf_counter() > published + time_limit, [stages[PIPELINE]])
     planning = {PIPELINE: published - began, EXACT: time.perf_counter() - published}
     stages[EXACT] = exact.assignment
     stages[RANDOM] = random_stages(problem, rng)
-    stages[JOINT] = joint_stages(problem)
-    stages[SAME_CUTS] = nearest_stages(problem, partitioning, range(problem.num_devices))
-    stages[ONE_START] = joint_stages_from(problem, rng.randrange(problem.num_devices)) or stages[JOINT]
+    joint = [found for device in devices if (found := joint_stages_from(problem, device))]
+    stages[JOINT], stages[ONE_START] = min(joint, key=problem.bottleneck_seconds), rng.choice(joint)
+    stages[SAME_CUTS] = nearest_stages(problem, partitioning, devices)
     seconds = {column: problem.bottleneck_seconds(each) for column, each in stages.items()}
     return {**seconds, THEOREM: theorem_bound(problem, partitioning), BOUND: exact.bound}, planning
 
@@ -197,8 +184,7 @@ def _by_column(runs: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, ..
     return {column: tuple(run[column] for run in runs) for column in runs[0]}
 
 
-def with_classes(num_classes: int) -> str:
-    """Name of the `pipeline` algorithm with this number of bandwidth classes."""
+def _with_classes(num_classes: int) -> str:
     return f"pipeline, {num_classes} classes"
 
 
@@ -227,7 +213,7 @@ def theorem_bound(problem: PipelineProblem, partitioning: Partitioning) -> float
     return max(partitioning.transfers) / float(problem.link_rates.max()) if partitioning.transfers else 0.0
 
 
-# ---- tables -----------------------------------------------------------------------------------------------------------
+# ---- tables and conclusions -------------------------------------------------------------------------------------------
 
 Columns = Mapping[str, Callable[[PartitionRow], object]]
 
@@ -244,65 +230,63 @@ def _ratio_cell(over: str, under: str) -> Callable[[PartitionRow], object]:
     return lambda row: f"{fmean(row.ratios(over, under)):.3f}"
 
 
-_PLACE: Columns = {
-    "model": lambda row: row.model,
-    "memory": lambda row: f"{row.memory_mib} MiB",
-    "nodes": lambda row: row.num_nodes,
-    "stages": lambda row: row.num_stages,
-}
 _PROVEN: Columns = {"proven": lambda row: f"{row.num_proven} of {row.num_runs}"}
-_RATIOS = [*product((PIPELINE, EXACT), (THEOREM, BOUND)), *product((JOINT, ONE_START, RANDOM), (PIPELINE,))]
+_BOUNDED = tuple(product((PIPELINE, EXACT), (THEOREM, BOUND)))
+_BY_CLASSES: Columns = {
+    **{str(number): _seconds_cell(_with_classes(number)) for number in _FEWER_CLASSES},
+    str(NUM_CLASSES): _seconds_cell(PIPELINE),
+}
+_OVER_BOUND: Columns = {
+    **{f"{over} / {under}": _ratio_cell(over, under) for over, under in _BOUNDED},
+    **{f"{over} / {PIPELINE}": _ratio_cell(over, PIPELINE) for over in (JOINT, ONE_START, RANDOM)},
+    **_PROVEN,
+}
 _COMPARISON: Columns = {
     PIPELINE: _seconds_cell(PIPELINE),
     **{column: _relative_cell(column) for column in _PLANNERS[1:]},
     **_PROVEN,
 }
-_OVER_BOUND: Columns = {**{f"{over} / {under}": _ratio_cell(over, under) for over, under in _RATIOS}, **_PROVEN}
 
 
 def _table(title: str, columns: Columns, rows: Sequence[PartitionRow]) -> Table:
     """A table of the measured rows; notes name the settings that have no results."""
+    setting: Columns = {
+        "model": lambda row: row.model,
+        "memory": lambda row: f"{row.memory_mib} MiB",
+        "nodes": lambda row: row.num_nodes,
+        "stages": lambda row: row.num_stages,
+    }
     omitted: dict[str, list[str]] = {}
     for row in rows:
         if not row.num_runs:
             omitted.setdefault(row.outcome, []).append(f"{row.model} ({row.num_nodes} x {row.memory_mib} MiB)")
     notes = [f"{outcome}: {', '.join(settings)}" for outcome, settings in omitted.items()]
-    return Table.of(title, list(columns), ([cell(row) for cell in columns.values()] for row in _measured(rows)), notes)
-
-
-# ---- conclusions ------------------------------------------------------------------------------------------------------
+    return Table.of_columns(title, {**setting, **columns}, _measured(rows), notes)
 
 
 def conclusions(compared: Sequence[PartitionRow], bounded: Sequence[PartitionRow]) -> Iterator[str]:
     """The measured figures, beside the paper's where it has them."""
-    if compared:
-        times = [row.mean(RANDOM) / row.mean(PIPELINE) for row in compared]
-        yield f"random / pipeline: {_spread(times, '.1f')}; the paper: about 10"
-    large = [row for row in compared if row.num_nodes == _JOINT_NODES]
-    for column in (JOINT, SAME_CUTS, ONE_START) if large else ():
-        below = _spread([1 - row.mean(PIPELINE) / row.mean(column) for row in large], ".0%")
-        paper = "; the paper: 35 %" if column == JOINT else ""
-        yield f"bottleneck of pipeline below that of {column}, {_JOINT_NODES} nodes: {below}{paper}"
-    if bounded:
-        for planner, bound in product((PIPELINE, EXACT), (THEOREM, BOUND)):
-            yield f"{planner} / {bound}: {_spread([fmean(row.ratios(planner, bound)) for row in bounded], '.4f')}"
-        within = fmean(fmean(row.ratios(PIPELINE, THEOREM)) <= _WITHIN for row in bounded)
-        yield (
-            f"graphs on which pipeline / {THEOREM} is at most {_WITHIN}: {within:.0%}; the paper: about 75 %, and "
-            f"{_PAPER_RATIO} on average"
-        )
-    if rows := [*compared, *bounded]:
-        ratios = [ratio for row in rows for ratio in row.ratios(EXACT, PIPELINE)]
-        worse, better = sum(ratio > 1 for ratio in ratios), sum(ratio < 1 for ratio in ratios)
-        proven = sum(row.num_proven for row in rows)
-        yield f"pipeline-exact in {len(ratios)} runs: {worse} worse than pipeline, {better} better, {proven} proven optimal"
-        for planner in (PIPELINE, EXACT):
-            times = [seconds for row in rows for seconds in row.planning_seconds[planner]]
-            yield f"planning with {planner}: {format_seconds(fmean(times))} (longest {format_seconds(max(times))})"
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    return f"{fmean(values):{form}} ({min(values):{form}} to {max(values):{form}}, {len(values)} settings)"
+    rows, large = [*compared, *bounded], [row for row in compared if row.num_nodes == _JOINT_NODES]
+    over_bound = {pair: [fmean(row.ratios(*pair)) for row in bounded] for pair in _BOUNDED}
+    papers = {JOINT: " (paper: 35 %)", SAME_CUTS: "", ONE_START: ""}
+    figures: dict[str, tuple[str, list[float]]] = {
+        "random / pipeline (paper: about 10)": (".1f", [row.mean(RANDOM) / row.mean(PIPELINE) for row in compared]),
+        **{f"pipeline below {column}, {_JOINT_NODES} nodes{paper}":
+               (".0%", [1 - row.mean(PIPELINE) / row.mean(column) for row in large]) for column, paper in papers.items()},
+        **{f"{planner} / {bound}": (".4f", ratios) for (planner, bound), ratios in over_bound.items()},
+        f"graphs on which pipeline / {THEOREM} is at most {_WITHIN} (paper: about 75 %; {_PAPER_RATIO} on average)":
+            (".0%", [ratio <= _WITHIN for ratio in over_bound[PIPELINE, THEOREM]]),
+    }  # fmt: skip
+    for planner in (PIPELINE, EXACT):
+        times = [1e3 * seconds for row in rows for seconds in row.planning_seconds[planner]]
+        figures[f"planning with {planner}, in ms"] = ".3g", times
+    for figure, (form, values) in figures.items():
+        if values:
+            yield f"{figure}: {fmean(values):{form}} ({min(values):{form}} to {max(values):{form}}, {len(values)} values)"
+    ratios = [ratio for row in rows for ratio in row.ratios(EXACT, PIPELINE)]
+    worse, better = sum(ratio > 1 for ratio in ratios), sum(ratio < 1 for ratio in ratios)
+    proven = sum(row.num_proven for row in rows)
+    yield f"pipeline-exact in {len(ratios)} runs: {worse} worse than pipeline, {better} better, {proven} proven optimal"
 
 
 # ---- plots ------------------------------------------------------------------------------------------------------------

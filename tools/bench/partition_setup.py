@@ -15,8 +15,7 @@ Where the paper does not say how it counts memory and transfers, or its authors'
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 from typing import Literal
 
@@ -33,37 +32,15 @@ _RANGE_METRES, _NEAREST_METRES = 150.0, 1.0  # largest and smallest coordinate o
 _ZFP, _LZ4 = 1.44, 2.1  # average compression ratios, equation 4
 
 
-@dataclass(frozen=True)
-class Accounting:
-    """How memory, transfers and rates are counted."""
-
-    weight_share: float = 1.0  # of a float32 weight's bytes
-    output_share: float = 1.0  # of a float32 output's bytes, held by the partition that computes it
-    transfer_share: float = 1.0  # of the boundary tensor's bytes
-    compression: float = _ZFP * _LZ4
-    sends_per_consumer: bool = False  # a boundary tensor is sent once for each consumer
-    omits_first_block: bool = False  # from a partition's memory
-    rates_between_nodes: bool = False  # a link's rate depends on the distance of its ends, not on theirs to the router
-    one_quadrant: bool = False  # all nodes lie in the same quadrant around the router
-
-
-AccountingName = Literal["paper", "weights", "notebooks"]
-ACCOUNTINGS: Mapping[AccountingName, Accounting] = {
-    "paper": Accounting(),
-    "weights": Accounting(output_share=0.0),
-    "notebooks": Accounting(
-        weight_share=0.25, transfer_share=2.0, compression=_ZFP, sends_per_consumer=True, omits_first_block=True,
-        rates_between_nodes=True, one_quadrant=True,
-    ),
-}  # fmt: skip
+Accounting = Literal["paper", "weights", "notebooks"]
 
 
 def problem_of(spec: GraphSpec, accounting: Accounting, memory_bytes: int, num_nodes: int) -> PipelineProblem:
     """The problem without compute times, with equal memory on all nodes, and links still to be drawn."""
+    notebooks = accounting == "notebooks"
     chain = candidate_chain(spec)
-    held = [round(accounting.output_share * sum(tensor.num_bytes for tensor in tensors)) for tensors in spec.produced]
     weights = tuple(
-        parameter._replace(num_bytes=round(accounting.weight_share * parameter.num_bytes))
+        parameter._replace(num_bytes=round(parameter.num_bytes * (0.25 if notebooks else 1)))
         for parameter in spec.parameters
     )
     problem = pipeline_problem(
@@ -73,22 +50,25 @@ def problem_of(spec: GraphSpec, accounting: Accounting, memory_bytes: int, num_n
         np.ones((num_nodes, num_nodes)).tolist(),
         chain,
     )
-    ends = np.cumsum([0, *(sum(held[operator] for operator in block) for block in chain.blocks)])
-    stage_bytes = problem.stage_bytes + np.triu(ends[None, 1:] - ends[:-1, None])
-    if accounting.omits_first_block:
+    stage_bytes, sizes = problem.stage_bytes, problem.boundary_bytes
+    if accounting != "weights":
+        outputs = [
+            sum(each.num_bytes for operator in block for each in spec.produced[operator]) for block in chain.blocks
+        ]
+        ends = np.cumsum([0, *outputs])
+        stage_bytes = stage_bytes + np.triu(ends[None, 1:] - ends[:-1, None])
+    if notebooks:
         stage_bytes = np.vstack([stage_bytes[1:], np.zeros_like(stage_bytes[:1])])
-    sizes = [size * accounting.transfer_share / accounting.compression for size in problem.boundary_bytes]
-    if accounting.sends_per_consumer:
         counts = [max(len(spec.successors[point]), 1) for point in chain.points[: len(sizes)]]
-        sizes = [size * count for size, count in zip(sizes, counts, strict=True)]
-    return replace(problem, boundary_bytes=tuple(sizes), stage_bytes=stage_bytes)
+        sizes = tuple(2 * size * count for size, count in zip(sizes, counts, strict=True))
+    compression = _ZFP if notebooks else _ZFP * _LZ4
+    return replace(problem, boundary_bytes=tuple(size / compression for size in sizes), stage_bytes=stage_bytes)
 
 
 def draw_links(problem: PipelineProblem, accounting: Accounting, rng: Random) -> PipelineProblem:
     """The same problem in a random communication graph."""
-    places = positions(problem.num_devices, rng)
-    places = np.abs(places) if accounting.one_quadrant else places
-    return replace(problem, rate=rates(places, accounting.rates_between_nodes))
+    places, notebooks = positions(problem.num_devices, rng), accounting == "notebooks"
+    return replace(problem, rate=rates(np.abs(places) if notebooks else places, between_nodes=notebooks))
 
 
 def positions(num_nodes: int, rng: Random) -> NDArray[np.float64]:
