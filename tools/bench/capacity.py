@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.models.checkpoint.chunk_layout import all_chunks, num_chunk_weights
-from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.parts import MemoryUse
 from hearth.platform.units import format_bytes
@@ -21,7 +20,7 @@ from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import COUNT, PERCENT, RATIO, Finding, at_least, at_most, equal, findings_summary, within
 from tools.bench.homes import GenerationClients, Model, agent_names, agents, decoder_directory, hub_scenario
 from tools.bench.results import Summary, Table
-from tools.bench.watch import MemoryWatch, peak_bytes, worker_of
+from tools.bench.watch import MemoryWatch, peak_bytes, worker_peaks
 from tools.testbed.scenario import NumBytes
 
 COORDINATOR_BYTES = 256 << 20  # target: most resident memory of the coordinator, independent of the model's size
@@ -79,17 +78,16 @@ class Capacity(Experiment):
                 plan = clients.served_plan()
                 context.report("answering")
                 outcomes = clients.generate(self._requests(plan.model.vocab_size))
-                peaks = {name: peak_bytes(worker.pid) for name in names if (worker := worker_of(testbed, name))}
+                peaks = worker_peaks(testbed, [device.name for device in plan.devices])
             rows = [
                 DeviceMemory(
-                    device=device.name, limit_bytes=self.limit, planned=device.memory,
-                    worker_peak_bytes=peaks.get(device.name, 0), held_peak_bytes=watch.peak[device.name],
+                    device=device.name, limit_bytes=self.limit, planned=device.memory, worker_peak_bytes=peak,
+                    held_peak_bytes=watch.peak[device.name],
                 )
-                for device in plan.devices
+                for device, peak in zip(plan.devices, peaks, strict=True)
             ]  # fmt: skip
             killed = sum(testbed.cgroups[name].times_out_of_memory() for name in names)
-            spec = read_spec(model_dir).model_copy(update={"weights": self.weights})
-            yield from self._of_answers(spec, outcomes)
+            yield from self._of_answers(plan.model, outcomes)
             yield from _of_memory(rows, killed, peak_bytes(coordinator.pid))
             yield from rows
 
@@ -98,14 +96,11 @@ class Capacity(Experiment):
         return max(self.context // 4, 1)
 
     def _requests(self, vocab_size: int) -> list[Request]:
-        length = self.context - self._new_tokens
-        return [
-            Request(
-                token_ids=[3 + (7919 * i + number) % (vocab_size - 3) for i in range(length)],
-                max_tokens=self._new_tokens,
-            )
-            for number in range(self.sequences)
-        ]
+        length, num = self.context - self._new_tokens, self._new_tokens
+        prompts = (
+            [3 + (7919 * i + start) % (vocab_size - 3) for i in range(length)] for start in range(self.sequences)
+        )
+        return [Request(token_ids=prompt, max_tokens=num) for prompt in prompts]
 
     def _of_answers(self, spec: ModelSpec, outcomes: Sequence[Outcome]) -> Iterator[Finding]:
         size = int(sum(num_chunk_weights(spec, kind, grain) for kind, _, grain in all_chunks(spec)) * spec.matrix_bytes)
@@ -142,9 +137,7 @@ _COLUMNS = ("device", "limit", "weights", "embeddings", "KV cache", "activations
 
 
 def _cells(row: DeviceMemory) -> tuple[str, ...]:
-    planned = row.planned
-    parts = (
-        row.limit_bytes, planned.weights, planned.embeddings, planned.kv_cache, planned.activations, planned.workspace,
-        planned.total, row.worker_peak_bytes,
-    )  # fmt: skip
+    use = row.planned
+    planned = (use.weights, use.embeddings, use.kv_cache, use.activations, use.workspace, use.total)
+    parts = (row.limit_bytes, *planned, row.worker_peak_bytes)
     return (row.device, *map(format_bytes, parts), f"{row.off:+.1%}")

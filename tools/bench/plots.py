@@ -119,9 +119,8 @@ def scaling_of(rows: Sequence[Row]) -> dict[str, list[tuple[int, float, float]]]
     rates: dict[str, dict[int, float]] = {}
     for row in rows:
         if row.seconds:
-            rates.setdefault(row.model, {})[row.devices] = (
-                layer_flops(row.seq_len, row.hidden_size) / row.median_seconds
-            )
+            flops = layer_flops(row.seq_len, row.hidden_size)
+            rates.setdefault(row.model, {})[row.devices] = flops / row.median_seconds
     return {
         model: [(count, rate / found[1], rate / found[1] / count) for count, rate in sorted(found.items())]
         for model, found in rates.items()

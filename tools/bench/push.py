@@ -21,7 +21,7 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import cached_manifest
-from hearth.plan.model_spec import WeightFormat
+from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import Strategy
 from hearth.platform.units import format_bytes, format_rate, format_seconds
@@ -44,7 +44,7 @@ from tools.bench.profiles import Report
 from tools.bench.results import Summary
 from tools.bench.shapes import save_random_model
 from tools.bench.shares import equal_plan
-from tools.bench.watch import agent_of, peak_bytes
+from tools.bench.watch import agent_of, peak_bytes, worker_peaks
 from tools.testbed import Testbed
 from tools.testbed.cluster import wait_until
 
@@ -76,7 +76,7 @@ class Push(Experiment):
             context.report("making the model")
             model_dir = decoder_directory(self.model, context.folder)
             with HubProcess(testbed, "pusher") as pusher:
-                yield from _Pushes(testbed, pusher, model_dir, self.weights, self.mbit, context.report).measure()
+                yield from _Pushes(self, testbed, pusher, model_dir, context.report).measure()
 
     def summary(self, rows: Sequence[Finding]) -> Summary:
         return findings_summary(f"{self.devices} devices, {self.mbit:g} Mbit/s", rows)
@@ -97,12 +97,10 @@ class _Pushed(NamedTuple):
 class _Pushes:
     """The measurements of one home. Their order matters, because each relies on what the last one left in the stores."""
 
-    def __init__(
-        self, testbed: Testbed, pusher: HubProcess, model_dir: Path, weights: WeightFormat, mbit: float, report: Report
-    ) -> None:
-        self._testbed, self._pusher, self._mbit, self._report = testbed, pusher, mbit, report
+    def __init__(self, push: Push, testbed: Testbed, pusher: HubProcess, model_dir: Path, report: Report) -> None:
+        self._mbit, self._testbed, self._pusher, self._report = push.mbit, testbed, pusher, report
         self._model_dir, self._cache_dir = model_dir, testbed.folder / "manifests"
-        self._spec = read_spec(model_dir).model_copy(update={"weights": weights})
+        self._spec = read_spec(model_dir).model_copy(update={"weights": push.weights})
         self._hub, self._names = testbed.scenario.coordinator_device, agent_names(testbed)
         self._stores = [testbed.folder / name / "store" for name in self._names]
         self._ids: dict[str, str] = {}
@@ -172,7 +170,7 @@ class _Pushes:
     def _load(self, plan: TransformerPlan) -> Finding:
         """Load the shards; compare each worker's peak memory with its base (that of a tiny model) and its shard."""
         tiny_dir = save_random_model(self._testbed.folder / "tiny", _TINY)
-        base = self._beyond_weights(equal_plan(read_spec(tiny_dir), "hmp", self._devices(self._names)), tiny_dir)
+        base = self._beyond_weights(self._plan("hmp", self._names, read_spec(tiny_dir)), tiny_dir)
         beyond = self._beyond_weights(plan, self._model_dir)
         most = max(peak - least for peak, least in zip(beyond, base, strict=True))
         chunk = max(ref.num_bytes for ref in self._refs)
@@ -230,11 +228,8 @@ class _Pushes:
         """Wait until exactly these devices are usable, and note their ids."""
         self._ids |= self._pusher.call("devices", names=names)["ids"]
 
-    def _devices(self, names: Sequence[str]) -> list[str]:
-        return [self._ids[name] for name in names]
-
-    def _plan(self, strategy: Strategy, names: Sequence[str]) -> TransformerPlan:
-        return equal_plan(self._spec, strategy, self._devices(names))
+    def _plan(self, strategy: Strategy, names: Sequence[str], spec: ModelSpec | None = None) -> TransformerPlan:
+        return equal_plan(spec or self._spec, strategy, [self._ids[name] for name in names])
 
     def _shards(self, plan: TransformerPlan) -> list[tuple[ChunkRef, ...]]:
         return [chunks_for_rank(self._refs, plan, rank) for rank in range(plan.num_ranks)]
@@ -250,10 +245,10 @@ class _Pushes:
     def _beyond_weights(self, plan: TransformerPlan, model_dir: Path) -> list[int]:
         """Each worker's peak memory less its planned weights, in bytes and by rank, once all are connected."""
         self._report(f"loading the shards of {plan.model.name}")
-        peaks = self._pusher.call("load", _PUSH_SECONDS, **self._arguments(plan, model_dir))["peaks"]
+        self._pusher.call("load", _PUSH_SECONDS, **self._arguments(plan, model_dir))
+        peaks = worker_peaks(self._testbed, self._names)
         self._pusher.call("unload")
-        weights = _weight_bytes(plan)
-        return [peaks[device.device_id] - held for device, held in zip(plan.devices, weights, strict=True)]
+        return [peak - held for peak, held in zip(peaks, _weight_bytes(plan), strict=True)]
 
     @contextmanager
     def _uplink(self, mbit: float) -> Iterator[None]:

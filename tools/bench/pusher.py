@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from hearth.plan.profile import Link
 from hearth.platform.security import HomeKey, agent_access, load_credential
 from tools.bench.child import AsyncTarget, serve
 
-_SETTLE_SECONDS = 60.0  # timeout of waiting for devices and heartbeats: longer than a killed coordinator's leases last
+_SETTLE_SECONDS = 60.0  # timeout of waiting for devices: longer than a killed coordinator's leases last
 _POLL_SECONDS = 0.05  # between two looks at the fleet
 
 
@@ -45,8 +44,12 @@ class Pusher(AsyncTarget):
 
     async def devices(self, names: list[str]) -> dict[str, Any]:
         """Wait until exactly these devices are usable; returns their ids by name. Raises DeadlineExceeded."""
-        await _until("the devices", lambda: {device.name for device in self._fleet.usable()} == set(names))
-        return {"ids": {device.name: device.device_id for device in self._fleet.usable()}}
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while (ids := {device.name: device.device_id for device in self._fleet.usable()}).keys() != set(names):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(action="the devices", seconds=_SETTLE_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
+        return {"ids": ids}
 
     def read(self, model_dir: str, cache_dir: str, weights: str) -> dict[str, Any]:
         """Hash a checkpoint; the manifest is cached."""
@@ -64,24 +67,17 @@ class Pusher(AsyncTarget):
         seconds = time.perf_counter() - began
         return {"seconds": seconds, "sent_bytes": done.sent_bytes, "passed_bytes": done.forwarded_bytes}
 
-    async def load(self, plan: str, model_dir: str, cache_dir: str) -> dict[str, Any]:
-        """Push a plan, start and connect the workers; returns each worker's peak memory, as reported by its agent."""
-        epoch = self._epoch = max(self._epoch, self._fleet.last_epoch) + 1
-        parsed = plan_from_json(plan, TransformerPlan).with_epoch(epoch)
-        deployment = self._deployment = await self._pushed(parsed, model_dir, cache_dir)
+    async def load(self, plan: str, model_dir: str, cache_dir: str) -> None:
+        """Push a plan, start and connect the workers."""
+        self._epoch = max(self._epoch, self._fleet.last_epoch) + 1
+        parsed = plan_from_json(plan, TransformerPlan).with_epoch(self._epoch)
+        self._deployment = await self._pushed(parsed, model_dir, cache_dir)
         ids = [device.device_id for device in parsed.devices]
         links = {
             (a, b): Link(source=a, target=b, bytes_per_second=1e7, round_trip_seconds=1e-3)
             for a, b in permutations(ids, 2)
         }
-        await deployment.load(links, encrypt=True)
-
-        def all_are_ready() -> bool:
-            workers = [self._fleet.devices[device].worker(deployment.name) for device in ids]
-            return all(worker and (worker.state, worker.epoch) == ("ready", epoch) for worker in workers)
-
-        await _until("the workers' first heartbeat", all_are_ready)
-        return {"peaks": {device: self._fleet.devices[device].info().peak_bytes for device in ids}}
+        await self._deployment.load(links, encrypt=True)
 
     async def unload(self) -> None:
         if self._deployment is not None:
@@ -92,15 +88,6 @@ class Pusher(AsyncTarget):
         weights = shard_weights(Path(model_dir), plan, Path(cache_dir))
         await deployment.push(weights, lambda device, done, total: None)
         return deployment
-
-
-async def _until(action: str, probe: Callable[[], bool]) -> None:
-    """Poll until `probe` returns True. Raises DeadlineExceeded."""
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while not probe():
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(action=action, seconds=_SETTLE_SECONDS)
-        await asyncio.sleep(_POLL_SECONDS)
 
 
 if __name__ == "__main__":

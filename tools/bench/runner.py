@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -82,7 +83,6 @@ class _CountingTransport(SocketTransport):
 class _Loaded:
     plan: TransformerPlan
     rank: int
-    shard_key: str
     shard: Shard
     transport: _CountingTransport
     communicator: Communicator | None = None
@@ -99,6 +99,7 @@ class Runner:
         torch.set_num_threads(1)
         self._host = host
         self._loaded: dict[str, _Loaded] = {}
+        self._shards: WeakValueDictionary[str, Shard] = WeakValueDictionary()  # of the loaded plans, by content
         self._probe: SocketTransport | None = None
         self._busy = threading.Event()
         self._layers: Layers | None = None
@@ -108,20 +109,20 @@ class Runner:
 
     def load(self, plan_id: str, plan: str, rank: int, chunks: list[Any], store: str, encrypt: bool) -> dict[str, Any]:
         parsed = plan_from_json(plan, TransformerPlan)
-        key, shard = self._shard(parsed, rank, tuple(ChunkRef.model_validate(chunk) for chunk in chunks), store)
+        shard = self._shard(parsed, rank, tuple(ChunkRef.model_validate(chunk) for chunk in chunks), Path(store))
         keypair = new_keypair() if encrypt else None
         transport = _CountingTransport(rank, parsed.num_ranks, self._host, (0, 0), keypair)
-        self._loaded[plan_id] = _Loaded(parsed, rank, key, shard, transport)
+        self._loaded[plan_id] = _Loaded(parsed, rank, shard, transport)
         return {"port": transport.port, "public_key": transport.public_key}
 
-    def _shard(self, plan: TransformerPlan, rank: int, refs: tuple[ChunkRef, ...], store: str) -> tuple[str, Shard]:
+    def _shard(self, plan: TransformerPlan, rank: int, refs: tuple[ChunkRef, ...], store: Path) -> Shard:
         """Load a shard. Plans that differ only in communication share their weights."""
         shares = plan.body.model_dump(mode="json", exclude={"overlap", "exact_links", "seq_len", "generation"})
-        key = json.dumps([store, rank, shares], sort_keys=True)
-        for other in self._loaded.values():
-            if other.shard_key == key:
-                return key, other.shard
-        return key, load_shard(plan, rank, refs, lambda name: Path(store) / name[:2] / name, torch.device("cpu"))
+        key = json.dumps([str(store), rank, shares], sort_keys=True)
+        if (shard := self._shards.get(key)) is None:
+            shard = load_shard(plan, rank, refs, lambda name: store / name[:2] / name, torch.device("cpu"))
+            self._shards[key] = shard
+        return shard
 
     def connect(self, plan_id: str, peers: list[Any]) -> None:
         loaded = self._loaded[plan_id]

@@ -127,10 +127,9 @@ def say_auto(rows: Sequence[Row]) -> list[str]:
     for group in by_setting(rows):
         medians = {row.strategy: row.median_seconds for row in group if row.seconds and row.wire == "exact"}
         auto = medians.pop("auto", None)
-        if not auto or not medians:
-            continue
-        regrets.append(auto / min(medians.values()))
-        if "local" in medians:
+        if auto and medians:
+            regrets.append(auto / min(medians.values()))
+        if auto and "local" in medians:
             gains.append(medians["local"] / auto)
     said = []
     if gains:

@@ -24,6 +24,12 @@ def worker_of(testbed: Testbed, device: str) -> psutil.Process | None:
     return _with_argument(testbed.pids(device), "agent.worker.main")
 
 
+def worker_peaks(testbed: Testbed, devices: Iterable[str]) -> list[int]:
+    """Peak resident memory of each device's worker in bytes; 0 if there is none."""
+    workers = [worker_of(testbed, device) for device in devices]
+    return [peak_bytes(worker.pid) if worker else 0 for worker in workers]
+
+
 def _with_argument(pids: Iterable[int], end: str) -> psutil.Process | None:
     for pid in pids:
         try:
