@@ -93,13 +93,8 @@ def with_body(request: PlanRequest, plan: TransformerPlan, **changes: Any) -> Tr
 
 def reference_plan(spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> TransformerPlan:
     """The plan on one device without memory limits, whose output is the reference."""
-    return plan_for(REFERENCE, spec, without_limits(cluster), seq_len)
-
-
-def without_limits(cluster: ClusterProfile) -> ClusterProfile:
-    """The same cluster with practically unlimited memory."""
-    devices = tuple(device.model_copy(update={"budget_bytes": _PLENTY_BYTES}) for device in cluster.devices)
-    return cluster.model_copy(update={"devices": devices})
+    unlimited = tuple(device.model_copy(update={"budget_bytes": _PLENTY_BYTES}) for device in cluster.devices)
+    return plan_for(REFERENCE, spec, cluster.model_copy(update={"devices": unlimited}), seq_len)
 
 
 def depth_note(entry: Entry, spec: ModelSpec, num_layers: int, cluster: ClusterProfile, seq_len: int) -> str:

@@ -65,7 +65,10 @@ class ProcessGroup:
         for device, request in requests.items():
             self.send(device, request)
         deadline = time.monotonic() + timeout_seconds
-        answers = {device: self._answer(device, deadline) for device in requests}
+        answers: dict[str, dict[str, Any]] = {}
+        for device in requests:
+            self._wait(device, zmq.POLLIN, deadline)
+            answers[device] = json.loads(self._sockets[device].recv())
         for device, answer in answers.items():
             if "error" in answer:
                 logs = "".join(f"; log of {other}: {line}" for other in requests if (line := self._last_line(other)))
@@ -83,14 +86,6 @@ class ProcessGroup:
         """Send a request without waiting for the answer, but until the child has connected. Raises as `call_each`."""
         self._wait(device, zmq.POLLOUT, time.monotonic() + _ANSWER_SECONDS)
         self._sockets[device].send(json.dumps(request).encode())
-
-    def process(self, device: str) -> subprocess.Popen[bytes]:
-        return self._processes[device]
-
-    def _answer(self, device: str, deadline: float) -> dict[str, Any]:
-        self._wait(device, zmq.POLLIN, deadline)
-        answer: dict[str, Any] = json.loads(self._sockets[device].recv())
-        return answer
 
     def _wait(self, device: str, event: int, deadline: float) -> None:
         """Wait until the child's socket can be read or written, as long as the child runs."""
@@ -127,12 +122,12 @@ class DeviceProcess(ProcessGroup):
 
     @property
     def pid(self) -> int:
-        return self.process(self._device).pid
+        return self._processes[self._device].pid
 
     def restart(self) -> None:
         """Kill the process, as a crash would, and start it again."""
-        self.process(self._device).kill()
-        self.process(self._device).wait(10)
+        self._processes[self._device].kill()
+        self._processes[self._device].wait(10)
         self._sockets[self._device].close()
         self.start(self._device, *self._arguments, limited=self._limited)
 

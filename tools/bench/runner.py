@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -85,22 +85,23 @@ class _Loaded:
     rank: int
     shard: Shard
     transport: _CountingTransport
-    communicator: Communicator | None = None
-    engine: EncoderEngine | None = None
-    generation: StepExecutor | None = None
-    leader: Leader | None = None
+    communicator: Communicator = field(init=False)  # set by `connect`, as the next ones
+    engine: EncoderEngine = field(init=False)
+    generation: StepExecutor = field(init=False)  # of a decoder
+    leader: Leader = field(init=False)  # of a decoder's first rank
     step: int = 0
 
 
 class Runner:
     """The worker side of a device, driven by the benchmark: loads shards, connects, runs steps."""
 
+    _link: SocketTransport  # of a link measurement, from `open_link` on
+
     def __init__(self, host: str) -> None:
         torch.set_num_threads(1)
         self._host = host
         self._loaded: dict[str, _Loaded] = {}
         self._shards: WeakValueDictionary[str, Shard] = WeakValueDictionary()  # of the loaded plans, by content
-        self._probe: SocketTransport | None = None
         self._busy = threading.Event()
         self._layers: Layers | None = None
         self._computing: threading.Thread | None = None
@@ -141,7 +142,6 @@ class Runner:
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> dict[str, Any]:
         """Run one step. `trace`: also count the bytes sent; such a step must not be timed."""
         loaded = self._loaded[plan_id]
-        assert loaded.engine is not None
         loaded.step += 1
         request = Run(
             holder="bench", epoch=loaded.plan.epoch, step=loaded.step, output="mean", timeout_seconds=_STEP_SECONDS,
@@ -184,8 +184,7 @@ class Runner:
         """Generate one greedy answer. Other ranks follow rank 0 until it has finished."""
         loaded = self._loaded[plan_id]
         found: dict[str, Any] = {"tokens": []}
-        if loaded.leader is None:
-            assert loaded.generation is not None
+        if loaded.rank != LEADER_RANK:
             while loaded.generation.execute_next().rows:
                 pass
         else:
@@ -205,7 +204,6 @@ class Runner:
     def exchange(self, plan_id: str, count: int) -> dict[str, Any]:
         """Seconds of one exchange of partial sums of one row, as in decoding, with nothing computed in between."""
         loaded = self._loaded[plan_id]
-        assert loaded.communicator is not None
         like_1H = torch.ones(1, loaded.plan.model.hidden_size)
         ranks = range(loaded.plan.num_ranks)
         loaded.communicator.begin_step(_EXCHANGE_STEP, _STEP_SECONDS, Recorder(False))
@@ -220,11 +218,8 @@ class Runner:
         return {"seconds": statistics.median(seconds)}
 
     def unload(self, plan_id: str) -> None:
-        loaded = self._loaded.pop(plan_id, None)
-        if loaded is None:
-            return
-        if loaded.communicator is not None:
-            loaded.communicator.close()
+        loaded = self._loaded.pop(plan_id)
+        loaded.communicator.close()
         loaded.transport.close()
         loaded.transport.release()
 
@@ -239,18 +234,15 @@ class Runner:
 
     def open_link(self, rank: int) -> dict[str, Any]:
         """Open one end of a link measurement: rank 0 measures, rank 1 answers."""
-        self.close_link()
-        self._probe = SocketTransport(rank, 2, self._host, (0, 0), new_keypair())
-        return {"port": self._probe.port, "public_key": self._probe.public_key}
+        self._link = SocketTransport(rank, 2, self._host, (0, 0), new_keypair())
+        return {"port": self._link.port, "public_key": self._link.public_key}
 
     def connect_link(self, peer: Any) -> None:
         self._link.connect([Peer.model_validate(peer)])
 
     def close_link(self) -> None:
-        if self._probe is not None:
-            self._probe.close()
-            self._probe.release()
-            self._probe = None
+        self._link.close()
+        self._link.release()
 
     def measure_link(self, seconds: float) -> dict[str, Any]:
         """Measure the link. Rate: confirmed bytes / time between the first and the last confirmation."""
@@ -285,11 +277,6 @@ class Runner:
         """The other end of `measure_link` and, with `echo`, of `ping_link`: answer every message until the last."""
         while (message := self._received())[: len(_END)] != _END:
             self._link.send(0, [message if echo else b"ok"])
-
-    @property
-    def _link(self) -> SocketTransport:
-        assert self._probe is not None
-        return self._probe
 
     def _exchanged(self, message: bytes) -> float:
         """Seconds from sending a message to receiving the other end's."""
