@@ -20,10 +20,9 @@ from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import COUNT, PERCENT, RATIO, Finding, at_least, at_most, equal, findings_summary, within
 from tools.bench.homes import GenerationClients, Model, agent_names, agents, decoder_directory, hub_scenario
 from tools.bench.results import Summary, Table
-from tools.bench.watch import MemoryWatch, peak_bytes, worker_peaks
+from tools.bench.watch import COORDINATOR_BYTES, MemoryWatch, peak_bytes, worker_peaks
 from tools.testbed.scenario import NumBytes
 
-COORDINATOR_BYTES = 256 << 20  # target: most resident memory of the coordinator, independent of the model's size
 PLAN_TOLERANCE = 0.10  # target: largest difference of the actual peak from the planned memory, relative to it
 
 
@@ -97,10 +96,8 @@ class Capacity(Experiment):
 
     def _requests(self, vocab_size: int) -> list[Request]:
         length, num = self.context - self._new_tokens, self._new_tokens
-        prompts = (
-            [3 + (7919 * i + start) % (vocab_size - 3) for i in range(length)] for start in range(self.sequences)
-        )
-        return [Request(token_ids=prompt, max_tokens=num) for prompt in prompts]
+        ids = [[3 + (7919 * i + start) % (vocab_size - 3) for i in range(length)] for start in range(self.sequences)]
+        return [Request(token_ids=prompt, max_tokens=num) for prompt in ids]
 
     def _of_answers(self, spec: ModelSpec, outcomes: Sequence[Outcome]) -> Iterator[Finding]:
         size = int(sum(num_chunk_weights(spec, kind, grain) for kind, _, grain in all_chunks(spec)) * spec.matrix_bytes)

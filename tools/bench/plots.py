@@ -105,12 +105,10 @@ def rate_lines(axes: Any, rows: Sequence[Row]) -> None:
         lines.setdefault(f"{row.model} {row.label}" if several else row.label, []).append((rate, row.median_seconds))
     _draw(axes, lines)
     ticks = sorted({rate for rate, _ in timed})
-    axes.set_xscale("log")
+    of_paper = ", in the paper's ratio to compute" if all(row.paper_mbit is not None for _, row in timed) else ""
+    axes.set(xscale="log", xlabel=f"link of every device [Mbit/s{of_paper}]", ylabel="time of one step [s]")
     axes.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
     axes.minorticks_off()
-    of_paper = all(row.paper_mbit is not None for _, row in timed)
-    axes.set_xlabel("link of every device [Mbit/s" + (", in the paper's ratio to compute]" if of_paper else "]"))
-    axes.set_ylabel("time of one step [s]")
     axes.set_ylim(bottom=0)
 
 
@@ -142,9 +140,7 @@ def scaling_lines(axes: Any, rows: Sequence[Row]) -> None:
         axes.annotate(f"{share:.0%}", (count, speedup), xytext=(6, -4), textcoords="offset points")
     most = max((points[-1][0] for points in scaling.values()), default=1)
     axes.plot([1, most], [1, most], color="grey", ls="--", label="linear")
-    axes.set_xticks(range(1, most + 1))
-    axes.set_xlabel("devices")
-    axes.set_ylabel("work per second over one device [times]")
+    axes.set(xticks=range(1, most + 1), xlabel="devices", ylabel="work per second over one device [times]")
 
 
 def predicted_against_measured(axes: Any, rows: Sequence[Row]) -> None:
@@ -161,13 +157,12 @@ def predicted_against_measured(axes: Any, rows: Sequence[Row]) -> None:
         axes.plot(ends, ends, color="black", lw=1, label="as predicted")
         for factor, label in ((1.1, "10 % off"), (0.9, "")):
             axes.plot(ends, [end * factor for end in ends], color="grey", lw=1, ls=":", label=label)
-    axes.set(xscale="log", yscale="log")
+    axes.set(xscale="log", xlabel="measured time of one step, median [s]")
+    axes.set(yscale="log", ylabel="predicted time of one step [s]")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")
-    axes.set_xlabel("measured time of one step, median [s]")
-    axes.set_ylabel("predicted time of one step [s]")
 
 
 def _short(row: Row, rows: Sequence[Row], separator: str) -> str:

@@ -44,14 +44,13 @@ from tools.bench.profiles import Report
 from tools.bench.results import Summary
 from tools.bench.shapes import save_random_model
 from tools.bench.shares import equal_plan
-from tools.bench.watch import agent_of, peak_bytes, worker_peaks
+from tools.bench.watch import COORDINATOR_BYTES, agent_of, peak_bytes, worker_peaks
 from tools.testbed import Testbed
 from tools.testbed.cluster import wait_until
 
 # Target for a push to one device: fraction of the link's rate; the rest allows for headers and encryption.
 LEAST_SHARE = 0.85
 MOST_RATIO = 1.3  # target for a push to several: time over the least that the links allow; leaves room for passing on
-COORDINATOR_BYTES = 256 << 20  # target: most resident memory of the coordinator, independent of the model's size
 _HUB_FACTOR = 4  # uplink of the coordinator over the link of a device, when the uplink must not be the bottleneck
 _PUSH_SECONDS = 900.0  # timeout of a push; enough for GPT-2 Large over 15 Mbit/s
 # A tiny model: its workers show the base memory of any worker, with sockets and threads.

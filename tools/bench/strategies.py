@@ -6,7 +6,7 @@ It reproduces the Galaxy paper's Table IV and Figures 8 to 11, and measures pred
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -110,18 +110,16 @@ def say_speedup(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def say_prediction(rows: Sequence[Row]) -> list[str]:
-    """Median and 90th percentile of the prediction error."""
-    errors = [abs(row.prediction_error) for row in rows if row.prediction_error is not None]
-    if not errors:
-        return []
-    return [
-        f"prediction error over {len(errors)} runs: median {statistics.median(errors):.1%}, "
-        f"90th percentile {percentile(errors, 0.9):.1%}"
-    ]
+def say_prediction(rows: Sequence[Row]) -> Iterator[str]:
+    """Error of the predicted times."""
+    if errors := [abs(row.prediction_error) for row in rows if row.prediction_error is not None]:
+        yield (
+            f"prediction error over {len(errors)} runs: median {statistics.median(errors):.1%}, "
+            f"90th percentile {percentile(errors, 0.9):.1%}"
+        )
 
 
-def say_auto(rows: Sequence[Row]) -> list[str]:
+def say_auto(rows: Sequence[Row]) -> Iterator[str]:
     """Compare auto with the best single device, and with the best strategy measured in the same setting."""
     gains, regrets = [], []
     for group in by_setting(rows):
@@ -131,18 +129,16 @@ def say_auto(rows: Sequence[Row]) -> list[str]:
             regrets.append(auto / min(medians.values()))
         if auto and "local" in medians:
             gains.append(medians["local"] / auto)
-    said = []
     if gains:
-        said.append(
+        yield (
             f"auto against the best single device, {len(gains)} settings: median {statistics.median(gains):.2f} times as "
             f"fast, worst {min(gains):.2f}, best {max(gains):.2f}"
         )
     if regrets:
-        said.append(
+        yield (
             f"auto against the best strategy that was measured: median {statistics.median(regrets):.2f} of its time, "
             f"90th percentile {percentile(regrets, 0.9):.2f}, worst {max(regrets):.2f}"
         )
-    return said
 
 
 def say_scaling(rows: Sequence[Row]) -> list[str]:
@@ -154,7 +150,7 @@ def say_scaling(rows: Sequence[Row]) -> list[str]:
     ]  # fmt: skip
 
 
-_CONCLUSIONS: Mapping[str, Callable[[Sequence[Row]], list[str]]] = {
+_CONCLUSIONS: Mapping[str, Callable[[Sequence[Row]], Iterable[str]]] = {
     "speedup": say_speedup, "prediction": say_prediction, "auto": say_auto, "scaling": say_scaling,
 }  # fmt: skip
 _PLOTS: Mapping[str, plots.Draw] = {

@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from tools.testbed import Testbed
 
+COORDINATOR_BYTES = 256 << 20  # target: most resident memory of the coordinator, independent of the model's size
 _SAMPLE_SECONDS = 0.2  # interval of memory samples: shorter than a request, so that its peak is seen
 
 
