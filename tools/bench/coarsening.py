@@ -14,10 +14,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from coordinator.devices.graph_profiling import operator_seconds
-from coordinator.models.onnx.cutting import cut
-from coordinator.models.onnx.reader import OnnxModel, read_onnx
-from coordinator.models.onnx.segments import segment_model
+from coordinator.devices.graph_profiling import graph_workload, operator_seconds
+from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.latency.coarsening import CoarseGraph, coarsen
 from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
@@ -67,10 +65,10 @@ class Coarsening(Experiment):
     def measure(self, context: Context) -> Iterator[CoarseningRow]:
         for name, path in find_files("onnx", self.onnx, (".onnx",)).items():
             context.report(f"{name}: profiling")
-            model = read_onnx(path)
-            profiled = profile(model, context.folder / name)
+            graph = read_graph_file(path, {})
+            profiled = profile(graph, context.folder / name)
             context.report(f"{name}: planning")
-            yield self.compare(model.spec, operator_seconds(model.spec, profiled), len(profiled.kernels))
+            yield self.compare(graph.spec, operator_seconds(graph.spec, profiled), len(profiled.kernels))
 
     def compare(self, spec: GraphSpec, seconds: Sequence[float], num_kernels: int) -> CoarseningRow:
         """Plan a graph with and without coarsening. `seconds`: of each operator on one core of this machine."""
@@ -126,13 +124,12 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-def profile(model: OnnxModel, folder: Path) -> GraphProfile:
+def profile(graph: GraphFile, folder: Path) -> GraphProfile:
     """Time a graph with generated weights on one core, as an agent does; its files go into `folder`."""
     from agent.worker.graph.profiler import GRAPH_FILE, profile_graph  # needs onnxruntime, which planning does not
 
-    (whole,) = cut(model.spec, [0] * model.spec.num_operators)
     folder.mkdir()
-    (folder / GRAPH_FILE).write_bytes(segment_model(model, whole).proto)
+    (folder / GRAPH_FILE).write_bytes(b"".join(graph_workload(graph).frames()))
     return profile_graph(folder, "this machine", 1, "cpu")
 
 

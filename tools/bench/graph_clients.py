@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ class GraphClients(HomeClients):
     ) -> dict[str, Any]:
         """Keep `at_once` requests running for `seconds`, and until `count` answers after the first `warm_up` ones.
 
-        Of these answers: `done`: their times; `latencies`: seconds by the client's clock; `compute`: by device, median
-        seconds of its segments over the traced ones, one in `trace_every`. Raises InternalError if there are none.
+        Of these answers: `seconds`: the median latency of requests one by one, or the interval between answers of several
+        at once; `compute`: by device, median seconds of its segments over the traced ones, one in `trace_every`. Raises
+        InternalError if there are too few.
         """
         loop = asyncio.get_running_loop()
         done: list[float] = []
@@ -68,8 +70,8 @@ class GraphClients(HomeClients):
         if len(done) < warm_up + count:
             raise InternalError(where="the requests", reason=errors[0])
         return {
-            "done": done[warm_up:],
-            "latencies": latencies[warm_up:],
+            "seconds": statistics.median(latencies[warm_up:]) if at_once == 1 else interval_seconds(done[warm_up:]),
+            "answers": len(done) - warm_up,
             "difference": max(differences),
             "errors": errors,
             "compute": {name: statistics.median(each[name] for each in traces) for name in (traces or [{}])[0]},
@@ -82,6 +84,13 @@ class GraphClients(HomeClients):
             float(np.abs(outputs[name] - expected).max() / max(float(np.abs(expected).max()), 1e-30))
             for name, expected in self._reference.items()
         )
+
+
+def interval_seconds(done: Sequence[float]) -> float:
+    """Mean interval between answers of a full pipeline, from their times. Raises ValueError for fewer than two."""
+    if len(done) < 2:
+        raise ValueError("at least two answers are needed")
+    return (done[-1] - done[0]) / (len(done) - 1)
 
 
 def _compute_seconds(trace: DeviceTrace) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hearth.platform.units import format_seconds
+from hearth.wire.messages import WireStats
 from tools.bench.findings import COUNT, RATIO, Finding, at_least, at_most, equal, within
 from tools.bench.graph_home import Served
 from tools.bench.results import Table
@@ -88,8 +89,8 @@ def served_table(title: str, served: Sequence[Served]) -> Table:
         return f"{gain.median:.2f} {gain.interval}"
 
     def sent(each: Served) -> str:
-        raw = sum(part.raw_bytes for part in each.rounds)
-        return f"{sum(part.sent_bytes for part in each.rounds) / raw:.0%}" if raw else "-"
+        wire = WireStats.sum(part.wire for part in each.rounds)
+        return f"{wire.sent_bytes / wire.raw_bytes:.0%}" if wire.raw_bytes else "-"
 
     columns: Mapping[str, Callable[[Served], object]] = {
         "plan": lambda each: each.label,

@@ -7,23 +7,25 @@ from other virtual machines on the host affects all of them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import TimeoutExpired
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from hearth.plan.graph import Objective
 from hearth.plan.plan import GraphPlan, plan_from_json
 from hearth.wire.messages import WireStats
-from tools.bench.homes import agent_names, on_quietest_core
+from tools.bench.homes import agent_names
 from tools.bench.processes import ClientProcess
 from tools.bench.stats import rotated
 from tools.testbed import Testbed
 
 _READY_SECONDS = 240.0  # for the coordinator to serve: profiling, planning and loading on slow devices
+_LOAD_MARGIN_SECONDS = 300.0  # added to the timeout of a measurement, for requests on slow devices
 _STOP_SECONDS = 20.0  # for the coordinator to end after SIGTERM: longer than it drains requests
 
 
@@ -37,8 +39,7 @@ class Round(BaseModel):
     difference: float = 0.0  # largest difference from the output of one device, relative to its largest value
     errors: tuple[str, ...] = ()
     compute: dict[str, float] = {}  # by device, seconds of its segments in one answer at full load
-    raw_bytes: int = 0  # of all tensors between devices
-    sent_bytes: int = 0
+    wire: WireStats = WireStats()  # of all tensors between devices
 
 
 class Served(BaseModel):
@@ -91,25 +92,14 @@ class Candidate:
         return self.served.wire, *placed
 
 
-# Measures a deployed plan with the client app.
-Measure = Callable[[ClientProcess, GraphPlan], Round]
-
-
-class GraphHome:
-    """A graph on a started testbed with agents on all devices except the hub. A context manager."""
+class GraphHome(ClientProcess):
+    """A graph on a started testbed with agents on all devices except the hub, and the client app that requests it."""
 
     def __init__(self, testbed: Testbed, model: Path, objective: Objective, report: Callable[[str], None]) -> None:
-        self._testbed, self._objective, self._report = testbed, objective, report
+        super().__init__(testbed, "graph_clients")
+        self._objective, self._report = objective, report
         self._options = [str(model), "--objective", objective]
         self._devices = agent_names(testbed)
-        with on_quietest_core(testbed.scenario):
-            self._clients = ClientProcess(testbed, "graph_clients")
-
-    def __enter__(self) -> GraphHome:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._clients.__exit__()
 
     def set_mbit(self, mbit: float) -> None:
         """Change the rate of all links. Forgets the links that the coordinator has measured."""
@@ -139,11 +129,15 @@ class GraphHome:
         return Candidate(strategy, plan, served)
 
     def measure(
-        self, candidates: Sequence[Candidate], measure: Measure, rounds: int, loading_mbit: float
+        self,
+        candidates: Sequence[Candidate],
+        load: Callable[[GraphPlan], Mapping[str, Any]],
+        rounds: int,
+        loading_mbit: float,
     ) -> Iterator[Served]:
         """Deploy and measure all candidates in rounds, equal plans once; then yield their rows.
 
-        Deploys at `loading_mbit`, because loading on a slow link takes minutes.
+        `load`: arguments of `GraphClients.load`. Deploys at `loading_mbit`: loading on a slow link takes minutes.
         """
         distinct: dict[tuple[object, ...], Candidate] = {}
         for candidate in candidates:
@@ -156,10 +150,10 @@ class GraphHome:
                 with self._serving(candidate) as plan:
                     self._testbed.set_mbit(self._mbit)
                     self._report(f"{step}: measuring")
-                    measured = measure(self._clients, plan)
-                    wire = WireStats.model_validate(self._clients.ready_status(_READY_SECONDS)["wire"])
-                sent = {"raw_bytes": wire.raw_bytes, "sent_bytes": wire.sent_bytes}
-                candidate.served.rounds.append(measured.model_copy(update=sent))
+                    arguments = load(plan)
+                    measured = self.call("load", arguments.get("seconds", 0.0) + _LOAD_MARGIN_SECONDS, **arguments)
+                    wire = self.ready_status(_READY_SECONDS)["wire"]
+                candidate.served.rounds.append(Round.model_validate({**measured, "wire": wire}))
         for candidate in candidates:
             yield distinct[candidate.key].served.model_copy(update={"label": candidate.served.label})
 
@@ -168,13 +162,12 @@ class GraphHome:
         """A coordinator that serves the candidate's plan. Raises InternalError with the end of its log."""
         path = self._testbed.folder / "plan.json"
         path.write_text(candidate.plan.model_dump_json())
-        with on_quietest_core(self._testbed.scenario):
-            coordinator = self._testbed.start_coordinator(
-                *self._options, "--wire", candidate.served.wire, "--strategy", candidate.strategy,
-                "--plan", str(path), "--min-devices", str(len(self._devices)),
-            )  # fmt: skip
+        coordinator = self._testbed.start_coordinator(
+            *self._options, "--wire", candidate.served.wire, "--strategy", candidate.strategy,
+            "--plan", str(path), "--min-devices", str(len(self._devices)),
+        )  # fmt: skip
         try:
-            yield GraphPlan.model_validate(self._clients.ready_status(_READY_SECONDS)["plan"])
+            yield GraphPlan.model_validate(self.ready_status(_READY_SECONDS)["plan"])
         finally:
             coordinator.terminate()  # it unloads the workers and releases its leases
             with suppress(TimeoutExpired):

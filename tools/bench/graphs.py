@@ -8,8 +8,7 @@ the simulator predicts the fastest.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -27,16 +26,13 @@ from hearth.plan.value_formats import ValueFormatName
 from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import findings_summary
 from tools.bench.graph_findings import TARGET_GAIN, of_pipelines, of_placements, predicts_gain, served_table
-from tools.bench.graph_home import GraphHome, Round, Served
-from tools.bench.homes import agents, hub_scenario
-from tools.bench.processes import ClientProcess
+from tools.bench.graph_home import GraphHome, Served
+from tools.bench.homes import agents, hub_scenario, on_quietest_core
 from tools.bench.results import Summary
 from tools.graph_models import build, export
-from tools.testbed.cluster import check_possible
 
 PIPELINE = "pipeline-exact"
 _TARGET_DEVICES = 3  # number of devices to which the target gain applies
-_LOAD_MARGIN_SECONDS = 300.0  # added to the timeout of a measurement under load, for requests on slow devices
 _WAITING = 2  # requests beyond those in flight, so that the coordinator always has a next one
 _TRACE_EVERY = 3  # one answer in this many is traced: enough for a median, and little more work
 _WARM_UP = 2  # uncounted answers, in multiples of the requests in flight: fills every stage
@@ -46,7 +42,6 @@ class _Graphs(Experiment):
     """Settings of both kinds."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(Served)
-    OBJECTIVE: ClassVar[Objective]
 
     devices: int = Field(3, ge=2, le=4)  # not counting the hub
     cores: float = Field(0.45, gt=0, le=1)  # CPU share of each device, of one core
@@ -56,19 +51,15 @@ class _Graphs(Experiment):
 
     @contextmanager
     def _home(
-        self, context: Context, network: str, branch_width: int | None = None
+        self, context: Context, objective: Objective, network: str, branch_width: int | None = None
     ) -> Iterator[tuple[GraphHome, GraphSpec]]:
         """Devices that can serve a network of `tools.graph_models` with random weights, and its graph."""
-        scenario = hub_scenario(self.devices, self.cores)
-        check_possible(scenario)
-        context.report(f"making {network}")
-        model = export(build(network, branch_width=branch_width), context.folder / f"{network}.onnx")
-        with (
-            agents(scenario, context.folder, self.mbit) as testbed,
-            GraphHome(testbed, model, self.OBJECTIVE, context.report) as home,
-        ):
-            home.set_mbit(self.mbit)
-            yield home, read_graph_file(model, {}).spec
+        with agents(hub_scenario(self.devices, self.cores), context.folder, self.mbit) as testbed:
+            context.report(f"making {network}")
+            model = export(build(network, branch_width=branch_width), context.folder / f"{network}.onnx")
+            with on_quietest_core(testbed.scenario), GraphHome(testbed, model, objective, context.report) as home:
+                home.set_mbit(self.mbit)
+                yield home, read_graph_file(model, {}).spec
 
     def _title(self) -> str:
         return f"{self.devices} devices of {self.cores:g} core, {self.mbit:g} Mbit/s, {self.rounds} rounds"
@@ -77,26 +68,23 @@ class _Graphs(Experiment):
 class GraphThroughput(_Graphs):
     """One device and pipelines at full load."""
 
-    OBJECTIVE: ClassVar[Objective] = "throughput"
-
     model: str = "resnet50"  # a network of tools.graph_models
     wires: tuple[ValueFormatName, ...] = Field(("exact", "fp16", "int8"), min_length=1)
     seconds: float = Field(8.0, ge=1)  # of full load in each round
 
     def measure(self, context: Context) -> Iterator[Served]:
-        with self._home(context, self.model) as (home, _):
+        with self._home(context, "throughput", self.model) as (home, _):
             candidates = [home.make_plan("one device", LOCAL, self.time_limit)]
             for wire in self.wires:
                 candidates.append(home.make_plan(f"{PIPELINE}, {wire}", PIPELINE, self.time_limit, wire))
             yield from home.measure(candidates, self._load, self.rounds, self.mbit)
 
-    def _load(self, clients: ClientProcess, plan: GraphPlan) -> Round:
+    def _load(self, plan: GraphPlan) -> Mapping[str, Any]:
         at_once = requests_in_flight(plan.body.segments)
-        answered = clients.call(
-            "load", self.seconds + _LOAD_MARGIN_SECONDS, at_once=at_once + _WAITING, warm_up=_WARM_UP * at_once,
-            seconds=self.seconds, count=2, trace_every=_TRACE_EVERY,
-        )  # fmt: skip
-        return Round(seconds=interval_seconds(answered["done"]), answers=len(answered["done"]), **answered)
+        return {
+            "at_once": at_once + _WAITING, "warm_up": _WARM_UP * at_once, "seconds": self.seconds, "count": 2,
+            "trace_every": _TRACE_EVERY,
+        }  # fmt: skip
 
     def summary(self, rows: Sequence[Served]) -> Summary:
         one, *pipelines = rows
@@ -109,8 +97,6 @@ class GraphThroughput(_Graphs):
 class GraphLatency(_Graphs):
     """One request at a time through a network of two branches, at two link rates."""
 
-    OBJECTIVE: ClassVar[Objective] = "latency"
-
     slow_mbit: float = Field(4.0, ge=0.1)  # second, slower link rate
     branch_width: int = Field(256, ge=8, le=1024)  # channels of each branch; compute grows with the square
     requests: int = Field(10, ge=1)  # sequential requests in each round
@@ -119,8 +105,9 @@ class GraphLatency(_Graphs):
         """For each rate: one device, moirai, auto and, where moirai predicts no gain, its plan for the faster link."""
         if self.slow_mbit >= self.mbit:
             raise BadSetting(setting="slow_mbit", reason=f"{self.slow_mbit:g} is not slower than mbit, {self.mbit:g}")
+        one_by_one = {"at_once": 1, "warm_up": 1, "count": self.requests}
         faster: GraphPlan | None = None
-        with self._home(context, "two_branch", self.branch_width) as (home, spec):
+        with self._home(context, "latency", "two_branch", self.branch_width) as (home, spec):
             for mbit in (self.mbit, self.slow_mbit):
                 home.set_mbit(mbit)
                 at = f"at {mbit:g} Mbit/s"
@@ -135,23 +122,12 @@ class GraphLatency(_Graphs):
                     seconds = repriced_seconds(spec, faster, mbit)
                     label = f"moirai's plan of the faster link, {at}"
                     candidates.append(home.candidate(label, "moirai", faster, seconds))
-                yield from home.measure(candidates, self._one_by_one, self.rounds, self.mbit)
-
-    def _one_by_one(self, clients: ClientProcess, plan: GraphPlan) -> Round:
-        answered = clients.call("load", _LOAD_MARGIN_SECONDS, at_once=1, warm_up=1, count=self.requests)
-        return Round(seconds=statistics.median(answered["latencies"]), answers=self.requests, **answered)
+                yield from home.measure(candidates, lambda _: one_by_one, self.rounds, self.mbit)
 
     def summary(self, rows: Sequence[Served]) -> Summary:
         groups = [[row for row in rows if row.mbit == mbit] for mbit in dict.fromkeys(row.mbit for row in rows)]
         table = served_table(f"two_branch of width {self.branch_width}; seconds of one request alone", rows)
         return findings_summary(self._title(), of_placements([group for group in groups if len(group) >= 3]), table)
-
-
-def interval_seconds(done: Sequence[float]) -> float:
-    """Mean interval between answers of a full pipeline, from their times. Raises ValueError for fewer than two."""
-    if len(done) < 2:
-        raise ValueError("at least two answers are needed")
-    return (done[-1] - done[0]) / (len(done) - 1)
 
 
 def repriced_seconds(spec: GraphSpec, plan: GraphPlan, mbit: float) -> float:
