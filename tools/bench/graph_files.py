@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from coordinator.models.onnx.json_reader import read_graph_json
-from coordinator.models.onnx.reader import read_onnx
+from coordinator.models.graph_file import read_graph_file
 from hearth.errors import BadSetting
 from hearth.plan.graph_spec import GraphSpec
 
@@ -28,5 +27,4 @@ def read_graphs(folder: Path, models: Sequence[str] = ()) -> list[GraphSpec]:
     files = find_files("graphs", folder, (".json", ".onnx"))
     if unknown := [name for name in models if name not in files]:
         raise BadSetting(setting="models", reason=f"'{unknown[0]}' is none of {', '.join(files)}")
-    chosen = [files[name] for name in models or files]
-    return [read_graph_json(path) if path.suffix == ".json" else read_onnx(path).spec for path in chosen]
+    return [read_graph_file(files[name], {}).spec for name in models or files]

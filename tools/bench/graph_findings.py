@@ -94,6 +94,7 @@ def served_table(title: str, served: Sequence[Served]) -> Table:
 
     columns: Mapping[str, Callable[[Served], object]] = {
         "plan": lambda each: each.label,
+        "strategy": lambda each: each.strategy,
         "devices": lambda each: ", ".join(each.devices),
         "segments": lambda each: each.segments,
         "stages, predicted": lambda each: _stages(each.stage_seconds),
