@@ -112,9 +112,9 @@ class EngineRunners(ProcessGroup):
         self.call_all(self._names(plan_id), "unload", plan_id=plan_id)
         del self._plans[plan_id]
 
-    def profile(self, devices: Mapping[str, int], spec: ModelSpec, seq_len: int) -> dict[str, BlockProfile]:
-        """Profile these devices at once; `devices` are numbers of threads by name. No two may share a core."""
-        names, threads = list(devices), [{"num_threads": number} for number in devices.values()]
+    def profile(self, names: Sequence[str], spec: ModelSpec, seq_len: int) -> dict[str, BlockProfile]:
+        """Profile these devices at once. No two may share a core."""
+        threads = [{"num_threads": self._testbed.device(name).num_threads} for name in names]
         model = spec.model_dump(mode="json")
         with self._others_busy(names):
             answers = self.call_all(names, "profile", threads, model=model, seq_len=seq_len)

@@ -58,10 +58,9 @@ def latency_bars(axes: Any, rows: Sequence[Row]) -> None:
     """Bars: median of each row, with error bars from the fastest to the slowest round and a line at the bound."""
     timed = [row for row in rows if row.seconds]
     bars = _bars(axes, timed, lambda row: (row.median_seconds, min(row.seconds), max(row.seconds)))
-    bounds = [(x, width, row.bound_seconds) for x, width, row in bars if row.bound_seconds is not None]
-    for index, (x, width, seconds) in enumerate(bounds):
-        ends = [x - width / 2, x + width / 2]
-        axes.plot(ends, [seconds] * 2, color="black", lw=2, label="" if index else "bound")
+    bounds = [(row.bound_seconds, x - width / 2, x + width / 2) for x, width, row in bars if row.bound_seconds]
+    if bounds:
+        axes.hlines(*zip(*bounds, strict=True), color="black", lw=2, label="bound")
     axes.set_ylabel("time of one step [s]")
 
 

@@ -61,8 +61,7 @@ class Profiles:
         missing = [name for name in names if (name, shape, seq_len) not in self._blocks]
         for together in self._one_per_core(missing):
             self._report(f"{self._scenario.name}: profiling {spec.name} on {', '.join(together)}")
-            threads = {name: self._testbed.device(name).num_threads for name in together}
-            found = calmest_of(partial(self._engine.profile, threads, spec, seq_len), _MOST_ATTEMPTS)
+            found = calmest_of(partial(self._engine.profile, together, spec, seq_len), _MOST_ATTEMPTS)
             self._blocks.update({(name, shape, seq_len): blocks for name, blocks in found.items()})
         blocks = smooth_profiles({name: self._blocks[name, shape, seq_len] for name in names})
         memory = {device.name: device.memory_bytes or _WITHOUT_LIMIT_BYTES for device in self._scenario.devices}
