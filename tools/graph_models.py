@@ -21,7 +21,7 @@ _CALIBRATION_BATCH = 4  # random inputs for the statistics of batch normalisatio
 _TINY_LABELS = 10  # classes of a tiny classifier
 
 
-class Network(NamedTuple):
+class TorchNetwork(NamedTuple):
     """A torch module, and the names of its inputs and outputs."""
 
     module: Any
@@ -60,17 +60,17 @@ def _images(tiny: bool) -> dict[str, Any]:
     return {"pixel_values": torch.randn(1, 3, pixels, pixels)}
 
 
-def _classifier(name: str, tiny: bool) -> Network:
+def _classifier(name: str, tiny: bool) -> TorchNetwork:
     import transformers
 
     kind, settings, tiny_settings = _CLASSIFIERS[name]
     if tiny:
         settings = {**settings, **tiny_settings, "num_labels": _TINY_LABELS}
     config = getattr(transformers, f"{kind}Config")(**settings)
-    return Network(getattr(transformers, f"{kind}ForImageClassification")(config), _images(tiny), ("logits",))
+    return TorchNetwork(getattr(transformers, f"{kind}ForImageClassification")(config), _images(tiny), ("logits",))
 
 
-def _bert(tiny: bool) -> Network:
+def _bert(tiny: bool) -> TorchNetwork:
     import torch
     from transformers import BertConfig, BertModel
 
@@ -79,10 +79,10 @@ def _bert(tiny: bool) -> Network:
     mask = torch.ones(shape, dtype=torch.int64)
     mask[:, shape[1] - 3 :] = 0
     inputs = {"input_ids": torch.randint(config.vocab_size, shape), "attention_mask": mask}
-    return Network(BertModel(config), inputs, ("last_hidden_state", "pooler_output"))
+    return TorchNetwork(BertModel(config), inputs, ("last_hidden_state", "pooler_output"))
 
 
-def _two_branch(tiny: bool, branch_width: int | None) -> Network:
+def _two_branch(tiny: bool, branch_width: int | None) -> TorchNetwork:
     """A stem, two independent compute-heavy convolution branches, and a classifier over both.
 
     Running the branches on two devices transfers little: the stem's output to one branch, and a vector back.
@@ -112,10 +112,10 @@ def _two_branch(tiny: bool, branch_width: int | None) -> Network:
             shared = self.stem(pixel_values)
             return self.classifier(torch.cat([self.left(shared), self.right(shared)], dim=1))
 
-    return Network(TwoBranch(), _images(tiny), ("logits",))
+    return TorchNetwork(TwoBranch(), _images(tiny), ("logits",))
 
 
-def build(name: str, tiny: bool = False, branch_width: int | None = None) -> Network:
+def build(name: str, tiny: bool = False, branch_width: int | None = None) -> TorchNetwork:
     """Build a network in evaluation mode. Raises BadSetting for a name not in `NETWORKS`.
 
     `tiny`: few and narrow layers, for tests. `branch_width` (two_branch only): channels of each convolution; compute grows
@@ -136,7 +136,7 @@ def build(name: str, tiny: bool = False, branch_width: int | None = None) -> Net
     return network
 
 
-def export(network: Network, path: Path, open_dims: dict[str, dict[int, str]] | None = None) -> Path:
+def export(network: TorchNetwork, path: Path, open_dims: dict[str, dict[int, str]] | None = None) -> Path:
     """Export a network as ONNX. `open_dims`: names of dynamic input axes, as in {"pixel_values": {0: "batch"}}."""
     import torch
 
@@ -160,7 +160,7 @@ def export(network: Network, path: Path, open_dims: dict[str, dict[int, str]] | 
     return path
 
 
-def _randomise(network: Network) -> None:
+def _randomise(network: TorchNetwork) -> None:
     import torch
 
     with torch.no_grad():

@@ -12,7 +12,7 @@ import pytest
 from support.models import minilm
 from support.waiting import wait_for
 
-from tools.testbed import Device, Scenario, Testbed
+from tools.testbed import EmulatedDevice, Scenario, Testbed
 from tools.testbed.cluster import what_is_missing
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -22,7 +22,7 @@ NAMES = ("one", "two", "three")
 SCENARIO = Scenario(
     name="test-home",
     scale_links=False,
-    devices=tuple(Device(name=name, cpu_share=0.3, instruction_set="native", mbit=1000) for name in NAMES),
+    devices=tuple(EmulatedDevice(name=name, cpu_share=0.3, instruction_set="native", mbit=1000) for name in NAMES),
 )
 
 

@@ -26,7 +26,7 @@ from tools.bench import __main__ as commands
 from tools.bench import load, plots
 from tools.bench.experiment import make_experiment, names, read_settings
 from tools.bench.generation import GenerationRow
-from tools.bench.load import Load, Process, calmest, calmest_of, foreign_seconds
+from tools.bench.load import BackgroundLoad, Process, calmest, calmest_of, foreign_seconds
 from tools.bench.measure import relative_error
 from tools.bench.plans import Entry, Name, baseline_of, entries
 from tools.bench.results import Result, Table, load_result
@@ -100,18 +100,18 @@ def test_short_lived_processes_are_counted_once() -> None:
 @pytest.mark.parametrize(
     ("load", "said"),
     [
-        (Load(0.01, 0.04), ""),
-        (Load(0.07, 0.0), "7% of the cores away"),
-        (Load(0.0, 0.2), "processes took 20%"),
+        (BackgroundLoad(0.01, 0.04), ""),
+        (BackgroundLoad(0.07, 0.0), "7% of the cores away"),
+        (BackgroundLoad(0.0, 0.2), "processes took 20%"),
     ],
 )
-def test_disturbed_measurement_is_explained(load: Load, said: str) -> None:
+def test_disturbed_measurement_is_explained(load: BackgroundLoad, said: str) -> None:
     assert said in load.distrust
     assert bool(load.distrust) == bool(said)
 
 
 def test_least_disturbed_rounds_are_kept_in_order() -> None:
-    loads = [Load(0.3, 0.0), Load(0.0, 0.02), Load(0.0, 0.2), Load(0.01, 0.0)]
+    loads = [BackgroundLoad(0.3, 0.0), BackgroundLoad(0.0, 0.02), BackgroundLoad(0.0, 0.2), BackgroundLoad(0.01, 0.0)]
     assert calmest(loads, 2) == [1, 3]
     assert calmest(loads, 3) == [1, 2, 3]
     assert calmest(loads[:1], 3) == [0]
@@ -120,7 +120,7 @@ def test_least_disturbed_rounds_are_kept_in_order() -> None:
 @pytest.mark.parametrize(("loud", "measured"), [([0.0], 1), ([0.3, 0.0], 2), ([0.3, 0.1, 0.2], 2)])
 def test_least_disturbed_measurement_counts(loud: list[float], measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = iter(loud)
-    monkeypatch.setattr(load, "load_between", lambda *_: Load(next(loads), 0.0))
+    monkeypatch.setattr(load, "load_between", lambda *_: BackgroundLoad(next(loads), 0.0))
     assert calmest_of(itertools.count(1).__next__, 3) == measured
     assert next(loads, None) is None
 

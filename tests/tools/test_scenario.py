@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from hearth.errors import BadSetting
 from tools.testbed import cluster
 from tools.testbed.cluster import check_possible
-from tools.testbed.scenario import SCENARIOS, Device, Scenario, load_scenario, quota_and_period
+from tools.testbed.scenario import SCENARIOS, EmulatedDevice, Scenario, load_scenario, quota_and_period
 
 DEVICE = '[[devices]]\nname = "m0"\ncpu_share = 0.45\nmbit = 190\n'
 GIB = 1 << 30
 
 
-def scenario(*devices: Device) -> Scenario:
+def scenario(*devices: EmulatedDevice) -> Scenario:
     return Scenario(name="here", devices=devices)
 
 
-def device(**changes: object) -> Device:
-    return Device.model_validate({"name": "m0", "cpu_share": 0.5, "core": 0, "mbit": 100, **changes})
+def device(**changes: object) -> EmulatedDevice:
+    return EmulatedDevice.model_validate({"name": "m0", "cpu_share": 0.5, "core": 0, "mbit": 100, **changes})
 
 
 @pytest.fixture

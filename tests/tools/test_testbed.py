@@ -15,7 +15,7 @@ import psutil
 import pytest
 from support.waiting import wait_for
 
-from tools.testbed import Device, Scenario, Testbed
+from tools.testbed import EmulatedDevice, Scenario, Testbed
 from tools.testbed.cluster import what_is_missing
 from tools.testbed.registry import running_testbeds, start_ticks
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS
@@ -26,8 +26,8 @@ REPOSITORY = Path(__file__).parents[2]
 PAIR = Scenario(
     name="test-pair",
     devices=(
-        Device(name="one", cpu_share=0.5, core=min(os.sched_getaffinity(0)), mbit=50),
-        Device(name="two", cpu_share=0.5, core=max(os.sched_getaffinity(0)), mbit=50, memory_bytes=128 << 20),
+        EmulatedDevice(name="one", cpu_share=0.5, core=min(os.sched_getaffinity(0)), mbit=50),
+        EmulatedDevice(name="two", cpu_share=0.5, core=max(os.sched_getaffinity(0)), mbit=50, memory_bytes=128 << 20),
     ),
 )
 

@@ -2,7 +2,7 @@
 
     bound = sum over parts of  max over devices d of  max(compute_d, sent_d / rate_d, received_d / rate_d)
 
-A part is a segment of a layer's work and the collectives that can hide behind it: QKV tiles with the AllGather before
+A part is a section of a layer's work and the collectives that can hide behind it: QKV tiles with the AllGather before
 them (or the exchange of Q, K and V), attention and out-projection tiles with the ReduceScatter, and the MLP's two GEMMs
 with both collectives, which overlap tile by tile. Work without a collective (connective, embedding) is a part with compute
 only; a collective without work (SP's K and V, the second half of an AllReduce) is a part with transfers only. Parts run
@@ -23,7 +23,7 @@ from hearth.wire.messages import TraceEvent
 Events = Sequence[TraceEvent]
 
 
-class Segment(Enum):
+class LayerPart(Enum):
     """A part of a layer whose transfers can hide behind its computations."""
 
     ENTER_ATTENTION = auto()
@@ -32,17 +32,17 @@ class Segment(Enum):
     KEYS_AND_VALUES = auto()
 
 
-_Part: TypeAlias = tuple[int | None, Segment | TaskKind]  # layer, and segment or kind of work in it
+_Part: TypeAlias = tuple[int | None, LayerPart | TaskKind]  # layer, and part or kind of work in it
 
-# A transfer belongs to the segment of its work. Every other kind of task is a separate part.
-SEGMENTS: Mapping[TaskKind | None, Segment] = {
-    Work.QKV: Segment.ENTER_ATTENTION,
-    Work.ATTENTION: Segment.LEAVE_ATTENTION,
-    Work.OUT: Segment.LEAVE_ATTENTION,
-    Work.UP: Segment.MLP,
-    Work.DOWN: Segment.MLP,
-    Phase.GATHER_KEYS: Segment.KEYS_AND_VALUES,
-    Phase.GATHER_VALUES: Segment.KEYS_AND_VALUES,
+# A transfer belongs to the part of its work. Every other kind of task is a separate part.
+LAYER_PARTS: Mapping[TaskKind | None, LayerPart] = {
+    Work.QKV: LayerPart.ENTER_ATTENTION,
+    Work.ATTENTION: LayerPart.LEAVE_ATTENTION,
+    Work.OUT: LayerPart.LEAVE_ATTENTION,
+    Work.UP: LayerPart.MLP,
+    Work.DOWN: LayerPart.MLP,
+    Phase.GATHER_KEYS: LayerPart.KEYS_AND_VALUES,
+    Phase.GATHER_VALUES: LayerPart.KEYS_AND_VALUES,
 }
 
 
@@ -66,12 +66,12 @@ def _parts(events: Events, bytes_per_second: float) -> dict[_Part, float]:
     """One device's seconds for each part: the longest of computing, sending and receiving."""
     lanes: defaultdict[_Part, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
-        lanes[event.layer, _segment(event.kind)][event.lane] += (
+        lanes[event.layer, _layer_part(event.kind)][event.lane] += (
             event.end_seconds - event.start_seconds if event.lane == "compute" else event.num_bytes / bytes_per_second
         )
     return {part: max(seconds.values()) for part, seconds in lanes.items()}
 
 
-def _segment(kind: TaskKind) -> Segment | TaskKind:
+def _layer_part(kind: TaskKind) -> LayerPart | TaskKind:
     work = kind.work if isinstance(kind, Phase) else kind
-    return SEGMENTS.get(work) or SEGMENTS.get(kind) or kind
+    return LAYER_PARTS.get(work) or LAYER_PARTS.get(kind) or kind

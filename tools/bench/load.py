@@ -32,7 +32,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Load:
+class BackgroundLoad:
     """Background load over some time, in shares of all cores."""
 
     steal_share: float
@@ -62,15 +62,15 @@ def snapshot() -> Snapshot:
     return Snapshot(sum(times[:8]), times.steal, processes)
 
 
-def load_between(pairs: Sequence[tuple[Snapshot, Snapshot]]) -> Load:
+def load_between(pairs: Sequence[tuple[Snapshot, Snapshot]]) -> BackgroundLoad:
     """The load over all these spans together, apart from this process and its descendants."""
     total = sum(after.cpu_seconds - before.cpu_seconds for before, after in pairs) or 1.0  # no time has passed
     steal = sum(after.steal_seconds - before.steal_seconds for before, after in pairs)
     foreign = sum(foreign_seconds(before.processes, after.processes, os.getpid()) for before, after in pairs)
-    return Load(steal_share=steal / total, foreign_share=min(foreign / total, 1.0))
+    return BackgroundLoad(steal_share=steal / total, foreign_share=min(foreign / total, 1.0))
 
 
-def calmest(loads: Sequence[Load], count: int) -> list[int]:
+def calmest(loads: Sequence[BackgroundLoad], count: int) -> list[int]:
     """Indices of the `count` loads with the least steal and foreign time, in ascending order."""
     by_load = sorted(range(len(loads)), key=lambda index: loads[index].steal_share + loads[index].foreign_share)
     return sorted(by_load[:count])
@@ -78,7 +78,7 @@ def calmest(loads: Sequence[Load], count: int) -> list[int]:
 
 def calmest_of(measure: Callable[[], _Result], most_times: int) -> _Result:
     """Repeat `measure` until it is undisturbed, at most `most_times`; returns the least disturbed result."""
-    loads: list[Load] = []
+    loads: list[BackgroundLoad] = []
     results: list[_Result] = []
     while len(results) < most_times and (not loads or loads[-1].distrust):
         before = snapshot()

@@ -19,7 +19,7 @@ from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_bytes
 from tools.bench.bound import bound_seconds
 from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel
-from tools.bench.load import Load, Snapshot, calmest, load_between, snapshot
+from tools.bench.load import BackgroundLoad, Snapshot, calmest, load_between, snapshot
 from tools.bench.plans import REFERENCE, Entry, Name, baseline_of, depth_note, describe, plan_for, reference_plan
 from tools.bench.profiles import Profiles, Report
 from tools.bench.rows import Row
@@ -261,7 +261,7 @@ class Bench:
 
     # ---- the rounds -----------------------------------------------------------------------------------------------
 
-    def _rounds(self, runs: Sequence[_Steps], rounds: int) -> Load:
+    def _rounds(self, runs: Sequence[_Steps], rounds: int) -> BackgroundLoad:
         """Run a warm-up round, the measured rounds, then traced steps, which are not timed.
 
         A round disturbed by the host or other programs is repeated, up to twice the number of rounds in all. The rounds
@@ -270,7 +270,7 @@ class Bench:
         for run in runs:
             self._step(run)
         spans: list[tuple[Snapshot, Snapshot]] = []
-        loads: list[Load] = []
+        loads: list[BackgroundLoad] = []
         samples: list[dict[str, Sample]] = []  # by round and key
         while (calm := sum(not load.distrust for load in loads)) < rounds and len(spans) < _MOST_ROUNDS * rounds:
             self._report(f"{self.scenario.name}: round {len(spans) + 1}, {calm} of {rounds} undisturbed")
@@ -302,7 +302,7 @@ class Bench:
 
     # ---- after the rounds -----------------------------------------------------------------------------------------
 
-    def _row(self, entry: Entry, prepared: _Prepared, load: Load) -> Row:
+    def _row(self, entry: Entry, prepared: _Prepared, load: BackgroundLoad) -> Row:
         setting, spec = prepared.setting, prepared.model.spec
         rates = {self._rate(device.name, setting.mbit) for device in self.scenario.devices[: setting.num_devices]}
         mbit = rates.pop() * 8 / 1e6 if len(rates) == 1 else None
@@ -325,7 +325,7 @@ class Bench:
             return row
         return Row.model_validate({**row.model_dump(), **self._figures(entry, prepared, load)})
 
-    def _figures(self, entry: Entry, prepared: _Prepared, load: Load) -> dict[str, object]:
+    def _figures(self, entry: Entry, prepared: _Prepared, load: BackgroundLoad) -> dict[str, object]:
         """What was measured of an entry, with the notes on it."""
         run = prepared.steps[entry]
         plan, seconds, traced = run.plan, [sample.seconds for sample in run.samples], run.traced[-1]

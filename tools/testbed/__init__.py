@@ -4,6 +4,6 @@
 """
 
 from tools.testbed.cluster import Testbed
-from tools.testbed.scenario import Device, Scenario, load_scenario
+from tools.testbed.scenario import EmulatedDevice, Scenario, load_scenario
 
-__all__ = ["Device", "Scenario", "Testbed", "load_scenario"]
+__all__ = ["EmulatedDevice", "Scenario", "Testbed", "load_scenario"]

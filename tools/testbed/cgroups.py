@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hearth.errors import BadSetting
-from tools.testbed.scenario import MIN_CPU_SHARE, Device, quota_and_period
+from tools.testbed.scenario import MIN_CPU_SHARE, EmulatedDevice, quota_and_period
 
 _ROOT = Path("/sys/fs/cgroup")
 _REMOVE_SECONDS = 5.0  # to wait for the kernel to release a group
@@ -41,7 +41,7 @@ class DeviceCgroup:
         """Files to which a process writes its pid to join."""
         return [group / "cgroup.procs" for group in self._groups if memory_limited or group == self._cpu]
 
-    def create(self, device: Device) -> None:
+    def create(self, device: EmulatedDevice) -> None:
         """Create the groups with the device's limits. Raises BadSetting if the CPU or memory controller is missing."""
         try:
             for folder in (_ROOT, self._cpu.parent) if _UNIFIED else ():

@@ -24,7 +24,7 @@ from tools.interrupts import shielded
 from tools.testbed.cgroups import MOUNT_AND_EXEC, DeviceCgroup, writable
 from tools.testbed.network import Network
 from tools.testbed.registry import Running, claim, locked, release, running_testbeds
-from tools.testbed.scenario import NOMINAL_CORE_SECONDS, Device, Scenario
+from tools.testbed.scenario import NOMINAL_CORE_SECONDS, EmulatedDevice, Scenario
 from tools.toml_files import tomllib
 
 _STOP_SECONDS = 5.0  # that programs get to end after SIGTERM
@@ -163,7 +163,7 @@ class Testbed:
 
     # ---- devices --------------------------------------------------------------------------------------------------
 
-    def device(self, name: str) -> Device:
+    def device(self, name: str) -> EmulatedDevice:
         """The device of this name. Raises BadSetting."""
         if name not in self._names:
             raise BadSetting(setting="device", reason=f"'{name}' is none of {', '.join(self._names)}")

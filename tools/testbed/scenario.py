@@ -42,7 +42,7 @@ _ENVIRONMENTS: dict[InstructionSet, dict[str, str]] = {
 }
 
 
-class Device(BaseModel):
+class EmulatedDevice(BaseModel):
     """One emulated device."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -76,7 +76,7 @@ class Scenario(BaseModel):
     description: str = ""
     scale_links: bool = False  # scale rates with the speed of this machine (NOMINAL_CORE_SECONDS)
     coordinator: str | None = None
-    devices: tuple[Device, ...] = Field((), max_length=64)
+    devices: tuple[EmulatedDevice, ...] = Field((), max_length=64)
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
