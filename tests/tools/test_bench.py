@@ -350,7 +350,7 @@ def test_invalid_input_is_reported_in_one_line(changes: list[str], named: str, t
     ("arguments", "named"),
     [
         (("run", "galaxy-z"), "neither a file nor a built-in experiment: "),
-        (("run", "galaxy-a", "--out", "/nowhere/rows.json"), "there is no directory /nowhere"),
+        (("run", "galaxy-a", "--out", "/nowhere/rows.json"), "/nowhere/rows.json cannot be written"),
         (("report", "galaxy-z"), "No such file"),
     ],
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
-from os import cpu_count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,14 +121,8 @@ def load_result(path: Path) -> Result:
 
 def check_writable(setting: str, path: Path) -> None:
     """Raise BadSetting if a file cannot be written. Call it before measuring."""
-    if path.is_dir() or not path.resolve().parent.is_dir():
-        reason = "it is a directory" if path.is_dir() else f"there is no directory {path.resolve().parent}"
-        raise BadSetting(setting=setting, reason=reason)
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise BadSetting(setting=setting, reason=str(error)) from None
+    if path.is_dir() or not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
+        raise BadSetting(setting=setting, reason=f"{path} cannot be written: its folder must exist and be writable")
 
 
 def today() -> str:
@@ -154,6 +148,4 @@ def machine() -> str:
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
     )
     python = ".".join(map(str, sys.version_info[:3]))
-    return (
-        f"{model}, {cpu_count()} cores, Python {python}, torch {version('torch')}, onnxruntime {version('onnxruntime')}"
-    )
+    return f"{model}, {os.cpu_count()} cores, Python {python}, torch {version('torch')}, onnxruntime {version('onnxruntime')}"

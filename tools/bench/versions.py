@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from coordinator.plan.graph.predict import requests_in_flight
 from hearth.errors import BadSetting, InternalError
 from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
+from hearth.platform.units import format_seconds
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
 from tools.bench.generation import LLAMA
@@ -118,20 +119,24 @@ class Versions(Experiment):
 
     def summary(self, rows: Sequence[VersionsRow]) -> Summary:
         slower = [f"{row.case} {row.figure}" for row in rows if not row.holds]
-        columns = ("case", "figure", "old", "new", "new / old", "95 %", "rounds", "outputs", "holds", "disturbed by")
         return Summary(
-            tables=(Table.of("A ratio below 1 means that the new version is faster", columns, map(_cells, rows)),),
+            tables=(Table.of_columns("A ratio below 1 means that the new version is faster", _COLUMNS, rows),),
             failure=f"not shown to be as fast as the old version: {', '.join(slower)}" if slower else "",
         )
 
 
-def _cells(row: VersionsRow) -> tuple[str, ...]:
-    old, new = (f"{1e3 * statistics.median(seconds):.1f} ms" for seconds in (row.old_seconds, row.new_seconds))
-    return (
-        row.case, row.figure, old, new, f"{row.ratio.median:.3f}", f"{row.ratio.low:.3f} to {row.ratio.high:.3f}",
-        str(len(row.old_seconds)), {None: "-", True: "equal", False: "**differ**"}[row.same_output],
-        "yes" if row.holds else "**no**", row.distrust or "-",
-    )  # fmt: skip
+_COLUMNS: dict[str, Callable[[VersionsRow], str]] = {
+    "case": lambda row: row.case,
+    "figure": lambda row: row.figure,
+    "old": lambda row: format_seconds(statistics.median(row.old_seconds)),
+    "new": lambda row: format_seconds(statistics.median(row.new_seconds)),
+    "new / old": lambda row: f"{row.ratio.median:.3f}",
+    "95 %": lambda row: f"{row.ratio.low:.3f} to {row.ratio.high:.3f}",
+    "rounds": lambda row: str(len(row.old_seconds)),
+    "outputs": lambda row: {None: "-", True: "equal", False: "**differ**"}[row.same_output],
+    "holds": lambda row: "yes" if row.holds else "**no**",
+    "disturbed by": lambda row: row.distrust or "-",
+}
 
 
 def compare(name: str, sides: Sides, rounds: int, report: Report) -> Iterator[VersionsRow]:

@@ -215,17 +215,9 @@ def _whose(running: Running) -> str:
 
 
 def _say_next(testbed: Testbed, serves: bool) -> None:
-    out.print("\nnext:")
-    for command, effect, shown in (
-        ("run -- hearth devices", "list the agents", True),
-        ("run -- hearth plan MODEL", "show how a model would be distributed", not serves),
-        ("run -- hearth status", "repeat until it says serving", serves),
-        ('run -- hearth embed "Hello"', "send the model a request", serves),
-        (f"link {testbed.scenario.devices[-1].name} --mbit 20", "slow a link down; --cut disconnects it", True),
-        ("down", "stop and remove the testbed", True),
-    ):
-        if shown:
-            out.print(f"  {_COMMAND} {command:<28} [dim]{effect}[/]", soft_wrap=True)
+    first = "status` until it says serving" if serves else "plan MODEL`"
+    link = f"{_COMMAND} link {testbed.scenario.devices[-1].name} --mbit 20"
+    out.print(f"\nnext: `{_COMMAND} run -- hearth {first}, `{link}`, `{_COMMAND} down`", soft_wrap=True)
     out.print(f"[dim]logs: {testbed.folder}[/]", soft_wrap=True)
 
 
