@@ -10,15 +10,15 @@ from hearth.errors import BadSetting
 from hearth.plan.parts import MemoryUse
 from tools.bench.capacity import DeviceMemory
 from tools.bench.experiment import make_experiment, read_settings
-from tools.bench.findings import BYTES, RATIO, at_least, at_most, equal, findings_summary, within
+from tools.bench.findings import BYTES, RATIO, at_least, at_most, equal, summarise, within
 from tools.bench.homes import decoder_directory, hub_scenario
 
 
 def test_missed_target_fails_the_run_and_is_a_conclusion() -> None:
     good = [at_most("peak", 2.0, 2.0, RATIO), at_least("rate", 3.0, 2.5, RATIO), within("error", -0.1, 0.1, "a detail")]
-    assert findings_summary("good", good).failure == ""
-    assert findings_summary("good", good).conclusions == ("3 of 3 figures meet their targets",)
-    summary = findings_summary("bad", [*good, equal("moved", 7, 0, BYTES)])
+    assert summarise("good", good).failure == ""
+    assert summarise("good", good).conclusions == ("3 of 3 figures meet their targets",)
+    summary = summarise("bad", [*good, equal("moved", 7, 0, BYTES)])
     assert "misses its target" in summary.failure
     assert summary.conclusions[1:] == ("missed: moved: 7 bytes; target: 0 bytes",)
     assert "| error | within 10% | -10.0% (a detail) | yes |" in summary.tables[0].markdown()

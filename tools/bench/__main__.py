@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -46,15 +46,11 @@ def list_experiments() -> None:
 def run(
     name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment's name, or a file of settings.")],
     changes: Annotated[
-        Optional[list[str]],  # noqa: UP045 (typer reads the annotation on Python 3.10)
-        typer.Option(
-            "--set",
-            help='Change a setting, e.g. rounds=5 or models=["bert-base"]; may be repeated.',
-            metavar="KEY=VALUE",
-        ),
+        list[str] | None,
+        typer.Option("--set", help="Change a setting, e.g. rounds=5; may be repeated.", metavar="KEY=VALUE"),
     ] = None,
     path: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("--out", help="The result file. Default: docs/results/NAME.json.", metavar="FILE.json"),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the rows in the result file.")] = False,
@@ -92,10 +88,7 @@ def run(
 @app.command()
 @handles_errors
 def report(
-    chosen: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Argument(metavar="[NAME]...", help="Results in docs/results. Default: all."),
-    ] = None,
+    chosen: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all results.")] = None,
 ) -> None:
     """Make a page and a plot from every result file."""
     for path in [RESULTS / f"{name}.json" for name in chosen or ()] or sorted(RESULTS.glob("*.json")):

@@ -17,7 +17,7 @@ from hearth.plan.parts import MemoryUse
 from hearth.platform.units import format_bytes
 from tools.bench.clients import Outcome, Request
 from tools.bench.experiment import Context, Experiment
-from tools.bench.findings import COUNT, PERCENT, RATIO, Finding, at_least, at_most, equal, findings_summary, within
+from tools.bench.findings import COUNT, PERCENT, RATIO, Finding, at_least, at_most, equal, summarise, within
 from tools.bench.homes import GenerationClients, Model, agent_names, agents, decoder_directory, hub_scenario
 from tools.bench.results import Summary, Table
 from tools.bench.watch import COORDINATOR_BYTES, MemoryWatch, peak_bytes, worker_peaks
@@ -116,7 +116,7 @@ class Capacity(Experiment):
             f"{self.devices} devices of {format_bytes(self.limit)}, {self.weights}, "
             f"{self.sequences} answers of {self.context} tokens at once"
         )
-        return findings_summary(title, findings, Table.of("Memory by device", _COLUMNS, map(_cells, devices)))
+        return summarise(title, findings, Table.of("Memory by device", _COLUMNS, map(_cells, devices)))
 
 
 def _of_memory(rows: Sequence[DeviceMemory], killed: int, coordinator_bytes: int) -> Iterator[Finding]:

@@ -64,7 +64,7 @@ def findings_table(title: str, findings: Sequence[Finding]) -> Table:
     return Table.of(title, ("figure", "target", "measured", "holds"), rows)
 
 
-def findings_summary(title: str, findings: Sequence[Finding], *more: Table) -> Summary:
+def summarise(title: str, findings: Sequence[Finding], *more: Table) -> Summary:
     """The table of findings, then more tables. The run fails if a figure misses its target."""
     missed = [each for each in findings if each.holds is False]
     targets = sum(each.holds is not None for each in findings)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,18 +34,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _WeightAndBias = tuple[Tensor, Tensor]
 
 
-@dataclass
-class _Layer:
-    """This rank's heads and columns of a layer. `out` and `down` have the whole bias, added once after the AllReduce."""
-
-    q: _WeightAndBias
-    k: _WeightAndBias
-    v: _WeightAndBias
-    out: _WeightAndBias
-    norm1: _WeightAndBias
-    up: _WeightAndBias
-    down: _WeightAndBias
-    norm2: _WeightAndBias
+# This rank's heads and columns of a layer, by matrix or norm. `o` and `down` have the whole bias, added once after the
+# AllReduce.
+_Layer = dict[str, _WeightAndBias]
 
 
 class GlooTensorParallel:
@@ -88,32 +78,22 @@ class GlooTensorParallel:
             def pair(index: int, name: str) -> _WeightAndBias:
                 return read(names.layer(index, f"{name}.weight")), read(names.layer(index, f"{name}.bias"))
 
-            def column_parallel(index: int, name: str, rows: slice) -> _WeightAndBias:
-                weight, bias = pair(index, name)
-                return weight[rows].clone(), bias[rows].clone()
-
-            def row_parallel(index: int, name: str, columns: slice) -> _WeightAndBias:
-                weight, bias = pair(index, name)
-                return weight[:, columns].clone(), bias
+            def layer(index: int) -> _Layer:
+                parts = {name: pair(index, name) for name in ("q", "k", "v", "o", "up", "down", "norm1", "norm2")}
+                for name, rows in {"q": heads, "k": heads, "v": heads, "up": columns}.items():
+                    weight, bias = parts[name]
+                    parts[name] = weight[rows].clone(), bias[rows].clone()  # column-parallel
+                for name, inputs in {"o": heads, "down": columns}.items():
+                    weight, bias = parts[name]
+                    parts[name] = weight[:, inputs].clone(), bias  # row-parallel
+                return parts
 
             last = "final" if spec.causal else "norm"
             self._norm = embedding(f"{last}.weight"), embedding(f"{last}.bias")
             self._word, self._position = embedding("word.weight"), embedding("position.weight")
             if spec.type_vocab_size:
                 self._position = self._position + embedding("type.weight")[0]
-            self._layers = [
-                _Layer(
-                    q=column_parallel(index, "q", heads),
-                    k=column_parallel(index, "k", heads),
-                    v=column_parallel(index, "v", heads),
-                    out=row_parallel(index, "o", heads),
-                    norm1=pair(index, "norm1"),
-                    up=column_parallel(index, "up", columns),
-                    down=row_parallel(index, "down", columns),
-                    norm2=pair(index, "norm2"),
-                )
-                for index in range(spec.num_layers)
-            ]
+            self._layers = [layer(index) for index in range(spec.num_layers)]
 
     def run(self, num_rows: int, wire: str) -> dict[str, Any]:
         sent = _interface_bytes()
@@ -134,17 +114,17 @@ class GlooTensorParallel:
 
     def _layer(self, layer: _Layer, x_TH: Tensor, wire: str) -> Tensor:
         spec, pre_norm = self._spec, self._spec.norm_place == "pre"
-        attention_in = self._normed(x_TH, layer.norm1) if pre_norm else x_TH
+        attention_in = self._normed(x_TH, layer["norm1"]) if pre_norm else x_TH
         q, k, v = (
             F.linear(attention_in, *each).unflatten(-1, (-1, spec.head_dim)).transpose(0, 1)
-            for each in (layer.q, layer.k, layer.v)
+            for each in (layer["q"], layer["k"], layer["v"])
         )
         attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=spec.causal)
         context = attended[0].transpose(0, 1).flatten(1)
-        x_TH = self._reduced(x_TH, context, layer.out, layer.norm1, wire)
-        mlp_in = self._normed(x_TH, layer.norm2) if pre_norm else x_TH
-        hidden = _ACTIVATIONS[spec.activation](F.linear(mlp_in, *layer.up))
-        return self._reduced(x_TH, hidden, layer.down, layer.norm2, wire)
+        x_TH = self._reduced(x_TH, context, layer["o"], layer["norm1"], wire)
+        mlp_in = self._normed(x_TH, layer["norm2"]) if pre_norm else x_TH
+        hidden = _ACTIVATIONS[spec.activation](F.linear(mlp_in, *layer["up"]))
+        return self._reduced(x_TH, hidden, layer["down"], layer["norm2"], wire)
 
     def _reduced(self, x_TH: Tensor, part: Tensor, linear: _WeightAndBias, norm: _WeightAndBias, wire: str) -> Tensor:
         """A row-parallel matrix, AllReduce, then bias, residual and, for post-norm models, the norm; on every rank."""

@@ -24,7 +24,7 @@ from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
 from hearth.plan.value_formats import ValueFormatName
 from tools.bench.experiment import Context, Experiment
-from tools.bench.findings import findings_summary
+from tools.bench.findings import summarise
 from tools.bench.graph_findings import TARGET_GAIN, of_pipelines, of_placements, predicts_gain, served_table
 from tools.bench.graph_home import GraphHome, Served
 from tools.bench.homes import agents, hub_scenario, on_quietest_core
@@ -91,7 +91,7 @@ class GraphThroughput(_Graphs):
         target = TARGET_GAIN if self.devices == _TARGET_DEVICES else None
         findings = of_pipelines(one, pipelines, target) if pipelines else []
         table = served_table(f"{self.model}; seconds for each answer at full load", rows)
-        return findings_summary(self._title(), findings, table)
+        return summarise(self._title(), findings, table)
 
 
 class GraphLatency(_Graphs):
@@ -127,7 +127,7 @@ class GraphLatency(_Graphs):
     def summary(self, rows: Sequence[Served]) -> Summary:
         groups = [[row for row in rows if row.mbit == mbit] for mbit in dict.fromkeys(row.mbit for row in rows)]
         table = served_table(f"two_branch of width {self.branch_width}; seconds of one request alone", rows)
-        return findings_summary(self._title(), of_placements([group for group in groups if len(group) >= 3]), table)
+        return summarise(self._title(), of_placements([group for group in groups if len(group) >= 3]), table)
 
 
 def repriced_seconds(spec: GraphSpec, plan: GraphPlan, mbit: float) -> float:

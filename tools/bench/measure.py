@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -124,6 +124,8 @@ def emulated(scenario: Scenario, folder: Path, real_mbit: bool, tree: Path | Non
 class Bench:
     """A testbed with runners that are reused for many settings. A context manager."""
 
+    _gloo: GlooRunners  # if the baseline is wanted
+
     def __init__(
         self, scenario: Scenario, folder: Path, models: Models, report: Report, real_mbit: bool, gloo: bool
     ) -> None:
@@ -141,8 +143,7 @@ class Bench:
             self._testbed = stack.enter_context(emulated(self.scenario, folder, self._real_mbit))
             self._engine: EngineRunners = stack.enter_context(EngineRunners(self._testbed, names, all_busy=True))
             self._profiles = Profiles(self.scenario, self._testbed, self._engine, self._report)
-            self._gloo: GlooRunners | None = None
-            if self._wants_gloo and len(names) > 1:
+            if self._wants_gloo:
                 self._gloo = stack.enter_context(GlooRunners(self._testbed, names))
             self._stack = stack.pop_all()
         return self
@@ -166,7 +167,7 @@ class Bench:
             for key in one.keys:
                 self._engine.unload(key)
             if any(steps.plan is None for steps in one.distinct):
-                self._gloo_runners.unload()
+                self._gloo.unload()
         return [self._row(entry, one, load) for one in prepared for entry in one.setting.entries]
 
     def _prepare(self, setting: Setting, prefix: str) -> _Prepared:
@@ -198,8 +199,8 @@ class Bench:
                 self._load(steps.key, plan, model, entry, setting)
                 prepared.keys.append(steps.key)
             else:
-                self._gloo_runners.join(names)
-                self._gloo_runners.load(model)
+                self._gloo.join(names)
+                self._gloo.load(model)
         return prepared
 
     # ---- before the rounds ----------------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ class Bench:
             share = plan.body.model_copy(update={"overlap": True, "exact_links": ()}).model_dump_json()
             for rank, device in enumerate(plan.devices):
                 shares[rank, share] = device.memory.weights + device.memory.embeddings
-        checkpoint = sum(ref.num_bytes for ref in model.refs) if self._gloo is not None else 0
+        checkpoint = sum(ref.num_bytes for ref in model.refs) if self._wants_gloo else 0
         wanted = sum(shares.values()) + checkpoint + _RESERVE_BYTES
         there = psutil.virtual_memory().available
         if wanted > there:
@@ -287,18 +288,13 @@ class Bench:
 
     def _step(self, run: _Steps) -> Sample:
         if run.plan is None:
-            return self._gloo_runners.run(run.seq_len, run.entry.wire)
+            return self._gloo.run(run.seq_len, run.entry.wire)
         return self._engine.run(run.key, run.seq_len)
 
     def _traced(self, run: _Steps) -> list[Sample]:
         if run.plan is None:
             return run.samples[-1:]
         return [self._engine.run(run.key, run.seq_len, True) for _ in range(_TRACED_STEPS)]
-
-    @property
-    def _gloo_runners(self) -> GlooRunners:
-        assert self._gloo is not None
-        return self._gloo
 
     # ---- after the rounds -----------------------------------------------------------------------------------------
 
@@ -315,10 +311,7 @@ class Bench:
             seq_len=setting.seq_len,
             mbit=mbit,
             paper_mbit=None if mbit is None or self._real_mbit else mbit * PAPER_MBIT / self._testbed.link_scale,
-            strategy=entry.strategy,
-            wire=entry.wire,
-            lz4=entry.lz4,
-            encrypted=entry.encrypt,
+            **asdict(entry),
             notes=tuple(prepared.notes[entry]),
         )
         if entry not in prepared.steps:
@@ -329,10 +322,7 @@ class Bench:
         """What was measured of an entry, with the notes on it."""
         run = prepared.steps[entry]
         plan, seconds, traced = run.plan, [sample.seconds for sample in run.samples], run.traced[-1]
-        values: dict[str, object] = {
-            "seconds": seconds, "sent_bytes": traced.sent_bytes, "steal_share": load.steal_share,
-            "foreign_share": load.foreign_share,
-        }  # fmt: skip
+        values: dict[str, object] = {"seconds": seconds, "sent_bytes": traced.sent_bytes}
         notes = list(prepared.notes[entry])
         if plan is not None:
             rates = [self._rate(device.name, prepared.setting.mbit) for device in plan.devices]

@@ -27,17 +27,7 @@ from hearth.plan.transformer import Strategy
 from hearth.platform.units import format_bytes, format_rate, format_seconds
 from hearth.wire.messages import ChunkRef
 from tools.bench.experiment import Context, Experiment
-from tools.bench.findings import (
-    BYTES,
-    PERCENT,
-    RATIO,
-    Finding,
-    at_least,
-    at_most,
-    equal,
-    findings_summary,
-    without_target,
-)
+from tools.bench.findings import BYTES, PERCENT, RATIO, Finding, at_least, at_most, equal, summarise, without_target
 from tools.bench.homes import Model, agent_names, agents, decoder_directory, hub_scenario
 from tools.bench.processes import HubProcess
 from tools.bench.profiles import Report
@@ -78,7 +68,7 @@ class Push(Experiment):
                 yield from _Pushes(self, testbed, pusher, model_dir, context.report).measure()
 
     def summary(self, rows: Sequence[Finding]) -> Summary:
-        return findings_summary(f"{self.devices} devices, {self.mbit:g} Mbit/s", rows)
+        return summarise(f"{self.devices} devices, {self.mbit:g} Mbit/s", rows)
 
 
 class _Pushed(NamedTuple):

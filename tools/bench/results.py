@@ -6,7 +6,6 @@ import datetime
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -144,8 +143,7 @@ def commit() -> str:
 def machine() -> str:
     """The processor, its cores as this machine sees them, and the versions that matter for speed."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    python = ".".join(map(str, sys.version_info[:3]))
-    return f"{model}, {os.cpu_count()} cores, Python {python}, torch {version('torch')}, onnxruntime {version('onnxruntime')}"
+    processors = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "onnxruntime"))
+    processor = processors[0] if processors else platform.machine()
+    return f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}, {libraries}"

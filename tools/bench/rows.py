@@ -29,7 +29,7 @@ class Row(BaseModel):
     strategy: Name
     wire: ValueFormatName
     lz4: Lz4 = "auto"
-    encrypted: bool = True
+    encrypt: bool = True
     seconds: tuple[float, ...] = ()  # of one step, by round
     bound_seconds: float | None = None  # see `bound`
     predicted_seconds: float | None = None  # by the planner, before the run
@@ -39,8 +39,6 @@ class Row(BaseModel):
     raw_bytes: int = 0  # the same values as float32
     lz4_saved_bytes: int = 0
     plan: str | None = None  # strategy and devices, as planned
-    steal_share: float | None = None
-    foreign_share: float | None = None
     trusted: bool = True
     wrong: bool = False
     notes: tuple[str, ...] = ()
@@ -58,7 +56,7 @@ class Row(BaseModel):
     @property
     def label(self) -> str:
         """Strategy, wire format and other settings that distinguish the row."""
-        return Entry(self.strategy, self.wire, self.lz4, self.encrypted).label
+        return Entry(self.strategy, self.wire, self.lz4, self.encrypt).label
 
     @property
     def setting(self) -> str:
