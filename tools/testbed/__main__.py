@@ -215,9 +215,9 @@ def _whose(running: Running) -> str:
 
 
 def _say_next(testbed: Testbed, serves: bool) -> None:
-    first = "status` until it says serving" if serves else "plan MODEL`"
+    run, serving = f"{_COMMAND} run -- hearth", "status` until it says serving" if serves else "plan MODEL`"
     link = f"{_COMMAND} link {testbed.scenario.devices[-1].name} --mbit 20"
-    out.print(f"\nnext: `{_COMMAND} run -- hearth {first}, `{link}`, `{_COMMAND} down`", soft_wrap=True)
+    out.print(f"\nnext: `{run} devices`, `{run} {serving}, `{link}`, `{_COMMAND} down`", soft_wrap=True)
     out.print(f"[dim]logs: {testbed.folder}[/]", soft_wrap=True)
 
 
