@@ -20,9 +20,8 @@ HEARTBEAT_TIMEOUT_SECONDS = 0.75  # of one heartbeat: several attempts fit befor
 SUSPECT_SECONDS = 1.5  # without an answer; Wi-Fi often loses a second, so a suspect device is still used
 DEAD_SECONDS = 3.0  # without an answer: too long for a short loss of Wi-Fi
 LEASE_SECONDS = 5.0  # ten heartbeats; a second coordinator waits at most this long for the lease of a dead one
-LEASE_CHECK_SECONDS = (
-    1.0  # interval at which an agent looks for expired leases; a worker outlives its lease by at most this
-)
+# Interval at which an agent looks for expired leases; a worker outlives its lease by at most this.
+LEASE_CHECK_SECONDS = 1.0
 
 # Added by the coordinator to a timeout that it sends along with a request.
 REPLY_MARGIN_SECONDS = 10.0  # long enough for a round trip over bad Wi-Fi, and for a busy event loop at both ends
@@ -30,18 +29,16 @@ GRAPH_REPLY_MARGIN_SECONDS = 5.0  # requests to an ONNX graph: shorter, since us
 
 # Start of a worker. Importing torch takes 20 s from a Raspberry Pi's SD card; reading a large shard adds to that.
 WORKER_LOAD_SECONDS = 300.0  # the agent waits for its worker to start and load
-LOAD_SECONDS = (
-    WORKER_LOAD_SECONDS + 20.0
-)  # the coordinator waits for `Load`; the agent also verifies the chunks' hashes
+# The coordinator waits for `Load`; the agent also verifies the chunks' hashes.
+LOAD_SECONDS = WORKER_LOAD_SECONDS + 20.0
 WORKER_CONNECT_SECONDS = 30.0  # the agent waits for its worker's `ConnectPeers`, and a worker for the keys of its peers
 CONNECT_SECONDS = WORKER_CONNECT_SECONDS + 5.0  # the coordinator waits for `ConnectPeers`
 
 # One peer fetches chunks from another, or measures the link to it, while the other one's link port admits it.
 LINK_OPEN_MARGIN_SECONDS = 5.0  # the port stays open for longer than the request may take
 MAX_LINK_OPEN_SECONDS = 60.0  # limit of the protocol for one grant
-FETCH_SECONDS = (
-    MAX_LINK_OPEN_SECONDS - LINK_OPEN_MARGIN_SECONDS
-)  # one batch of chunks; missing ones come from elsewhere
+# One batch of chunks; missing ones come from elsewhere.
+FETCH_SECONDS = MAX_LINK_OPEN_SECONDS - LINK_OPEN_MARGIN_SECONDS
 
 
 def agent_run_seconds(timeout_seconds: float) -> float:

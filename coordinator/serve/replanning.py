@@ -26,9 +26,8 @@ from hearth.errors import DeviceLost
 from hearth.plan.plan import Plan
 from hearth.platform.units import format_seconds
 
-_POLL_SECONDS = (
-    1.0  # interval at which to check for reasons to plan again; short compared with the pauses between plans
-)
+# Interval at which to check for reasons to plan again; short compared with the pauses between plans.
+_POLL_SECONDS = 1.0
 _MAX_LINK_PAUSE_SECONDS = 5.0  # requests wait at most this long while two links are measured, which takes about 2 s
 
 

@@ -14,9 +14,8 @@ from typing import NamedTuple
 # balances devices better.
 COLUMN_GRAIN = 64  # MLP columns; a multiple of the 32 inputs that share a scale in int4
 VOCABULARY_GRAIN = 1024  # vocabulary rows; some dozens of chunks for a vocabulary of 32,000 tokens
-ROW_GRAIN = (
-    4  # sequence rows, which are split in every step and not stored; GEMM kernels process them in groups of this size
-)
+# Sequence rows, which are split in every step and not stored; GEMM kernels process them in groups of this size.
+ROW_GRAIN = 4
 _GRAINS_PER_RANK = 8  # with fewer grains per rank, rounding to grains costs more balance than it gains speed
 
 

@@ -93,9 +93,8 @@ def suspicious_point(measured: Mapping[int, float]) -> int | None:
     return worst if excess(worst) > _SUSPICIOUS_EXCESS else None
 
 
-_SUSPICIOUS_EXCESS = (
-    0.15  # relative distance above the line; well above `_MAX_LINE_MISFIT`, which kernels reach undisturbed
-)
+# Relative distance above the line; well above `_MAX_LINE_MISFIT`, which kernels reach undisturbed.
+_SUSPICIOUS_EXCESS = 0.15
 
 
 def _relative_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

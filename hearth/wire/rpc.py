@@ -47,9 +47,8 @@ _CHILD_RECONNECT_MS = 20  # short, because a child process that was just started
 # Close a stream whose caller has not drained its socket buffer for this long: a client may pause, but a request must not occupy
 # the devices for a client that reads no more.
 _STALLED_SECONDS = 30.0
-_STALLED_POLL_SECONDS = (
-    0.05  # interval of the attempts to send to such a caller: short compared with a pause of a reader
-)
+# Interval of the attempts to send to such a caller: short compared with a pause of a reader.
+_STALLED_POLL_SECONDS = 0.05
 # The handshake failed: the server does not know our key, or its key is not the one we expect.
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,

@@ -31,9 +31,8 @@ log = logging.getLogger(__name__)
 
 
 MAX_TRACE_EVENTS = 16_000  # as many as fit into one message
-_RECEIVE_SLICE_SECONDS = (
-    0.5  # longest wait before a thread checks for the end and for deadlines; these are usually 5 s away
-)
+# Longest wait before a thread checks for the end and for deadlines; these are usually 5 s away.
+_RECEIVE_SLICE_SECONDS = 0.5
 
 
 class OutgoingTensor(NamedTuple):

@@ -37,9 +37,8 @@ log = logging.getLogger(__name__)
 STEPS_AHEAD = 2
 _RECEIVE_SLICE_SECONDS = 0.5  # longest wait before the thread checks whether to stop, if closing did not wake it
 _INLINE_SLICE_SECONDS = 0.1  # longest wait before the compute thread checks whether the step was aborted
-_HANDOVER_SECONDS = (
-    0.005  # interval at which the compute thread tries to take over receiving: short compared with a step
-)
+# Interval at which the compute thread tries to take over receiving: short compared with a step.
+_HANDOVER_SECONDS = 0.005
 _CASTS = TorchCasts()
 
 
