@@ -279,6 +279,15 @@ class StoreFull(HearthError, scope="worker"):
     advice = "Free disk space on that device, or raise its --store-bytes."
 
 
+class StoreFailed(HearthError, scope="worker"):
+    """The disk of a device's store cannot be written or read."""
+
+    device: str
+    reason: str
+    summary = "The shard store of {device} cannot be used: {reason}."
+    advice = "Check that device's disk or SD card: it may be read-only or failing. Other devices serve meanwhile."
+
+
 class ChunkCorrupt(HearthError, scope="worker"):
     """The content of a chunk does not match its hash."""
 

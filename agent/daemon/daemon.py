@@ -24,7 +24,16 @@ from agent.daemon.links import LinkServer, fetch_chunks, measure_link
 from agent.daemon.store import ShardStore
 from agent.daemon.supervisor import WorkerProcess, run_child
 from agent.daemon.telemetry import TelemetryReader
-from hearth.errors import BadRequest, HearthError, LeaseLost, NotAuthorised, ProtocolMismatch, StepFailed, WorkerDied
+from hearth.errors import (
+    BadRequest,
+    ChunkCorrupt,
+    HearthError,
+    LeaseLost,
+    NotAuthorised,
+    ProtocolMismatch,
+    StepFailed,
+    WorkerDied,
+)
 from hearth.protocol import LEASE_CHECK_SECONDS, PROTOCOL_VERSION
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response
@@ -97,7 +106,7 @@ class AgentDaemon:
             case wire.Profile():
                 return await self._profile(message, payload)
             case wire.FindMissing():
-                return wire.ChunksMissing(hashes=self._store.missing(message.hashes))
+                return wire.ChunksMissing(hashes=await self._missing_chunks(message))
             case wire.PutChunk():
                 if len(payload) != 1:
                     raise BadRequest(reason=f"a chunk is one frame, not {len(payload)}")
@@ -188,6 +197,13 @@ class AgentDaemon:
             ),
         )
 
+    async def _missing_chunks(self, message: wire.FindMissing) -> tuple[str, ...]:
+        missing = self._store.missing(message.hashes)
+        if message.verify:
+            present = set(message.hashes).difference(missing)
+            missing += await asyncio.to_thread(self._store.verify, present)
+        return missing
+
     # ---- measurements ---------------------------------------------------------------------------------------------
 
     async def _profile(self, message: wire.Profile, payload: Sequence[Any]) -> wire.Message:
@@ -230,8 +246,9 @@ class AgentDaemon:
             await self._stop_worker(deployment)
             self._last_epochs[deployment] = plan.epoch
             self._store.pin(deployment, message.parts.hashes)
-            for chunk in message.parts.hashes:
-                await asyncio.to_thread(self._store.verify, chunk)
+            if damaged := await asyncio.to_thread(self._store.verify, message.parts.hashes):
+                more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+                raise ChunkCorrupt(chunk=f"{damaged[0][:12]}{more}", where=f"the disk of {self.name}")
             worker = self._workers[deployment] = WorkerProcess(self._context, self.name)
             return await worker.start(start)
 

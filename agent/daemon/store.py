@@ -12,10 +12,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from hearth.errors import ChunkCorrupt, ChunkMissing, StoreFull
+from hearth.errors import ChunkCorrupt, ChunkMissing, StoreFailed, StoreFull
 from hearth.files import PART_SUFFIX, write_atomically
 from hearth.transport.base import Buffer
 
@@ -24,13 +26,26 @@ log = logging.getLogger(__name__)
 _RESERVE_BYTES = 64 << 20  # kept free on the disk, so that logs and other programs can still write
 _PROFILE_PREFIX = "profile-"
 _CHUNK_NAME = re.compile(r"[0-9a-f]{64}")  # a SHA-256 in hex; other names could be paths
+# How long a chunk that was hashed counts as intact: a push and the load that follows hash it once. Much longer would let a
+# chunk that the disk damages meanwhile be served.
+_VERIFIED_SECONDS = 60.0
+_READ_BYTES = 1 << 20  # read at once while hashing: large enough that system calls cost little
+_HASH_THREADS = 4  # that hash chunks at the same time; more would only compete for the disk
+
+
+class _Verified(NamedTuple):
+    """When a chunk was found to be intact (monotonic seconds), and its file's change time and size then."""
+
+    at: float
+    changed_ns: int
+    num_bytes: int
 
 
 class ShardStore:
     """Chunks under `path`, in at most `max_bytes`. Thread-safe.
 
-    Each chunk's hash is checked once per run of the daemon. Files may be deleted while the daemon runs: their chunks are then
-    reported missing, and can be stored again.
+    Chunks are hashed before they are loaded, each time: a disk may damage them at any time. Files may be deleted while the
+    daemon runs: their chunks are then reported missing, and can be stored again.
     """
 
     def __init__(self, path: Path, max_bytes: int, device: str) -> None:
@@ -41,8 +56,9 @@ class ShardStore:
         self._sizes: dict[str, int] = {}  # bytes by chunk, least recently used first
         self._writing_bytes = 0  # of chunks being written, which are not in `_sizes` yet
         self._pinned: dict[str, frozenset[str]] = {}  # keyed by deployment
-        self._verified: set[str] = set()
-        path.mkdir(parents=True, exist_ok=True)
+        self._verified: dict[str, _Verified] = {}
+        with suppress(OSError):  # reading what is there needs no write access; writing raises StoreFailed
+            path.mkdir(parents=True, exist_ok=True)
         self._scan()
 
     @property
@@ -61,14 +77,20 @@ class ShardStore:
             return tuple(absent)
 
     def put(self, chunk: str, data: Buffer) -> None:
-        """Store a chunk. Raises ChunkCorrupt if it does not match its hash, StoreFull if there is no room."""
+        """Store a chunk.
+
+        Raises ChunkCorrupt if it does not match its hash, StoreFull if there is no room, StoreFailed if the disk fails.
+        """
         if hashlib.sha256(data).hexdigest() != chunk:
             raise ChunkCorrupt(chunk=chunk[:12], where=f"the way to {self._device}")
         with self._lock:
             if self._has_chunk(chunk):
                 self._mark_used(chunk)
                 return
-            self._make_room(len(data))
+            try:
+                self._make_room(len(data))
+            except OSError as error:
+                raise self._store_failed(error) from None
             self._writing_bytes += len(data)
         try:
             self._write(chunk, data)
@@ -79,7 +101,6 @@ class ShardStore:
         with self._lock:  # both at once: a chunk counted twice could evict another one
             self._writing_bytes -= len(data)
             self._sizes[chunk] = len(data)
-            self._verified.add(chunk)
 
     def _write(self, chunk: str, data: Buffer) -> None:
         """Write a chunk atomically. Runs without the lock, because concurrent writes are faster than sequential ones."""
@@ -89,24 +110,43 @@ class ShardStore:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 with self._lock:
                     raise self._store_full(len(data)) from None
-            raise
+            raise self._store_failed(error) from None
 
-    def verify(self, chunk: str) -> None:
-        """Check a chunk's hash, once per run. Raises ChunkMissing, or ChunkCorrupt after deleting the chunk."""
-        path = self.path_of(chunk)
-        if chunk in self._verified:
-            return
+    def verify(self, hashes: Iterable[str]) -> tuple[str, ...]:
+        """Hash these chunks as they are on the disk; delete and return the damaged ones. Raises ChunkMissing.
+
+        A chunk that was hashed less than a minute ago, and whose file is unchanged, is not hashed again.
+        """
+        paths = {chunk: self.path_of(chunk) for chunk in hashes}
+        with ThreadPoolExecutor(_HASH_THREADS) as pool:
+            intact = pool.map(self._is_intact, paths.keys(), paths.values())
+            damaged = tuple(chunk for chunk, good in zip(paths, intact, strict=True) if not good)
+        with self._lock:
+            for chunk in damaged:
+                log.warning("the chunk %s is damaged on the disk and was discarded", chunk[:12])
+                self._forget(chunk)
+                with suppress(OSError):  # read-only: the chunk is forgotten, and stored again once that is possible
+                    paths[chunk].unlink(missing_ok=True)
+        return damaged
+
+    def _is_intact(self, chunk: str, path: Path) -> bool:
         try:
-            intact = hashlib.sha256(path.read_bytes()).hexdigest() == chunk
+            status = path.stat()
+            known = self._verified.get(chunk)
+            now = time.monotonic()
+            if (
+                known is not None
+                and known[1:] == (status.st_mtime_ns, status.st_size)
+                and now < known.at + _VERIFIED_SECONDS
+            ):
+                return True
+            if _file_hash(path) != chunk:
+                return False
         except OSError as error:
             log.warning("%s cannot be read: %s", path, error)
-            intact = False
-        with self._lock:
-            if not intact:
-                self._forget(chunk)
-                path.unlink(missing_ok=True)
-                raise ChunkCorrupt(chunk=chunk[:12], where=f"the disk of {self._device}")
-            self._verified.add(chunk)
+            return False
+        self._verified[chunk] = _Verified(now, status.st_mtime_ns, status.st_size)
+        return True
 
     def path_of(self, chunk: str) -> Path:
         """The path of a chunk's file; counts as use. Raises ChunkMissing."""
@@ -135,9 +175,15 @@ class ShardStore:
             self._pinned.pop(deployment, None)
 
     def scratch_folder(self) -> tempfile.TemporaryDirectory[str]:
-        """A temporary folder for large files on the store's disk: the system's temporary folder may be in memory."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(prefix=_PROFILE_PREFIX, dir=self.path)
+        """A temporary folder for large files on the store's disk: the system's temporary folder may be in memory.
+
+        Raises StoreFailed.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return tempfile.TemporaryDirectory(prefix=_PROFILE_PREFIX, dir=self.path)
+        except OSError as error:
+            raise self._store_failed(error) from None
 
     def _file(self, chunk: str) -> Path:
         return self.path / chunk[:2] / chunk
@@ -154,7 +200,7 @@ class ShardStore:
 
     def _forget(self, chunk: str) -> None:
         self._sizes.pop(chunk, None)
-        self._verified.discard(chunk)
+        self._verified.pop(chunk, None)
 
     def _mark_used(self, chunk: str) -> None:
         self._sizes[chunk] = self._sizes.pop(chunk)
@@ -187,6 +233,9 @@ class ShardStore:
         free = min(self._max_bytes - pinned_bytes, max(self._disk_free() - _RESERVE_BYTES, 0))
         return StoreFull(device=self._device, needed_bytes=num_bytes, free_bytes=max(free, 0))
 
+    def _store_failed(self, error: OSError) -> StoreFailed:
+        return StoreFailed(device=self._device, reason=error.strerror or str(error))
+
     def _disk_free(self) -> int:
         return shutil.disk_usage(self.path).free
 
@@ -194,13 +243,20 @@ class ShardStore:
         """Find the chunks of earlier runs, ordered by their last deployment, and remove unfinished files."""
         for folder in self.path.glob(f"{_PROFILE_PREFIX}*"):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in self.path.glob(f"*{PART_SUFFIX}"):
-            file.unlink(missing_ok=True)
         chunks = []
-        for file in self.path.glob("??/*"):
+        for file in (*self.path.glob(f"*{PART_SUFFIX}"), *self.path.glob("??/*")):
             if file.name.endswith(PART_SUFFIX):
-                file.unlink(missing_ok=True)
+                with suppress(OSError):  # read-only: the file stays until the next start
+                    file.unlink(missing_ok=True)
             elif _CHUNK_NAME.fullmatch(file.name) and file == self._file(file.name) and file.is_file():
                 status = file.stat()
                 chunks.append((status.st_atime_ns, file.name, status.st_size))
         self._sizes = {name: size for _, name, size in sorted(chunks)}
+
+
+def _file_hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()

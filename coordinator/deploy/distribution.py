@@ -28,6 +28,8 @@ PushProgress = Callable[[str, int, int], None]  # device name, bytes received, b
 _DEVICE_WINDOW_BYTES = 8 << 20
 _TOTAL_WINDOW_BYTES = 32 << 20
 _CHUNK_SECONDS = 120.0  # timeout for sending one chunk: the largest, 64 MiB, needs 5 Mbit/s
+_FIND_SECONDS = 10.0  # timeout of asking which chunks a device lacks: longer than a busy agent takes to answer
+_MIN_DISK_BYTES_PER_SECOND = 10e6  # added to that timeout, for hashing the chunks: a quarter of what an SD card reads
 # Bytes that a device fetches from another in one request, computed from the rate of the last batch.
 _MIN_BATCH_BYTES = 4 << 20
 _MAX_BATCH_BYTES = 32 << 20
@@ -75,7 +77,9 @@ class Distribution:
         )
 
     async def _lacking_chunks(self, device: str, chunks: Sequence[Chunk]) -> list[Chunk]:
-        missing = await self._missing_hashes(device, [chunk.hash for chunk in chunks])
+        """Those that the device lacks, or holds damaged: they are found and replaced in one round."""
+        seconds = _FIND_SECONDS + sum(chunk.num_bytes for chunk in chunks) / _MIN_DISK_BYTES_PER_SECOND
+        missing = await self._missing_hashes(device, [chunk.hash for chunk in chunks], verify=True, seconds=seconds)
         return [chunk for chunk in chunks if chunk.hash in missing]
 
     async def _held_hashes(self, hashes: set[str]) -> dict[str, set[str]]:
@@ -93,9 +97,11 @@ class Distribution:
         held = dict(zip(devices, await asyncio.gather(*map(held_by, devices)), strict=True))
         return {device: found_hashes for device, found_hashes in held.items() if found_hashes}
 
-    async def _missing_hashes(self, device: str, hashes: Sequence[str]) -> set[str]:
-        request = FindMissing(holder=self._fleet.holder, hashes=tuple(hashes))
-        return set((await self._fleet.ask(device, request, ChunksMissing)).hashes)
+    async def _missing_hashes(
+        self, device: str, hashes: Sequence[str], verify: bool = False, seconds: float = _FIND_SECONDS
+    ) -> set[str]:
+        request = FindMissing(holder=self._fleet.holder, hashes=tuple(hashes), verify=verify)
+        return set((await self._fleet.ask(device, request, ChunksMissing, timeout_seconds=seconds)).hashes)
 
     def _notify_change(self) -> None:
         """Wake the tasks that wait for a change."""

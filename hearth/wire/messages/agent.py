@@ -230,9 +230,13 @@ class ChunkRef(WireModel):
 
 
 class FindMissing(Command):
-    """Ask which of these chunks the agent's store lacks. The answer is `ChunksMissing`."""
+    """Ask which of these chunks the agent's store lacks. The answer is `ChunksMissing`.
+
+    With `verify`, the agent hashes the chunks that it has; damaged ones are discarded and count as missing.
+    """
 
     hashes: tuple[Hash, ...] = Field(max_length=50_000)
+    verify: bool = False
 
 
 class ChunksMissing(Message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from agent.daemon.store import ShardStore
 from hearth.errors import (
     ChunkCorrupt,
     ChunkMissing,
+    StoreFailed,
     StoreFull,
 )
 
@@ -33,11 +35,11 @@ def test_externally_deleted_chunks_can_be_stored_again(tmp_path: Path) -> None:
     store.put(name, data)
     shutil.rmtree(store.path)
     with pytest.raises(ChunkMissing):
-        store.verify(name)
+        store.verify([name])
     assert store.missing([name]) == (name,)
     assert store.total_bytes == 0
     store.put(name, data)
-    store.verify(name)
+    assert store.verify([name]) == ()
     assert store.path_of(name).read_bytes() == data
 
 
@@ -100,7 +102,7 @@ def test_restart_keeps_complete_chunks_and_removes_partial_ones(tmp_path: Path) 
     (tmp_path / name[:2] / f"{name}.abcd.part").write_bytes(b"half")
     again = ShardStore(tmp_path, 1000, "d")
     assert again.missing([name]) == ()
-    again.verify(name)
+    assert again.verify([name]) == ()
     assert again.path_of(name).read_bytes() == data
     assert not list(tmp_path.glob("*/*.part"))
     with pytest.raises(ChunkMissing):
@@ -116,8 +118,7 @@ def test_chunk_that_does_not_match_its_hash_is_rejected(tmp_path: Path) -> None:
     store.put(name, data)
     store.path_of(name).write_bytes(b"x" * len(data))
     again = ShardStore(tmp_path, 1000, "d")
-    with pytest.raises(ChunkCorrupt):
-        again.verify(name)
+    assert again.verify([name]) == (name,)
     assert again.missing([name]) == (name,)
 
 
@@ -176,3 +177,54 @@ def test_eviction_is_least_recently_used(operations: list[tuple[bool, int]]) -> 
         names = [chunk(index)[0] for index in range(10)]
         assert set(names) - set(store.missing(names)) == set(model)
         assert store.total_bytes == 100 * len(model)
+
+
+def test_chunks_that_the_disk_damages_later_are_all_found_at_once(tmp_path: Path) -> None:
+    store = ShardStore(tmp_path, 10_000, "d")
+    chunks = [chunk(index) for index in range(6)]
+    for each in chunks:
+        store.put(*each)
+    names = [name for name, _ in chunks]
+    assert store.verify(names) == ()
+    for name in names[1:4]:
+        store.path_of(name).write_bytes(b"rot")
+    assert store.verify(names) == tuple(names[1:4])
+    assert store.missing(names) == tuple(names[1:4])
+
+
+def test_rot_that_leaves_the_file_times_alone_is_found_once_the_last_check_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ShardStore(tmp_path, 10_000, "d")
+    name, data = chunk(1)
+    store.put(name, data)
+    assert store.verify([name]) == ()
+    path = store.path_of(name)
+    times = path.stat()
+    path.write_bytes(b"x" * len(data))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    later = time.monotonic() + 61
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert store.verify([name]) == (name,)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a read-only file system needs root")
+def test_read_only_store_is_read_and_says_why_it_takes_no_chunk(tmp_path: Path) -> None:
+    folder = tmp_path / "mount"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(folder)], check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        store = ShardStore(folder / "store", 10_000, "kitchen")
+        store.put(*chunk(1))
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        again = ShardStore(folder / "store", 10_000, "kitchen")
+        for each in (store, again):
+            assert each.verify([chunk(1)[0]]) == ()
+            each.pin("default", [chunk(1)[0]])
+            with pytest.raises(StoreFailed, match="kitchen cannot be used: Read-only file system"):
+                each.put(*chunk(2))
+            with pytest.raises(StoreFailed):
+                each.scratch_folder()
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
