@@ -34,6 +34,7 @@ from hearth.errors import (
     StepFailed,
     WorkerDied,
 )
+from hearth.platform.asyncio_tools import loop_time
 from hearth.protocol import LEASE_CHECK_SECONDS, PROTOCOL_VERSION
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response
@@ -86,7 +87,7 @@ class AgentDaemon:
         if caller.public_key != self._coordinator_public_key:
             raise NotAuthorised(role="admin", action=f"send {type(message).__name__} to an agent")
         if isinstance(message, wire.Command) and not isinstance(message, wire.AcquireLease):
-            require_lease(self._leases.get(message.deployment), self.name, message.holder, time.monotonic())
+            require_lease(self._leases.get(message.deployment), self.name, message.holder, loop_time())
         return await self._execute(message, payload)
 
     async def _execute(self, message: wire.Message, payload: Sequence[Any]) -> Response:
@@ -158,12 +159,12 @@ class AgentDaemon:
     # ---- leases ---------------------------------------------------------------------------------------------------
 
     def _is_live(self, lease: Lease) -> bool:
-        return time.monotonic() < lease.expires
+        return loop_time() < lease.expires
 
     async def _acquire_lease(self, message: wire.AcquireLease) -> wire.Message:
         previous = self._leases.get(message.deployment)
         self._leases[message.deployment] = acquire_lease(
-            previous, self.name, message.holder, message.holder_name, message.seconds, time.monotonic()
+            previous, self.name, message.holder, message.holder_name, message.seconds, loop_time()
         )
         if previous is not None and previous.holder != message.holder:
             await self._stop_worker(message.deployment)
@@ -174,7 +175,7 @@ class AgentDaemon:
         await self._stop_worker(deployment)
 
     def _heartbeat(self, message: wire.Heartbeat) -> wire.Message:
-        now = time.monotonic()
+        now = loop_time()
         live = {
             name: lease
             for name, lease in self._leases.items()

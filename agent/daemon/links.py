@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import statistics
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -19,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from hearth.errors import ChunkCorrupt, HearthError, WrongKey
-from hearth.platform.asyncio_tools import all_or_first_error
+from hearth.platform.asyncio_tools import all_or_first_error, loop_time
 from hearth.platform.security import Access, Gatekeeper, KeyPair
 from hearth.transport.base import Buffer
 from hearth.wire.messages import Done, FetchChunks, GetChunk, LinkMeasured, MeasureLink, Message, OpenLinkProbe
@@ -57,12 +56,12 @@ class LinkServer(RpcServer):
 
     def open(self, request: OpenLinkProbe) -> None:
         """Admit a peer for the requested time."""
-        now = time.monotonic()
+        now = loop_time()
         self._open_until = {key: end for key, end in self._open_until.items() if end > now}
         self._open_until[request.peer_public_key] = now + request.seconds
 
     def _admits(self, public_key: str) -> bool:
-        return time.monotonic() < self._open_until.get(public_key, 0.0)
+        return loop_time() < self._open_until.get(public_key, 0.0)
 
     async def _answer(self, caller: Caller, message: Message, payload: object) -> Message | Reply:
         if not self._admits(caller.public_key):
@@ -81,12 +80,12 @@ async def fetch_chunks(
     """
     missing: list[str] = []
     in_flight = asyncio.Semaphore(_CHUNKS_IN_FLIGHT)
-    deadline = time.monotonic() + request.seconds
+    deadline = loop_time() + request.seconds
     async with _link_client(request, own_keypair) as client:
 
         async def fetch(chunk: str) -> None:
             async with in_flight:
-                remaining = max(deadline - time.monotonic(), 0.001)
+                remaining = max(deadline - loop_time(), 0.001)
                 try:
                     payload = (await client.call(GetChunk(hash=chunk), timeout_seconds=remaining)).payload
                 except HearthError as error:  # whatever the cause, this chunk did not arrive
@@ -127,12 +126,12 @@ async def _link_client(request: FetchChunks | MeasureLink, own_keypair: KeyPair)
 
 
 async def _measure_rate(client: RpcClient, request: MeasureLink) -> LinkMeasured:
-    deadline = time.monotonic() + request.max_seconds
+    deadline = loop_time() + request.max_seconds
 
     async def burst(num_frames: int) -> float:
-        start = time.perf_counter()
+        start = loop_time()
         await client.call(Done(), [frame] * num_frames, timeout_seconds=request.max_seconds + _BURST_MARGIN_SECONDS)
-        return time.perf_counter() - start
+        return loop_time() - start
 
     frame = os.urandom(_FRAME_BYTES)  # random, so that compression on the link does not change the measured rate
     await burst(0)  # the handshake
@@ -148,7 +147,7 @@ async def _measure_rate(client: RpcClient, request: MeasureLink) -> LinkMeasured
         last = rates[-_AGREEING_BURSTS:]
         stable = len(last) == _AGREEING_BURSTS and max(last) - min(last) <= _RATE_TOLERANCE * max(last)
         next_bytes = num_frames * _FRAME_BYTES
-        if stable or time.monotonic() + seconds > deadline or sent + next_bytes > request.max_bytes:
+        if stable or loop_time() + seconds > deadline or sent + next_bytes > request.max_bytes:
             break
         if seconds < _MIN_BURST_SECONDS:
             num_frames = min(num_frames * 2, _MAX_FRAMES_PER_BURST)

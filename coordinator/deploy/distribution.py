@@ -7,7 +7,6 @@ Chunks that a device already stores are not sent again, so an interrupted push r
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from itertools import product
 from coordinator.deploy.chunk_scheduler import Chunk, ChunkScheduler
 from coordinator.devices.fleet import Fleet, ask_with_listener
 from hearth.errors import HearthError
-from hearth.platform.asyncio_tools import all_or_first_error, cancel_all
+from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time
 from hearth.protocol import FETCH_SECONDS
 from hearth.wire.messages import ChunksFetched, ChunksMissing, FetchChunks, FindMissing, PutChunk
 from hearth.wire.rpc import RpcClient
@@ -167,9 +166,9 @@ class Distribution:
             if not batch:
                 await self._changed.wait()
                 continue
-            began = time.monotonic()
+            began = loop_time()
             missing = await self._fetch(source, target, batch)
-            seconds = time.monotonic() - began
+            seconds = loop_time() - began
             received = [chunk for chunk in batch if chunk.hash not in missing]
             self._record_received(source, target, received)
             if missing:

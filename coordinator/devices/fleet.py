@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from hearth.errors import (
     LeaseLost,
     Unreachable,
 )
-from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers
 from hearth.platform.security import Access, fingerprint
 from hearth.protocol import LEASE_SECONDS, LINK_OPEN_MARGIN_SECONDS, REPLY_MARGIN_SECONDS
@@ -80,7 +80,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._by_device: dict[str, _Connection] = {}
         self._refusals: dict[tuple[str, int], HearthError] = {}  # by address, until that agent is accepted
         self._browser: Browser | None = None
-        self._last_joined = time.monotonic()
+        self._last_joined = -math.inf  # loop time
 
     async def __aenter__(self) -> Fleet:
         if self._browse:
@@ -123,13 +123,13 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return [*(device.info() for device in registry.sorted_by_name(self.devices.values())), *refused]
 
     def usable(self) -> list[Device]:
-        return registry.usable(list(self.devices.values()), time.monotonic())
+        return registry.usable(list(self.devices.values()), loop_time())
 
     async def settle(self, quiet_seconds: float, min_devices: int, timeout_seconds: float) -> list[Device]:
         """Wait until `min_devices` are usable and none joined for `quiet_seconds`, at most `timeout_seconds`."""
-        began = time.monotonic()
-        while time.monotonic() - began < timeout_seconds:
-            quiet_for = time.monotonic() - max(self._last_joined, began)
+        began = loop_time()
+        while loop_time() - began < timeout_seconds:
+            quiet_for = loop_time() - max(self._last_joined, began)
             if len(self.usable()) >= min_devices and quiet_for >= quiet_seconds:
                 break
             await asyncio.sleep(_SETTLE_POLL_SECONDS)
@@ -199,7 +199,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     def quarantine(self, device_id: str) -> None:
         """Quarantine a device whose worker died: leave it out of plans for a while."""
         if device_id in self.devices:
-            self.devices[device_id] = registry.after_worker_death(self.devices[device_id], time.monotonic())
+            self.devices[device_id] = registry.after_worker_death(self.devices[device_id], loop_time())
 
     # ---- one agent ------------------------------------------------------------------------------------------------
 
@@ -239,14 +239,14 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self.devices[welcome.device_id] = Device(
             welcome,
             *connection.address,
-            last_seen=time.monotonic(),
+            last_seen=loop_time(),
             telemetry=await _ask(connection.client, wire.GetTelemetry(), wire.Telemetry),
             quarantined_until=previous.quarantined_until if previous else 0.0,
         )
         if self._lease_name is not None:
             await self._acquire_lease(connection, welcome.device_id)
         self._refusals.pop(connection.address, None)
-        self._last_joined = time.monotonic()
+        self._last_joined = loop_time()
         self._on_change(self.devices[welcome.device_id])
 
     async def _acquire_lease(self, connection: _Connection, device_id: str) -> bool:
@@ -262,13 +262,13 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def _send_heartbeats(self, connection: _Connection, device_id: str) -> None:
         """Send heartbeats until the device is dead. Without a lease, read its telemetry instead."""
         while True:
-            pause_seconds, timeout_seconds = registry.next_heartbeat(self.devices[device_id], time.monotonic())
+            pause_seconds, timeout_seconds = registry.next_heartbeat(self.devices[device_id], loop_time())
             await asyncio.sleep(pause_seconds)
             device = self.devices[device_id]
             try:
                 if self._lease_name is None:
                     await _ask(connection.client, wire.GetTelemetry(), wire.Telemetry)
-                    self._update(device_id, last_seen=time.monotonic())
+                    self._update(device_id, last_seen=loop_time())
                 elif device.health == "busy":
                     if await self._acquire_lease(connection, device_id):
                         self._update(device_id, health="alive", reason="")
@@ -278,12 +278,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     )
                     if state.boot_id != device.welcome.boot_id:
                         return  # the agent restarted between two heartbeats: say hello again
-                    self._replace(registry.after_heartbeat(self.devices[device_id], state, time.monotonic()))
+                    self._replace(registry.after_heartbeat(self.devices[device_id], state, loop_time()))
             except LeaseLost:
                 if await self._acquire_lease(connection, device_id):
                     log.info("took the lease on %s again", device.name)
             except (Unreachable, ConnectionLost, DeadlineExceeded):
-                after = registry.after_missed_heartbeat(self.devices[device_id], time.monotonic())
+                after = registry.after_missed_heartbeat(self.devices[device_id], loop_time())
                 if after.health != device.health:
                     log.warning("%s is %s: %s", after.name, after.health, after.reason)
                 self._replace(after)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
 from coordinator.serve.transformer import TransformerKind
 from hearth.errors import BadPlan, DeviceLost, HearthError, NoDevices, NotServing, WorkerDied
 from hearth.plan.plan import Plan
-from hearth.platform.asyncio_tools import with_timeout
+from hearth.platform.asyncio_tools import loop_time, with_timeout
 from hearth.platform.units import format_bytes
 from hearth.wire.messages import PhaseEntered
 
@@ -48,7 +47,7 @@ class Controller:
         goal: Goal,
         plan: Plan | None,
         services: SharedServices,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = loop_time,
     ) -> None:
         self.name = name
         self.goal = goal
@@ -232,8 +231,8 @@ class Controller:
 
     async def _devices_available(self, plan: Plan) -> bool:
         needed = {device.device_id for device in plan.devices}
-        deadline = time.monotonic() + _WAIT_FOR_DEVICES_SECONDS
-        while time.monotonic() < deadline:
+        deadline = loop_time() + _WAIT_FOR_DEVICES_SECONDS
+        while loop_time() < deadline:
             usable = [device for device in self._services.fleet.usable() if device.device_id in needed]
             if len(usable) == len(needed):
                 links = await self._services.profiler.measure_links(usable)

@@ -1,4 +1,4 @@
-"""asyncio helpers for timeouts and groups of tasks; no task keeps running after its caller has returned."""
+"""asyncio helpers for time, timeouts and groups of tasks; no task keeps running after its caller has returned."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+
+
+def loop_time() -> float:
+    """Seconds of the running event loop's monotonic clock.
+
+    Code that waits on the loop reads the time here, so that a simulation with a virtual clock controls both.
+    """
+    return asyncio.get_running_loop().time()
 
 
 async def cancel_all(futures: Iterable[asyncio.Future[Any]]) -> None:
