@@ -23,7 +23,7 @@ from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadKey, HearthError
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import AGENT_SERVICE, advertised
-from hearth.platform.interfaces import choose_address
+from hearth.platform.interfaces import choose_address, current_address
 from hearth.platform.notify import Notifier
 from hearth.platform.security import HomeKey, asyncio_gatekeeper, derive_keypair, fingerprint, load_credential
 from hearth.wire.rpc import RpcServer
@@ -74,7 +74,9 @@ async def run_agent(settings: AgentSettings) -> None:
         if settings.advertise:
             own = fingerprint(agent_keys.public)
             await stack.enter_async_context(
-                advertised(AGENT_SERVICE, server.port, own, secrets.token_hex(8), [address])
+                advertised(
+                    AGENT_SERVICE, server.port, own, secrets.token_hex(8), lambda: [current_address(settings.interface)]
+                )
             )
         notifier = Notifier(os.environ)
         notifier.send("READY=1")

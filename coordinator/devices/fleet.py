@@ -84,7 +84,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def __aenter__(self) -> Fleet:
         if self._browse:
-            self._browser = Browser(AGENT_SERVICE, self._on_discovered, self._interfaces)
+            self._browser = Browser(AGENT_SERVICE, self._on_discovered, self._interfaces, follow_addresses=True)
             await self._browser.start()
         for host, port in self._static_addresses:
             self._connect(host, port)

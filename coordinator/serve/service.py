@@ -83,7 +83,9 @@ class Service:
             if self._settings.advertise:
                 own = fingerprint(self._keypair.public)
                 await stack.enter_async_context(
-                    advertised(COORDINATOR_SERVICE, server.port, own, secrets.token_hex(8), self._settings.interfaces)
+                    advertised(
+                        COORDINATOR_SERVICE, server.port, own, secrets.token_hex(8), lambda: self._settings.interfaces
+                    )
                 )
             await stack.enter_async_context(self._fleet)
             self._services.report(f"listening on port {server.port}")

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hearth.errors import BadSetting
 from hearth.platform.asyncio_tools import cancel_all
@@ -27,8 +28,15 @@ AGENT_SERVICE = "_hearth._tcp.local."
 COORDINATOR_SERVICE = "_hearth-coord._tcp.local."
 AGENT_PORT = 47800  # default TCP port of an agent
 
+# Interval at which local addresses are compared with those in use: a device that gets an address late, or another one, is
+# found again within seconds, and the comparison takes a few milliseconds.
+_ADDRESS_POLL_SECONDS = 5.0
 _RESOLVE_MS = 3000  # timeout of a query for a service's address; it is repeated at the next announcement
 _MAX_FIELD_BYTES = 64  # kept of one field of a record, whose sender is untrusted; Hearth's own fields are shorter
+
+
+# Returns the local addresses to use, None for all. May raise BadSetting while there is none.
+FindInterfaces: TypeAlias = "Callable[[], Sequence[str] | None]"
 
 
 class DiscoveredService(NamedTuple):
@@ -43,61 +51,144 @@ class DiscoveredService(NamedTuple):
 
 @asynccontextmanager
 async def advertised(
-    service: str, port: int, fingerprint: str, random_id: str, interfaces: Sequence[str] | None
+    service: str, port: int, fingerprint: str, random_id: str, find_interfaces: FindInterfaces
 ) -> AsyncIterator[None]:
     """Advertise one service for the duration of the block, then withdraw it.
 
-    `interfaces` are the local addresses that are used and advertised (None: all).
+    `find_interfaces` returns the local addresses that are used and advertised (None: all). It is called again every
+    `_ADDRESS_POLL_SECONDS`: the network may come up later than this program, and addresses change.
     """
-    from zeroconf.asyncio import AsyncServiceInfo
-
-    from hearth.platform.interfaces import all_addresses
-
-    info = AsyncServiceInfo(
-        service,
-        f"{random_id}.{service}",
-        port=port,
-        properties={"id": random_id, "v": str(PROTOCOL_VERSION), "fp": fingerprint},
-        server=f"{random_id}.local.",
-        parsed_addresses=list(interfaces or all_addresses()),
-    )
-    zeroconf = _open_zeroconf(interfaces)
-    await (await zeroconf.async_register_service(info, cooperating_responders=True))
+    record = _Record(service, port, fingerprint, random_id)
+    await record.publish(find_interfaces())
+    following = asyncio.create_task(record.follow(find_interfaces))
     try:
         yield
     finally:
-        await zeroconf.async_unregister_all_services()
-        await zeroconf.async_close()
+        await cancel_all([following])
+        await record.withdraw()
+
+
+class _Record:
+    """An advertised record."""
+
+    def __init__(self, service: str, port: int, fingerprint: str, random_id: str) -> None:
+        self._service = service
+        self._port = port
+        self._fingerprint = fingerprint
+        self._use_id(random_id)
+        self._zeroconf: AsyncZeroconf | None = None
+        self._addresses: list[str] = []
+
+    def _use_id(self, random_id: str) -> None:
+        self._random_id = random_id
+        self._properties = {"id": random_id, "v": str(PROTOCOL_VERSION), "fp": self._fingerprint}
+
+    async def publish(self, interfaces: Sequence[str] | None) -> None:
+        """Advertise these addresses instead of the earlier ones. Raises OSError."""
+        from zeroconf.asyncio import AsyncServiceInfo
+
+        addresses = _addresses_of(interfaces)
+        info = AsyncServiceInfo(
+            self._service,
+            f"{self._random_id}.{self._service}",
+            port=self._port,
+            properties=self._properties,
+            server=f"{self._random_id}.local.",
+            parsed_addresses=addresses,
+        )
+        await self.withdraw()
+        self._zeroconf = _open_zeroconf(interfaces)
+        await (await self._zeroconf.async_register_service(info, cooperating_responders=True))
+        self._addresses = addresses
+
+    async def follow(self, find_interfaces: FindInterfaces) -> None:
+        """Publish each change of the addresses, until cancelled."""
+        while True:
+            await asyncio.sleep(_ADDRESS_POLL_SECONDS)
+            try:
+                interfaces = find_interfaces()
+                if _addresses_of(interfaces) != self._addresses:
+                    before = ", ".join(self._addresses)
+                    self._use_id(secrets.token_hex(8))  # others may still hold the addresses of the old name
+                    await self.publish(interfaces)
+                    log.info("now advertised at %s instead of %s", ", ".join(self._addresses), before)
+            except (OSError, BadSetting) as error:  # for instance an interface that has just gone
+                log.warning("the addresses cannot be advertised, trying again: %s", error)
+
+    async def withdraw(self) -> None:
+        """Withdraw the record."""
+        zeroconf, self._zeroconf, self._addresses = self._zeroconf, None, []
+        if zeroconf is not None:
+            await zeroconf.async_unregister_all_services()
+            await zeroconf.async_close()
 
 
 class Browser:
-    """Browses for services, and calls `on_found` for each new service and each change of a record."""
+    """Browses for services, and calls `on_found` for each new service and each change of a record.
+
+    With `follow_addresses` it browses on interfaces that get an address later, too (needs psutil).
+    """
 
     def __init__(
-        self, service: str, on_found: Callable[[DiscoveredService], None], interfaces: Sequence[str] | None = None
+        self,
+        service: str,
+        on_found: Callable[[DiscoveredService], None],
+        interfaces: Sequence[str] | None = None,
+        follow_addresses: bool = False,
     ) -> None:
         self.services: dict[str, DiscoveredService] = {}
         self._service = service
         self._on_found = on_found
         self._interfaces = interfaces
+        self._follow_addresses = follow_addresses
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start browsing; runs until `stop`."""
+        self._open()
+        if self._follow_addresses:
+            self._add_task(self._follow())
+
+    async def stop(self) -> None:
+        """Stop browsing and close the sockets."""
+        await cancel_all(self._tasks)
+        await self._close()
+
+    def _open(self) -> None:
         from zeroconf.asyncio import AsyncServiceBrowser
 
         self._zeroconf = _open_zeroconf(self._interfaces)
         self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, self._service, handlers=[self._changed])
 
-    async def stop(self) -> None:
-        """Stop browsing and close the sockets."""
-        await cancel_all(self._tasks)
-        if self._browser is not None:
-            await self._browser.async_cancel()
-        if self._zeroconf is not None:
-            await self._zeroconf.async_close()
+    async def _close(self) -> None:
+        browser, zeroconf = self._browser, self._zeroconf
+        self._browser = self._zeroconf = None
+        if browser is not None:
+            await browser.async_cancel()
+        if zeroconf is not None:
+            await zeroconf.async_close()
+
+    async def _follow(self) -> None:
+        """Browse anew after each change of the local addresses: the sockets are those of the addresses at their opening."""
+        addresses = _addresses_of(self._interfaces)
+        while True:
+            await asyncio.sleep(_ADDRESS_POLL_SECONDS)
+            if (found := _addresses_of(self._interfaces)) == addresses and self._browser is not None:
+                continue
+            await self._close()
+            try:
+                self._open()
+            except OSError as error:
+                log.warning("browsing failed, trying again: %s", error)
+                continue
+            addresses = found
+
+    def _add_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: Any) -> None:
         from zeroconf import ServiceStateChange
@@ -105,9 +196,7 @@ class Browser:
         if state_change is ServiceStateChange.Removed:
             self.services.pop(name.partition(".")[0], None)
             return
-        task = asyncio.create_task(self._resolve(zeroconf, name))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._add_task(self._resolve(zeroconf, name))
 
     async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
         from zeroconf.asyncio import AsyncServiceInfo
@@ -160,6 +249,12 @@ def parse_static_peers(text: str, default_port: int = AGENT_PORT) -> tuple[tuple
     if not peers:
         raise BadSetting(setting="address", reason="it is empty")
     return tuple(peers)
+
+
+def _addresses_of(interfaces: Sequence[str] | None) -> list[str]:
+    from hearth.platform.interfaces import all_addresses
+
+    return list(interfaces or all_addresses())
 
 
 def _open_zeroconf(interfaces: Sequence[str] | None) -> AsyncZeroconf:

@@ -114,6 +114,11 @@ def choose_interface(addresses: Sequence[Interface], preferred: str | None) -> I
     raise BadSetting(setting="--interface", reason="this device has no network interface with an address")
 
 
+def current_address(preferred: str | None) -> str:
+    """The local address to advertise now; as `choose_address`, but untested. Raises BadSetting."""
+    return choose_interface(interfaces(), preferred).address
+
+
 def choose_address(preferred: str | None) -> str:
     """The local address to advertise, after a test that it can be bound and connected to. Raises BadSetting."""
     interface = choose_interface(interfaces(), preferred)

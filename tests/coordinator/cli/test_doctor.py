@@ -229,7 +229,7 @@ def test_coordinators_of_the_same_home_are_detected_by_mdns() -> None:
             for key, port in ((home, 40001), (home, 40002), (other, 40003)):
                 public = fingerprint(coordinator_access(key).server_public)
                 await stack.enter_async_context(
-                    advertised(COORDINATOR_SERVICE, port, public, f"doctor-test-{port}", ["127.0.0.1"])
+                    advertised(COORDINATOR_SERVICE, port, public, f"doctor-test-{port}", lambda: ["127.0.0.1"])
                 )
             for _ in range(20):  # multicast is late on a busy machine
                 found = await doctor.check_network(home, ["127.0.0.1"], search_seconds=1.5)

@@ -8,6 +8,7 @@ import pytest
 
 from hearth.client.home import endpoint_of
 from hearth.errors import BadSetting
+from hearth.platform import discovery
 from hearth.platform.discovery import (
     AGENT_SERVICE,
     COORDINATOR_SERVICE,
@@ -40,8 +41,8 @@ def test_mdns_finds_services_and_reveals_only_required_fields() -> None:
         await browser.start()
         try:
             async with (
-                advertised(AGENT_SERVICE, 4711, "f" * 16, "1234abcd", ["127.0.0.1"]),
-                advertised(COORDINATOR_SERVICE, 4712, "e" * 16, "5678abcd", ["127.0.0.1"]),
+                advertised(AGENT_SERVICE, 4711, "f" * 16, "1234abcd", lambda: ["127.0.0.1"]),
+                advertised(COORDINATOR_SERVICE, 4712, "e" * 16, "5678abcd", lambda: ["127.0.0.1"]),
             ):
                 first = await asyncio.wait_for(found.get(), 20)
                 while first.id != "1234abcd":  # another agent may run on this machine
@@ -53,3 +54,50 @@ def test_mdns_finds_services_and_reveals_only_required_fields() -> None:
             await browser.stop()
 
     asyncio.run(scenario())
+
+
+def test_address_that_changes_is_advertised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a device that got its address late, or another one from the router."""
+    monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
+    addresses = ["127.0.0.1"]
+
+    async def scenario() -> None:
+        found: asyncio.Queue[DiscoveredService] = asyncio.Queue()
+        browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"])
+        await browser.start()
+        try:
+            async with advertised(AGENT_SERVICE, 4713, "d" * 16, "90abcdef", lambda: list(addresses)):
+
+                async def hosts_of_own() -> tuple[str, ...]:
+                    while (service := await found.get()).port != 4713:
+                        pass
+                    return service.hosts
+
+                assert await asyncio.wait_for(hosts_of_own(), 20) == ("127.0.0.1",)
+                addresses[:] = ["127.0.0.2"]
+                assert await asyncio.wait_for(hosts_of_own(), 20) == ("127.0.0.2",)
+        finally:
+            await browser.stop()
+
+    asyncio.run(scenario())
+
+
+def test_browser_opens_new_sockets_when_an_address_appears(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
+    addresses = ["127.0.0.1"]
+    monkeypatch.setattr("hearth.platform.interfaces.all_addresses", lambda: list(addresses))
+
+    async def scenario() -> None:
+        browser = Browser(AGENT_SERVICE, lambda service: None, follow_addresses=True)
+        await browser.start()
+        try:
+            first = browser._zeroconf
+            await asyncio.sleep(0.2)
+            assert browser._zeroconf is first
+            addresses.append("127.0.0.2")
+            while browser._zeroconf in (first, None):
+                await asyncio.sleep(0.01)
+        finally:
+            await browser.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
