@@ -27,6 +27,9 @@ LEASE_CHECK_SECONDS = 1.0
 REPLY_MARGIN_SECONDS = 10.0  # long enough for a round trip over bad Wi-Fi, and for a busy event loop at both ends
 GRAPH_REPLY_MARGIN_SECONDS = 5.0  # requests to an ONNX graph: shorter, since users wait for them
 
+# Liveness of a worker, as its agent sees it.
+WORKER_SIGN_SECONDS = 0.5  # interval of a worker's signs of life; each is one small message over a private socket
+
 # Start of a worker. Importing torch takes 20 s from a Raspberry Pi's SD card; reading a large shard adds to that.
 WORKER_LOAD_SECONDS = 300.0  # the agent waits for its worker to start and load
 # The coordinator waits for `Load`; the agent also verifies the chunks' hashes.
@@ -41,12 +44,20 @@ MAX_LINK_OPEN_SECONDS = 60.0  # limit of the protocol for one grant
 FETCH_SECONDS = MAX_LINK_OPEN_SECONDS - LINK_OPEN_MARGIN_SECONDS
 
 
+def hung_step_seconds(timeout_seconds: float) -> float:
+    """How long a worker may compute one step, without its waits for peers, until it counts as hung.
+
+    `timeout_seconds` bounds each of those waits: at least 5 s, and 20 times the predicted duration of the whole step.
+    """
+    return 3 * timeout_seconds
+
+
 def agent_run_seconds(timeout_seconds: float) -> float:
     """How long an agent waits for its worker to answer `Run`; `timeout_seconds` is the request's.
 
-    The worker bounds its own waits for peers by the request's timeout, so this ends only a worker that hangs in a GEMM.
+    The worker bounds its own waits for peers by the request's timeout, and its agent ends it if it hangs in a step.
     """
-    return 3 * timeout_seconds + 30.0
+    return hung_step_seconds(timeout_seconds) + 30.0
 
 
 def coordinator_run_seconds(timeout_seconds: float) -> float:

@@ -22,6 +22,7 @@ ML_LIBRARIES = {"torch", "onnxruntime", "transformers"}
 PURE_FOLDERS = ("coordinator.plan", "hearth.plan")
 PURE_MODULES = (
     "agent.daemon.lease",
+    "agent.daemon.liveness",
     "agent.daemon.worker_state",
     "agent.worker.graph.kernels",
     "agent.worker.graph.schedule",

@@ -27,12 +27,10 @@ from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import (
     BadRequest,
     ChunkCorrupt,
-    HearthError,
     LeaseLost,
     NotAuthorised,
     ProtocolMismatch,
     StepFailed,
-    WorkerDied,
 )
 from hearth.platform.asyncio_tools import loop_time
 from hearth.protocol import LEASE_CHECK_SECONDS, PROTOCOL_VERSION
@@ -66,6 +64,7 @@ class AgentDaemon:
         self._leases: dict[str, Lease] = {}  # keyed by deployment, like the following
         self._workers: dict[str, WorkerProcess] = {}
         self._last_epochs: dict[str, int] = {}
+        self._num_abandoned = 0  # workers that did not end when they were killed
         self._load_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._measurement_lock = asyncio.Lock()  # one measurement at a time: they disturb each other
 
@@ -186,16 +185,8 @@ class AgentDaemon:
         self._leases |= {name: lease.renewed(now) for name, lease in live.items()}
         return wire.AgentState(
             boot_id=self.boot_id,
-            workers=tuple(
-                wire.WorkerStatus(
-                    deployment=deployment,
-                    state=worker.state,
-                    epoch=worker.epoch,
-                    failure=_failure_reason(worker.failure) if worker.failure else "",
-                    peak_bytes=worker.peak_bytes,
-                )
-                for deployment, worker in self._workers.items()
-            ),
+            workers=tuple(worker.status(deployment) for deployment, worker in self._workers.items()),
+            num_abandoned=self._num_abandoned,
         )
 
     async def _missing_chunks(self, message: wire.FindMissing) -> tuple[str, ...]:
@@ -229,9 +220,7 @@ class AgentDaemon:
 
     async def _load(self, message: wire.Load) -> wire.Message:
         plan, deployment = message.plan, message.deployment
-        last_epoch = self._last_epochs.get(deployment, 0)
-        if plan.epoch <= last_epoch:
-            raise BadRequest(reason=f"epoch {plan.epoch} is not newer than {last_epoch}")
+        self._check_load(message)
         if message.rank >= plan.num_ranks:
             raise BadRequest(reason=f"rank {message.rank} is not in a plan of {plan.num_ranks} devices")
         device = self._telemetry.read(time.time())
@@ -243,15 +232,27 @@ class AgentDaemon:
             num_threads=device.num_threads,
             compute_device=device.compute_device,
         )
+        if (worker := self._workers.get(deployment)) is not None and worker.state in ("starting", "loading"):
+            await self._stop_worker(deployment)  # do not wait for it: its plan has been replaced
         async with self._load_locks[deployment]:
             await self._stop_worker(deployment)
+            self._check_load(message)
             self._last_epochs[deployment] = plan.epoch
             self._store.pin(deployment, message.parts.hashes)
             if damaged := await asyncio.to_thread(self._store.verify, message.parts.hashes):
                 more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
                 raise ChunkCorrupt(chunk=f"{damaged[0][:12]}{more}", where=f"the disk of {self.name}")
+            # Hashing takes seconds: meanwhile the lease may have ended, and nobody would stop the worker.
+            require_lease(self._leases.get(deployment), self.name, message.holder, loop_time())
             worker = self._workers[deployment] = WorkerProcess(self._context, self.name)
             return await worker.start(start)
+
+    def _check_load(self, message: wire.Load) -> None:
+        """Raise LeaseLost or BadRequest if the lease has ended, or if a newer plan has come, while this one waited."""
+        require_lease(self._leases.get(message.deployment), self.name, message.holder, loop_time())
+        last_epoch = self._last_epochs.get(message.deployment, 0)
+        if message.plan.epoch <= last_epoch:
+            raise BadRequest(reason=f"epoch {message.plan.epoch} is not newer than {last_epoch}")
 
     def _worker_of(self, message: wire.PlanCommand) -> WorkerProcess:
         worker = self._workers.get(message.deployment)
@@ -264,8 +265,4 @@ class AgentDaemon:
         self._store.unpin(deployment)
         if worker is not None:
             await worker.stop()
-
-
-def _failure_reason(failure: HearthError) -> str:
-    """The cause of a worker's failure, without the advice."""
-    return failure.reason if isinstance(failure, WorkerDied) else failure.explanation()
+            self._num_abandoned += worker.abandoned

@@ -1,23 +1,26 @@
-"""Starts and supervises worker processes. If one dies, its callers get an error and the daemon continues."""
+"""Starts and supervises worker processes. If one dies or hangs, its callers get an error and the daemon continues."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
 import zmq.asyncio
 
+from agent.daemon.liveness import TICK_SECONDS, Liveness, ProcessSample, parse_process
 from agent.daemon.worker_state import WorkerEvent, WorkerStateMachine
 from hearth.errors import DeadlineExceeded, HearthError, WorkerDied
-from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.child import describe_exit, run_module
-from hearth.protocol import WORKER_CONNECT_SECONDS, WORKER_LOAD_SECONDS, agent_run_seconds
+from hearth.protocol import WORKER_CONNECT_SECONDS, WORKER_LOAD_SECONDS, WORKER_SIGN_SECONDS, agent_run_seconds
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
 
@@ -25,6 +28,9 @@ log = logging.getLogger(__name__)
 
 _ABORT_SECONDS = 5.0  # timeout of `Abort`, which the control thread answers at once, while others compute
 _STOP_SECONDS = 2.0  # from SIGTERM to SIGKILL; a worker has nothing to save
+# From SIGKILL until a worker is abandoned: freeing gigabytes takes under a second, and a process that is stuck in the kernel,
+# on a dying disk for example, may stay for ever.
+_KILL_SECONDS = 5.0
 # Timeout between two tokens of a sequence: steps of other sequences run between them, and a long prompt takes many steps.
 _TOKEN_SECONDS = 120.0
 
@@ -35,6 +41,7 @@ class WorkerProcess:
     def __init__(self, context: zmq.asyncio.Context, device: str) -> None:
         self.epoch = 0
         self.failure: HearthError | None = None
+        self.abandoned = False  # the process did not end when it was killed
         self._device = device
         self._state_machine = WorkerStateMachine()
         self._folder = tempfile.TemporaryDirectory(prefix="hearth-worker-")  # mode 0700: only this user has access
@@ -42,7 +49,9 @@ class WorkerProcess:
             context, f"ipc://{Path(self._folder.name) / 'worker'}", None, f"the worker on {device}"
         )
         self._process: asyncio.subprocess.Process | None = None
-        self._watch_task: asyncio.Task[None] | None = None
+        self._spawning: asyncio.Future[asyncio.subprocess.Process] | None = None
+        self._liveness = Liveness()
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def state(self) -> wire.WorkerState:
@@ -51,6 +60,20 @@ class WorkerProcess:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    def status(self, deployment: str) -> wire.WorkerStatus:
+        """The worker's state, for a heartbeat."""
+        progress = self._liveness.progress
+        return wire.WorkerStatus(
+            deployment=deployment,
+            state=self.state,
+            epoch=self.epoch,
+            failure=_failure_reason(self.failure) if self.failure else "",
+            peak_bytes=self.peak_bytes,
+            step=progress.step,
+            step_seconds=progress.step_seconds,
+            silent_seconds=self._liveness.silent_seconds,
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -67,11 +90,24 @@ class WorkerProcess:
         self.epoch = request.load.plan.epoch
         self._transition("start_requested")
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "agent.worker.main", self._client.endpoint, level, stdin=asyncio.subprocess.DEVNULL
+        self._spawning = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "agent.worker.main",
+                self._client.endpoint,
+                level,
+                stdin=asyncio.subprocess.DEVNULL,
+            )
         )
+        process = await asyncio.shield(self._spawning)  # if the caller is cancelled meanwhile, `stop` ends the process
+        if self.state == "stopped":
+            raise WorkerDied(device=self._device, reason="it was stopped")
+        self._process = process
         self._transition("spawned")
-        self._watch_task = asyncio.create_task(self._watch(self._process))
+        self._tasks = [
+            asyncio.create_task(each) for each in (self._watch_exit(process), self._listen(), self._watch_life(process))
+        ]
         try:
             reply = await self._client.call(request, timeout_seconds=WORKER_LOAD_SECONDS)
             bound = wire.expect_message(reply.message, wire.WorkerBound, "a worker")
@@ -109,25 +145,62 @@ class WorkerProcess:
 
     async def stop(self) -> None:
         """Stop the process and release its socket and folder."""
+        has_failed = self.state == "failed"
         self._transition("stopped")
-        process = self._process
-        if process is not None and process.returncode is None:
-            process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), _STOP_SECONDS)
-            except asyncio.TimeoutError:
-                process.kill()
-                await process.wait()
-        if self._watch_task is not None:
-            await cancel_all([self._watch_task])
         self._client.fail(WorkerDied(device=self._device, reason="it was stopped"))
+        if self._spawning is not None:
+            with suppress(OSError):  # the process could not be started; `start` raises the error
+                await self._end(await asyncio.shield(self._spawning), kill_at_once=has_failed)
+        await cancel_all(self._tasks)
         await self._client.close()
         self._folder.cleanup()
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+    async def _end(self, process: asyncio.subprocess.Process, kill_at_once: bool) -> None:
+        """End the process. One that does not end is abandoned: it keeps its memory and its data port."""
+        if process.returncode is None and not kill_at_once:
+            process.terminate()
+            with suppress(asyncio.TimeoutError):
+                await with_timeout(_STOP_SECONDS, process.wait())
+        if process.returncode is None:
+            process.kill()
+            try:
+                await with_timeout(_KILL_SECONDS, process.wait())
+            except asyncio.TimeoutError:
+                self.abandoned = True
+                log.error(
+                    "the worker process %d did not end within %g s of being killed, and is left behind: it is stuck in the "
+                    "kernel, and keeps its memory and its data port until then; check this device's disk with `dmesg`",
+                    process.pid, _KILL_SECONDS,
+                )  # fmt: skip
+
+    async def _watch_exit(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         if self.state != "stopped":
             self._fail(WorkerDied(device=self._device, reason=describe_exit(code)))
+
+    async def _listen(self) -> None:
+        """Take note of the worker's signs of life until it has failed."""
+        request = wire.ReportProgress(interval_seconds=WORKER_SIGN_SECONDS)
+        stream = self._client.stream(request, timeout_seconds=WORKER_LOAD_SECONDS, last=wire.Done)
+        with suppress(HearthError):
+            async with aclosing(stream):
+                async for reply in stream:
+                    sign = wire.expect_message(reply.message, wire.WorkerProgress, "a worker")
+                    self._liveness = self._liveness.after_sign(sign)
+
+    async def _watch_life(self, process: asyncio.subprocess.Process) -> None:
+        """Kill the process if it hangs."""
+        ticked = loop_time()
+        while self.state not in ("failed", "stopped"):
+            await asyncio.sleep(TICK_SECONDS)
+            now = loop_time()
+            self._liveness = self._liveness.after_tick(now - ticked, _sample(process.pid))
+            ticked = now
+            loading = self.state in ("starting", "loading")
+            if (reason := self._liveness.hang(loading)) is not None and self.state not in ("failed", "stopped"):
+                self._fail(WorkerDied(device=self._device, reason=reason))
+                if process.returncode is None:
+                    process.kill()
 
     def _fail(self, error: HearthError) -> None:
         if self.state in ("failed", "stopped"):
@@ -139,6 +212,25 @@ class WorkerProcess:
 
     def _transition(self, event: WorkerEvent) -> None:
         self._state_machine = self._state_machine.after(event)
+
+
+def _failure_reason(failure: HearthError) -> str:
+    """The cause of a worker's failure, without the advice."""
+    return failure.reason if isinstance(failure, WorkerDied) else failure.explanation()
+
+
+def _sample(pid: int) -> ProcessSample | None:
+    """The process as the kernel reports it; None if it does not, or if the process has ended."""
+    folder = Path(f"/proc/{pid}")
+    threads = []
+    try:
+        stat = (folder / "stat").read_text(errors="replace")
+        for thread in os.listdir(folder / "task"):
+            with suppress(OSError):  # this thread has ended meanwhile
+                threads.append((folder / "task" / thread / "stat").read_text(errors="replace"))
+        return parse_process(stat, threads, os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 async def run_child(module: str, request: wire.Message, timeout_seconds: float, device: str) -> wire.Message:

@@ -20,7 +20,7 @@ from typing import TypeVar
 from agent.worker.runtime import Runtime, create_runtime
 from agent.worker.server import WorkerServer, failed_message
 from hearth.errors import StepFailed
-from hearth.wire.messages import Abort, ConnectPeers, Done, Message, Start
+from hearth.wire.messages import Abort, ConnectPeers, Done, Message, Start, WorkerProgress
 
 log = logging.getLogger("hearth.worker")
 
@@ -34,7 +34,7 @@ class Worker:
     """The main loop of a worker: load, connect, run. The first two wait for a request of the daemon."""
 
     def __init__(self, endpoint: str) -> None:
-        self._server = WorkerServer(endpoint, self._receive)
+        self._server = WorkerServer(endpoint, self._receive, self._progress)
         self._runtime: Runtime | None = None
         self._requests: queue.SimpleQueue[tuple[bytes, Message]] = queue.SimpleQueue()
         self._ready = False
@@ -64,6 +64,10 @@ class Worker:
                 return
         assert self._runtime is not None
         self._runtime.handle(request, message, payload)
+
+    def _progress(self) -> WorkerProgress:
+        """What the main thread computes; called in the control thread."""
+        return self._runtime.progress() if self._ready and self._runtime is not None else WorkerProgress()
 
     def _serve_until(self, expected: type[_M], action: Callable[[_M], Message]) -> None:
         """Answer requests until one of the expected type has succeeded."""

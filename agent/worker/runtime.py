@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from agent.worker.server import SendAnswer
-from hearth.wire.messages import ConnectPeers, Message, SegmentParts, Start, WorkerBound
+from hearth.wire.messages import ConnectPeers, Message, SegmentParts, Start, WorkerBound, WorkerProgress
 
 
 class Runtime(Protocol):
     """One rank of one plan. The main thread calls `load`, `connect`, then `run`, which computes.
 
-    Meanwhile the control thread calls `handle` and `abort`, which return at once. Every request that `handle` accepts is
-    answered by calling the `answer` that was given to the runtime's constructor.
+    Meanwhile the control thread calls `handle`, `abort` and `progress`, which return at once. Every request that `handle`
+    accepts is answered by calling the `answer` that was given to the runtime's constructor.
     """
 
     def load(self) -> WorkerBound:
@@ -28,6 +28,9 @@ class Runtime(Protocol):
 
     def abort(self, step: int | None, reason: str) -> None:
         """Fail the running request with this step number, or all (None)."""
+
+    def progress(self) -> WorkerProgress:
+        """The step that the main thread computes, once it has called `run`; returns at once."""
 
     def close(self) -> None: ...
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
 from hearth.errors import HearthError, InternalError, StepFailed
-from hearth.wire.messages import Cancel, Failed, Message, decode, encode
+from hearth.wire.messages import Cancel, Failed, Message, ReportProgress, WorkerProgress, decode, encode
 
 log = logging.getLogger("hearth.worker")
 
@@ -24,11 +26,16 @@ class WorkerServer:
     The control thread calls `handler(request, message, payload)`, which must return at once; any thread may call `answer`
     later. An error that the handler raises is sent as the answer. `request` is the request's id; for a `Cancel`, it is the id
     of the request to cancel.
+
+    From `ReportProgress` on, the control thread calls `progress` and sends the result, again and again: as long as it runs, the
+    daemon knows that the process lives.
     """
 
-    def __init__(self, endpoint: str, handler: Handler) -> None:
+    def __init__(self, endpoint: str, handler: Handler, progress: Callable[[], WorkerProgress]) -> None:
         self._endpoint = endpoint
         self._handler = handler
+        self._progress = progress
+        self._report: tuple[bytes, float] | None = None  # id and interval of the daemon's `ReportProgress`
         self._context: zmq.Context[Any] = zmq.Context.instance()
         self._answers = self._context.socket(zmq.PAIR)
         self._answers.sndhwm = 0  # unlimited: the control thread also answers, and must not wait for itself
@@ -53,19 +60,31 @@ class WorkerServer:
         poller = zmq.Poller()
         poller.register(daemon, zmq.POLLIN)
         poller.register(answers, zmq.POLLIN)
+        next_report = 0.0
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(self._milliseconds_until(next_report)))
+            if self._report is not None and (now := time.monotonic()) >= next_report:
+                request, interval = self._report
+                daemon.send_multipart([request, encode(self._progress())])
+                next_report = now + interval
             if answers in ready:
                 daemon.send_multipart(answers.recv_multipart())
             if daemon in ready:
                 request, body, *payload = daemon.recv_multipart()
                 self._dispatch(request, body, payload)
 
+    def _milliseconds_until(self, next_report: float) -> int | None:
+        """How long to wait for a message; None: without limit, because no reports were asked for."""
+        return None if self._report is None else math.ceil(max(next_report - time.monotonic(), 0.0) * 1000)
+
     def _dispatch(self, request: bytes, body: bytes, payload: list[bytes]) -> None:
         name = "a message"
         try:
             message = decode(body)
             name = type(message).__name__
+            if isinstance(message, ReportProgress):
+                self._report = (request, message.interval_seconds)
+                return
             self._handler(message.request if isinstance(message, Cancel) else request, message, payload)
         except Exception as error:
             self.answer(request, failed_message(name, error))

@@ -41,7 +41,7 @@ _LOAD_GRAPH = m.Load(
     ),
 )
 _PROFILE = m.Profile(subject=m.BlocksOf(model=BERT_LARGE, seq_len=284), timeout_seconds=120.0)
-_WORKER = m.WorkerStatus(state="ready", epoch=3, peak_bytes=1 << 30)
+_WORKER = m.WorkerStatus(state="ready", epoch=3, peak_bytes=1 << 30, step=9, step_seconds=0.25, silent_seconds=0.5)
 _ASKED = {"request_id": "r1", "deployment": "minilm"}
 _ARRAY = m.ArrayInfo(name="x", dtype="float32", shape=(1, 3, 224, 224))
 _SAMPLING = m.Sampling(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.1, seed=7)
@@ -110,6 +110,8 @@ EXAMPLES: tuple[m.Message, ...] = (
         compute_device="cpu",
     ),
     m.Unload(holder="c", epoch=3),
+    m.ReportProgress(interval_seconds=0.5),
+    m.WorkerProgress(step=9, step_seconds=0.25, busy_seconds=0.125, limit_seconds=15.0),
     m.Start(
         load=_LOAD, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,
         compute_device="cpu",

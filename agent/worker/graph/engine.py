@@ -21,11 +21,11 @@ from agent.worker.server import SendAnswer
 from agent.worker.tracing import Recorder, TransferEvent
 from hearth.errors import BadRequest, FrameTooLarge, HearthError, StepFailed
 from hearth.plan.phases import Phase, Work
-from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
+from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, hung_step_seconds
 from hearth.transport.base import Received, Transport
 from hearth.wire.codec import Array, Codec
 from hearth.wire.framing import TileKey, decode_body, encode_tile, pack_arrays, read_header, unpack_arrays
-from hearth.wire.messages import Failed, Run, RunDone
+from hearth.wire.messages import Failed, Run, RunDone, WorkerProgress
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class GraphEngine(DataPlane[OutgoingTensor]):
         self._schedule = GraphSchedule(routes, max_in_flight)
         self._requests: dict[int, _Request] = {}
         self._changed = threading.Condition()
+        self._computing: tuple[int, float, float] | None = None  # the step whose segment runs, its begin, and its limit
 
     def close(self) -> None:
         """Fail the requests in flight and end all threads, including `compute`."""
@@ -120,6 +121,14 @@ class GraphEngine(DataPlane[OutgoingTensor]):
         for each in steps:
             self._fail(each, self._step_failed(reason))
 
+    def progress(self) -> WorkerProgress:
+        """The step whose segment runs, if one does. Thread-safe."""
+        if (computing := self._computing) is None:
+            return WorkerProgress()
+        step, began, limit = computing
+        seconds = time.monotonic() - began
+        return WorkerProgress(step=step, step_seconds=seconds, busy_seconds=seconds, limit_seconds=limit)
+
     def _read(self, request: Run, payload: Sequence[Any]) -> dict[str, Array]:
         arrays = unpack_arrays(request.names, payload)
         if wrong := arrays.keys() ^ self._routes.graph_inputs:
@@ -147,6 +156,8 @@ class GraphEngine(DataPlane[OutgoingTensor]):
         ready, request, feeds = started
         segment = self._routes.segments[ready.segment]
         began = time.monotonic()
+        timeout = request.request.timeout_seconds if request.request is not None else self._early_seconds
+        self._computing = (ready.step, began, hung_step_seconds(timeout))
         try:
             with request.recorder.timed(Work.SEGMENT, segment.number):
                 arrays = self._sessions[ready.segment].run(feeds, request.running)
@@ -158,6 +169,8 @@ class GraphEngine(DataPlane[OutgoingTensor]):
             self._fail(ready.step, self._step_failed(f"out of memory: {error}"))
         else:
             self._segment_done(ready, request, outputs, began, time.monotonic())
+        finally:
+            self._computing = None
         return True
 
     def _wait_for_segment(self) -> tuple[ReadySegment, _Request, dict[str, Array]] | None:

@@ -16,7 +16,7 @@ from hearth.errors import BadRequest
 from hearth.plan.plan import is_graph_plan
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Codec
-from hearth.wire.messages import ConnectPeers, Message, Run, SegmentParts, Start, WorkerBound
+from hearth.wire.messages import ConnectPeers, Message, Run, SegmentParts, Start, WorkerBound, WorkerProgress
 
 log = logging.getLogger("hearth.worker")
 
@@ -77,6 +77,9 @@ class GraphRuntime:
         if not isinstance(message, Run):
             raise BadRequest(reason=f"the worker of a graph does not accept {type(message).__name__}")
         self._engine.run(request, message, payload)
+
+    def progress(self) -> WorkerProgress:
+        return self._engine.progress()
 
     def abort(self, step: int | None, reason: str) -> None:
         self._engine.abort(step, reason)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -49,6 +51,7 @@ class TransformerRuntime:
         self._rank = start.load.rank
         self._answer = answer
         self._requests: queue.SimpleQueue[tuple[bytes, wire.Message, list[bytes]]] = queue.SimpleQueue()
+        self._computing_since: float | None = None  # when the main thread began its work; None: it waits for requests
 
     def load(self) -> wire.WorkerBound:
         start = self._start
@@ -91,10 +94,22 @@ class TransformerRuntime:
         """Abort the running step. For a decoder this fails all requests, since a step belongs to all of them."""
         self._communicator.abort(StepFailed(device=f"rank {self._rank}", reason=reason))
 
+    def progress(self) -> wire.WorkerProgress:
+        since = self._computing_since
+        return self._communicator.progress(since) if since is not None else wire.WorkerProgress()
+
     def close(self) -> None:
         self._communicator.close()
 
     # ---- in the main thread -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        self._computing_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._computing_since = None
 
     def _run_steps(self, engine: EncoderEngine) -> None:
         while True:
@@ -105,7 +120,8 @@ class TransformerRuntime:
                 arrays = unpack_arrays(message.names, payload)
                 if arrays.keys() != {"token_ids", "cumulative_lengths"}:
                     raise BadRequest(reason=f"a step takes token_ids and cumulative_lengths, not {list(arrays)}")
-                done, rows = engine.run(message, arrays["token_ids"], arrays["cumulative_lengths"])
+                with self._in_step():
+                    done, rows = engine.run(message, arrays["token_ids"], arrays["cumulative_lengths"])
             except Exception as error:
                 self._answer(request, failed_message(type(message).__name__, error), ())
             else:
@@ -116,7 +132,9 @@ class TransformerRuntime:
             try:
                 request, message, payload = self._requests.get(block=leader.idle)
             except queue.Empty:
-                for answered, answer in leader.step():
+                with self._in_step():
+                    replies = leader.step()
+                for answered, answer in replies:
                     self._answer(answered, answer, ())
                 continue
             try:
@@ -132,8 +150,9 @@ class TransformerRuntime:
     def _follow(self, executor: StepExecutor) -> None:
         """Execute orders until one fails, then refuse all requests. Rank 0 notices by a timeout, or was aborted as well."""
         try:
-            while True:
-                executor.execute_next()
+            with self._in_step():  # a wait for an order counts as idle
+                while True:
+                    executor.execute_next()
         except HearthError as error:
             log.warning("following rank %d has ended: %s", LEADER_RANK, error)
         while True:

@@ -20,6 +20,7 @@ from hearth.wire.messages.base import (
     Name,
     Port,
     PublicKey,
+    StepNumber,
     TensorName,
     Text,
     WireModel,
@@ -113,6 +114,9 @@ class WorkerStatus(WireModel):
     epoch: Epoch
     failure: Text = ""
     peak_bytes: Bytes = 0  # peak resident memory of the process
+    step: StepNumber | None = None  # the step that it computes, since `step_seconds`
+    step_seconds: Annotated[float, Field(ge=0)] = 0.0
+    silent_seconds: Annotated[float, Field(ge=0)] = 0.0  # since its last sign of life, which it gives every 0.5 s
 
 
 class AgentState(Message):
@@ -120,6 +124,7 @@ class AgentState(Message):
 
     boot_id: Name
     workers: tuple[WorkerStatus, ...] = Field(default=(), max_length=256)
+    num_abandoned: Annotated[int, Field(ge=0)] = 0  # worker processes that did not end when they were killed
 
     def worker(self, deployment: str) -> WorkerStatus | None:
         """The status of one deployment's worker, or None if it has none."""

@@ -267,6 +267,21 @@ class Start(Message):
     compute_device: ComputeDevice
 
 
+class ReportProgress(Message):
+    """Ask a worker for signs of life. The answer is a stream of `WorkerProgress` that ends with the worker."""
+
+    interval_seconds: Annotated[float, Field(gt=0, le=60)]
+
+
+class WorkerProgress(Message):
+    """A sign of life of a worker, and the step that it computes; `step` is None while it has nothing to compute."""
+
+    step: StepNumber | None = None
+    step_seconds: Annotated[float, Field(ge=0)] = 0.0  # since the step began
+    busy_seconds: Annotated[float, Field(ge=0)] = 0.0  # the same without waits for peers
+    limit_seconds: Annotated[float, Field(ge=0)] = 0.0  # the worker counts as hung once `busy_seconds` is that long
+
+
 class StartProfile(Message):
     """The settings of a profiler process. The answer is `Profiled` or `Failed`."""
 

@@ -38,9 +38,11 @@ from hearth.wire.messages import (
     GenerateTokens,
     GenerationEnded,
     Message,
+    ReportProgress,
     Start,
     TokensGenerated,
     WorkerBound,
+    WorkerProgress,
     decode,
     encode,
 )
@@ -56,10 +58,26 @@ class ScriptedWorker:
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self._socket = socket
+        self._signs: asyncio.Task[None] | None = None
+        self.progress = WorkerProgress()
 
     async def receive(self) -> tuple[bytes, Message, list[bytes]]:
-        request_id, body, *payload = await asyncio.wait_for(self._socket.recv_multipart(), 10)
-        return request_id, decode(body), payload
+        """The next request. Signs of life are sent from the moment at which the daemon asks for them."""
+        while True:
+            request_id, body, *payload = await asyncio.wait_for(self._socket.recv_multipart(), 10)
+            message = decode(body)
+            if not isinstance(message, ReportProgress):
+                return request_id, message, payload
+            self._signs = asyncio.create_task(self._give_signs(request_id, message.interval_seconds))
+
+    async def _give_signs(self, request_id: bytes, interval: float) -> None:
+        while True:
+            await self.answer(request_id, self.progress)
+            await asyncio.sleep(interval)
+
+    def fall_silent(self) -> None:
+        assert self._signs is not None
+        self._signs.cancel()
 
     async def answer(self, request_id: bytes, *messages: Message) -> None:
         for message in messages:
@@ -178,6 +196,95 @@ def test_worker_exit_ends_its_streams(end: str, with_worker: WithWorker) -> None
         if end == "death":  # the cause of death is in the error
             with pytest.raises(WorkerDied, match="SIGSEGV"):
                 await process.abort(Abort(holder="c", epoch=1, reason="rank 0 waits"))
+
+    with_worker(scenario)
+
+
+@pytest.mark.parametrize("when", ["in a stream", "between two requests"])
+def test_stopped_worker_is_killed_and_its_calls_fail(when: str, with_worker: WithWorker) -> None:
+    """A process that is stopped by SIGSTOP ends no connection and no wait; only its silence shows it."""
+
+    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
+        assert process.pid is not None
+        reading = None
+        if when == "in a stream":
+            reading = asyncio.create_task(read(process.stream(REQUEST, ())))
+            await worker.answer((await worker.receive())[0], token(1))
+        began = asyncio.get_running_loop().time()
+        os.kill(process.pid, signal.SIGSTOP)
+        worker.fall_silent()
+        await until("the verdict", lambda: process.state == "failed")
+        assert asyncio.get_running_loop().time() - began < 10  # not one of the timeouts of requests
+        assert isinstance(process.failure, WorkerDied)
+        assert "stopped by a signal" in process.failure.reason
+        if reading is not None:
+            with pytest.raises(WorkerDied, match="no sign of life"):
+                await reading
+        with pytest.raises(WorkerDied, match="no sign of life"):
+            await process.abort(Abort(holder="c", epoch=1, reason="rank 0 waits"))
+        await until("the end of the process", lambda: not Path(f"/proc/{process.pid}/exe").exists())
+        status = process.status("default")
+        assert status.state == "failed"
+        assert "no sign of life" in status.failure
+
+    with_worker(scenario)
+
+
+def test_status_names_the_step_that_the_worker_computes(with_worker: WithWorker) -> None:
+    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
+        worker.progress = WorkerProgress(step=3, step_seconds=2.0, busy_seconds=1.0, limit_seconds=15.0)
+        await until("the step", lambda: process.status("default").step == 3)
+        assert process.status("default").step_seconds == 2.0
+        worker.progress = WorkerProgress(step=3, step_seconds=16.0, busy_seconds=15.0, limit_seconds=15.0)
+        await until("the verdict", lambda: process.state == "failed")
+        assert "computed step 3" in process.status("default").failure
+
+    with_worker(scenario)
+
+
+def test_stop_while_the_process_is_being_started_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawned: list[asyncio.subprocess.Process] = []
+    spawn = asyncio.create_subprocess_exec
+
+    async def slow_spawn(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        process = await spawn("sleep", "600")
+        spawned.append(process)
+        await asyncio.sleep(0.2)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow_spawn)
+
+    async def main() -> None:
+        with zmq_context() as context:
+            process = WorkerProcess(context, "kitchen")
+            starting = asyncio.create_task(process.start(START))
+            await until("the process", lambda: bool(spawned))
+            await asyncio.wait_for(process.stop(), 20)
+            with pytest.raises(WorkerDied, match="it was stopped"):
+                await asyncio.wait_for(starting, 1)
+            assert spawned[0].returncode is not None
+
+    asyncio.run(main())
+
+
+def test_process_that_does_not_end_when_killed_is_abandoned(
+    with_worker: WithWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is stuck in the kernel: no signal has an effect."""
+    monkeypatch.setattr(supervisor, "_STOP_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "_KILL_SECONDS", 0.05)
+
+    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
+        pid = process.pid
+        assert pid is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.subprocess.Process, "terminate", lambda self: None)
+            patch.setattr(asyncio.subprocess.Process, "kill", lambda self: None)
+            await asyncio.wait_for(process.stop(), 5)
+        assert process.abandoned
+        os.kill(pid, signal.SIGKILL)
 
     with_worker(scenario)
 

@@ -25,9 +25,11 @@ from hearth.plan import rings
 from hearth.plan.phases import Phase, Route
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import EXACT, ValueFormatName
+from hearth.protocol import hung_step_seconds
 from hearth.transport.base import Buffer, Received, Transport
 from hearth.wire.codec import Array, Codec
 from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, read_header
+from hearth.wire.messages import WorkerProgress
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._previous = (self.rank - 1) % self.num_ranks
         self._next = (self.rank + 1) % self.num_ranks
         self._step = self._oldest_step = 0
+        self._step_began = 0.0  # monotonic clock
+        self._awaits_order = False
         self._steps_ahead = STEPS_AHEAD
         self._timeout_seconds = 1.0
         self._recorder = Recorder(enabled=False)
@@ -112,6 +116,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         """
         for peer, codec in self._codecs.items():
             codec.set_values(values[peer] if values is not None else None)
+        self._step_began = time.monotonic()
         self.waited_seconds = 0.0
         with self._changed:
             self._step = step
@@ -126,6 +131,21 @@ class Communicator(DataPlane[Callable[[], None]]):
                 self._failure = None
             self._arrived = {key: tile for key, tile in self._arrived.items() if key.step >= oldest}
             self._partials = {}
+
+    def progress(self, since: float) -> WorkerProgress:
+        """The step that began last, unless this rank waits for its order. Thread-safe.
+
+        `since` is the time at which the compute thread began to work, on the monotonic clock.
+        """
+        if self._awaits_order:
+            return WorkerProgress()
+        seconds = time.monotonic() - max(self._step_began, since)
+        return WorkerProgress(
+            step=self._step,
+            step_seconds=seconds,
+            busy_seconds=max(seconds - self.waited_seconds, 0.0),
+            limit_seconds=hung_step_seconds(self._timeout_seconds),
+        )
 
     def abort(self, error: HearthError) -> None:
         """Make all waits for tiles raise `error`, until a step begins with `clear_failure`."""
@@ -197,7 +217,12 @@ class Communicator(DataPlane[Callable[[], None]]):
 
     def receive_order(self, key: TileKey) -> Array:
         """Wait for the next step order, without a timeout: with nothing to do, none is sent."""
-        return self._receive_first([[key]], math.inf)[1][0]
+        self._awaits_order = True
+        try:
+            return self._receive_first([[key]], math.inf)[1][0]
+        finally:
+            self._step_began, self.waited_seconds = time.monotonic(), 0.0
+            self._awaits_order = False
 
     def _receive_first(self, groups: Sequence[Sequence[TileKey]], deadline: float) -> tuple[int, list[Array]]:
         with self._changed:
