@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "coarsening": ("coarsening", "Coarsening"),
     "push": ("push", "Push"),
     "capacity": ("capacity", "Capacity"),
+    "faults": ("faults", "Faults"),
 }
 
 

@@ -22,6 +22,7 @@ _BURST_SECONDS = 2.5e-3  # of the link's rate
 _QUEUE_BYTES = 1 << 20  # behind the bucket
 _COMMAND_SECONDS = 20.0  # timeout of an ip or tc command
 _BRIDGE = "bridge"
+_NOBODY = "02:00:00:00:00:01"  # a link address that no device has
 # If the br_netfilter module is loaded, a bridge passes every packet to iptables, which costs CPU time: switch it off.
 _NO_FIREWALL = "for f in /proc/sys/net/bridge/bridge-nf-call-*; do [ ! -e $f ] || echo 0 > $f; done"
 
@@ -88,6 +89,31 @@ class Network:
 
     def mend(self, device: str) -> None:
         _ip(self._switch, "link", "set", _port(device), "up")
+
+    def part(self, device: str, other: str) -> None:
+        """Drop all packets between two devices; both still reach the others. Connections stay open."""
+        for one, peer in ((device, other), (other, device)):
+            entry = (self.address(peer), "lladdr", _NOBODY, "nud", "permanent", "dev", "eth0")
+            _ip(self.namespace(one), "neigh", "replace", *entry)
+
+    def rejoin(self, device: str, other: str) -> None:
+        """End `part`."""
+        for one, peer in ((device, other), (other, device)):
+            _ip(self.namespace(one), "neigh", "del", self.address(peer), "dev", "eth0")
+
+    def connections(self, device: str, ports: range) -> list[tuple[str, str]]:
+        """The device's end and the other end (address:port) of TCP connections that it accepted on these ports."""
+        which = f"( sport >= :{ports.start} and sport < :{ports.stop} )"
+        lines = self._sockets(device, "-Htn", "state", "established", which).splitlines()
+        return [(own, peer) for _, _, own, peer, *_ in map(str.split, lines)]
+
+    def reset(self, device: str, connection: tuple[str, str]) -> None:
+        """Break a TCP connection: both ends see a reset. The kernel needs INET_DIAG_DESTROY."""
+        own, peer = connection
+        self._sockets(device, "-HKtn", "src", own, "dst", peer)
+
+    def _sockets(self, device: str, *arguments: str) -> str:
+        return _run("ip", "netns", "exec", self.namespace(device), "ss", *arguments)
 
     def pids(self, device: str) -> list[int]:
         """Ids of the processes in a device's namespace; none if it is gone."""

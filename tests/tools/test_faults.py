@@ -1,0 +1,139 @@
+"""The fault experiments: pauses, tables and schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.errors import BadSetting
+from tools.bench.experiment import make_experiment, read_settings
+from tools.bench.fault_actions import FAULTS
+from tools.bench.fault_rows import (
+    FaultRow,
+    Gap,
+    Happened,
+    longest_gap,
+    phases_since,
+    summarise_faults,
+    tokens_that_differ,
+    worst_pause,
+)
+from tools.bench.faults import Faults
+
+
+def answers(client: int, *times: float) -> list[Happened]:
+    return [(seconds, client, "answer", "") for seconds in times]
+
+
+def row(fault: str = "worker killed", **fields: Any) -> FaultRow:
+    values = {
+        "load": "embed", "number": 0, "fault": fault, "target": "m0", "moment_seconds": 1.0, "answers": 10,
+        "pause_seconds": 0.5, "again_seconds": 0.6, "limit_seconds": FAULTS[fault].limit_seconds,
+    }  # fmt: skip
+    return FaultRow.model_validate({**values, **fields})
+
+
+def faults(**changes: Any) -> Faults:
+    experiment = make_experiment({**read_settings("faults"), **changes})
+    assert isinstance(experiment, Faults)
+    return experiment
+
+
+# ---- pauses -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([0.0, 1.0, 4.0, 5.0], Gap(1.0, 4.0)),  # the fault is at 2
+        ([0.0, 0.5, 1.0], Gap(1.0, 10.0)),  # no answer came any more
+        ([], Gap(2.0, 10.0)),
+        ([0.0, 1.9, 2.1, 8.0, 9.0], Gap(1.9, 2.1)),  # the long gap begins after the repair at 3
+    ],
+)
+def test_longest_gap_is_one_that_meets_the_time_of_the_fault(times: list[float], expected: Gap) -> None:
+    assert longest_gap(times, since=2.0, until=2.05, end=10.0) == expected
+
+
+def test_pause_is_that_of_the_client_that_waits_longest_less_its_usual_gap() -> None:
+    happened = [*answers(0, 0.0, 1.0, 2.0, 5.0, 6.0), *answers(1, 0.5, 1.5, 3.0, 4.0, 6.0)]
+    pause, gap = worst_pause(happened, since=2.0, until=4.0, end=6.5)
+    assert gap == Gap(2.0, 5.0)
+    assert pause == pytest.approx(2.0)
+
+
+def test_failed_calls_do_not_end_a_pause() -> None:
+    happened: list[Happened] = [*answers(0, 0.0, 1.0), (2.0, 0, "failed", "DeviceLost"), *answers(0, 9.0)]
+    assert worst_pause(happened, since=1.5, until=9.0, end=9.0)[1] == Gap(1.0, 9.0)
+
+
+def test_client_without_any_answer_waits_from_the_fault_to_the_end() -> None:
+    assert worst_pause([(3.0, 0, "failed", "gone")], since=2.0, until=8.0, end=8.0)[0] == pytest.approx(6.0)
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=30).map(sorted), st.floats(0, 100), st.floats(0, 100))
+def test_longest_gap_lies_within_the_observation(times: list[float], one: float, other: float) -> None:
+    since, until = sorted((one, other))
+    gap = longest_gap(times, since, until, end=100.0)
+    assert gap.seconds >= 0
+    assert min(times[0], since) <= gap.start <= gap.end <= 100.0
+
+
+# ---- answers and phases -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("answer", "count"), [([1, 2, 3], 0), ([1, 9, 3], 1), ([1, 2], 1), ([1, 2, 3, 4], 1), ([], 3)])
+def test_missing_and_additional_tokens_differ(answer: list[int], count: int) -> None:
+    assert tokens_that_differ(answer, [1, 2, 3]) == count
+
+
+def test_phases_are_told_with_the_time_since_the_fault() -> None:
+    history = [
+        {"phase": "serving", "cause": "warm", "seconds_ago": 60.0},
+        {"phase": "planning", "cause": "devices profiled", "seconds_ago": 4.5},
+    ]
+    assert phases_since(history, 5.0) == ("+0.50 s planning: devices profiled",)
+
+
+# ---- summary ------------------------------------------------------------------------------------------------------------
+
+
+def test_summary_fails_for_a_lost_call_a_wrong_answer_and_a_home_that_stays_down() -> None:
+    assert not summarise_faults([row(), row("link cut")]).failure
+    for harm in ({"failed": ("DeviceLost",)}, {"wrong": ("off by 0.1",)}, {"recovered": False}):
+        summary = summarise_faults([row(), row(**harm)])
+        assert summary.failure
+        assert "2 faults" in summary.conclusions[0]
+
+
+def test_table_has_worst_pause_limit_and_kept_workers_of_each_fault() -> None:
+    before, after = {"m0": 1, "m1": 2}, {"m0": 3, "m1": 2}
+    rows = [
+        row(pause_seconds=seconds, workers_before=before, workers_after=after, load=load)
+        for load in ("embed", "infer")
+        for seconds in (0.5, 1.5)
+    ]
+    embed, infer = summarise_faults(rows).tables
+    cells = dict(zip(embed.columns, embed.rows[0], strict=True))
+    assert (cells["times"], cells["workers kept"], cells["limit"], cells["met"]) == ("2", "2 of 4", "1.00 s", "**no**")
+    assert (cells["pause, median"], cells["pause, worst"]) == ("1.00 s", "1.50 s")
+    assert infer.title.endswith("infer")
+
+
+# ---- settings -----------------------------------------------------------------------------------------------------------
+
+
+def test_schedule_has_each_fault_as_often_and_repeats_for_a_seed() -> None:
+    experiment = faults(count=3, faults=["worker killed", "link cut"])
+    schedule = experiment._schedule("embed")
+    assert sorted(schedule) == ["link cut"] * 3 + ["worker killed"] * 3
+    assert schedule == experiment._schedule("embed")
+    assert len({tuple(faults(count=3, seed=seed)._schedule("embed")) for seed in range(5)}) == 5
+
+
+def test_unknown_fault_is_refused() -> None:
+    with pytest.raises(BadSetting, match="'flood' is none of worker killed"):
+        faults(faults=["flood"])

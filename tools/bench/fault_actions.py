@@ -1,0 +1,224 @@
+"""Faults that a benchmark does to a home: what happens at once, and how it is repaired later."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hearth.errors import InternalError
+from tools.bench.fault_home import FaultHome
+from tools.bench.watch import agent_of, worker_of
+
+_RESTART_SECONDS = 3.0  # RestartSec of the systemd units
+_CUT_SECONDS = 10.0  # for which a link is cut
+_POWER_SECONDS = 15.0  # for which a device has no power
+_STOPPED_SECONDS = (10.0, 20.0)  # for which processes are stopped
+_FULL_SECONDS = 15.0  # for which a store is full
+_NEXT_PHASE_SECONDS = 20.0  # most time to wait for the phase in which the second fault happens
+_DATA_PORTS = range(47810, 47830)
+_CONTROL_PORTS = range(47800, 47801)
+
+
+class Repair(NamedTuple):
+    """Something to do later, in seconds after the fault."""
+
+    seconds: float
+    act: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault. `act` does it to a device, at once; `limit_seconds`: target of the pause."""
+
+    act: Callable[[FaultHome, str, random.Random], list[Repair]]
+    limit_seconds: float | None = None
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _worker(home: FaultHome, target: str) -> int:
+    worker = worker_of(home.testbed, target)
+    if worker is None:
+        raise InternalError(where="the fault", reason=f"no worker runs on {target}")
+    return worker.pid
+
+
+def _agent(home: FaultHome, target: str) -> int:
+    agent = agent_of(home.testbed, target)
+    if agent is None:
+        raise InternalError(where="the fault", reason=f"no agent runs on {target}")
+    return agent.pid
+
+
+def _other(home: FaultHome, target: str, chance: random.Random) -> str:
+    """Another device of the plan."""
+    return chance.choice([name for name in home.look(devices=False).planned if name != target])
+
+
+# ---- processes --------------------------------------------------------------------------------------------------------
+
+
+def _kill_worker(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    _signal([_worker(home, target)], signal.SIGKILL)
+    return []
+
+
+def _kill_agent(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    _signal([_agent(home, target)], signal.SIGKILL)
+    return [Repair(_RESTART_SECONDS, lambda: _restart(home, target))]
+
+
+def _restart(home: FaultHome, target: str) -> None:
+    home.testbed.start_agent(target)
+
+
+def _stop_worker(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    pids = [_worker(home, target)]
+    _signal(pids, signal.SIGSTOP)
+    return [Repair(chance.uniform(*_STOPPED_SECONDS), lambda: _signal(pids, signal.SIGCONT))]
+
+
+def _stop_device(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    pids = home.testbed.pids(target)
+    _signal(pids, signal.SIGSTOP)
+    return [Repair(chance.uniform(*_STOPPED_SECONDS), lambda: _signal(pids, signal.SIGCONT))]
+
+
+def _power_cycle(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    home.testbed.network.cut(target)
+    _signal(home.testbed.pids(target), signal.SIGKILL)
+    return [Repair(_POWER_SECONDS, lambda: _power_on(home, target))]
+
+
+def _power_on(home: FaultHome, target: str) -> None:
+    home.testbed.network.mend(target)
+    _restart(home, target)
+
+
+# ---- links ------------------------------------------------------------------------------------------------------------
+
+
+def _cut_link(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    home.testbed.network.cut(target)
+    return [Repair(_CUT_SECONDS, lambda: home.testbed.network.mend(target))]
+
+
+def _part_peers(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    other = _other(home, target, chance)
+    home.testbed.network.part(target, other)
+    return [Repair(_CUT_SECONDS, lambda: home.testbed.network.rejoin(target, other))]
+
+
+def _reset_data(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    """The connection may have been accepted by any device of the plan."""
+    found = [(name, each) for name in home.names for each in home.testbed.network.connections(name, _DATA_PORTS)]
+    if not found:
+        raise InternalError(where="the fault", reason="no worker has a connection to another one")
+    device, connection = chance.choice(found)
+    home.testbed.network.reset(device, connection)
+    return []
+
+
+def _reset_control(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    connection = chance.choice(home.testbed.network.connections(target, _CONTROL_PORTS))
+    home.testbed.network.reset(target, connection)
+    return []
+
+
+# ---- disks ------------------------------------------------------------------------------------------------------------
+
+
+def _fill_store(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    """Fill the store of the target to the last byte, then kill another device's agent: the target needs more chunks."""
+    ballast = home.testbed.folder / target / "store" / "ballast"
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 20))
+    repairs = _kill_agent(home, _other(home, target, chance), chance)
+    return [*repairs, Repair(_FULL_SECONDS, lambda: ballast.unlink(missing_ok=True))]
+
+
+# ---- several at once ---------------------------------------------------------------------------------------------------
+
+
+def _await_phase(home: FaultHome, *phases: str) -> None:
+    """Wait for one of these phases of the deployment; goes on after a time, because a short phase may be missed."""
+    deadline = time.monotonic() + _NEXT_PHASE_SECONDS
+    while home.look(devices=False).phase not in phases and time.monotonic() < deadline:
+        time.sleep(0.01)  # as short as the shortest phase
+
+
+def _lose_a_second(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    other = _other(home, target, chance)
+    repairs = _kill_agent(home, target, chance)
+    _await_phase(home, "settling", "profiling", "planning", "pushing")
+    return [*repairs, *_kill_agent(home, other, chance)]
+
+
+def _lose_while_loading(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    other = _other(home, target, chance)
+    repairs = _kill_agent(home, target, chance)
+    _await_phase(home, "loading", "warming")
+    return [*repairs, *_kill_agent(home, other, chance)]
+
+
+def _lose_while_changing(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    """Lose a device while the plan changes because another one has come back."""
+    other = _other(home, target, chance)
+    _kill_agent(home, target, chance)
+    home.wait_for(lambda state: state.serves and target not in state.planned, _NEXT_PHASE_SECONDS)
+    _restart(home, target)
+    _await_phase(home, "draining", "loading")
+    return _kill_agent(home, other, chance)
+
+
+def _lose_all_but_one(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    """The target is the one that is left."""
+    lost = [name for name in home.names if name != target]
+    return [repair for name in lost for repair in _power_cycle(home, name, chance)]
+
+
+# ---- the coordinator ---------------------------------------------------------------------------------------------------
+
+
+def _kill_coordinator(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    _signal([home.coordinator.pid], signal.SIGKILL)
+    home.coordinator.wait()
+    return [Repair(_RESTART_SECONDS, home.start_coordinator)]
+
+
+def _stop_coordinator(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    pids = [home.coordinator.pid]
+    _signal(pids, signal.SIGSTOP)
+    return [Repair(chance.uniform(*_STOPPED_SECONDS), lambda: _signal(pids, signal.SIGCONT))]
+
+
+# Limits: targets on wired links and an idle machine.
+FAULTS: dict[str, Fault] = {
+    "worker killed": Fault(_kill_worker, 1.0),
+    "agent killed": Fault(_kill_agent, 1.5),
+    "worker stopped": Fault(_stop_worker, 2.0),
+    "device stopped": Fault(_stop_device, 2.0),
+    "link cut": Fault(_cut_link, 2.0),
+    "link between two cut": Fault(_part_peers, 2.0),
+    "data connection reset": Fault(_reset_data, 0.5),
+    "control connection reset": Fault(_reset_control, 0.5),
+    "store full": Fault(_fill_store),
+    "power cycled": Fault(_power_cycle, 2.0),
+    "second loss": Fault(_lose_a_second),
+    "loss while loading": Fault(_lose_while_loading),
+    "loss while the plan changes": Fault(_lose_while_changing),
+    "all but one lost": Fault(_lose_all_but_one),
+    "coordinator killed": Fault(_kill_coordinator, 5.0),
+    "coordinator stopped": Fault(_stop_coordinator),
+}

@@ -1,0 +1,211 @@
+"""A home under load to which faults are done: agents on emulated devices, the coordinator and the clients on a hub."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from hearth.errors import BadSetting
+from tools.bench.fault_rows import Happened
+from tools.bench.homes import agent_names, decoder_directory
+from tools.bench.processes import ClientProcess
+from tools.bench.results import REPOSITORY
+from tools.bench.watch import worker_of
+from tools.testbed import Scenario, Testbed
+from tools.testbed.scenario import EmulatedDevice
+
+LoadName = Literal["embed", "generate", "infer"]
+LOADS: tuple[LoadName, ...] = ("embed", "generate", "infer")
+CLIENTS = 4  # at once, of each load
+HUB = "hub"
+_MINILM = REPOSITORY / ".models" / "minilm"
+# A small Llama: a step of it takes milliseconds on four devices that share two cores.
+_DECODER: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 4000, "max_position_embeddings": 512,
+}  # fmt: skip
+_MAX_TOKENS = 100  # of a streamed answer
+_BRANCH_WIDTH = 32  # channels of the two-branch graph: a request takes some 10 ms
+_POLL_SECONDS = 0.2  # between two looks at the coordinator
+_STOP_SECONDS = 20.0  # for the coordinator to end after SIGTERM
+_READY_SECONDS = 240.0  # for the coordinator to profile, plan, push and load on a busy machine
+
+
+def shared_scenario(num_devices: int, cores: int, mbit: float) -> Scenario:
+    """Devices and a hub that share this machine's cores."""
+    share = cores / (num_devices + 1)
+    names = (*(f"m{number}" for number in range(num_devices)), HUB)
+    devices = tuple(EmulatedDevice(name=name, cpu_share=share, instruction_set="native", mbit=mbit) for name in names)
+    return Scenario(name="faults", coordinator=HUB, devices=devices)
+
+
+@contextmanager
+def devices_with_disks(scenario: Scenario, folder: Path, cores: int, disk_bytes: int) -> Iterator[Testbed]:
+    """A testbed whose agents keep their stores on file systems of `disk_bytes`, and whose devices may use all `cores`."""
+    home = Path(tempfile.mkdtemp(prefix="home-", dir=folder))
+    stores = [home / device.name / "store" for device in scenario.devices if device.name != scenario.coordinator]
+    try:
+        for store in stores:
+            store.mkdir(parents=True)
+            _command("mount", "-t", "tmpfs", "-o", f"size={disk_bytes}", "none", str(store))
+        with Testbed(scenario, home) as testbed:
+            for cgroup in testbed.cgroups.values():
+                cgroup.set_cpu_share(cores)
+            for name in agent_names(testbed):
+                testbed.start_agent(name)
+            yield testbed
+    finally:
+        for store in stores:
+            _command("umount", "--lazy", str(store), check=False)
+
+
+def make_model(load: LoadName, folder: Path) -> Path:
+    """The model of a load: a file or directory. Raises BadSetting if MiniLM is missing."""
+    if load == "embed":
+        if not _MINILM.is_dir():
+            raise BadSetting(setting="loads", reason=f"{_MINILM} is missing; `make test` fetches it")
+        return _MINILM
+    if load == "generate":
+        return decoder_directory(_DECODER, folder, "float32")
+    from tools.graph_models import build, export
+
+    path = folder / "two-branch.onnx"
+    return path if path.exists() else export(build("two_branch", branch_width=_BRANCH_WIDTH), path)
+
+
+class FaultHome:
+    """One home: `load` is served and asked for. The clients' process must have been started in the testbed."""
+
+    def __init__(self, testbed: Testbed, clients: ClientProcess, load: LoadName, model: Path) -> None:
+        self.testbed, self.load = testbed, load
+        self.names = agent_names(testbed)
+        self._clients, self._model = clients, model
+        self._coordinator: subprocess.Popen[bytes] | None = None
+        self.began = 0.0  # of the load
+
+    # ---- serving --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Serve on all devices, ask for the references, and start the load. Raises InternalError, DeadlineExceeded."""
+        self.start_coordinator("--min-devices", str(len(self.names)))
+        self._clients.ready_status(_READY_SECONDS)
+        self._clients.call("prepare", load=self.load, vocab_size=_DECODER["vocab_size"], max_tokens=_MAX_TOKENS)
+        self.begin()
+
+    def begin(self) -> None:
+        self._clients.call("take")
+        self._clients.call("begin", num_clients=CLIENTS)
+        self.began = time.monotonic()
+
+    def start_coordinator(self, *options: str) -> None:
+        of_load = {
+            "embed": ("--strategy", "hmp"),
+            "generate": ("--strategy", "hmp", "--context", "256", "--sequences", str(CLIENTS)),
+            "infer": ("--objective", "throughput", "--strategy", "pipeline"),
+        }
+        self._coordinator = self.testbed.start_coordinator(str(self._model), *of_load[self.load], *options)
+
+    def redeploy(self) -> None:
+        """Stop the load and the coordinator, serve on all devices again, and start the load."""
+        self._clients.call("end")
+        assert self._coordinator is not None
+        self._coordinator.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._coordinator.wait(_STOP_SECONDS)
+        self._coordinator.kill()
+        self._coordinator.wait(_STOP_SECONDS)
+        self.start_coordinator("--min-devices", str(len(self.names)))
+        self._clients.ready_status(_READY_SECONDS)
+        self.begin()
+
+    @property
+    def coordinator(self) -> subprocess.Popen[bytes]:
+        assert self._coordinator is not None
+        return self._coordinator
+
+    # ---- observing ------------------------------------------------------------------------------------------------
+
+    def look(self, devices: bool = True) -> HomeState:
+        """What the coordinator says; without `devices` it asks none of them, which is faster."""
+        return HomeState(self._clients.call("look", devices=devices))
+
+    def take(self) -> list[Happened]:
+        """What has happened to the clients since the last call."""
+        return [(each[0], each[1], each[2], each[3]) for each in self._clients.call("take")["happened"]]
+
+    def workers(self) -> dict[str, int]:
+        """Pids of the workers, by device."""
+        found = {name: worker_of(self.testbed, name) for name in self.names}
+        return {name: worker.pid for name, worker in found.items() if worker is not None}
+
+    def wait_until_recovered(self, quiet_seconds: float, seconds: float) -> tuple[bool, list[Happened]]:
+        """Wait until all devices are there and every client gets answers for `quiet_seconds`, at most for `seconds`.
+
+        Returns whether that came about, and what happened to the clients.
+        """
+        deadline, happened = time.monotonic() + seconds, []
+        while True:
+            time.sleep(quiet_seconds)
+            new = self.take()
+            happened += new
+            answered = {client for _, client, kind, _ in new if kind in ("answer", "token")}
+            state = self.look()
+            if state.serves and state.alive >= set(self.names) and len(answered) == CLIENTS:
+                return True, happened
+            if time.monotonic() > deadline:
+                return False, happened
+
+    def wait_until_on_all(self, seconds: float) -> bool:
+        """Wait until the plan that is served has all devices."""
+        return self.wait_for(lambda state: state.serves and set(state.planned) >= set(self.names), seconds)
+
+    def wait_for(self, holds: Any, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not holds(self.look()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def log_since(self, offset: int) -> str:
+        return self.testbed.log("coordinator.log")[offset:]
+
+
+class HomeState:
+    """What the coordinator says of itself; nothing, if it does not answer."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self._status: dict[str, Any] = answer.get("status", {})
+        self._devices: Sequence[dict[str, Any]] = answer.get("devices", ())
+
+    @property
+    def phase(self) -> str:
+        return str(self._status.get("phase", ""))
+
+    @property
+    def serves(self) -> bool:
+        return self.phase == "serving"
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        return list(self._status.get("history", ()))
+
+    @property
+    def planned(self) -> list[str]:
+        """The names of the plan's devices."""
+        return [device["name"] for device in (self._status.get("plan") or {}).get("devices", ())]
+
+    @property
+    def alive(self) -> set[str]:
+        return {device["name"] for device in self._devices if device["state"] == "alive"}
+
+
+def _command(*arguments: str, check: bool = True) -> None:
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise BadSetting(setting="the testbed", reason=f"`{' '.join(arguments)}`: {done.stderr.strip()}")

@@ -1,0 +1,159 @@
+"""Rows of the fault experiments: what clients saw around a fault, and the tables made of it. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from hearth.platform.units import format_seconds
+from tools.bench.results import Summary, Table
+
+# Seconds (monotonic), client, "answer", "token", "wrong" or "failed", and what was wrong.
+Happened = tuple[float, int, str, str]
+
+
+class FaultRow(BaseModel):
+    """One fault under load.
+
+    `pause_seconds`: a client's longest time between two answers (of a stream: two tokens) around the fault, less its
+    median time before; of the client that waited longest. `rejoin_pause_seconds`: the same after the repair.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    load: str
+    number: int  # in the schedule of its load
+    fault: str
+    target: str  # device, or devices
+    moment_seconds: float  # from the start of the load
+    answers: int  # correct ones, from the fault to the end of the observation
+    failed: tuple[str, ...] = ()  # errors of calls
+    wrong: tuple[str, ...] = ()  # what was wrong with answers
+    pause_seconds: float
+    rejoin_pause_seconds: float = 0.0
+    again_seconds: float  # from the fault to the end of that pause
+    limit_seconds: float | None = None  # of the pause
+    recovered: bool = True  # serves, with all devices there, when the observation ended
+    workers_before: dict[str, int] = {}  # pids by device
+    workers_after: dict[str, int] = {}
+    phases: tuple[str, ...] = ()  # of the deployment, with seconds since the fault
+    plan_devices: int = 0  # after it
+    disturbed: str = ""  # why times cannot be trusted
+    log: str = ""  # of the coordinator, where something went wrong
+
+    @property
+    def kept_workers(self) -> int:
+        return sum(self.workers_after.get(device) == pid for device, pid in self.workers_before.items())
+
+    @property
+    def harmless(self) -> bool:
+        return self.recovered and not self.failed and not self.wrong
+
+
+class Gap(NamedTuple):
+    """A time without an answer, in monotonic seconds."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def longest_gap(times: Sequence[float], since: float, until: float, end: float) -> Gap:
+    """The longest gap between successive times that begins before `until` and ends after `since`.
+
+    `end` is when the observation ended: a client without a further answer waits until then.
+    """
+    moments = [*times, max(end, times[-1])] if times else [since, end]
+    gaps = [Gap(before, after) for before, after in pairwise(moments) if before < until and after > since]
+    return max(gaps, key=lambda gap: gap.seconds, default=Gap(since, since))
+
+
+def worst_pause(happened: Iterable[Happened], since: float, until: float, end: float) -> tuple[float, Gap]:
+    """Of all clients, the largest pause: its length less the client's median gap before `since`, and the gap itself."""
+    by_client: dict[int, list[float]] = {}
+    for seconds, client, kind, _ in happened:
+        times = by_client.setdefault(client, [])
+        if kind != "failed":
+            times.append(seconds)
+    found: list[tuple[float, Gap]] = [(0.0, Gap(since, since))]
+    for times in by_client.values():
+        usual = [after - before for before, after in pairwise(times) if after <= since]
+        gap = longest_gap(times, since, until, end)
+        found.append((max(gap.seconds - (statistics.median(usual) if usual else 0.0), 0.0), gap))
+    return max(found, key=lambda pause: pause[0])
+
+
+def tokens_that_differ(answer: Sequence[int], reference: Sequence[int]) -> int:
+    """Positions at which two answers differ; missing and additional tokens count."""
+    different = sum(a != b for a, b in zip(answer, reference, strict=False))
+    return different + abs(len(answer) - len(reference))
+
+
+def phases_since(history: Sequence[dict[str, Any]], seconds: float) -> tuple[str, ...]:
+    """The phases entered in the last `seconds`, with the time since their start."""
+    recent = [each for each in history if each["seconds_ago"] <= seconds]
+    return tuple(f"+{seconds - each['seconds_ago']:.2f} s {each['phase']}: {each['cause']}"[:200] for each in recent)
+
+
+_COLUMNS = (
+    "fault", "times", "answers", "failed calls", "wrong answers", "not recovered", "workers kept", "pause, median",
+    "pause, worst", "limit", "met", "pause at rejoining, worst",
+)  # fmt: skip
+
+
+def summarise_faults(rows: Sequence[FaultRow]) -> Summary:
+    """A table per load. The run fails if a call failed, an answer was wrong or a home did not recover."""
+    tables = []
+    for load in dict.fromkeys(row.load for row in rows):
+        of_load = [row for row in rows if row.load == load]
+        names = sorted({row.fault for row in of_load})
+        lines = [_line(name, [row for row in of_load if row.fault == name]) for name in names]
+        tables.append(Table.of(f"Faults under load: {load}", _COLUMNS, lines))
+    failed, wrong = sum(len(row.failed) for row in rows), sum(len(row.wrong) for row in rows)
+    stuck = sum(not row.recovered for row in rows)
+    answers = sum(row.answers for row in rows)
+    late = [row for row in rows if row.limit_seconds is not None and row.pause_seconds > row.limit_seconds]
+    limited = sum(row.limit_seconds is not None for row in rows)
+    disturbed = sum(bool(row.disturbed) for row in rows)
+    conclusions = (
+        f"{len(rows)} faults, {answers} correct answers, {failed} failed calls, {wrong} wrong answers; "
+        f"{stuck} times the home did not recover",
+        f"{limited - len(late)} of {limited} pauses are within their limits",
+        *(
+            [f"other programs used the machine during {disturbed} faults: their pauses are too long"]
+            if disturbed
+            else ()
+        ),
+        *(
+            f"{row.load}, {row.fault} of {row.target}: {error}"
+            for row in rows
+            for error in (*row.failed, *row.wrong)[:1]
+        ),
+    )
+    harmless = all(row.harmless for row in rows)
+    return Summary(
+        conclusions=conclusions, tables=tuple(tables), failure="" if harmless else "a fault was not harmless"
+    )
+
+
+def _line(fault: str, rows: Sequence[FaultRow]) -> tuple[str, ...]:
+    pauses = [row.pause_seconds for row in rows]
+    limit = rows[0].limit_seconds
+    kept, before = (
+        sum(values) for values in zip(*((r.kept_workers, len(r.workers_before)) for r in rows), strict=True)
+    )
+    met = "-" if limit is None else "yes" if max(pauses) <= limit else "**no**"
+    return (
+        fault, str(len(rows)), str(sum(row.answers for row in rows)), str(sum(len(row.failed) for row in rows)),
+        str(sum(len(row.wrong) for row in rows)), str(sum(not row.recovered for row in rows)), f"{kept} of {before}",
+        format_seconds(statistics.median(pauses)), format_seconds(max(pauses)),
+        "-" if limit is None else format_seconds(limit), met,
+        format_seconds(max(row.rejoin_pause_seconds for row in rows)),
+    )  # fmt: skip

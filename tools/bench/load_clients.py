@@ -1,0 +1,179 @@
+"""Client apps that ask without pause and check every answer: `python -m tools.bench.load_clients ipc://PATH KEY ADDRESS`.
+
+The references are the answers of the undisturbed home, which the same process asks for first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from coordinator.cli.load_generator import random_inputs
+from hearth.client.home import AsyncHome
+from hearth.errors import HearthError
+from tools.bench.child import serve
+from tools.bench.clients import HomeClients
+from tools.bench.fault_rows import Happened, tokens_that_differ
+
+# Largest accepted difference from the reference, relative to its largest value: other plans sum in another order.
+_TOLERANCE = 1e-5
+_LOOK_SECONDS = 2.0  # timeout of a question for the state; longer than a busy coordinator takes
+_FAILURE_PAUSE_SECONDS = 0.1  # after an error, so that a client does not flood a home that refuses at once
+_POOL_SIZE = 8  # different requests
+
+Seen = Callable[[], None]  # reports a token
+
+
+class Work(ABC):
+    """One kind of request: a pool of different ones, and how an answer is compared with the reference."""
+
+    deadline_seconds: ClassVar[float] = 60.0  # far above any pause that is measured, so that a pause is no failure
+
+    async def prepare(self, home: AsyncHome) -> None:  # noqa: B027 (most kinds need nothing)
+        """Read what the requests need to know about the served model."""
+
+    @abstractmethod
+    async def answer(self, home: AsyncHome, item: int, seen: Seen) -> Any:
+        """Send request `item` of the pool and return its answer. Raises HearthError."""
+
+    @abstractmethod
+    def difference(self, answer: Any, reference: Any) -> str:
+        """What is wrong with an answer; empty if nothing is."""
+
+
+class Embedding(Work):
+    """Two sentences per request."""
+
+    async def answer(self, home: AsyncHome, item: int, seen: Seen) -> Any:
+        texts = [f"switch on lamp {item} in the kitchen", f"how warm will room {item} be tomorrow? " * (1 + item % 3)]
+        return await home.embed(texts, self.deadline_seconds)
+
+    def difference(self, answer: Any, reference: Any) -> str:
+        return _far(answer, reference)
+
+
+class Inference(Work):
+    """Random arrays of the graph's inputs, the same in every request."""
+
+    _inputs: dict[str, np.ndarray[Any, Any]]
+
+    async def prepare(self, home: AsyncHome) -> None:
+        self._inputs = random_inputs((await home.model_info()).inputs)
+
+    async def answer(self, home: AsyncHome, item: int, seen: Seen) -> Any:
+        return await home.infer(self._inputs, self.deadline_seconds)
+
+    def difference(self, answer: Any, reference: Any) -> str:
+        return next((far for name, values in reference.items() if (far := _far(answer[name], values))), "")
+
+
+class Streaming(Work):
+    """Answers of `max_tokens`; every other one is sampled, with a seed of its own."""
+
+    deadline_seconds = 300.0
+
+    def __init__(self, vocab_size: int, max_tokens: int) -> None:
+        self._vocab_size, self._max_tokens = vocab_size, max_tokens
+
+    async def answer(self, home: AsyncHome, item: int, seen: Seen) -> Any:
+        prompt = [3 + (7919 * i + 101 * item) % (self._vocab_size - 3) for i in range(12 + item)]
+        sampled = item % 2 == 1
+        stream = home.generate(
+            token_ids=prompt, max_tokens=self._max_tokens, timeout_seconds=self.deadline_seconds,
+            temperature=0.8 if sampled else 0.0, seed=item if sampled else None,
+        )  # fmt: skip
+        async with stream:
+            async for _ in stream:
+                seen()
+        return stream.token_ids
+
+    def difference(self, answer: Any, reference: Any) -> str:
+        count = tokens_that_differ(answer, reference)
+        return f"{count} of {len(reference)} tokens differ" if count else ""
+
+
+def _far(answer: Any, reference: Any) -> str:
+    """How far an array is from its reference, if that is too far."""
+    if answer.shape != reference.shape:
+        return f"shape {answer.shape} instead of {reference.shape}"
+    far = float(np.abs(answer - reference).max() / max(float(np.abs(reference).max()), 1e-30))
+    return "" if far <= _TOLERANCE else f"off by {far:.1e}"
+
+
+class LoadClients(HomeClients):
+    """Clients with a connection each, and a further one that asks for the home's state."""
+
+    def __init__(self, key: Path, address: str) -> None:
+        super().__init__(key, address)
+        self._work: Work = Embedding()
+        self._references: list[Any] = []
+        self._happened: list[Happened] = []
+        self._clients: list[asyncio.Task[None]] = []
+        self._observer: AsyncHome | None = None
+
+    async def prepare(self, load: str, vocab_size: int = 0, max_tokens: int = 0) -> None:
+        """Ask for the references. `load`: embed, infer or generate, with the model's vocabulary and tokens per answer."""
+        if load == "generate":
+            self._work = Streaming(vocab_size, max_tokens)
+        else:
+            self._work = Embedding() if load == "embed" else Inference()
+        async with await self.connected() as home:
+            await self._work.prepare(home)
+            self._references = [await self._work.answer(home, item, lambda: None) for item in range(_POOL_SIZE)]
+
+    async def begin(self, num_clients: int) -> None:
+        """Start the clients. Raises the errors of connecting."""
+        homes = [await self.connected() for _ in range(num_clients)]
+        self._clients = [asyncio.create_task(self._ask(home, number)) for number, home in enumerate(homes)]
+
+    async def end(self) -> None:
+        """Stop the clients; requests in progress are cancelled and do not count."""
+        for client in self._clients:
+            client.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+        self._clients = []
+
+    def take(self) -> dict[str, Any]:
+        """What has happened since the last call."""
+        taken, self._happened = self._happened, []
+        return {"happened": taken}
+
+    async def look(self, devices: bool) -> dict[str, Any]:
+        """The coordinator's status, and its devices if wanted; {} if it does not answer."""
+        try:
+            if self._observer is None:
+                self._observer = await self.connected(_LOOK_SECONDS)
+            status = (await self._observer.status(_LOOK_SECONDS)).model_dump(mode="json")
+            found = await self._observer.devices(_LOOK_SECONDS) if devices else None
+        except HearthError:
+            return {}
+        return {"status": status, "devices": found.model_dump(mode="json")["devices"] if found else []}
+
+    async def _ask(self, home: AsyncHome, number: int) -> None:
+        """Send the requests of the pool in turn, until cancelled."""
+        loop, item = asyncio.get_running_loop(), number
+
+        def note(kind: str, detail: str = "") -> None:
+            self._happened.append((loop.time(), number, kind, detail))
+
+        async with home:
+            while True:
+                item = (item + 1) % _POOL_SIZE
+                try:
+                    answer = await self._work.answer(home, item, lambda: note("token"))
+                except HearthError as error:
+                    note("failed", f"{type(error).__name__}: {error}"[:300])
+                    await asyncio.sleep(_FAILURE_PAUSE_SECONDS)
+                    continue
+                wrong = self._work.difference(answer, self._references[item])
+                note("wrong" if wrong else "answer", wrong)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], LoadClients(Path(sys.argv[2]), sys.argv[3]))
