@@ -38,6 +38,7 @@ PURE_MODULES = (
     "coordinator.models.onnx.flops",
     "coordinator.models.ordering",
     "coordinator.serve.drift",
+    "coordinator.serve.retry",
     "hearth.errors",
     "hearth.platform.units",
     "hearth.protocol",

@@ -18,7 +18,7 @@ from coordinator.deploy.chunk_scheduler import Chunk
 from coordinator.deploy.distribution import Distribution, PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
-from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed, WorkerDied
+from hearth.errors import BadMessage, DeviceLost, HearthError, NotServing, WorkerDied
 from hearth.plan.plan import Plan
 from hearth.plan.profile import Link
 from hearth.plan.value_formats import ValueFormatName
@@ -143,7 +143,7 @@ class Deployment:
 
     async def close(self) -> None:
         """Stop the workers, which frees their memory for the next plan. Errors are ignored."""
-        self.fail(StepFailed(device="the coordinator", reason="the plan was unloaded"))
+        self.fail(NotServing(state="the plan was unloaded"))
         request = wire.Unload(**self.command_fields)
         calls = (
             self._fleet.call(device.device_id, request, timeout_seconds=_UNLOAD_SECONDS)

@@ -1,10 +1,12 @@
-"""Admission of requests to the current deployment, in FIFO order, with exclusive slots for maintenance."""
+"""Admission of requests to the current deployment, in the order of arrival, with exclusive slots for maintenance."""
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from hearth.errors import HearthError, QueueFull
@@ -12,10 +14,29 @@ from hearth.errors import HearthError, QueueFull
 _D = TypeVar("_D")
 
 
-class Admission(Generic[_D]):
-    """FIFO queue. At most `capacity` requests run at once and at most `max_waiting` wait; while closed, all wait.
+@dataclass(eq=False)
+class Place:
+    """A request's place in the order of arrival. It keeps the place when it returns to the queue."""
 
-    The caller must call `leave` once for every `enter` that returned.
+    number: int
+    alone: bool = False  # it must run alone, and goes before the others: it may have made a deployment fail
+    was_admitted: bool = False
+    maintenance: bool = False  # exclusive work of the coordinator's own, which does not count as a waiting request
+
+    @property
+    def exclusive(self) -> bool:
+        return self.alone or self.maintenance
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        return not self.alone, self.number
+
+
+class Admission(Generic[_D]):
+    """Queue in the order of arrival. At most `capacity` requests run at once; while closed or paused, all wait.
+
+    At most `max_waiting` requests may wait; one more is refused, except one that was admitted before and returns. The caller
+    must call `leave` once for every `enter` that returned.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -26,7 +47,9 @@ class Admission(Generic[_D]):
         self._deployment: _D | None = None  # None: closed
         self._refusal: HearthError | None = None
         self._running_exclusive = False  # whether the running slot is exclusive
-        self._queue: dict[asyncio.Future[_D], bool] = {}  # the queue in FIFO order; whether each entry is exclusive
+        self._queue: list[tuple[Place, asyncio.Future[_D]]] = []  # sorted by `Place.order`
+        self._last_number = 0
+        self._num_pauses = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -36,8 +59,8 @@ class Admission(Generic[_D]):
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting requests, without exclusive ones."""
-        return sum(not exclusive for exclusive in self._queue.values())
+        """Number of waiting requests, without maintenance."""
+        return sum(not place.maintenance for place, _ in self._queue)
 
     def open(self, deployment: _D, capacity: int) -> None:
         self._deployment, self._capacity = deployment, capacity
@@ -47,18 +70,35 @@ class Admission(Generic[_D]):
         """Admit no request until the next `open`. With `refusal`, waiting and future requests raise it."""
         self._deployment, self._refusal = None, refusal
         if refusal is not None:
-            for slot in self._queue:
+            for _, slot in self._queue:
                 slot.set_exception(refusal)
             self._queue.clear()
 
-    async def enter(self, timeout_seconds: float) -> _D:
-        """Wait for a slot; returns the deployment to run on.
+    def pause(self) -> None:
+        """Admit no request until `resume` was called as often as `pause`."""
+        self._num_pauses += 1
+
+    def resume(self) -> None:
+        self._num_pauses -= 1
+        self._admit_waiting()
+
+    def arrive(self) -> Place:
+        """The place of a new request."""
+        self._last_number += 1
+        return Place(self._last_number)
+
+    async def enter(self, timeout_seconds: float, place: Place | None = None, resume: bool = False) -> _D:
+        """Wait for a slot; returns the deployment to run on. Without `place`, the request arrives now.
+
+        `resume` ends a pause as soon as the request is in the queue, so that no later one overtakes it.
 
         Raises QueueFull at once if the queue is full, asyncio.TimeoutError, and the refusal given to `close`.
         """
+        if resume:
+            self._num_pauses -= 1
         if self._refusal is not None:
             raise self._refusal
-        return await self._wait_for_slot(exclusive=False, timeout_seconds=timeout_seconds)
+        return await self._wait_for_slot(place or self.arrive(), timeout_seconds)
 
     def leave(self) -> None:
         self.num_running -= 1
@@ -67,13 +107,20 @@ class Admission(Generic[_D]):
             self._idle.set()
         self._admit_waiting()
 
+    def share(self) -> None:
+        """Let others run beside the request that runs alone."""
+        self._running_exclusive = False
+        self._admit_waiting()
+
     @asynccontextmanager
     async def exclusively(self, timeout_seconds: float | None = None) -> AsyncIterator[None]:
         """Hold the deployment exclusively: wait for running requests and admit no others meanwhile.
 
         Raises asyncio.TimeoutError if running requests take longer; admission then continues.
         """
-        await self._wait_for_slot(exclusive=True, timeout_seconds=timeout_seconds)
+        place = self.arrive()
+        place.maintenance = True
+        await self._wait_for_slot(place, timeout_seconds)
         try:
             yield
         finally:
@@ -83,13 +130,14 @@ class Admission(Generic[_D]):
         """Wait until no request runs."""
         await self._idle.wait()
 
-    async def _wait_for_slot(self, exclusive: bool, timeout_seconds: float | None) -> _D:
+    async def _wait_for_slot(self, place: Place, timeout_seconds: float | None) -> _D:
         slot: asyncio.Future[_D] = asyncio.get_running_loop().create_future()
-        self._queue[slot] = exclusive
+        entry = (place, slot)
+        bisect.insort(self._queue, entry, key=lambda entry: entry[0].order)
         self._admit_waiting()
         try:
             if not slot.done():
-                if not exclusive and self.num_waiting > self._max_waiting:
+                if not place.exclusive and not place.was_admitted and self.num_waiting > self._max_waiting:
                     raise QueueFull(limit=self._max_waiting)
                 await asyncio.wait({slot}, timeout=timeout_seconds)
             if not slot.done():
@@ -100,17 +148,19 @@ class Admission(Generic[_D]):
                 self.leave()  # admitted and cancelled at the same time
             raise
         finally:
-            if self._queue.pop(slot, None):
-                self._admit_waiting()  # a cancelled exclusive entry may have blocked those behind it
+            if not slot.done():
+                self._queue.remove(entry)
+                self._admit_waiting()  # an exclusive entry may have blocked those behind it
 
     def _admit_waiting(self) -> None:
         """Admit from the front of the queue while slots are free."""
-        while self._queue and self._deployment is not None:
-            slot, exclusive = next(iter(self._queue.items()))
-            if self._running_exclusive or self.num_running >= (1 if exclusive else self._capacity):
+        while self._queue and self._deployment is not None and not self._num_pauses:
+            place, slot = self._queue[0]
+            if self._running_exclusive or self.num_running >= (1 if place.exclusive else self._capacity):
                 return
-            del self._queue[slot]
-            self._running_exclusive = exclusive
+            del self._queue[0]
+            self._running_exclusive = place.exclusive
+            place.was_admitted = True
             self.num_running += 1
             self.num_admitted += 1
             self._idle.clear()

@@ -51,7 +51,12 @@ class Controller:
     ) -> None:
         self.name = name
         self.goal = goal
-        self.requests: Requests[Any] = Requests(services.settings.queue_limit, lambda: self.state, self._request_failed)
+        self.requests: Requests[Any] = Requests(
+            services.settings.queue_limit,
+            lambda: self.state,
+            self._report_loss,
+            lambda deployment: self.kind.probe(deployment),
+        )
         self.kind = _open_kind(goal, services, self.requests)
         if plan is not None and goal.keep_plan:
             self.kind.check(plan)
@@ -180,9 +185,12 @@ class Controller:
                 return cycle.ChunksPushed(plan.epoch)
             case "load" if deployment is not None:
                 await deployment.load(services.profiler.links, services.settings.encrypt_data_plane)
+                if deployment.weight_error:
+                    error_percent = f"{100 * deployment.weight_error:.2g} %"
+                    services.report(f"quantisation error of the weights: {error_percent} (relative, root mean square)")
                 return cycle.WorkersLoaded(deployment.epoch)
             case "warm_up" if deployment is not None:
-                await self.kind.warm_up(deployment)
+                await self.kind.probe(deployment)
                 return cycle.WarmedUp(deployment.epoch)
             case "serve" if deployment is not None:
                 return await self._serve(deployment)
@@ -271,11 +279,6 @@ class Controller:
             deployment.fail(failure)
             return cycle.DeploymentLost(deployment.epoch, failure)
         return cycle.BetterPlanMade(better_plan, deployment.epoch, self._services.fleet.last_epoch)
-
-    def _request_failed(self, deployment: Deployment, error: HearthError) -> None:
-        """Report the deployment as lost, unless the error concerns only the request itself."""
-        if error.scope != "request":
-            self._report_loss(deployment, error)
 
     def _report_loss(self, deployment: Deployment, error: HearthError) -> None:
         deployment.fail(error)

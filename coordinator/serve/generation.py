@@ -12,7 +12,7 @@ import numpy as np
 
 from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.serve.prompts import GenerationDefaults, StopTextFilter, TextStream, TextTokenizer
-from coordinator.serve.requests import Requests
+from coordinator.serve.requests import Requests, Ticket
 from hearth.errors import BadPlan, BadRequest, ContextTooLong, DeadlineExceeded, HearthError, QueueFull
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
@@ -23,11 +23,9 @@ from hearth.wire.codec import Array
 from hearth.wire.rpc import MAX_REQUESTS_PER_CALLER
 
 _MAX_CONCURRENT = MAX_REQUESTS_PER_CALLER // 2  # the rest of rank 0's limit per caller is left for heartbeats
-# Deployments that may fail under one request. If one more fails, the request may be the cause: its client gets the error.
-_MAX_FAILURES = 3
 _MAX_STOP_CHARACTERS = 1000  # of a stop text: bounds the search at every token; real ones are a few words
-_WARM_UP_TOKENS = 8  # of the warm-up prompt: short, but several rows to share
-_WARM_UP_SECONDS = 120.0  # timeout of the warm-up: the first step also pages the weights in and loads the kernels
+_PROBE_TOKENS = 8  # of the prompt of a probe: short, but several rows to share
+_PROBE_SECONDS = 120.0  # timeout of a probe's answer: the first step also pages the weights in and loads the kernels
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,12 @@ def max_context_tokens(plan: TransformerPlan) -> int:
     return min(plan.model.max_positions, capacity, plan.body.generation.context or capacity)
 
 
-async def warm_up(deployment: TransformerDeployment) -> None:
+async def probe(deployment: TransformerDeployment) -> None:
     """Generate two tokens: checks that all workers reach each other in prefill and decoding, and loads the kernels."""
     context = max_context_tokens(deployment.plan)
-    prompt = np.zeros(max(min(_WARM_UP_TOKENS, context - 2), 1), np.int32)
+    prompt = np.zeros(max(min(_PROBE_TOKENS, context - 2), 1), np.int32)
     max_tokens = max(min(2, context - len(prompt)), 1)
-    async with aclosing(deployment.generate(prompt, wire.Sampling(), max_tokens, (), 0, _WARM_UP_SECONDS)) as answers:
+    async with aclosing(deployment.generate(prompt, wire.Sampling(), max_tokens, (), 0, _PROBE_SECONDS)) as answers:
         async for _ in answers:
             pass
 
@@ -96,7 +94,7 @@ class GenerationRunner:
         Without `max_tokens` the limit is that of generation_config.json, else 512 tokens, and at most the free context.
         Raises BadRequest, ContextTooLong, QueueFull, NotServing, DeadlineExceeded, WorkerDied, ...
         """
-        began = asyncio.get_running_loop().time()
+        ticket = self._requests.arrive(request.timeout_seconds)
         self.num_running += 1
         try:
             if self.num_running > self.limit:
@@ -106,8 +104,8 @@ class GenerationRunner:
                 prompt = await with_timeout(request.timeout_seconds, tokenising)
             except asyncio.TimeoutError:
                 raise _timeout_error(request) from None
-            generation = _RunningGeneration(model, request, prompt, began)
-            async with aclosing(self._stream(generation, began + request.timeout_seconds)) as messages:
+            generation = _RunningGeneration(model, request, prompt, ticket.deadline - request.timeout_seconds)
+            async with aclosing(self._stream(generation, ticket)) as messages:
                 async for message in messages:
                     yield message
             end_message = generation.end_message()
@@ -119,32 +117,24 @@ class GenerationRunner:
         finally:
             self.num_running -= 1
 
-    async def _stream(
-        self, generation: _RunningGeneration, deadline: float
-    ) -> AsyncGenerator[wire.TextGenerated, None]:
+    async def _stream(self, generation: _RunningGeneration, ticket: Ticket) -> AsyncGenerator[wire.TextGenerated, None]:
         """Stream up to the end of the answer, on successive deployments if some fail."""
         loop = asyncio.get_running_loop()
-        num_failures = 0
         generation.remaining_tokens(generation.model.spec.max_positions)  # refuse early a prompt that can never fit
         while generation.reason is None:
-            async with self._requests.slot(deadline - loop.time()) as deployment:
+            async with self._requests.slot(ticket) as deployment:
                 max_tokens = generation.remaining_tokens(max_context_tokens(deployment.plan))
                 if max_tokens == 0:  # all tokens had arrived; only the end message was lost
                     generation.reason = "stop" if generation.ends_with_stop_token else "length"
                     return
-                async with aclosing(generation.continue_on(deployment, max_tokens, deadline)) as events:
+                async with aclosing(generation.continue_on(deployment, max_tokens, ticket.deadline)) as events:
                     while generation.reason is None:
                         try:
-                            event = await with_timeout(max(deadline - loop.time(), 0.001), anext(events))
+                            event = await with_timeout(max(ticket.deadline - loop.time(), 0.001), anext(events))
                         except asyncio.TimeoutError:
                             raise _timeout_error(generation.request) from None
-                        except HearthError as error:
-                            self._requests.on_failure(deployment, error)
-                            num_failures += 1
-                            if num_failures > _MAX_FAILURES or error.scope not in ("worker", "peer"):
-                                raise
-                            break
                         if isinstance(event, wire.TokensGenerated):
+                            self._requests.record_progress(ticket)
                             yield generation.append(event.token_ids)
                         else:
                             generation.worker_end, generation.reason = event, event.reason

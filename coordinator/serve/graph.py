@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -24,9 +23,9 @@ from coordinator.plan.graph.request import objective_seconds
 from coordinator.serve.goal import graph_request
 from coordinator.serve.kind import RequestHandler, SharedServices
 from coordinator.serve.planner_process import solve_graph
-from coordinator.serve.requests import ComputedReply, Requests, as_hearth_error
+from coordinator.serve.requests import ComputedReply, Requests
 from coordinator.serve.state import GraphGoal
-from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, StepFailed
+from hearth.errors import BadPlan, BadRequest, BadSetting
 from hearth.plan.graph_spec import Tensor
 from hearth.plan.plan import Plan, is_graph_plan
 from hearth.platform.units import format_seconds
@@ -58,7 +57,6 @@ class GraphKind:
         self._services = services
         self._requests = requests
         self._chunks = SegmentChunks(self.graph)
-        self._probe: asyncio.Task[None] | None = None
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
@@ -105,7 +103,7 @@ class GraphKind:
     def capacity(self, deployment: GraphDeployment) -> int:
         return deployment.max_in_flight
 
-    async def warm_up(self, deployment: GraphDeployment) -> None:
+    async def probe(self, deployment: GraphDeployment) -> None:
         await deployment.infer(_zeros(self.spec.inputs))
 
     async def tune(self, deployment: GraphDeployment) -> None:
@@ -135,22 +133,7 @@ class GraphKind:
             reply = Inferred(names=names, latency_seconds=result.latency_seconds, traces=result.traces)
             return reply, pack_arrays(result.outputs)
 
-        return await self._requests.run(compute, request.timeout_seconds, self._on_failure)
-
-    def _on_failure(self, deployment: GraphDeployment, error: HearthError) -> None:
-        """After StepFailed, run a probe with zeros: if it fails too, the deployment is at fault, not the request's values."""
-        if not isinstance(error, StepFailed):
-            self._requests.on_failure(deployment, error)
-            return
-
-        async def probe() -> None:
-            try:
-                await deployment.infer(_zeros(self.spec.inputs))
-            except Exception as error:
-                self._requests.on_failure(deployment, as_hearth_error(error))
-
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(probe())
+        return await self._requests.run(compute, self._requests.arrive(request.timeout_seconds))
 
 
 # ---- arrays -----------------------------------------------------------------------------------------------------------

@@ -65,8 +65,11 @@ class ModelKind(Protocol[D]):
     def capacity(self, deployment: D) -> int:
         """Number of requests that may run at once."""
 
-    async def warm_up(self, deployment: D) -> None:
-        """Run a small request: checks that all workers reach each other, and loads the kernels."""
+    async def probe(self, deployment: D) -> None:
+        """Run a small request: checks that all workers compute and reach each other.
+
+        Used for the warm-up, which loads the kernels, and after a failed step, to see whether the plan still works.
+        """
 
     async def tune(self, deployment: D) -> None:
         """Choose settings that the plan leaves open, by measuring between requests."""

@@ -16,7 +16,7 @@ from coordinator.devices.registry import Device
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import build_plan, on_subset
 from coordinator.serve.accuracy import calibrate, choose_format, describe_choice
-from coordinator.serve.generation import GenerationRunner, TextModel, warm_up
+from coordinator.serve.generation import GenerationRunner, TextModel, probe
 from coordinator.serve.goal import open_transformer, plan_request
 from coordinator.serve.kind import RequestHandler, SharedServices
 from coordinator.serve.planner_process import solve_transformer
@@ -33,7 +33,7 @@ from hearth.wire.codec import Array
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.rpc import Reply
 
-_WARM_UP_TOKENS = 8  # of the warm-up step of an encoder: short, but several rows to share
+_PROBE_TOKENS = 8  # of the probe of an encoder: short, but several rows to share
 
 
 class TransformerKind:
@@ -113,16 +113,11 @@ class TransformerKind:
     def capacity(self, deployment: TransformerDeployment) -> int:
         return self._generation_runner.limit if self.model.spec.causal else 1
 
-    async def warm_up(self, deployment: TransformerDeployment) -> None:
-        if deployment.weight_error:
-            error_percent = f"{100 * deployment.weight_error:.2g} %"
-            self._services.report(
-                f"quantisation error of the weights in {self.model.spec.weights}: {error_percent} (relative, root mean square)"
-            )
+    async def probe(self, deployment: TransformerDeployment) -> None:
         if self.model.spec.causal:
-            await warm_up(deployment)
+            await probe(deployment)
         else:
-            await deployment.run_step(*pack_sequences([[0] * min(_WARM_UP_TOKENS, self.model.seq_len)]), "mean")
+            await deployment.run_step(*pack_sequences([[0] * min(_PROBE_TOKENS, self.model.seq_len)]), "mean")
 
     async def tune(self, deployment: TransformerDeployment) -> None:
         """Choose the activation format within the accuracy budget; until then activations are sent exactly."""
@@ -146,26 +141,30 @@ class TransformerKind:
     async def embed(self, request: wire.Embed, payload: Sequence[Any]) -> Reply:
         """Normalised sentence embeddings [N,H]."""
         self._require_encoder()
-        model = self.model
+        model, ticket = self.model, self._requests.arrive(request.timeout_seconds)
         if not isinstance(model.tokenizer, SentenceTokenizer):
             raise BadRequest(reason="the model has no tokenizer.json; send token ids instead of texts")
         encoded = await asyncio.to_thread(model.tokenizer.encode, request.texts, model.seq_len)
 
+        batches = step_batches([len(ids) for ids in encoded], model.seq_len)
+        vectors: list[Array] = []  # of the batches that are done, also on an earlier plan
+        traces: list[wire.DeviceTrace] = []
+        seconds = 0.0
+
         async def compute(deployment: TransformerDeployment) -> ComputedReply:
-            vectors: list[Array] = []
-            traces: list[wire.DeviceTrace] = []
-            seconds = 0.0
-            for batch in step_batches([len(ids) for ids in encoded], model.seq_len):
+            nonlocal seconds
+            for batch in batches[len(vectors) :]:
                 ids, lengths = pack_sequences([encoded[i] for i in batch])
                 result = await deployment.run_step(ids, lengths, "mean", request.trace)
                 self._observe(deployment, len(ids), result)
                 vectors.append(mean_pool(result.outputs, lengths))
                 traces.extend(result.traces)
                 seconds += result.latency_seconds
+                self._requests.record_progress(ticket)
             reply = wire.Vectors(latency_seconds=seconds, num_tokens=sum(map(len, encoded)), traces=tuple(traces))
             return reply, pack_array(np.concatenate(vectors))
 
-        return await self._requests.run(compute, request.timeout_seconds)
+        return await self._requests.run(compute, ticket)
 
     async def hidden_states(self, request: wire.GetHiddenStates, payload: Sequence[Any]) -> Reply:
         """Last hidden states [T,H] of one sequence."""
@@ -184,7 +183,7 @@ class TransformerKind:
             self._observe(deployment, len(ids), result)
             return wire.Vectors(latency_seconds=result.latency_seconds, num_tokens=len(ids)), pack_array(result.outputs)
 
-        return await self._requests.run(compute, request.timeout_seconds)
+        return await self._requests.run(compute, self._requests.arrive(request.timeout_seconds))
 
     def _observe(self, deployment: TransformerDeployment, num_rows: int, result: RunResult[Array]) -> None:
         """Pass a step's times to the drift monitor."""

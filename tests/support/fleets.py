@@ -17,7 +17,7 @@ from support.plans import device_profile
 
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
-from hearth.errors import DeviceLost, HearthError
+from hearth.errors import DeviceLost, HearthError, StepFailed
 from hearth.plan.geometry import rows_per_rank, spans
 from hearth.plan.profile import BlockProfile, WireCost
 from hearth.wire.framing import pack_array, pack_arrays, unpack_arrays
@@ -67,6 +67,7 @@ class FakeFleet(ABC):
         self.num_usable_calls = 0  # calls of `usable`, mainly by the re-planner
         self.failures: list[HearthError] = []  # errors of the next requests
         self.broken: HearthError | None = None  # error of every request
+        self.reject_ones = False  # whether a request with an input of ones fails
 
     def add(self, name: str) -> None:
         self.devices[name] = ready_device(name)
@@ -147,7 +148,10 @@ class FakeFleet(ABC):
             await self.released.wait()
         finally:
             self.running[device_id] -= 1
-        return self.run(device_id, message, unpack_arrays(message.names, payload))
+        arrays = unpack_arrays(message.names, payload)
+        if self.reject_ones and any(array.any() and (array == 1).all() for array in arrays.values()):
+            raise StepFailed(device=device_id, reason="the input is all ones")
+        return self.run(device_id, message, arrays)
 
     @abstractmethod
     def profile(self, message: Profile) -> BlockProfile | GraphProfile:
