@@ -1,18 +1,24 @@
-"""Atomic writes of small files."""
+"""Atomic writes of small files, and directories that one process uses."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PART_SUFFIX = ".part"  # suffix of a file while it is being written; it lies in the same folder as the final file
 
 
-def write_atomically(path: Path, data: str | bytes | bytearray | memoryview, private: bool = False) -> None:
+def write_atomically(
+    path: Path, data: str | bytes | bytearray | memoryview, private: bool = False, durable: bool = False
+) -> None:
     """Write a temporary file, flush it to the disk, and rename it to `path`. The folder is created if needed.
 
-    With `private`, only the owner can read the file. Raises OSError, and then leaves no temporary file behind.
+    With `private`, only the owner can read the file. With `durable`, the new name is on the disk as well when this returns.
+    Raises OSError, and then leaves no temporary file behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART_SUFFIX}")
@@ -23,6 +29,41 @@ def write_atomically(path: Path, data: str | bytes | bytearray | memoryview, pri
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
+        if durable:
+            _flush_folder(path.parent)
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class FolderInUse(Exception):
+    """Another process, whose id is `pid`, uses the folder."""
+
+    def __init__(self, pid: str) -> None:
+        super().__init__(f"process {pid} uses the folder")
+        self.pid = pid
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Create a folder if needed and lock it for the duration of the block. Raises FolderInUse, OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise FolderInUse(os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown") from None
+        os.truncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(lock)

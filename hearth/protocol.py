@@ -20,8 +20,11 @@ HEARTBEAT_TIMEOUT_SECONDS = 0.75  # of one heartbeat: several attempts fit befor
 SUSPECT_SECONDS = 1.5  # without an answer; Wi-Fi often loses a second, so a suspect device is still used
 DEAD_SECONDS = 3.0  # without an answer: too long for a short loss of Wi-Fi
 LEASE_SECONDS = 5.0  # ten heartbeats; a second coordinator waits at most this long for the lease of a dead one
-# Interval at which an agent looks for expired leases; a worker outlives its lease by at most this.
+# Interval at which an agent looks for expired leases; a stream of tokens outlives its lease by at most this.
 LEASE_CHECK_SECONDS = 1.0
+# A worker without a lease computes nothing, and waits this long for a coordinator to take it over: a restart takes seconds,
+# that of a slow computer a minute. Then it is stopped, which frees its memory.
+ADOPTION_SECONDS = 60.0
 
 # Added by the coordinator to a timeout that it sends along with a request.
 REPLY_MARGIN_SECONDS = 10.0  # long enough for a round trip over bad Wi-Fi, and for a busy event loop at both ends

@@ -10,7 +10,8 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import zmq.asyncio
 import hearth
 from agent.daemon.config import AgentSettings
 from agent.daemon.identity import Identity
-from agent.daemon.lease import Lease, acquire_lease, require_lease
+from agent.daemon.lease import Lease, acquire_lease, keeps_worker, require_lease
 from agent.daemon.links import LinkServer, fetch_chunks, measure_link
 from agent.daemon.store import ShardStore
 from agent.daemon.supervisor import WorkerProcess, run_child
@@ -32,10 +33,11 @@ from hearth.errors import (
     ProtocolMismatch,
     StepFailed,
 )
-from hearth.platform.asyncio_tools import loop_time
+from hearth.plan.plan import plan_hash
+from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.protocol import LEASE_CHECK_SECONDS, PROTOCOL_VERSION
 from hearth.wire import messages as wire
-from hearth.wire.rpc import Caller, Response
+from hearth.wire.rpc import Caller, Reply, Response
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,8 @@ class AgentDaemon:
         self._workers: dict[str, WorkerProcess] = {}
         self._last_epochs: dict[str, int] = {}
         self._num_abandoned = 0  # workers that did not end when they were killed
+        self._running: dict[str, wire.RunningWorker] = {}  # what another coordinator needs to take a worker over
+        self._streams_end: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # when their lease ends
         self._load_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._measurement_lock = asyncio.Lock()  # one measurement at a time: they disturb each other
 
@@ -73,7 +77,7 @@ class AgentDaemon:
         return self._settings.name
 
     def status_line(self) -> str:
-        holders = {lease.holder_name for lease in self._leases.values() if self._is_live(lease)}
+        holders = {lease.holder_name for lease in self._leases.values() if lease.is_live(loop_time())}
         workers = (f"{deployment} {worker.state}" for deployment, worker in sorted(self._workers.items()))
         return f"works for {', '.join(sorted(holders)) or 'no coordinator'}; workers: {', '.join(workers) or 'none'}"
 
@@ -95,7 +99,11 @@ class AgentDaemon:
             case wire.AcquireLease():
                 return await self._acquire_lease(message)
             case wire.ReleaseLease():
-                await self._end_lease(message.deployment)
+                if message.keep_worker:
+                    self._end_streams(message.deployment)
+                    self._leases[message.deployment] = self._leases[message.deployment].released(loop_time())
+                else:
+                    await self._end_lease(message.deployment)
             case wire.Heartbeat():
                 return self._heartbeat(message)
             case wire.OpenLinkProbe():
@@ -118,9 +126,10 @@ class AgentDaemon:
             case wire.ConnectPeers():
                 await self._worker_of(message).connect(message)
             case wire.Run():
+                self._record_step(message)
                 return await self._worker_of(message).run(message, payload)
             case wire.GenerateTokens():
-                return self._worker_of(message).stream(message, payload)
+                return self._stream(self._worker_of(message), message, payload)
             case wire.Abort():
                 await self._worker_of(message).abort(message)
             case wire.Unload():
@@ -132,13 +141,15 @@ class AgentDaemon:
         return wire.Done()
 
     async def watch_leases(self) -> None:
-        """Stop the workers of expired leases, until cancelled."""
+        """End the streams of expired leases, and stop workers that no coordinator takes over, until cancelled."""
         while True:
             await asyncio.sleep(LEASE_CHECK_SECONDS)
             for deployment, lease in list(self._leases.items()):
-                if not self._is_live(lease):
-                    log.info("the lease of %s on %s has expired", lease.holder_name, deployment)
+                if lease.is_abandoned(loop_time()):
+                    log.info("no coordinator has taken over %s from %s", deployment, lease.holder_name)
                     await self._end_lease(deployment)
+                elif not lease.is_live(loop_time()):
+                    self._end_streams(deployment)
 
     async def close(self) -> None:
         await asyncio.gather(*map(self._stop_worker, list(self._workers)))
@@ -157,28 +168,58 @@ class AgentDaemon:
 
     # ---- leases ---------------------------------------------------------------------------------------------------
 
-    def _is_live(self, lease: Lease) -> bool:
-        return loop_time() < lease.expires
-
     async def _acquire_lease(self, message: wire.AcquireLease) -> wire.Message:
-        previous = self._leases.get(message.deployment)
-        self._leases[message.deployment] = acquire_lease(
+        deployment = message.deployment
+        previous = self._leases.get(deployment)
+        self._leases[deployment] = acquire_lease(
             previous, self.name, message.holder, message.holder_name, message.seconds, loop_time()
         )
-        if previous is not None and previous.holder != message.holder:
-            await self._stop_worker(message.deployment)
-        return wire.LeaseGranted(last_epoch=self._last_epochs.get(message.deployment, 0))
+        self._end_streams(deployment)  # their caller has lost its connection, or its lease
+        worker = self._workers.get(deployment)
+        if worker is not None and not keeps_worker(previous, message.holder, message.adopt, worker.epoch):
+            await self._stop_worker(deployment)
+            worker = None
+        ready = worker is not None and worker.state == "ready"
+        return wire.LeaseGranted(
+            last_epoch=self._last_epochs.get(deployment, 0), worker=self._running.get(deployment) if ready else None
+        )
 
     async def _end_lease(self, deployment: str) -> None:
+        self._end_streams(deployment)
         del self._leases[deployment]
         await self._stop_worker(deployment)
+
+    def _end_streams(self, deployment: str) -> None:
+        """End all streams of tokens of a deployment, whose sequences then leave the worker's KV cache."""
+        if (ending := self._streams_end.pop(deployment, None)) is not None:
+            ending.set()
+
+    async def _stream(
+        self, worker: WorkerProcess, message: wire.GenerateTokens, payload: Sequence[Any]
+    ) -> AsyncGenerator[Reply, None]:
+        """A worker's stream of tokens. Raises LeaseLost when the lease ends."""
+        ending = asyncio.ensure_future(self._streams_end[message.deployment].wait())
+        try:
+            async with aclosing(worker.stream(message, payload)) as replies:
+                while True:
+                    following = asyncio.ensure_future(anext(replies))
+                    try:
+                        await asyncio.wait({following, ending}, return_when=asyncio.FIRST_COMPLETED)
+                        if not following.done():
+                            raise LeaseLost(device=self.name)
+                        reply = following.result()
+                    except StopAsyncIteration:
+                        return
+                    finally:
+                        await cancel_all([following])
+                    yield reply
+        finally:
+            await cancel_all([ending])
 
     def _heartbeat(self, message: wire.Heartbeat) -> wire.Message:
         now = loop_time()
         live = {
-            name: lease
-            for name, lease in self._leases.items()
-            if lease.holder == message.holder and now < lease.expires
+            name: lease for name, lease in self._leases.items() if lease.holder == message.holder and lease.is_live(now)
         }
         if not live:
             raise LeaseLost(device=self.name)
@@ -244,6 +285,9 @@ class AgentDaemon:
                 raise ChunkCorrupt(chunk=f"{damaged[0][:12]}{more}", where=f"the disk of {self.name}")
             # Hashing takes seconds: meanwhile the lease may have ended, and nobody would stop the worker.
             require_lease(self._leases.get(deployment), self.name, message.holder, loop_time())
+            self._running[deployment] = wire.RunningWorker(
+                epoch=plan.epoch, plan_hash=plan_hash(plan), rank=message.rank, last_step=0
+            )
             worker = self._workers[deployment] = WorkerProcess(self._context, self.name)
             return await worker.start(start)
 
@@ -260,8 +304,14 @@ class AgentDaemon:
             raise StepFailed(device=self.name, reason=f"the plan of epoch {message.epoch} is not loaded here")
         return worker
 
+    def _record_step(self, message: wire.Run) -> None:
+        running = self._running.get(message.deployment)
+        if running is not None and running.epoch == message.epoch and running.last_step < message.step:
+            self._running[message.deployment] = running.model_copy(update={"last_step": message.step})
+
     async def _stop_worker(self, deployment: str) -> None:
         worker = self._workers.pop(deployment, None)
+        self._running.pop(deployment, None)
         self._store.unpin(deployment)
         if worker is not None:
             await worker.stop()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
-import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, Field
 
 from hearth.errors import BadSetting
-from hearth.files import write_atomically
+from hearth.files import FolderInUse, locked_folder, write_atomically
 from hearth.platform.security import KeyPair, new_keypair
 
 log = logging.getLogger(__name__)
@@ -68,26 +66,16 @@ def load_identity(state_dir: Path, root: Path = Path("/")) -> Iterator[Identity]
 
     Raises BadSetting if another agent uses the directory (naming its pid), or if it cannot be read or written.
     """
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise BadSetting(setting="--state-dir", reason=str(error)) from None
-    try:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise BadSetting(setting="--state-dir", reason=f"another agent (pid {holder}) uses {state_dir}") from None
-        try:
-            os.truncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            stack.enter_context(locked_folder(state_dir))
             identity = _load_or_create(state_dir / "identity.json", hardware_fingerprint(root))
+        except FolderInUse as other:
+            reason = f"another agent (pid {other.pid}) uses {state_dir}"
+            raise BadSetting(setting="--state-dir", reason=reason) from None
         except OSError as error:
             raise BadSetting(setting="--state-dir", reason=str(error)) from None
         yield identity
-    finally:
-        os.close(lock)
 
 
 def _load_or_create(path: Path, hardware: str) -> Identity:

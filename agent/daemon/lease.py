@@ -1,5 +1,7 @@
 """Leases: each deployment's worker is controlled by one coordinator, as long as it renews its lease. Pure.
 
+A worker without a lease computes nothing. It waits for a coordinator that takes it over, then it is stopped.
+
 Times are seconds of a monotonic clock; `now` is an argument.
 """
 
@@ -8,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hearth.errors import AgentBusy, LeaseLost
+from hearth.protocol import ADOPTION_SECONDS
 
 
 @dataclass(frozen=True)
 class Lease:
     """One coordinator's lease on one deployment."""
 
-    holder: str  # random, one per coordinator process
+    holder: str  # random, one per coordinator
     holder_name: str
     seconds: float  # its duration after each renewal
     expires: float  # monotonic clock
@@ -22,18 +25,36 @@ class Lease:
     def renewed(self, now: float) -> Lease:
         return Lease(self.holder, self.holder_name, self.seconds, now + self.seconds)
 
+    def released(self, now: float) -> Lease:
+        """The lease, ended now: another coordinator may take the worker over."""
+        return Lease(self.holder, self.holder_name, self.seconds, min(self.expires, now))
+
+    def is_live(self, now: float) -> bool:
+        return now < self.expires
+
+    def is_abandoned(self, now: float) -> bool:
+        """Whether no coordinator has taken the worker over in time."""
+        return now >= self.expires + ADOPTION_SECONDS
+
 
 def acquire_lease(
     current: Lease | None, device: str, holder: str, holder_name: str, seconds: float, now: float
 ) -> Lease:
     """Return a new lease. Raises AgentBusy if another coordinator holds a lease that has not expired."""
-    if current is not None and current.holder != holder and now < current.expires:
+    if current is not None and current.holder != holder and current.is_live(now):
         raise AgentBusy(device=device, holder=current.holder_name)
     return Lease(holder, holder_name, seconds, now + seconds)
 
 
+def keeps_worker(previous: Lease | None, holder: str, adopt: int | None, epoch: int) -> bool:
+    """Whether the worker of `epoch` stays as it is under a new lease of `holder`, which takes over the epoch `adopt`."""
+    if adopt is None:
+        return previous is not None and previous.holder == holder
+    return adopt == epoch
+
+
 def require_lease(current: Lease | None, device: str, holder: str, now: float) -> Lease:
     """Return the lease if `holder` has it. Raises LeaseLost if it has expired or belongs to another holder."""
-    if current is None or current.holder != holder or now >= current.expires:
+    if current is None or current.holder != holder or not current.is_live(now):
         raise LeaseLost(device=device)
     return current

@@ -28,6 +28,9 @@ from hearth.trace import shift_to_common_clock
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays
 
+_TAKE_OVER_SECONDS = (
+    3.0  # for a worker to end the requests of the coordinator before: its control thread is always free
+)
 _UNLOAD_SECONDS = 5.0  # for an agent to confirm that its worker stopped; longer would delay a recovery for a lost agent
 # Wait after the first failure: another rank's error may be closer to the cause, or a heartbeat (every 0.5 s) may report a
 # lost device.
@@ -140,6 +143,24 @@ class Deployment:
             return self._fleet.ask(devices[rank].device_id, request, wire.Done, timeout_seconds=CONNECT_SECONDS)
 
         await self.gather_or_abort(map(connect, range(self.plan.num_ranks)))
+
+    async def take_over(self, last_step: int) -> None:
+        """Take over workers that an earlier coordinator has loaded; `last_step` is the newest step that any of them knows.
+
+        Raises as `gather_or_abort` does.
+        """
+        self._step = last_step
+        if not self.ends_requests_alone:
+            abort = wire.Abort(**self.command_fields, reason="another coordinator has taken over")
+            await self.gather_or_abort(
+                self._fleet.ask(device.device_id, abort, wire.Done, timeout_seconds=_TAKE_OVER_SECONDS)
+                for device in self.plan.devices
+            )
+
+    @property
+    def ends_requests_alone(self) -> bool:
+        """Whether the workers end requests whose coordinator is gone without an `Abort`."""
+        return False
 
     async def close(self) -> None:
         """Stop the workers, which frees their memory for the next plan. Errors are ignored."""

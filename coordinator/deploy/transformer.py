@@ -51,6 +51,11 @@ class TransformerDeployment(Deployment):
         super().__init__(fleet, plan, name)
         self.values: ValueFormatName | None = None  # activation format of steps; None: the plan's
 
+    @property
+    def ends_requests_alone(self) -> bool:
+        """Decoders: the agent ends the streams, rank 0 their sequences. An abort would end the plan."""
+        return self.plan.body.generation is not None
+
     async def run_step(
         self,
         token_ids: np.ndarray[Any, Any],

@@ -65,8 +65,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         static_devices: str = "",
         browse: bool = True,
         on_change: Callable[[Device], None] | None = None,
+        holder: str | None = None,
     ) -> None:
-        self.holder = secrets.token_hex(8)
+        self.holder = holder or secrets.token_hex(8)
+        self.running_epoch = (
+            0  # of the deployment that is loaded, or that is to be taken over; workers of others are stopped
+        )
         self.devices: dict[str, Device] = {}
         self.last_epoch = 0  # the newest epoch that any agent has seen
         self._access = access
@@ -250,13 +254,16 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._on_change(self.devices[welcome.device_id])
 
     async def _acquire_lease(self, connection: _Connection, device_id: str) -> bool:
-        request = wire.AcquireLease(holder=self.holder, holder_name=self._lease_name or "", seconds=LEASE_SECONDS)
+        request = wire.AcquireLease(
+            holder=self.holder, holder_name=self._lease_name or "", seconds=LEASE_SECONDS, adopt=self.running_epoch
+        )
         try:
             granted = await _ask(connection.client, request, wire.LeaseGranted)
         except AgentBusy as error:
             self._replace(registry.after_refusal(self.devices[device_id], "busy", error.explanation()))
             return False
         self.last_epoch = max(self.last_epoch, granted.last_epoch)
+        self.devices[device_id] = registry.after_lease(self.devices[device_id], granted.worker)
         return True
 
     async def _send_heartbeats(self, connection: _Connection, device_id: str) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from hearth.errors import DuplicateDevice
 from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, SUSPECT_SECONDS
-from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, Telemetry, WorkerStatus
+from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, RunningWorker, Telemetry, WorkerStatus
 
 # How long a device whose worker died is left out of plans. Limited, because it may have run out of memory only once.
 QUARANTINE_SECONDS = 60.0
@@ -29,6 +29,7 @@ class Device:
     state: AgentState | None = None
     telemetry: Telemetry | None = None
     quarantined_until: float = 0.0
+    taken_over: RunningWorker | None = None  # the worker that ran here when this coordinator took its lease
 
     @property
     def device_id(self) -> str:
@@ -67,6 +68,14 @@ class Device:
             workers=self.state.workers if self.state else (),
             telemetry=self.telemetry,
         )
+
+
+def after_lease(device: Device, running: RunningWorker | None) -> Device:
+    """The record after this coordinator took the lease. `running` is the worker that it found running."""
+    if running is None:
+        return replace(device, taken_over=None)
+    ready = WorkerStatus(state="ready", epoch=running.epoch)
+    return replace(device, taken_over=running, state=AgentState(boot_id=device.welcome.boot_id, workers=(ready,)))
 
 
 def after_heartbeat(device: Device, state: AgentState, now: float) -> Device:

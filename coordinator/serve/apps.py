@@ -1,4 +1,4 @@
-"""Registry of admitted and revoked apps: one JSON file, read again at a request if it has changed."""
+"""Registry of admitted and revoked apps: a JSON file with a second copy, read again at a request if it has changed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from hearth.errors import BadRequest, BadSetting
-from hearth.files import write_atomically
+from coordinator.serve.durable_file import DurableFile
+from hearth.errors import BadRequest
 
 _NAME = re.compile(r"^[a-z0-9-]{1,32}$")
 
@@ -23,11 +23,14 @@ class Apps(BaseModel):
 
 
 class AppRegistry:
-    """Reads and changes the file. Changes are written to disk before the request is answered."""
+    """Reads and changes the file. Changes are written to disk before the request is answered.
+
+    While the disk cannot be written, changes are kept in memory. If no copy can be read, the last list stays in force.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file_stamp: tuple[int, int] | None = None
+        self._file = DurableFile(path, Apps.model_validate_json)
+        self._file_stamp: tuple[int, int] | None = None  # None: not read yet
         self._apps = Apps()
 
     def add(self, name: str, public_key: str) -> None:
@@ -49,19 +52,27 @@ class AppRegistry:
         self._write(Apps(keys=remaining, revoked={**apps.revoked, **revoked}))
 
     def current(self) -> Apps:
-        """The apps; reads the file if it has changed. Raises BadSetting."""
-        try:
-            status = self._path.stat()
-        except FileNotFoundError:
-            return Apps()
-        stamp = (status.st_mtime_ns, status.st_size)
-        if stamp != self._file_stamp:
-            try:
-                self._apps = Apps.model_validate_json(self._path.read_bytes())
-            except ValueError:
-                raise BadSetting(setting=str(self._path), reason="the list of apps cannot be read") from None
-            self._file_stamp = stamp
+        """The apps; reads the file if it has changed."""
+        if not self._file.is_saved:
+            return self._apps
+        if self._stamp() != self._file_stamp:
+            self._apps = self._file.read() or self._apps
+            self._file_stamp = self._stamp()
         return self._apps
 
+    def retry(self) -> None:
+        """Try again to write a change that could not be written."""
+        self._file.retry()
+
+    def _stamp(self) -> tuple[int, int]:
+        """Identifies the content of the file."""
+        try:
+            status = self._file.path.stat()
+        except OSError:  # there is none
+            return 0, 0
+        return status.st_mtime_ns, status.st_size
+
     def _write(self, apps: Apps) -> None:
-        write_atomically(self._path, apps.model_dump_json(indent=1))
+        self._apps = apps
+        self._file.write(apps.model_dump_json(indent=1))
+        self._file_stamp = self._stamp()

@@ -21,7 +21,7 @@ from coordinator.serve.requests import Requests, as_hearth_error
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
 from coordinator.serve.transformer import TransformerKind
 from hearth.errors import BadPlan, DeviceLost, HearthError, NoDevices, NotServing, WorkerDied
-from hearth.plan.plan import Plan
+from hearth.plan.plan import Plan, plan_hash
 from hearth.platform.asyncio_tools import loop_time, with_timeout
 from hearth.platform.units import format_bytes
 from hearth.wire.messages import PhaseEntered
@@ -31,12 +31,17 @@ log = logging.getLogger(__name__)
 # Wait for all devices of a saved plan after a restart, and for the first device: long enough for mDNS discovery and for
 # agents that start at the same time; then the coordinator plans with the devices that are there.
 _WAIT_FOR_DEVICES_SECONDS = 10.0
+# Wait for all devices of the running plan after a restart: agents are found within a second, and requests wait meanwhile.
+_TAKE_OVER_SECONDS = 3.0
+_TAKE_OVER_POLL_SECONDS = 0.02  # interval of looking for them: short against the pause that a restart causes
 # Actions without I/O: executed inside `handle`, before any task is started.
 _IMMEDIATE_ACTIONS: tuple[cycle.Action, ...] = ("stop_admitting", "refuse_requests", "record_loss")
 
 
 class Controller:
     """Runs the deployment `name`. `plan` is tried first, if all its devices are available.
+
+    `running` is the plan that was deployed last, for the same goal: if its workers still run, they are taken over.
 
     Raises the errors of opening the model; BadPlan if `goal.keep_plan` is set and `plan` does not fit the model.
     """
@@ -48,6 +53,7 @@ class Controller:
         plan: Plan | None,
         services: SharedServices,
         clock: Callable[[], float] = loop_time,
+        running: Plan | None = None,
     ) -> None:
         self.name = name
         self.goal = goal
@@ -61,10 +67,11 @@ class Controller:
         if plan is not None and goal.keep_plan:
             self.kind.check(plan)
         self.lifecycle = cycle.Lifecycle(last_epoch=services.state.load().last_epoch)
-        services.state.save(name, SavedDeployment(goal=goal, plan=plan), self.lifecycle.last_epoch)
+        services.state.save(name, SavedDeployment(goal=goal, plan=plan or running), self.lifecycle.last_epoch)
         self.plan: Plan | None = None  # of the current deployment, or of the last one
         self.deployment: Deployment | None = None  # the current one; None once its workers are stopped
-        self._initial_plan = plan
+        self._goal_set = cycle.GoalSet(plan, running)
+        services.fleet.running_epoch = running.epoch if running is not None else 0
         self._services = services
         self._clock = clock
         self._replanner = Replanner(self.kind, services, self.requests.admission, clock)
@@ -87,7 +94,7 @@ class Controller:
         """Serve until `stop` is called. Raises an error that retrying cannot fix."""
         try:
             if not self.lifecycle.finished:  # False if `stop` was called before `run`
-                self.handle(cycle.GoalSet(self._initial_plan))
+                self.handle(self._goal_set)
             if (error := await self._finished) is not None:
                 raise error
         finally:
@@ -163,6 +170,8 @@ class Controller:
     async def _execute(self, action: cycle.Action, state: cycle.Lifecycle) -> cycle.Event | None:
         services, deployment, plan = self._services, self.deployment, state.plan
         match action:
+            case "take_over" if plan is not None:
+                return await self._take_over(plan)
             case "await_devices" if state.saved_plan is not None:
                 return await self._await_devices(state.saved_plan)
             case "settle":
@@ -184,6 +193,7 @@ class Controller:
                 )
                 return cycle.ChunksPushed(plan.epoch)
             case "load" if deployment is not None:
+                services.fleet.running_epoch = deployment.epoch
                 await deployment.load(services.profiler.links, services.settings.encrypt_data_plane)
                 if deployment.weight_error:
                     error_percent = f"{100 * deployment.weight_error:.2g} %"
@@ -220,6 +230,29 @@ class Controller:
             self._finished.set_exception(error)
 
     # ---- devices of a plan ----------------------------------------------------------------------------------------
+
+    async def _take_over(self, plan: Plan) -> cycle.WorkersTakenOver | cycle.TakeOverFailed:
+        """Take over the workers of the plan, if all of them run."""
+        try:
+            self.kind.check(plan)
+        except BadPlan as error:
+            return cycle.TakeOverFailed(error.reason)
+        expected = {device.device_id: (plan_hash(plan), rank) for rank, device in enumerate(plan.devices)}
+        deadline = loop_time() + _TAKE_OVER_SECONDS
+        while True:
+            here = [device for device in self._services.fleet.usable() if device.device_id in expected]
+            running = [device for device in here if _runs(device, *expected[device.device_id])]
+            if len(here) == len(expected) or loop_time() >= deadline:
+                break
+            await asyncio.sleep(_TAKE_OVER_POLL_SECONDS)
+        if running:
+            self.plan, self.deployment = plan, self.kind.deployment(plan, self.name)
+        if missing := [each.name for each in plan.devices if each.device_id not in {one.device_id for one in running}]:
+            return cycle.TakeOverFailed(f"they do not run on {', '.join(missing)}", any_runs=bool(running))
+        assert self.deployment is not None
+        await self.deployment.take_over(max(device.taken_over.last_step for device in running if device.taken_over))
+        self._replanner.record_restored_plan(plan)
+        return cycle.WorkersTakenOver(plan.epoch)
 
     async def _await_devices(self, plan: Plan) -> cycle.SavedPlanAccepted | cycle.SavedPlanRejected:
         """Wait for all devices of a saved plan and measure their links. The plan must also respect the user's limits."""
@@ -283,6 +316,12 @@ class Controller:
     def _report_loss(self, deployment: Deployment, error: HearthError) -> None:
         deployment.fail(error)
         self.handle(cycle.DeploymentLost(deployment.epoch, error))
+
+
+def _runs(device: Device, expected_hash: str, rank: int) -> bool:
+    """Whether this coordinator took its lease on a device with the worker of this rank of this plan running."""
+    worker = device.taken_over
+    return worker is not None and (worker.plan_hash, worker.rank) == (expected_hash, rank)
 
 
 def _open_kind(goal: Goal, services: SharedServices, requests: Requests[Any]) -> ModelKind[Any]:

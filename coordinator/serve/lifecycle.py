@@ -1,7 +1,8 @@
 """Life cycle of one deployment as a pure state machine: `step(state, event, now)` returns the next state and actions.
 
 Events report what happened; `controller` executes the actions. The phases of a start without failures: idle, settling
-(waiting for devices), profiling, planning, pushing weights, loading, warming up, serving.
+(waiting for devices), profiling, planning, pushing weights, loading, warming up, serving. After a restart: idle, adopting
+(taking over the running workers), warming up, serving.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hearth.wire.messages import DeploymentPhase
 
 RETRY_SECONDS = 2.0  # pause after a failure: does not flood the log, and is short compared with planning and loading
 HISTORY_LENGTH = 50  # transitions kept: enough for several recoveries of about eight transitions each
-_BRING_UP = ("settling", "profiling", "planning", "pushing", "loading", "warming")
+_BRING_UP = ("adopting", "settling", "profiling", "planning", "pushing", "loading", "warming")
 
 
 # ---- events: what happened ------------------------------------------------------------------------------------------
@@ -23,9 +24,28 @@ _BRING_UP = ("settling", "profiling", "planning", "pushing", "loading", "warming
 
 @dataclass(frozen=True)
 class GoalSet:
-    """Serve a model. `plan`, for instance saved before a power cut, is tried first."""
+    """Serve a model. `plan`, for instance saved before a power cut, is tried first.
+
+    `running` is the plan that was deployed last: its workers are taken over, if they run.
+    """
 
     plan: Plan | None = None
+    running: Plan | None = None
+
+
+@dataclass(frozen=True)
+class WorkersTakenOver:
+    """All workers of the deployment `epoch` run and are controlled by this coordinator."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class TakeOverFailed:
+    """Not all workers of the last deployment run. `any_runs`: some do, so requests were served until a moment ago."""
+
+    reason: str
+    any_runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +150,8 @@ class StopRequested:
 
 
 Event: TypeAlias = (
-    GoalSet | SavedPlanAccepted | SavedPlanRejected | DevicesSettled | DevicesProfiled | PlanMade | ChunksPushed
+    GoalSet | WorkersTakenOver | TakeOverFailed
+    | SavedPlanAccepted | SavedPlanRejected | DevicesSettled | DevicesProfiled | PlanMade | ChunksPushed
     | WorkersLoaded | WarmedUp | BetterPlanMade | DeploymentLost | ActionFailed | RetryDue | Drained | DrainTimedOut
     | StopRequested
 )  # fmt: skip
@@ -147,6 +168,7 @@ Action: TypeAlias = Literal[
     "stop_workers",  # stop the deployment's workers, if there are any
     "finish",  # end `run`; in the phase `failed`, with an error that retrying cannot fix
     # Executed in the same way; each reports an event when done. Every phase except `idle` has one:
+    "take_over",  # the running workers of the last deployment
     "await_devices",  # wait for those of the saved plan
     "settle",  # wait until no new device joins; without the wait if requests were served before
     "profile",  # measure the devices
@@ -241,6 +263,9 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
     def settle(*first: Action) -> tuple[Lifecycle, Actions]:
         return to("settling", *first, "settle", plan=None, saved_plan=None, next_plan=None)
 
+    def await_devices(plan: Plan | None) -> tuple[Lifecycle, Actions]:
+        return to("settling", "await_devices", plan=None, saved_plan=plan) if plan is not None else settle()
+
     def fail(error: HearthError, *first: Action) -> tuple[Lifecycle, Actions]:
         last: Action = "finish" if error.contradiction else "wait_to_retry"
         return to("failed", *first, "stop_workers", last, plan=None, saved_plan=None, finished=error.contradiction)
@@ -249,8 +274,21 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
         return to("idle", *first, "stop_workers", "finish", plan=None, saved_plan=None, next_plan=None, finished=True)
 
     match state.phase, event:
+        case "idle", GoalSet(plan, running) if running is not None:
+            epoch = max(state.last_epoch, running.epoch)
+            return to("adopting", "take_over", plan=running, saved_plan=plan, last_epoch=epoch)
         case "idle", GoalSet(plan):
-            return to("settling", "await_devices", saved_plan=plan) if plan is not None else settle()
+            return await_devices(plan)
+        case "adopting", WorkersTakenOver():
+            return to("warming", "warm_up", saved_plan=None, has_served=True)
+        case "adopting", TakeOverFailed(_, any_runs=True):
+            state = replace(state, has_served=True)
+            return settle("stop_workers")
+        case "adopting", TakeOverFailed():
+            return await_devices(state.saved_plan)
+        case "adopting", DeploymentLost():
+            state = replace(state, has_served=True)
+            return settle("record_loss", "stop_workers")
         case "settling", SavedPlanAccepted(last_epoch) if state.saved_plan is not None:
             return deploy(state.saved_plan, last_epoch)
         case "settling", SavedPlanRejected() if state.saved_plan is not None:

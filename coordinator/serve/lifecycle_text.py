@@ -9,6 +9,7 @@ from hearth.wire.messages import PhaseEntered
 
 _CAUSES: dict[type[cycle.Event], str] = {
     cycle.GoalSet: "asked to serve a model",
+    cycle.WorkersTakenOver: "all workers of the last plan run and are taken over",
     cycle.SavedPlanAccepted: "all devices of the last plan are available",
     cycle.DevicesProfiled: "devices profiled",
     cycle.ChunksPushed: "weights are on the devices",
@@ -29,6 +30,8 @@ def describe_state(state: cycle.Lifecycle) -> str:
             return "starting"
         case "idle", _:
             return "stopped"
+        case "adopting", _:
+            return "taking over the workers of the last plan"
         case "settling", cycle.DeploymentLost(_, error):
             return f"planning again: {error.explanation()}"
         case "settling", _ if state.saved_plan is not None:
@@ -57,6 +60,8 @@ def describe_state(state: cycle.Lifecycle) -> str:
 def describe_cause(event: cycle.Event) -> str:
     """What an event reports, in one line."""
     match event:
+        case cycle.TakeOverFailed(reason):
+            return f"the workers of the last plan are not taken over: {reason}"
         case cycle.SavedPlanRejected(reason):
             return f"the last plan is not used: {reason}"
         case cycle.DevicesSettled(devices):

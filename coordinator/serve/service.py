@@ -7,8 +7,9 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import zmq.asyncio
@@ -21,9 +22,11 @@ from coordinator.devices.registry import Device
 from coordinator.serve.apps import AppRegistry
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
+from coordinator.serve.durable_file import RETRY_SECONDS
 from coordinator.serve.kind import SharedServices
 from coordinator.serve.state import Goal, StateFile
-from hearth.errors import AppRevoked, BadPlan, BadRequest, NotAuthorised, NotServing, ProtocolMismatch
+from hearth.errors import AppRevoked, BadPlan, BadRequest, BadSetting, NotAuthorised, NotServing, ProtocolMismatch
+from hearth.files import FolderInUse, locked_folder
 from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
@@ -50,13 +53,17 @@ class Service:
         self._keypair = derive_keypair(home.key_bytes(), "coordinator")
         self._admins = {self._keypair.public, derive_keypair(home.key_bytes(), "admin").public}
         self._apps = AppRegistry(settings.state_dir / "apps.json")
+        self._state = StateFile(settings.state_dir)
         self._fleet = Fleet(
-            agent_access(home), settings.name, settings.interfaces, settings.devices, on_change=self._device_changed
+            agent_access(home),
+            settings.name,
+            settings.interfaces,
+            settings.devices,
+            on_change=self._device_changed,
+            holder=self._state.load().holder,
         )
         profiler = Profiler(self._fleet, settings.state_dir / "profiles", report)
-        self._services = SharedServices(
-            self._fleet, profiler, settings, StateFile(settings.state_dir), report, progress
-        )
+        self._services = SharedServices(self._fleet, profiler, settings, self._state, report, progress)
         self._controllers: dict[str, Controller] = {}
 
     async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
@@ -68,8 +75,9 @@ class Service:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, notifier)
-        self._create_controllers(goal, plan)
         async with AsyncExitStack() as stack:
+            stack.enter_context(_lock_state(self._settings.state_dir))
+            self._create_controllers(goal, plan)
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
             gatekeeper = asyncio_gatekeeper(context)
@@ -92,7 +100,8 @@ class Service:
             notifier.send("READY=1")
             serving = asyncio.gather(*(deployment.run() for deployment in self._controllers.values()))
             watchdog = asyncio.create_task(notifier.keep_alive(self._status_line))
-            futures: set[asyncio.Future[Any]] = {serving, watchdog}
+            saving = asyncio.create_task(self._save_later())
+            futures: set[asyncio.Future[Any]] = {serving, watchdog, saving}
             try:
                 done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
                 for finished in done:
@@ -104,17 +113,30 @@ class Service:
     def _create_controllers(self, goal: Goal | None, plan: Plan | None) -> None:
         services = self._services
         if goal is not None:
-            self._controllers[DEFAULT_DEPLOYMENT] = Controller(DEFAULT_DEPLOYMENT, goal, plan, services)
+            last = services.state.load().deployments.get(DEFAULT_DEPLOYMENT)
+            running = last.plan if last is not None and last.goal == goal and plan is None else None
+            self._controllers[DEFAULT_DEPLOYMENT] = Controller(
+                DEFAULT_DEPLOYMENT, goal, plan, services, running=_deployed(running)
+            )
             return
         for name, saved in services.state.load().deployments.items():
             try:
-                self._controllers[name] = Controller(name, saved.goal, saved.plan, services)
+                self._controllers[name] = Controller(
+                    name, saved.goal, saved.plan, services, running=_deployed(saved.plan)
+                )
             except BadPlan as error:  # saved with keep_plan, but the model has changed since
                 self._services.report(f"the saved plan of {saved.goal.path} is no longer used: {error.reason}")
                 goal = saved.goal.model_copy(update={"keep_plan": False})
                 self._controllers[name] = Controller(name, goal, None, services)
         if not self._controllers:
             raise NotServing(state="no model has been served here before")
+
+    async def _save_later(self) -> None:
+        """Write what a failing disk did not take, until cancelled."""
+        while True:
+            await asyncio.sleep(RETRY_SECONDS)
+            self._state.retry()
+            self._apps.retry()
 
     def _stop(self, notifier: Notifier) -> None:
         notifier.send("STOPPING=1")
@@ -220,3 +242,22 @@ class Service:
 
     def _status_line(self) -> str:
         return "; ".join(deployment.state for deployment in self._controllers.values())
+
+
+@contextmanager
+def _lock_state(state_dir: Path) -> Iterator[None]:
+    """Lock the state directory, so that two coordinators do not hold the same leases. Raises BadSetting."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked_folder(state_dir))
+        except FolderInUse as other:
+            reason = f"another coordinator (pid {other.pid}) uses {state_dir}"
+            raise BadSetting(setting="--state-dir", reason=reason) from None
+        except OSError as error:  # a full or read-only disk does not end the service
+            log.warning("%s cannot be locked against a second coordinator: %s", state_dir, error)
+        yield
+
+
+def _deployed(plan: Plan | None) -> Plan | None:
+    """The plan, if it was deployed; a plan that was only given by the user has no epoch."""
+    return plan if plan is not None and plan.epoch > 0 else None

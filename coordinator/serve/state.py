@@ -1,22 +1,22 @@
-"""State that survives a power cut, in one JSON file: the goals and plans of all deployments, and the newest epoch."""
+"""State that survives a power cut: the goals and plans of all deployments, the newest epoch, and the leases' holder."""
 
 from __future__ import annotations
 
-import logging
+import secrets
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from coordinator.plan.limits import MemoryLimit
-from hearth.files import write_atomically
+from coordinator.serve.durable_file import DurableFile
 from hearth.plan.graph import Objective
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import Plan, migrate
 from hearth.protocol import DEFAULT_DEPLOYMENT
 
-log = logging.getLogger(__name__)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: new at each start of the computer
 
 
 class _Goal(BaseModel):
@@ -98,6 +98,10 @@ class SavedState(BaseModel):
     version: Literal[2] = 2
     deployments: dict[str, SavedDeployment] = {}
     last_epoch: int = 0
+    # The holder of this coordinator's leases, during the run `boot_id` of its computer. A coordinator that restarts takes its
+    # leases back at once; one with a copy of this file, on another computer, does not.
+    holder: str = ""
+    boot_id: str = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -110,26 +114,38 @@ class SavedState(BaseModel):
 
 
 class StateFile:
-    """Reads and writes `serving.json`. Writes are atomic."""
+    """`serving.json` and its second copy, with their content in memory. `boot_id` identifies the run of this computer."""
 
-    def __init__(self, state_dir: Path) -> None:
-        self._path = state_dir / "serving.json"
+    def __init__(self, state_dir: Path, boot_id: str | None = None) -> None:
+        self._file = DurableFile(state_dir / "serving.json", SavedState.model_validate_json)
+        self._boot_id = boot_id if boot_id is not None else _read_boot_id()
+        self._state: SavedState | None = None
 
     def load(self) -> SavedState:
-        """The saved state. An unreadable file is renamed to `serving.unreadable`, and the state is empty."""
-        try:
-            return SavedState.model_validate_json(self._path.read_text())
-        except FileNotFoundError:
-            return SavedState()
-        except (ValidationError, ValueError, OSError) as error:
-            backup = self._path.with_suffix(".unreadable")
-            log.warning("%s cannot be read and was renamed to %s: %s", self._path, backup.name, error)
-            self._path.replace(backup)
-            return SavedState()
+        """The saved state, read once; empty if there is none or no copy can be read."""
+        if self._state is None:
+            state = self._file.read() or SavedState()
+            if not state.holder or state.boot_id != self._boot_id:
+                state = state.model_copy(update={"holder": secrets.token_hex(8), "boot_id": self._boot_id})
+            self._state = state
+        return self._state
 
     def save(self, name: str, deployment: SavedDeployment, last_epoch: int) -> None:
-        """Write one deployment and leave the others unchanged. The saved epoch never decreases."""
+        """Save one deployment and leave the others unchanged. The saved epoch never decreases. Never fails (`DurableFile`)."""
         state = self.load()
-        deployments = {**state.deployments, name: deployment}
-        state = SavedState(deployments=deployments, last_epoch=max(state.last_epoch, last_epoch))
-        write_atomically(self._path, state.model_dump_json(indent=1))
+        self._replace(deployments={**state.deployments, name: deployment}, last_epoch=max(state.last_epoch, last_epoch))
+
+    def retry(self) -> None:
+        """Try again to write a state that could not be written."""
+        self._file.retry()
+
+    def _replace(self, **changes: Any) -> None:
+        self._state = self.load().model_copy(update=changes)
+        self._file.write(self._state.model_dump_json(indent=1))
+
+
+def _read_boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:  # not Linux: every run of the program counts as another computer
+        return secrets.token_hex(8)

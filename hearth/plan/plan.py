@@ -5,6 +5,7 @@ The envelope (`Plan`) is the same for all kinds of model; the body describes how
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any, Generic, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -81,6 +82,11 @@ def is_graph_plan(plan: Plan | None) -> TypeIs[GraphPlan]:
 def is_transformer_plan(plan: Plan | None) -> TypeIs[TransformerPlan]:
     """Whether the plan is for a transformer."""
     return plan is not None and isinstance(plan.body, TransformerBody)
+
+
+def plan_hash(plan: Plan) -> str:
+    """SHA-256 of a plan with its epoch: two coordinators that name the same hash mean the same deployment."""
+    return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
 
 
 def migrate(saved: Any) -> Any:

@@ -34,12 +34,22 @@ def tools_for(folder: Path, fleet: Any, lines: list[str], **settings: Any) -> Sh
 class ServedController:
     """A controller with its fleet. `now` is the time of its clock; `lines` are the reported lines."""
 
-    def __init__(self, fleet: FakeFleet, folder: Path, goal: Goal, plan: Plan | None, **settings: Any) -> None:
+    def __init__(
+        self,
+        fleet: FakeFleet,
+        folder: Path,
+        goal: Goal,
+        plan: Plan | None,
+        running: Plan | None = None,
+        **settings: Any,
+    ) -> None:
         self.now = 0.0
         self.lines: list[str] = []
         self.fleet = fleet
         self.tools = tools_for(folder, fleet, self.lines, **settings)
-        self.controller = Controller(DEFAULT_DEPLOYMENT, goal, plan, self.tools, clock=lambda: self.now)
+        self.controller = Controller(
+            DEFAULT_DEPLOYMENT, goal, plan, self.tools, clock=lambda: self.now, running=running
+        )
 
     @property
     def kind(self) -> Any:

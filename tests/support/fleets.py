@@ -50,6 +50,7 @@ class FakeFleet(ABC):
     """Agents with one-letter names. `slow` multiplies computing times, `link_factor` transfer times."""
 
     holder = "test"
+    running_epoch = 0
     last_epoch = 0
 
     def __init__(self, names: str, link_bytes_per_second: float) -> None:

@@ -55,7 +55,9 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.GetTelemetry(),
     _TELEMETRY,
     m.AcquireLease(holder="c", holder_name="home", seconds=5.0),
-    m.LeaseGranted(last_epoch=12),
+    m.LeaseGranted(
+        last_epoch=12, worker=m.RunningWorker(epoch=12, plan_hash="0" * 64, rank=1, last_step=34)
+    ),
     m.ReleaseLease(holder="c"),
     m.Heartbeat(holder="c"),
     m.AgentState(boot_id="b", workers=(_WORKER,)),

@@ -304,6 +304,21 @@ def test_chunks_needed_by_two_devices_leave_the_coordinator_once(sp_pair: TestHo
     assert 0.1 * pushed < passed < pushed  # all chunks but the vocabulary, which is divided
 
 
+def test_restarted_coordinator_takes_over_the_running_workers(sp_pair: TestHome) -> None:
+    with sp_pair.ready() as home:
+        before, epoch = home.hidden_states(TOKENS), home.status().plan.epoch  # type: ignore[union-attr]
+    workers = [sp_pair.worker_pid("a"), sp_pair.worker_pid("b")]
+    sp_pair.kill("coordinator")
+    sp_pair.start_coordinator(model=False)
+    with sp_pair.ready() as home:
+        assert np.array_equal(home.hidden_states(TOKENS), before)
+        status = home.status()
+        assert status.plan is not None
+        assert status.plan.epoch == epoch
+        assert [move.phase for move in status.history] == ["adopting", "warming", "serving"]
+    assert [sp_pair.worker_pid("a"), sp_pair.worker_pid("b")] == workers
+
+
 def test_model_is_served_again_after_a_power_cut(sp_pair: TestHome) -> None:
     names = ["a", "b", "coordinator"]
     with sp_pair.connect() as home:

@@ -80,21 +80,36 @@ class Telemetry(Message):
 class AcquireLease(Command):
     """Request the exclusive right to run one deployment's worker on this device.
 
-    `holder` is a random id of the coordinator process; the lease ends after `seconds` unless a `Heartbeat` renews it.
+    `holder` is the random id of a coordinator; the lease ends after `seconds` unless a `Heartbeat` renews it. The agent stops
+    a running worker of another epoch than `adopt`; a worker of that epoch is taken over as it is. Without `adopt`, only the
+    present holder keeps the worker.
     """
 
     holder_name: Name
     seconds: Annotated[float, Field(gt=0, le=60)]
+    adopt: Epoch | None = None
+
+
+class RunningWorker(WireModel):
+    """A ready worker that the holder of a lease takes over."""
+
+    epoch: Epoch
+    plan_hash: Hash  # `hearth.plan.plan.plan_hash`
+    rank: Annotated[int, Field(ge=0)]
+    last_step: StepNumber  # the newest that it was asked to run
 
 
 class LeaseGranted(Message):
     """The answer to `AcquireLease`."""
 
     last_epoch: Epoch  # highest epoch of this deployment that the agent has seen; a new plan needs a higher one
+    worker: RunningWorker | None = None  # the worker that the new holder takes over
 
 
 class ReleaseLease(Command):
-    """Stop the deployment's worker and end its lease."""
+    """Stop the deployment's worker and end its lease. `keep_worker`: leave the worker to the coordinator that takes over."""
+
+    keep_worker: bool = False
 
 
 class Heartbeat(Message):

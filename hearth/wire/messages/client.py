@@ -207,7 +207,7 @@ class GetStatus(ClientRequest):
 
 
 DeploymentPhase: TypeAlias = Literal[
-    "idle", "settling", "profiling", "planning", "pushing", "loading", "warming", "serving", "draining", "failed"
+    "idle", "adopting", "settling", "profiling", "planning", "pushing", "loading", "warming", "serving", "draining", "failed"
 ]  # fmt: skip
 
 

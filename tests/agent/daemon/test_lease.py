@@ -7,11 +7,12 @@ import pytest
 pytest.importorskip("psutil")
 
 
-from agent.daemon.lease import acquire_lease, require_lease
+from agent.daemon.lease import acquire_lease, keeps_worker, require_lease
 from hearth.errors import (
     AgentBusy,
     LeaseLost,
 )
+from hearth.protocol import ADOPTION_SECONDS
 
 
 def test_lease_is_held_by_one_coordinator_at_a_time() -> None:
@@ -25,3 +26,21 @@ def test_lease_is_held_by_one_coordinator_at_a_time() -> None:
     for holder, now in (("two", 101.0), ("one", 105.0)):
         with pytest.raises(LeaseLost):
             require_lease(lease, "d", holder, now)
+
+
+def test_worker_stays_under_the_holder_that_loaded_it_or_one_that_names_its_epoch() -> None:
+    lease = acquire_lease(None, "d", "one", "One", 5.0, now=100.0)
+    assert keeps_worker(lease, "one", adopt=None, epoch=7)
+    assert not keeps_worker(lease, "two", adopt=None, epoch=7)
+    assert not keeps_worker(None, "two", adopt=None, epoch=7)
+    for holder in ("one", "two"):
+        assert keeps_worker(lease, holder, adopt=7, epoch=7)
+        assert not keeps_worker(lease, holder, adopt=8, epoch=7)
+
+
+def test_released_lease_can_be_taken_at_once_and_is_abandoned_after_a_grace_time() -> None:
+    lease = acquire_lease(None, "d", "one", "One", 5.0, now=100.0).released(101.0)
+    assert not lease.is_live(101.0)
+    assert acquire_lease(lease, "d", "two", "Two", 5.0, now=101.0).holder == "two"
+    assert not lease.is_abandoned(101.0 + ADOPTION_SECONDS - 0.1)
+    assert lease.is_abandoned(101.0 + ADOPTION_SECONDS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.serve.apps import AppRegistry, Apps
-from hearth.errors import BadRequest, BadSetting
+from hearth.errors import BadRequest
 
 
 def test_apps_are_admitted_revoked_and_persisted(tmp_path: Path) -> None:
@@ -31,6 +31,29 @@ def test_file_changes_take_effect_at_the_next_request(tmp_path: Path) -> None:
     assert "k1" in second.current().keys
     first.revoke("lamp")
     assert "k1" not in second.current().keys
+
+
+def test_damaged_list_is_replaced_by_its_second_copy(tmp_path: Path) -> None:
+    apps = AppRegistry(tmp_path / "apps.json")
+    apps.add("lamp", "k1")
     (tmp_path / "apps.json").write_text("{")
-    with pytest.raises(BadSetting, match="cannot be read"):
-        second.current()
+    assert apps.current() == AppRegistry(tmp_path / "apps.json").current() == Apps(keys={"k1": "lamp"})
+    for name in ("apps.json", "apps.json.bak"):
+        (tmp_path / name).write_text("{")
+    assert apps.current() == Apps(keys={"k1": "lamp"})  # the last list stays in force
+
+
+def test_revocation_holds_while_the_disk_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    apps = AppRegistry(tmp_path / "apps.json")
+    apps.add("lamp", "k1")
+    with monkeypatch.context() as patched:
+        patched.setattr("coordinator.serve.durable_file.write_atomically", _disk_full)
+        apps.revoke("lamp")
+        assert apps.current() == Apps(revoked={"k1": "lamp"})
+    assert "k1" in AppRegistry(tmp_path / "apps.json").current().keys
+    apps.retry()
+    assert AppRegistry(tmp_path / "apps.json").current() == Apps(revoked={"k1": "lamp"})
+
+
+def _disk_full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ from hearth.errors import (
     StoreFull,
     UnsupportedWeights,
 )
-from hearth.plan.plan import GraphPlan
+from hearth.plan.plan import GraphPlan, plan_hash
 from hearth.wire.framing import pack_array
-from hearth.wire.messages import Infer, Run, Unload
+from hearth.wire.messages import ConnectPeers, Infer, Load, PutChunk, Run, RunningWorker, Unload
 
 KINDS = ("transformer", "graph")
 
@@ -307,5 +308,37 @@ def test_history_is_described(tmp_path: Path, graph: GraphFile, monkeypatch: pyt
                 ("profiling", 3.0, "devices: a"),
             ]
             assert home.controller.state.startswith("serving")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("missing", ["", "b"])
+def test_running_workers_are_taken_over_if_all_of_them_run(
+    kind: str, missing: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case = Case(kind, tmp_path, graph)
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal, settle_seconds=0) as home:
+            await case.ask(home)
+            running = home.plan
+        steps = {}
+        for rank, device in enumerate(running.devices):
+            steps[device.name] = 40 + rank
+            worker = RunningWorker(epoch=running.epoch, plan_hash=plan_hash(running), rank=rank, last_step=40 + rank)
+            if device.name != missing:
+                case.fleet.devices[device.name] = replace(case.fleet.devices[device.name], taken_over=worker)
+        case.fleet.asked.clear()
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal, running=running) as home:
+            await case.ask(home)
+            sent = [message for _, message in case.fleet.asked]
+            if missing in {device.name for device in running.devices}:
+                assert home.phases()[:2] == ["adopting", "settling"]
+                assert home.plan.epoch == running.epoch + 1
+            else:
+                assert home.phases() == ["adopting", "warming", "serving"]
+                assert home.plan == running
+                assert not any(isinstance(message, Load | ConnectPeers | PutChunk) for message in sent)
+                assert min(message.step for message in sent if isinstance(message, Run)) > max(steps.values())
 
     asyncio.run(main())

@@ -33,8 +33,10 @@ from coordinator.serve.lifecycle import (
     SavedPlanAccepted,
     SavedPlanRejected,
     StopRequested,
+    TakeOverFailed,
     WarmedUp,
     WorkersLoaded,
+    WorkersTakenOver,
     step,
 )
 from coordinator.serve.lifecycle_text import describe_cause
@@ -92,6 +94,18 @@ TABLE: list[tuple[tuple[Event, ...], Event, DeploymentPhase, Actions, Any]] = [
     ((), GoalSet(plan("old", 7)), "settling", ("await_devices",), None),
     ((GoalSet(plan("old", 7)),), SavedPlanAccepted(41), "pushing", ("push",), plan("old", 42)),
     ((GoalSet(plan("old", 7)),), SavedPlanRejected("a device did not come"), "settling", ("settle",), None),
+    ((), GoalSet(None, plan("old", 7)), "adopting", ("take_over",), plan("old", 7)),
+    ((GoalSet(None, plan("old", 7)),), WorkersTakenOver(7), "warming", ("warm_up",), plan("old", 7)),
+    ((GoalSet(None, plan("old", 7)),), TakeOverFailed("no worker"), "settling", ("settle",), None),
+    ((GoalSet(plan("o", 7), plan("o", 7)),), TakeOverFailed("no worker"), "settling", ("await_devices",), None),
+    (
+        (GoalSet(plan("o", 7), plan("o", 7)),), TakeOverFailed("one is missing", any_runs=True), "settling",
+        ("stop_workers", "settle"), None,
+    ),
+    (
+        (GoalSet(None, plan("old", 7)), WorkersTakenOver(7)), DeploymentLost(7, LOST), "failed",
+        ("record_loss", "stop_workers", "wait_to_retry"), None,
+    ),
     (UP_TO_SERVING, BetterPlanMade(plan("better"), 1, 5), "draining", ("stop_admitting", "drain"), plan(epoch=1)),
     (UP_TO_SWAP, Drained(), "pushing", ("stop_workers", "push"), plan("better", 2)),
     (UP_TO_SWAP, DrainTimedOut(), "pushing", ("stop_workers", "push"), plan("better", 2)),
@@ -129,7 +143,8 @@ def test_transition_table(
     assert (after.phase, taken, after.plan) == (phase, actions, deployed)
     assert after.cause is event
     assert after.error is getattr(event, "error", None)
-    assert after.has_served == (before[: len(UP_TO_SERVING)] == UP_TO_SERVING)
+    served_before = isinstance(event, WorkersTakenOver) or getattr(event, "any_runs", False) or state.has_served
+    assert after.has_served == (served_before or before[: len(UP_TO_SERVING)] == UP_TO_SERVING)
 
 
 def test_epochs_exceed_all_epochs_known_to_agents() -> None:
@@ -199,7 +214,8 @@ def test_history_is_bounded() -> None:
 
 def test_every_event_has_a_description() -> None:
     examples: dict[type[Any], Event] = {
-        SavedPlanRejected: SavedPlanRejected("gone"), DevicesSettled: DevicesSettled((ready_device("a"),)),
+        TakeOverFailed: TakeOverFailed("gone"), SavedPlanRejected: SavedPlanRejected("gone"),
+        DevicesSettled: DevicesSettled((ready_device("a"),)),
         PlanMade: PlanMade(make_plan(BERT_LARGE, "hmp", (1, 1)), 0), ActionFailed: ActionFailed(FULL),
         BetterPlanMade: BetterPlanMade(make_plan(BERT_LARGE, "hmp", (1, 1)), 1, 0), DeploymentLost: DeploymentLost(1, LOST),
     }  # fmt: skip
@@ -215,7 +231,8 @@ EPOCHS = st.integers(1, 6)
 PLANS = st.sampled_from("xyz").map(plan)
 ERRORS = st.sampled_from([LOST, FULL, WRONG])
 EVENTS = st.one_of(
-    st.builds(GoalSet, st.none() | PLANS),
+    st.builds(GoalSet, st.none() | PLANS, st.none() | st.builds(plan, st.sampled_from("xyz"), EPOCHS)),
+    st.builds(TakeOverFailed, st.just("no worker"), st.booleans()),
     st.builds(SavedPlanAccepted, EPOCHS),
     st.just(SavedPlanRejected("gone")),
     st.just(DevicesSettled(("a", "b"))),
@@ -223,14 +240,14 @@ EVENTS = st.one_of(
     st.builds(PlanMade, PLANS, EPOCHS),
     st.builds(BetterPlanMade, PLANS, EPOCHS, EPOCHS),
     st.builds(DeploymentLost, EPOCHS, ERRORS),
-    st.one_of(*(st.builds(event, EPOCHS) for event in (ChunksPushed, WorkersLoaded, WarmedUp))),
+    st.one_of(*(st.builds(event, EPOCHS) for event in (ChunksPushed, WorkersLoaded, WarmedUp, WorkersTakenOver))),
     st.builds(ActionFailed, ERRORS),
     st.sampled_from([RetryDue(), Drained(), DrainTimedOut(), StopRequested()]),
 )
 WORK: dict[DeploymentPhase, tuple[Action, ...]] = {
     "settling": ("await_devices", "settle"), "profiling": ("profile",), "planning": ("make_plan",), "pushing": ("push",),
     "loading": ("load",), "warming": ("warm_up",), "serving": ("serve",), "draining": ("drain",),
-    "failed": ("wait_to_retry", "finish"), "idle": ("finish",),
+    "failed": ("wait_to_retry", "finish"), "idle": ("finish",), "adopting": ("take_over",),
 }  # fmt: skip
 
 
@@ -238,6 +255,7 @@ def reports(state: Lifecycle) -> list[Event]:
     """The completions that an executor of this phase's action could report."""
     epoch = state.epoch or 0
     return {
+        "adopting": [WorkersTakenOver(epoch), TakeOverFailed("one is missing", any_runs=True)],
         "settling": [SavedPlanAccepted(0)] if state.saved_plan else [DevicesSettled(("a",))],
         "profiling": [DevicesProfiled("cluster")],
         "planning": [PlanMade(plan("new"), 0)],
@@ -247,7 +265,7 @@ def reports(state: Lifecycle) -> list[Event]:
         "serving": [BetterPlanMade(plan("better"), epoch, 0), DeploymentLost(epoch, LOST)],
         "draining": [Drained()],
         "failed": [RetryDue()],
-        "idle": [GoalSet()],
+        "idle": [GoalSet(), GoalSet(None, plan("running", 3))],
     }[state.phase]
 
 
@@ -292,7 +310,7 @@ def test_random_events_keep_all_invariants(data: st.DataObject) -> None:
             elif action == "stop_workers":
                 assert not admitting
                 worker_runs = False
-            elif action == "load":
+            elif action in ("load", "take_over"):
                 worker_runs = True
             elif action == "push":
                 assert not worker_runs  # the workers of the previous plan have stopped
@@ -307,6 +325,10 @@ def test_random_events_keep_all_invariants(data: st.DataObject) -> None:
             assert after.phase == "settling"
             assert (after.plan, after.saved_plan, after.next_plan) == (None, None, None)
             lost_plan = state.plan
+        if isinstance(event, TakeOverFailed):
+            worker_runs = False  # they are stopped, or there were none
+        if isinstance(event, WorkersTakenOver):
+            completed = [ChunksPushed, WorkersLoaded]
         if isinstance(event, ChunksPushed | WorkersLoaded):
             assert event.epoch == state.epoch
             completed.append(type(event))

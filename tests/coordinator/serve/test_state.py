@@ -10,25 +10,54 @@ from support.plans import BERT_LARGE, make_plan
 from typer.testing import CliRunner
 
 from coordinator.serve.config import load_coordinator_settings
-from coordinator.serve.state import GraphGoal, SavedDeployment, SavedState, StateFile, TransformerGoal
+from coordinator.serve.state import GraphGoal, SavedDeployment, StateFile, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.plan import is_graph_plan, plan_from_json
 
 runner = CliRunner()
 
 
-def test_state_persists_and_damaged_files_are_renamed(tmp_path: Path) -> None:
+def test_state_persists_and_damaged_files_are_replaced_by_their_second_copy(tmp_path: Path) -> None:
     file = StateFile(tmp_path)
-    assert file.load() == SavedState()
+    assert file.load().deployments == {}
     first = SavedDeployment(goal=TransformerGoal(model_dir="/m"), plan=make_plan(BERT_LARGE, "hmp", (1, 1)))
     second = SavedDeployment(goal=GraphGoal(model_file="/m.onnx", dims={"batch": 2}))
     file.save("default", first, 7)
     file.save("other", second, 6)
     state = StateFile(tmp_path).load()
-    assert state == SavedState(deployments={"default": first, "other": second}, last_epoch=7)
-    (tmp_path / "serving.json").write_text('{"goal": 3')
-    assert file.load() == SavedState()
-    assert (tmp_path / "serving.unreadable").exists()
+    assert (state.deployments, state.last_epoch) == ({"default": first, "other": second}, 7)
+    for damage in (b'{"goal": 3', b"", b"\xff\x00", b"[]"):
+        (tmp_path / "serving.json").write_bytes(damage)
+        assert StateFile(tmp_path).load() == state
+        assert (tmp_path / "serving.unreadable").read_bytes() == damage
+    for name in ("serving.json", "serving.json.bak"):
+        (tmp_path / name).write_text("{")
+    assert StateFile(tmp_path).load().deployments == {}
+
+
+def test_holder_is_kept_over_a_restart_but_not_on_another_computer(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, boot_id="one")
+    file.save("default", SavedDeployment(goal=TransformerGoal(model_dir="/m")), 1)
+    assert StateFile(tmp_path, boot_id="one").load().holder == file.load().holder
+    assert StateFile(tmp_path, boot_id="two").load().holder != file.load().holder
+
+
+def test_state_is_kept_in_memory_while_the_disk_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def disk_full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = StateFile(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("coordinator.serve.durable_file.write_atomically", disk_full)
+        for epoch in (1, 2):
+            file.save("default", SavedDeployment(goal=TransformerGoal(model_dir="/m")), epoch)
+    assert file.load().last_epoch == 2
+    assert sum("cannot be written" in line for line in caplog.messages) == 1
+    assert StateFile(tmp_path).load().last_epoch == 0
+    file.retry()
+    assert StateFile(tmp_path).load() == file.load()
 
 
 @pytest.mark.parametrize("kind", ["transformer", "graph"])
@@ -44,7 +73,8 @@ def test_v1_state_file_is_read_with_its_plan(tmp_path: Path, kind: str) -> None:
     assert deployment.plan == plan_from_json(json.dumps(old["plan"]))
     assert is_graph_plan(deployment.plan) == (kind == "graph")
     StateFile(tmp_path).save("default", deployment, state.last_epoch)
-    assert StateFile(tmp_path).load() == state
+    saved = StateFile(tmp_path).load()
+    assert (saved.deployments, saved.last_epoch) == (state.deployments, state.last_epoch)
     assert not (tmp_path / "serving.unreadable").exists()
 
 
