@@ -97,6 +97,7 @@ class WorkerProcess:
                 "agent.worker.main",
                 self._client.endpoint,
                 level,
+                request.store_path,
                 stdin=asyncio.subprocess.DEVNULL,
             )
         )

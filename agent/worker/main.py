@@ -1,4 +1,4 @@
-"""The worker process: `python -m agent.worker.main SOCKET LOG_LEVEL`, started by the daemon, one per deployment.
+"""The worker process: `python -m agent.worker.main SOCKET LOG_LEVEL STORE`, started by the daemon, one per deployment.
 
 Two threads: the control thread exchanges messages with the daemon; the main thread loads, connects and computes. The worker
 ends when the daemon ends.
@@ -12,11 +12,13 @@ import os
 import queue
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from agent.worker import sandbox
 from agent.worker.runtime import Runtime, create_runtime
 from agent.worker.server import WorkerServer, failed_message
 from hearth.errors import StepFailed
@@ -106,8 +108,8 @@ def _not_ready(message: Message) -> StepFailed:
     return StepFailed(device="this device", reason=f"it is not ready for {type(message).__name__}")
 
 
-def _set_up_process(log_level: str) -> None:
-    """Set up the process: end with the daemon, ignore Ctrl-C, raise the OOM score, configure logging."""
+def _set_up_process(endpoint: str, log_level: str, store: str) -> None:
+    """Set up the process: end with the daemon, ignore Ctrl-C, raise the OOM score, configure logging, confine its files."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon stops its workers itself
     logging.basicConfig(level=log_level, format="%(name)s %(levelname)s %(message)s")
@@ -115,6 +117,10 @@ def _set_up_process(log_level: str) -> None:
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJUST)
     except OSError as error:
         log.info("oom_score_adj was not raised: %s", error)
+    folder = Path(endpoint.removeprefix("ipc://")).parent
+    tempfile.tempdir = str(folder)
+    compiled_kernels = Path.home() / ".nv"  # of CUDA
+    sandbox.confine(readable=(), writable=(Path(store), folder, compiled_kernels))
 
 
 def _die_with_parent() -> None:
@@ -127,5 +133,5 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    _set_up_process(sys.argv[2])
+    _set_up_process(*sys.argv[1:])
     Worker(sys.argv[1]).run()

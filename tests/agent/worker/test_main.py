@@ -22,8 +22,9 @@ def test_worker_without_a_plan_rejects_run_and_ignores_abort(tmp_path: Path) -> 
         with zmq_context() as context:
             client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "agent.worker.main", client.endpoint, logging.getLevelName(logging.INFO)
-            )
+                sys.executable, "-m", "agent.worker.main", client.endpoint, logging.getLevelName(logging.INFO),
+                str(tmp_path / "store"),
+            )  # fmt: skip
             try:
                 for request in (RUN, Done()):
                     with pytest.raises(StepFailed, match=f"not ready for {type(request).__name__}"):
