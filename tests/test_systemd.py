@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import re
 import shutil
 import stat
@@ -108,6 +109,21 @@ def test_agent_may_use_the_gpu_and_executable_memory() -> None:
     assert set(directives["SupplementaryGroups"][0].split()) == {"video", "render"}
     allowed = {value.split()[0] for value in directives["DeviceAllow"]}
     assert {"char-nvidia*", "char-nvhost*", "/dev/nvmap", "char-drm"} <= allowed
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_unit_reaches_private_networks_only_and_dumps_no_core(service: str) -> None:
+    directives = unit(service)
+    assert directives["IPAddressDeny"] == ["any"]
+    allowed = directives["IPAddressAllow"][0].split()
+    assert {"localhost", "link-local", "multicast"} < set(allowed)
+    networks = [ipaddress.ip_network(each) for each in allowed if "/" in each]
+    assert all(not each.is_global for each in networks)
+    for home in ("10.1.2.3", "172.20.0.1", "192.168.178.20", "fd00::1"):
+        assert any(ipaddress.ip_address(home) in each for each in networks)
+    assert directives["LimitCORE"] == ["0"]
+    assert int(directives["LimitNOFILE"][0]) >= 8192
+    assert int(directives["OOMScoreAdjust"][0]) < 0
 
 
 @pytest.mark.parametrize("service", SERVICES)
