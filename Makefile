@@ -33,6 +33,11 @@ test: .venv/installed $(MODEL)/config.json
 test-slow: .venv/installed
 	@.venv/bin/python -m pytest -m slow
 
+# 100,000 homes on a virtual clock, with random faults, on all cores: an hour or two. `make test` runs the first 1,000.
+.PHONY: simulate
+simulate: .venv/installed
+	@PYTHONPATH=tests .venv/bin/python -m simulation.run --seeds 0:100000 --jobs $$(nproc)
+
 # The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here. The plans
 # of the corpus are compared on the first Python only; the tests of their planners run here, too.
 .PHONY: test-3.10

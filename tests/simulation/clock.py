@@ -1,0 +1,244 @@
+"""A deterministic event loop on a virtual clock, and the simulated processes whose callbacks it runs.
+
+The clock stands still while a callback runs and jumps to the next timer when nothing is ready. Every callback belongs to the
+process in whose context it was scheduled: callbacks of a stopped process wait until it continues, those of a process that was
+killed never run, as if the kernel had taken it off the processor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any
+
+THREAD_SECONDS = 0.001  # virtual time that a function in a worker thread takes
+MAX_CALLBACKS_AT_ONCE = 100_000  # callbacks at one virtual time; more are an endless loop without a wait
+
+CURRENT_PROCESS: ContextVar[Process | None] = ContextVar("CURRENT_PROCESS", default=None)
+
+
+class Stuck(Exception):
+    """Nothing is ready and no timer is set, or the clock does not advance."""
+
+
+class Process:
+    """A simulated process on a host. Children are killed with it."""
+
+    def __init__(self, loop: VirtualLoop, host: Any, name: str) -> None:
+        parent = CURRENT_PROCESS.get()
+        self.pid = loop.next_pid()
+        self.host = host
+        self.name = name
+        self.alive = True
+        self.stopped = False
+        self.exit_code: int | None = None
+        self.children: list[Process] = []
+        self.tasks: set[asyncio.Task[Any]] = set()  # strong references: a killed process must not run `finally` blocks
+        self.at_exit: list[Callable[[], None]] = []  # the kernel's part: closes sockets, tells the parent
+        self.variables: dict[str, Any] = {}
+        self._loop = loop
+        self._waiting: deque[asyncio.Handle] = deque()  # callbacks of a stopped process
+        self.context: Context = copy_context()
+        self.context.run(CURRENT_PROCESS.set, self)
+        if parent is not None and parent.host is host:
+            parent.children.append(self)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a task of this process."""
+        return self.context.run(self._loop.create_task, coroutine)
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.stopped = True
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.stopped = False
+        while self._waiting:
+            self._loop.add_ready(self._waiting.popleft())
+
+    def kill(self, code: int = -9) -> None:
+        """SIGKILL: no callback of the process runs any more."""
+        if not self.alive:
+            return
+        self.alive, self.stopped, self.exit_code = False, False, code
+        self._waiting.clear()
+        for child in self.children:
+            child.kill()
+        for callback in self.at_exit:
+            callback()
+
+    def hold(self, handle: asyncio.Handle) -> None:
+        self._waiting.append(handle)
+
+    def __repr__(self) -> str:
+        return f"{self.name}[{self.pid}]"
+
+
+class _Task(asyncio.Task):  # type: ignore[type-arg]
+    """A task whose hash, and so its order in sets, does not depend on memory addresses."""
+
+    def __new__(cls, *_: Any, loop: VirtualLoop, **__: Any) -> _Task:
+        self: _Task = super().__new__(cls)
+        self.number = loop.next_number()
+        return self
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class _Future(asyncio.Future):  # type: ignore[type-arg]
+    """A future with such a hash."""
+
+    def __new__(cls, *_: Any, loop: VirtualLoop, **__: Any) -> _Future:
+        self: _Future = super().__new__(cls)
+        self.number = loop.next_number()
+        return self
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class VirtualLoop(asyncio.base_events.BaseEventLoop):
+    """An event loop without I/O."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.virtual_time = 0.0
+        self.num_callbacks = 0
+        self._numbers = itertools.count(1)
+        self._pids = itertools.count(5_000_000)  # above the kernel's largest pid: /proc has none of them
+        self._num_at_once = 0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # ties fire in the order of their creation
+        self.set_task_factory(self._make_task)
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def next_pid(self) -> int:
+        return next(self._pids)
+
+    def time(self) -> float:
+        return self.virtual_time
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(loop=self)
+
+    def add_ready(self, handle: asyncio.Handle) -> None:
+        self._ready.append(handle)
+
+    def call_in(
+        self, process: Process | None, delay_seconds: float, callback: Callable[..., object], *args: Any
+    ) -> asyncio.TimerHandle:
+        """Call back after a delay as a part of `process`; None: as a part of the simulated world."""
+        context = process.context if process is not None else _WORLD
+        return self.call_later(delay_seconds, callback, *args, context=context)
+
+    def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """Run the function after `THREAD_SECONDS`, in the loop's own thread."""
+        future = self.create_future()
+
+        def run() -> None:
+            if future.cancelled():
+                return
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.call_later(THREAD_SECONDS, run)
+        return future
+
+    def add_signal_handler(self, number: int, callback: Callable[..., object], *args: Any) -> None:
+        process = CURRENT_PROCESS.get()
+        assert process is not None
+        process.variables[f"signal {int(number)}"] = lambda: self.call_in(process, 0.0, callback, *args)
+
+    def remove_signal_handler(self, number: int) -> bool:
+        process = CURRENT_PROCESS.get()
+        return process is not None and process.variables.pop(f"signal {int(number)}", None) is not None
+
+    def _make_task(self, loop: VirtualLoop, coroutine: Any, **options: Any) -> _Task:
+        task = _Task(coroutine, loop=loop, **options)
+        process = CURRENT_PROCESS.get()
+        if process is not None:
+            process.tasks.add(task)
+            task.add_done_callback(process.tasks.discard)
+        return task
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.virtual_time + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
+
+    def _run_once(self) -> None:
+        ready, timers = self._ready, self._timers
+        if not ready:
+            while timers and timers[0][2]._cancelled:
+                heapq.heappop(timers)
+            if not timers:
+                raise Stuck(f"nothing can happen any more at {self.virtual_time:.3f} s")
+            when = timers[0][0]
+            if when > self.virtual_time:
+                self.virtual_time = when
+                self._num_at_once = 0
+            while timers and timers[0][0] <= when:
+                handle = heapq.heappop(timers)[2]
+                if not handle._cancelled:
+                    ready.append(handle)
+        self._num_at_once += len(ready)
+        if self._num_at_once > MAX_CALLBACKS_AT_ONCE:
+            raise Stuck(f"{self._num_at_once} callbacks at {self.virtual_time:.3f} s: an endless loop without a wait")
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            context = handle._context
+            process = context.get(CURRENT_PROCESS)
+            if process is not None:
+                if not process.alive:
+                    continue
+                if process.stopped:
+                    process.hold(handle)
+                    continue
+            self.num_callbacks += 1
+            try:
+                context.run(handle._callback, *handle._args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler({"message": f"exception in {handle}", "exception": error})
+
+    def _process_events(self, event_list: Any) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        pass
+
+
+_WORLD: Context = Context()  # no process: the world outside of all of them

@@ -1,0 +1,322 @@
+"""A simulated home: the real programs `hearth-agent` and `hearth serve`, and clients, as processes on simulated hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import zmq.asyncio
+from simulation import disk, model
+from simulation.clock import CURRENT_PROCESS, Process, VirtualLoop
+from simulation.history import History
+from simulation.network import Context, Gatekeeper, Host, Network
+from simulation.worker import WorkerProcess, sample
+
+import agent.daemon.daemon
+import agent.daemon.links
+import agent.daemon.main
+import agent.daemon.store
+import agent.daemon.supervisor
+import coordinator.devices.fleet
+import coordinator.serve.service
+import coordinator.serve.transformer
+import hearth.wire.rpc
+from agent.daemon.config import AgentSettings
+from agent.daemon.identity import Identity
+from agent.daemon.main import run_agent
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.prompts import GenerationDefaults
+from coordinator.serve.service import Service
+from coordinator.serve.state import TransformerGoal
+from hearth.client.home import AsyncHome, connect_async
+from hearth.platform.security import AppKey, HomeKey, KeyPair, derive_keypair, new_home_key, new_keypair
+from hearth.wire import messages as wire
+
+CONTROL_PORT, LINK_PORT, COORDINATOR_PORT = 47800, 47801, 47830
+AGENT_START_SECONDS = 0.3  # from the start of the process until it listens
+COORDINATOR_START_SECONDS = 1.0
+
+HOME = new_home_key()
+_HOME_BYTES = HOME.key_bytes()
+
+
+@lru_cache
+def _keypair(name: str) -> KeyPair:
+    return new_keypair()
+
+
+@lru_cache
+def app_key(name: str) -> tuple[AppKey, str]:
+    """The credential of an app, and its public key."""
+    keys = _keypair(name)
+    public = derive_keypair(_HOME_BYTES, "coordinator").public
+    return AppKey(name=name, secret=keys.secret, coordinator_public=public), keys.public
+
+
+class Home:
+    """All hosts, and what is started on them. Faults are methods of `network` and of this class."""
+
+    def __init__(self, loop: VirtualLoop, random: Random, folder: Path, num_devices: int, causal: bool) -> None:
+        self.loop = loop
+        self.random = random
+        self.history = History()
+        self.network = Network(loop, random, folder)
+        self.devices = [f"d{number}" for number in range(num_devices)]
+        self.coordinators = ["c0"]
+        self.clients: list[str] = []
+        self.agents: dict[str, Process] = {}
+        self.serving: dict[str, Process] = {}
+        self.services: dict[str, Service] = {}
+        self._causal = causal
+        for name in (*self.devices, *self.coordinators):
+            self._add_host(name)
+
+    def _add_host(self, name: str) -> Host:
+        host = self.network.add_host(name)
+        host.variables["network"] = self.network
+        host.variables["history"] = self.history
+        return host
+
+    def note(self, line: str) -> None:
+        self.history.lines.append((self.loop.time(), line))
+
+    # ---- agents -----------------------------------------------------------------------------------------------------
+
+    def start_agent(self, name: str) -> None:
+        host = self.network.hosts[name]
+        process = self.agents[name] = self.network.start_process(host, "agent")
+        process.run(self._run_agent(host))
+
+    async def _run_agent(self, host: Host) -> None:
+        await asyncio.sleep(AGENT_START_SECONDS)
+        settings = AgentSettings(
+            name=host.name, state_dir=host.disk.folder, store_dir=host.disk.folder / "store", key_path=Path("home key"),
+            bind_host="0.0.0.0", advertise=False,
+        )  # fmt: skip
+        await run_agent(settings)
+
+    # ---- coordinators -----------------------------------------------------------------------------------------------
+
+    def start_coordinator(self, name: str, restart: bool = False) -> None:
+        host = self.network.hosts[name]
+        process = self.serving[name] = self.network.start_process(host, "coordinator")
+        process.run(self._run_coordinator(host, restart))
+
+    async def _run_coordinator(self, host: Host, restart: bool) -> None:
+        await asyncio.sleep(COORDINATOR_START_SECONDS)
+        devices = ",".join(f"{name}:{CONTROL_PORT}" for name in self.devices)
+        settings = CoordinatorSettings(
+            name=host.name, state_dir=host.disk.folder, port=COORDINATOR_PORT, advertise=False, devices=devices,
+            settle_seconds=0.5, min_devices=1,
+        )  # fmt: skip
+        service = self.services[host.name] = Service(
+            settings, HOME, lambda line: self.note(f"{host.name}: {line}"), lambda name, done, total: None
+        )
+        goal = TransformerGoal(model_dir="decoder" if self._causal else "encoder")
+        saved = (host.disk.folder / "serving.json").exists()
+        await service.run(None if restart and saved else goal)
+
+    # ---- clients ----------------------------------------------------------------------------------------------------
+
+    def add_client(self, name: str) -> Process:
+        self.clients.append(name)
+        return self.network.start_process(self._add_host(name), "client")
+
+    async def connect(self, key: HomeKey | AppKey, timeout_seconds: float = 60.0) -> AsyncHome:
+        addresses = ",".join(f"{name}:{COORDINATOR_PORT}" for name in self.coordinators)
+        return await connect_async(addresses, key, timeout_seconds)
+
+    def run_world(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a task outside of all processes."""
+        return self.loop.create_task(coroutine)
+
+
+# ---- what the simulation replaces -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def simulated(seed: int) -> Iterator[tuple[VirtualLoop, Random, Path]]:
+    """A virtual loop, with the operating system's services replaced, until the context ends."""
+    random = Random(seed)
+    folder = Path(tempfile.mkdtemp(prefix="hearth-simulation-", dir=_memory_folder()))
+    loop = VirtualLoop()
+    level = logging.root.manager.disable
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        logging.disable(logging.WARNING)
+        stack.callback(logging.disable, level)
+        for target, name, stand_in in _replacements(random):
+            stack.enter_context(mock.patch.object(target, name, stand_in))
+        asyncio.set_event_loop(loop)
+        stack.callback(asyncio.set_event_loop, None)
+        yield loop, random, folder
+
+
+def _memory_folder() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
+    """What stands for what: modules or classes, names in them, and stand-ins."""
+    tokens = Random(random.random())
+    main, service, fleet = agent.daemon.main, coordinator.serve.service, coordinator.devices.fleet
+    transformer = coordinator.serve.transformer
+    return [
+        (zmq.asyncio, "Context", Context),
+        (main, "asyncio_gatekeeper", Gatekeeper),
+        (service, "asyncio_gatekeeper", Gatekeeper),
+        (main, "load_credential", lambda path: HOME),
+        (main, "derive_keypair", _derived),
+        (service, "derive_keypair", _derived),
+        (main, "load_identity", _load_identity),
+        (main, "GpuReader", _Gpu),
+        (main, "TelemetryReader", _Telemetry),
+        (main, "choose_address", lambda interface: "127.0.0.1"),
+        (service, "locked_folder", lambda folder: nullcontext()),
+        (fleet, "Browser", _Browser),
+        (agent.daemon.daemon, "measure_link", _measure_link),
+        (agent.daemon.supervisor, "tempfile", SimpleNamespace(TemporaryDirectory=_TemporaryDirectory)),
+        (agent.daemon.supervisor, "_sample", sample),
+        (agent.daemon.store, "ThreadPoolExecutor", _InlinePool),
+        (asyncio, "create_subprocess_exec", _start_process),
+        (shutil, "disk_usage", lambda path: SimpleNamespace(free=disk.current_disk().free_bytes())),
+        (secrets, "token_hex", lambda num_bytes=8: tokens.randbytes(num_bytes).hex()),
+        (secrets, "token_bytes", lambda num_bytes=16: tokens.randbytes(num_bytes)),
+        (secrets, "randbits", tokens.getrandbits),
+        *(
+            (module, "write_atomically", disk.write_atomically)
+            for name, module in list(sys.modules.items())
+            if name.partition(".")[0] in ("agent", "coordinator", "hearth") and hasattr(module, "write_atomically")
+        ),
+        (transformer, "open_transformer", model.open_transformer),
+        (transformer, "block_cluster", model.block_cluster),
+        (transformer, "solve_transformer", model.solve_transformer),
+        (transformer, "build_plan", model.build_plan),
+        (transformer, "request_seconds", model.request_seconds),
+        (transformer, "shard_weights", model.shard_weights),
+        (transformer, "read_generation_defaults", lambda directory: GenerationDefaults()),
+        (hearth.wire.rpc, "decode", _decode),
+    ]
+
+
+@lru_cache
+def _derived(home_key: bytes, role: Any) -> KeyPair:
+    return derive_keypair(home_key, role)
+
+
+@lru_cache(maxsize=4096)
+def _decoded(data: bytes) -> wire.Message:
+    return wire.decode(data)
+
+
+def _decode(data: bytes | memoryview) -> wire.Message:
+    """The real decoding; equal messages, which are immutable, are decoded once."""
+    return _decoded(bytes(data))
+
+
+@contextmanager
+def _load_identity(state_dir: Path) -> Iterator[Identity]:
+    process = CURRENT_PROCESS.get()
+    assert process is not None
+    name = process.host.name
+    keys = _keypair(name)
+    yield Identity(device_id=f"id-{name}", hardware="", public_key=keys.public, secret_key=keys.secret)
+
+
+class _Gpu:
+    compute_device = "cpu"
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    async def probe(self) -> None:
+        pass
+
+
+@lru_cache
+def _telemetry(name: str, free_bytes: int) -> wire.Telemetry:
+    return wire.Telemetry(
+        host_id=name, cpu_model="", num_cores=1, load_1min=0.0, frequency_mhz=None, memory_total_bytes=8 << 30,
+        memory_available_bytes=8 << 30, memory_budget_bytes=8 << 30, disk_free_bytes=free_bytes,
+        temperature_celsius=None, gpu=None, num_threads=1, compute_device="cpu", clock_unix_seconds=0.0,
+        python_version="3",
+    )  # fmt: skip
+
+
+class _Telemetry:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def read(self, now: float) -> wire.Telemetry:
+        process = CURRENT_PROCESS.get()
+        assert process is not None
+        return _telemetry(process.host.name, process.host.disk.free_bytes())
+
+
+class _Browser:
+    """mDNS finds nothing; the coordinator knows the agents' addresses."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    async def start(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+
+async def _measure_link(request: wire.MeasureLink, own_keypair: KeyPair) -> wire.LinkMeasured:
+    """One exchange with the other agent's link port; the real measurement sends megabytes."""
+    async with agent.daemon.links._link_client(request, own_keypair) as client:
+        await client.call(wire.Done(), timeout_seconds=request.max_seconds + 2.0)
+    return wire.LinkMeasured(bytes_per_second=1e8, round_trip_seconds=1e-3, num_bytes=0, stable=True)
+
+
+class _TemporaryDirectory:
+    _numbers = itertools.count()
+
+    def __init__(self, **_: Any) -> None:
+        self.name = f"/simulated/{next(self._numbers)}"
+
+    def cleanup(self) -> None:
+        pass
+
+
+class _InlinePool:
+    """A thread pool without threads."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __enter__(self) -> _InlinePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    map = staticmethod(map)
+
+
+async def _start_process(*command: str, **_: Any) -> WorkerProcess:
+    """Stands for `asyncio.create_subprocess_exec`."""
+    process = CURRENT_PROCESS.get()
+    assert process is not None
+    module = command[2]
+    await asyncio.sleep(0.005)
+    if module == "agent.worker.main":
+        return WorkerProcess(command[3], process.host.variables["history"])
+    raise FileNotFoundError(f"the simulation has no {module}")

@@ -1,0 +1,423 @@
+"""Runs schedules and checks the invariants: `python -m simulation.run --seeds A:B`.
+
+A failing seed is printed with its schedule and its violations; `--seeds N --verbose` repeats it exactly, with all it reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from simulation import model
+from simulation.clock import Process, Stuck
+from simulation.history import Answer, exclusive_epochs, no_request_lost
+from simulation.home import HOME, Home, app_key, simulated
+from simulation.schedule import FAULTS_END_SECONDS, REQUEST_SECONDS, Call, Fault, Schedule, generate
+
+from hearth.client.home import AsyncHome
+from hearth.errors import HearthError
+from hearth.wire import messages as wire
+
+SERVING_SECONDS = 60.0  # from the end of all faults until the home must serve
+ALL_DEVICES_SECONDS = 400.0  # until all devices must be in use: quarantines and pauses between plans end
+STOP_SECONDS = 30.0  # from SIGTERM to the end of a process
+ABANDONED_SECONDS = 75.0  # until a worker has ended whose coordinator is gone: a lease, and the time for adoption
+SEEDS_PER_JOB = 50
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The violations of one run by invariant, and what it reported."""
+
+    schedule: Schedule
+    violations: tuple[tuple[str, str], ...]
+    lines: tuple[str, ...]
+    num_callbacks: int
+    virtual_seconds: float
+
+
+class _Run:
+    def __init__(self, home: Home, schedule: Schedule) -> None:
+        self.home = home
+        self.schedule = schedule
+        self.violations: list[tuple[str, str]] = []
+        self._revoked = asyncio.Event()
+
+    def violated(self, invariant: str, text: str) -> None:
+        self.violations.append((invariant, text))
+
+    async def main(self) -> None:
+        home, schedule = self.home, self.schedule
+        for name in home.devices:
+            home.start_agent(name)
+        home.start_coordinator("c0")
+        running = [home.run_world(self._inject(fault)) for fault in schedule.faults]
+        calls = []
+        for name in schedule.clients:
+            process = home.add_client(name)
+            calls.append(process.run(self._client(process, name)))
+        if schedule.revoke_at is not None:
+            process = home.add_client("admin")
+            calls.append(process.run(self._revoke(schedule.revoke_at)))
+        if running:
+            await asyncio.wait(running)
+        await asyncio.sleep(max(FAULTS_END_SECONDS - home.loop.time(), 0.0))
+        home.network.heal_all()
+        home.note("all faults have ended")
+        await self._converge()
+        _, late = await asyncio.wait(calls, timeout=REQUEST_SECONDS + 20)
+        for call in late:
+            self.violated("every call ends", f"{call} is still running at {home.loop.time():.1f} s")
+        if schedule.thorough and not self.violations:
+            await self._all_devices()
+        await self._stop()
+
+    # ---- clients ------------------------------------------------------------------------------------------------------
+
+    async def _client(self, process: Process, name: str) -> None:
+        key: Any = HOME if name == "p0" else app_key(name)[0]
+        if name == "p1":
+            await self._admit_app(name)
+        home = await self._connected(key)
+        waiting = [asyncio.create_task(self._call(home, call)) for call in self.schedule.calls if call.client == name]
+        await asyncio.wait(waiting)
+        await home.close()
+
+    async def _admit_app(self, name: str) -> None:
+        home = await self._connected(HOME)
+        try:
+            await home.add_app(name, app_key(name)[1], timeout_seconds=REQUEST_SECONDS)
+        except HearthError as error:
+            if "already" not in str(error):
+                self.violated("no request is lost", f"add_app: {error}")
+        await home.close()
+
+    async def _connected(self, key: Any) -> AsyncHome:
+        while True:
+            try:
+                return await self.home.connect(key, 10.0)
+            except HearthError as error:
+                self.home.note(f"a client could not connect: {error.code}")
+                await asyncio.sleep(0.5)
+
+    async def _call(self, home: AsyncHome, call: Call) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(call.at - loop.time(), 0.0))
+        answer = Answer(call.client, call.number, loop.time())
+        self.home.history.answers.append(answer)
+        revoked_before = self._revoked.is_set() and call.client == "p1"
+        tokens = [call.first_token + step for step in range(3 if self.schedule.causal else call.length)]
+        try:
+            if self.schedule.causal:
+                sampling = {"seed": call.number, "temperature": 0.5}
+                generation = home.generate(
+                    token_ids=tokens, max_tokens=call.length, timeout_seconds=REQUEST_SECONDS, **sampling
+                )
+                async with generation:
+                    await generation.text()
+                expected: Any = model.expected_answer(tokens, wire.Sampling(**sampling), call.length)
+                found: Any = generation.token_ids
+            else:
+                found = (await home.hidden_states(tokens, REQUEST_SECONDS)).tolist()
+                expected = model.hidden_rows(tokens, model.WEIGHTS_CHECKSUM).tolist()
+        except HearthError as error:
+            answer.result, answer.detail = error.code, error.explanation()
+        except Exception as error:
+            answer.result, answer.detail = type(error).__name__, str(error)
+        else:
+            answer.result = "correct" if found == expected else "wrong"
+            answer.detail = "" if found == expected else f"{found} instead of {expected}"
+        answer.ended = loop.time()
+        if revoked_before or (self._revoked.is_set() and call.client == "p1" and answer.result == "AppRevoked"):
+            answer.deserved = "AppRevoked"
+        self.home.note(f"{call.client}'s call {call.number}: {answer.result} {answer.detail}")
+
+    async def _revoke(self, at: float) -> None:
+        home = await self._connected(HOME)
+        await asyncio.sleep(max(at - asyncio.get_running_loop().time(), 0.0))
+        while True:
+            try:
+                await home.revoke_app("p1", timeout_seconds=REQUEST_SECONDS)
+                break
+            except HearthError as error:
+                if "no app" not in str(error):
+                    self.violated("no request is lost", f"revoke_app: {error}")
+                    break
+                await asyncio.sleep(1.0)  # p1 was not admitted yet
+        self._revoked.set()
+        self.home.note("p1 was revoked")
+        await home.close()
+
+    # ---- faults -------------------------------------------------------------------------------------------------------
+
+    async def _inject(self, fault: Fault) -> None:
+        home, network = self.home, self.home.network
+        await asyncio.sleep(fault.at - home.loop.time())
+        host = network.hosts[fault.host]
+        home.note(f"FAULT {fault}")
+        workers = [process for process in host.processes if process.name.endswith("worker")]
+        match fault.kind:
+            case "kill worker":
+                for worker in workers:
+                    worker.kill()
+            case "stop worker":
+                await self._pause(workers, fault.seconds)
+            case "stop agent":
+                await self._pause([home.agents[fault.host]], fault.seconds)
+            case "stop host":
+                await self._pause(list(host.processes), fault.seconds)
+            case "kill agent":
+                home.agents[fault.host].kill()
+                await asyncio.sleep(fault.seconds)
+                self._restart_agent(fault.host)
+            case "power cut":
+                network.power_off(host)
+                await asyncio.sleep(fault.seconds)
+                host.powered = True
+                self._restart_agent(fault.host)
+            case "cut":
+                network.cut(fault.host, fault.other)
+                await asyncio.sleep(fault.seconds)
+                network.heal(fault.host, fault.other)
+            case "isolate":
+                network.isolate(fault.host)
+                await asyncio.sleep(fault.seconds)
+                network.reconnect(fault.host)
+            case "reset":
+                network.reset(fault.host, fault.other)
+            case "slow link":
+                network.slow_down(fault.host, fault.other, 0.4)
+                await asyncio.sleep(fault.seconds)
+                network.slow_down(fault.host, fault.other, 0.0)
+            case "disk full" | "disk read-only" | "disk failing":
+                host.disk.fault = fault.kind.removeprefix("disk ")  # type: ignore[assignment]
+                await asyncio.sleep(fault.seconds)
+                host.disk.fault = None
+            case "rot":
+                chunks = sorted((host.disk.folder / "store").glob("??/*"))
+                if chunks:
+                    host.disk.damage(chunks[network.random.randrange(len(chunks))], network.random)
+            case "kill coordinator":
+                home.serving["c0"].kill()
+                await asyncio.sleep(fault.seconds)
+                if not home.serving["c0"].alive:
+                    home.start_coordinator("c0", restart=True)
+            case "stop coordinator":
+                await self._pause([home.serving["c0"]], fault.seconds)
+        home.note(f"END OF {fault}")
+
+    async def _pause(self, processes: Sequence[Process], seconds: float) -> None:
+        for process in processes:
+            process.stop()
+            self.home.network.stopped(process)
+        await asyncio.sleep(seconds)
+        for process in processes:
+            process.resume()
+
+    def _restart_agent(self, name: str) -> None:
+        if not self.home.agents[name].alive and self.home.network.hosts[name].powered:
+            self.home.start_agent(name)
+
+    # ---- the end ------------------------------------------------------------------------------------------------------
+
+    async def _converge(self) -> None:
+        """Wait until a new client is served."""
+        home = self.home
+        process = home.add_client("last")
+        began = home.loop.time()
+
+        async def ask() -> None:
+            client = await self._connected(HOME)
+            await self._call(client, Call(began, "last", 0, 2, 7))
+            await client.close()
+
+        asking = process.run(ask())
+        await asyncio.wait({asking}, timeout=SERVING_SECONDS)
+        if not asking.done():
+            state = {name: service._status_line() for name, service in home.services.items()}
+            self.violated("serving after all faults", f"not served {SERVING_SECONDS:g} s later: {state}")
+            asking.cancel()
+
+    async def _all_devices(self) -> None:
+        home = self.home
+        deadline = home.loop.time() + ALL_DEVICES_SECONDS
+        used = 0
+        while home.loop.time() < deadline:
+            controller = next(iter(home.services["c0"]._controllers.values()))
+            used = controller.plan.num_ranks if controller.plan else 0
+            if used == len(home.devices) and controller.lifecycle.phase == "serving":
+                return
+            await asyncio.sleep(1.0)
+        self.violated("all devices in use", f"{used} of {len(home.devices)} after {ALL_DEVICES_SECONDS:g} s")
+
+    async def _stop(self) -> None:
+        """Stop the coordinator, then the agents, and look for what they leave behind."""
+        home = self.home
+        await self._terminate(home.serving["c0"])
+        deadline = home.loop.time() + ABANDONED_SECONDS
+        while workers := [
+            process
+            for host in home.network.hosts.values()
+            for process in host.processes
+            if process.name.endswith("worker")
+        ]:
+            if home.loop.time() > deadline:
+                self.violated("nothing leaks", f"{workers} still run {ABANDONED_SECONDS:g} s after the coordinator")
+                break
+            await asyncio.sleep(1.0)
+        for name in home.devices:
+            await self._terminate(home.agents[name])
+
+    async def _terminate(self, process: Process) -> None:
+        """SIGTERM; the process must end its tasks."""
+        handler = process.variables.get("signal 15")
+        if not process.alive or handler is None:
+            self.violated("nothing leaks", f"{process} was not running at the end")
+            return
+        handler()
+        deadline = self.home.loop.time() + STOP_SECONDS
+        while process.tasks and self.home.loop.time() < deadline:
+            await asyncio.sleep(0.1)
+        if process.tasks:
+            names = sorted(str(getattr(task.get_coro(), "__qualname__", task)) for task in process.tasks)
+            self.violated("nothing leaks", f"{process} still runs {names} {STOP_SECONDS:g} s after SIGTERM")
+
+
+class _ErrorLog(logging.Handler):
+    """Collects logged errors, which only a bug causes."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__(logging.ERROR)
+        self._run = run
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self._run.violated("no unexpected exception", f"{record.getMessage()}: {error!r}")
+
+
+def run_seed(seed: int) -> Outcome:
+    """Run the schedule of one seed."""
+    return run_schedule(generate(seed))
+
+
+def run_schedule(schedule: Schedule) -> Outcome:
+    with simulated(schedule.seed) as (loop, random, folder):
+        home = Home(loop, random, folder, schedule.num_devices, schedule.causal)
+        run = _Run(home, schedule)
+        handler = _ErrorLog(run)
+        logging.root.addHandler(handler)
+
+        def task_failed(_: Any, context: dict[str, Any]) -> None:
+            if "destroyed" not in context["message"]:
+                run.violated("no unexpected exception", f"{context['message']}: {context.get('exception')!r}")
+
+        loop.set_exception_handler(task_failed)
+        try:
+            loop.run_until_complete(loop.create_task(run.main()))
+        except Stuck as error:
+            run.violated("no endless loop", str(error))
+        finally:
+            logging.root.removeHandler(handler)
+            for host in home.network.hosts.values():
+                for process in list(host.processes):
+                    process.kill()
+        for text in exclusive_epochs(home.history):
+            run.violated("one plan at a time", text)
+        for text in no_request_lost(home.history):
+            run.violated("no request is lost", text)
+        return Outcome(
+            schedule,
+            tuple(run.violations),
+            tuple(f"{at:9.3f} {line}" for at, line in home.history.lines),
+            loop.num_callbacks,
+            loop.time(),
+        )
+
+
+# ---- many seeds ---------------------------------------------------------------------------------------------------------
+
+
+def run_seeds(seeds: Sequence[int]) -> list[Outcome]:
+    """Run seeds one after the other; garbage is collected between them, since that decides when abandoned tasks end."""
+    logging.disable(logging.CRITICAL)
+    sys.unraisablehook = lambda _: None  # abandoned tasks of killed processes
+    gc.disable()
+    outcomes = []
+    for count, seed in enumerate(seeds, start=1):
+        outcomes.append(run_seed(seed))
+        if count % 20 == 0:
+            gc.collect()
+    gc.enable()
+    return [outcome if outcome.violations else _without_lines(outcome) for outcome in outcomes]
+
+
+def _without_lines(outcome: Outcome) -> Outcome:
+    return Outcome(outcome.schedule, (), (), outcome.num_callbacks, outcome.virtual_seconds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m simulation.run", description=__doc__)
+    parser.add_argument("--seeds", required=True, metavar="A:B", help="seeds A to B-1, or one seed")
+    parser.add_argument("--jobs", type=int, default=1, help="processes to use")
+    parser.add_argument("--verbose", action="store_true", help="print everything that the runs reported")
+    parser.add_argument("--failures", type=int, default=10, help="failing seeds to print in full")
+    parser.add_argument("--only", action="append", default=[], help="check only invariants whose name contains this")
+    options = parser.parse_args(arguments)
+    first, _, last = options.seeds.partition(":")
+    seeds = range(int(first), int(last) if last else int(first) + 1)
+    began = time.monotonic()
+    parts = [seeds[start : start + SEEDS_PER_JOB] for start in range(0, len(seeds), SEEDS_PER_JOB)]
+    failing, callbacks, virtual = [], 0, 0.0
+    counts: Counter[str] = Counter()
+    for outcomes in _in_processes(parts, options.jobs):
+        for outcome in outcomes:
+            callbacks += outcome.num_callbacks
+            virtual += outcome.virtual_seconds
+            violations = [
+                (invariant, text)
+                for invariant, text in outcome.violations
+                if not options.only or any(name in invariant for name in options.only)
+            ]
+            if options.verbose:
+                print(outcome.schedule, *outcome.lines, sep="\n")
+            if violations:
+                failing.append(outcome.schedule.seed)
+                counts.update({invariant for invariant, _ in violations})
+                if len(failing) <= options.failures:
+                    print(outcome.schedule)
+                    print(*(f"  VIOLATED {invariant}: {text}" for invariant, text in violations), sep="\n", flush=True)
+    seconds = time.monotonic() - began
+    print(
+        f"{len(seeds)} schedules, {virtual:.0f} virtual seconds, {callbacks} callbacks in {seconds:.1f} s: "
+        f"{len(failing)} failed"
+    )
+    for invariant, number in counts.most_common():
+        print(f"  {number:6} {invariant}")
+    if failing:
+        print(f"  seeds {failing[:40]}")
+    return 1 if failing else 0
+
+
+def _in_processes(parts: Sequence[Sequence[int]], jobs: int) -> Any:
+    if jobs == 1:
+        yield from map(run_seeds, parts)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap(run_seeds, parts)
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings must not differ between runs
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-W", "ignore", "-m", "simulation.run", *sys.argv[1:]])
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Schedules: the hosts, requests and faults of one simulated run, generated from a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+FaultKind = Literal[
+    "kill worker", "stop worker", "kill agent", "stop agent", "stop host", "power cut", "cut", "isolate", "reset", "slow link",
+    "disk full", "disk read-only", "disk failing", "rot", "kill coordinator", "stop coordinator",
+]  # fmt: skip
+
+# How often each fault occurs, relative to the others.
+WEIGHTS: dict[FaultKind, float] = {
+    "kill worker": 3, "stop worker": 2, "kill agent": 2, "stop agent": 2, "stop host": 2, "power cut": 1, "cut": 3,
+    "isolate": 2, "reset": 2, "slow link": 1, "disk full": 1, "disk read-only": 0.5, "disk failing": 0.5, "rot": 1,
+    "kill coordinator": 1, "stop coordinator": 1,
+}  # fmt: skip
+
+FIRST_FAULT_SECONDS = 3.0  # the home serves by then, if nothing goes wrong
+FAULTS_END_SECONDS = 12.0  # from here on nothing goes wrong
+REQUEST_SECONDS = 100.0  # deadline of a call: ample
+MAX_DEVICES = 5
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that lasts for `seconds`. `other` is the other end of a link."""
+
+    at: float
+    kind: FaultKind
+    host: str
+    other: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        where = f"{self.host}-{self.other}" if self.other else self.host
+        return f"{self.at:7.3f} s: {self.kind} {where} for {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a client: `length` tokens of a step, or of an answer."""
+
+    at: float
+    client: str
+    number: int
+    length: int
+    first_token: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything that a run does by itself."""
+
+    seed: int
+    num_devices: int
+    causal: bool
+    calls: tuple[Call, ...]
+    faults: tuple[Fault, ...]
+    revoke_at: float | None  # when the app of the client `p1` is revoked
+    thorough: bool  # whether to wait until all devices are in use again, which takes minutes of virtual time
+
+    @property
+    def devices(self) -> list[str]:
+        return [f"d{number}" for number in range(self.num_devices)]
+
+    @property
+    def clients(self) -> list[str]:
+        return sorted({call.client for call in self.calls})
+
+    def __str__(self) -> str:
+        kind = "decoder" if self.causal else "encoder"
+        revoked = f", p1 revoked at {self.revoke_at:.2f} s" if self.revoke_at is not None else ""
+        lines = [f"seed {self.seed}: {self.num_devices} devices, {kind}, {len(self.calls)} calls{revoked}"]
+        return "\n".join([*lines, *(f"  {fault}" for fault in self.faults)])
+
+
+def generate(seed: int) -> Schedule:
+    """The schedule of a seed."""
+    random = Random(f"schedule {seed}")
+    num_devices = min(random.choice((1, 2, 2, 3, 3, 3, 4, 5)), MAX_DEVICES)
+    causal = random.random() < 0.5
+    devices = [f"d{number}" for number in range(num_devices)]
+    clients = ["p0", "p1"][: random.choice((1, 2))]
+    faults = sorted(
+        (_fault(random, devices, clients) for _ in range(random.choice((0, 1, 1, 1, 2, 2, 3, 4)))),
+        key=lambda fault: fault.at,
+    )
+    calls = []
+    for client in clients:
+        times = sorted(random.uniform(2.0, FAULTS_END_SECONDS) for _ in range(random.randint(2, 6)))
+        for number, at in enumerate(times):
+            length = random.choice((1, 4, 20)) if causal else random.randint(1, 12)
+            calls.append(Call(at, client, number, length, random.randrange(1, 900)))
+    revoke_at = random.uniform(3.0, 11.0) if "p1" in clients and random.random() < 0.2 else None
+    return Schedule(seed, num_devices, causal, tuple(calls), tuple(faults), revoke_at, random.random() < 0.05)
+
+
+def _fault(random: Random, devices: list[str], clients: list[str]) -> Fault:
+    kind = random.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    at = random.uniform(FIRST_FAULT_SECONDS, FAULTS_END_SECONDS - 2)
+    seconds = min(random.choice((0.3, 1.0, 2.5, 5.0, 9.0)) * random.uniform(0.7, 1.3), FAULTS_END_SECONDS - at)
+    host, other = random.choice(devices), ""
+    if kind in ("cut", "reset", "slow link"):
+        host, other = random.sample(["c0", *devices, *clients], 2)
+    elif kind == "isolate":
+        host = random.choice(["c0", *devices, *clients])
+    elif kind.startswith("disk"):
+        host = random.choice(devices)
+    elif kind.endswith("coordinator"):
+        host = "c0"
+    return Fault(at, kind, host, other, seconds)

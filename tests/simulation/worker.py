@@ -1,0 +1,296 @@
+"""A simulated worker process: it speaks the real messages, and computes a step only together with all ranks of its plan."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+from simulation.clock import CURRENT_PROCESS, Process
+from simulation.history import History, StepComputed
+from simulation.model import checksum, hidden_rows, next_token
+from simulation.network import Context, Network
+
+from agent.daemon.liveness import ProcessSample
+from hearth.errors import BadRequest, ChunkCorrupt, HearthError, StepFailed
+from hearth.plan.geometry import rows_per_rank, spans
+from hearth.wire import messages as wire
+from hearth.wire.framing import pack_array, unpack_array, unpack_arrays
+
+START_SECONDS = (0.2, 1.5)  # from the start of the process until it answers: it imports torch
+STEP_SECONDS = 0.004  # compute time of one rank in one step
+
+
+@dataclass
+class _Tiles:
+    """The tiles of one step that have arrived, by rank."""
+
+    by_rank: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Worker:
+    """The process that `python -m agent.worker.main` is."""
+
+    def __init__(self, process: Process, history: History) -> None:
+        self.process = process
+        self.network: Network = process.host.variables["network"]
+        self._history = history
+        self._socket: Any = None
+        self._start: wire.Start | None = None
+        self._weights = 0
+        self._peers: dict[int, tuple[str, int]] = {}
+        self._tiles: dict[tuple[int, int], _Tiles] = {}  # by epoch and step
+        self._aborted: asyncio.Future[HearthError] | None = None
+        self._tasks: dict[bytes, asyncio.Task[None]] = {}  # by request
+        self._following: set[asyncio.Task[None]] = set()
+        self._stream_step = 0
+        self.port = 0
+
+    @property
+    def load(self) -> wire.Load:
+        assert self._start is not None
+        return self._start.load
+
+    async def run(self, endpoint: str) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self.network.random.uniform(*START_SECONDS))
+        self._socket = Context().socket(zmq.DEALER)
+        self._socket.bind(endpoint)
+        self._aborted = loop.create_future()
+        while True:
+            request, body, *payload = await self._socket.recv_multipart()
+            message = wire.decode(body)
+            if isinstance(message, wire.Cancel):
+                if (task := self._tasks.get(message.request)) is not None:
+                    task.cancel()
+                continue
+            task = asyncio.create_task(self._handle(request, message, payload))
+            self._tasks[request] = task
+            task.add_done_callback(lambda _, request=request: self._tasks.pop(request, None))
+
+    async def _handle(self, request: bytes, message: wire.Message, payload: Sequence[bytes]) -> None:
+        try:
+            await self._answer_request(request, message, payload)
+        except HearthError as error:
+            await self._answer(request, wire.Failed.of(error))
+
+    async def _answer(self, request: bytes, message: wire.Message, payload: Sequence[Any] = ()) -> None:
+        await self._socket.send_multipart([request, wire.encode(message), *payload])
+
+    async def _answer_request(self, request: bytes, message: wire.Message, payload: Sequence[bytes]) -> None:
+        match message:
+            case wire.Start():
+                await self._answer(request, await self._load(message))
+            case wire.ConnectPeers():
+                self._peers = {peer.rank: (peer.host, peer.port) for peer in message.peers}
+                await self._answer(request, wire.Done())
+            case wire.Run():
+                done, rows = await self._run(message, payload)
+                await self._answer(request, done, pack_array(rows))
+            case wire.GenerateTokens():
+                await self._generate(request, message, payload)
+            case wire.Abort():
+                if self._aborted is not None:
+                    self._aborted.set_result(StepFailed(device=self._name, reason=message.reason))
+                self._aborted = asyncio.get_running_loop().create_future()
+                await self._answer(request, wire.Done())
+            case wire.ReportProgress():
+                while True:
+                    await self._answer(request, wire.WorkerProgress())
+                    await asyncio.sleep(message.interval_seconds)
+            case _:
+                raise BadRequest(reason=f"a worker does not accept {type(message).__name__}")
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self.load.rank}" if self._start is not None else self.process.name
+
+    async def _load(self, start: wire.Start) -> wire.WorkerBound:
+        self._start = start
+        store = Path(start.store_path)
+        contents = []
+        for chunk in start.load.parts.hashes:
+            try:
+                data = (store / chunk[:2] / chunk).read_bytes()
+            except OSError:
+                data = b""
+            if hashlib.sha256(data).hexdigest() != chunk:
+                raise ChunkCorrupt(chunk=chunk[:12], where=f"the disk of {self.process.host.name}")
+            contents.append(data)
+        self._weights = checksum(contents)
+        self.port = self.network.choose_port()
+        self.process.host.variables.setdefault("data ports", {})[self.port] = self
+        await asyncio.sleep(self.network.random.uniform(0.02, 0.2))
+        return wire.WorkerBound(port=self.port, public_key="0" * 40, num_bytes_loaded=sum(map(len, contents)))
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    async def _run(self, message: wire.Run, payload: Sequence[bytes]) -> tuple[wire.RunDone, np.ndarray[Any, Any]]:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        arrays = unpack_arrays(message.names, payload)
+        token_ids = arrays["token_ids"].tolist()
+        weights = await self._exchange(message.epoch, message.step, message.timeout_seconds, message.holder, began)
+        rows = hidden_rows(token_ids, weights)
+        own = spans(rows_per_rank(self.load.plan.body.row_weights, len(token_ids)))[self.load.rank]
+        rows = rows[own.start : own.stop]
+        if message.output == "mean":
+            rows = rows.sum(axis=0, keepdims=True)
+        return self._done(message.output, began), rows
+
+    def _done(self, name: str, began: float) -> wire.RunDone:
+        return wire.RunDone(
+            names=(name,), began_seconds=began, ended_seconds=asyncio.get_running_loop().time(),
+            compute_seconds=(STEP_SECONDS,), wire=wire.WireStats(), dropped_messages=0,
+        )  # fmt: skip
+
+    async def _exchange(self, epoch: int, step: int, timeout_seconds: float, holder: str, began: float) -> int:
+        """Compute one step with all other ranks; returns the checksum of all weights. Raises StepFailed."""
+        await asyncio.sleep(STEP_SECONDS)
+        ranks = self.load.plan.num_ranks
+        for rank in self._peers:
+            self._send_tile(rank, epoch, step, self._weights)
+        tiles = self._tiles.setdefault((epoch, step), _Tiles())
+        deadline = asyncio.get_running_loop().time() + timeout_seconds
+        while len(tiles.by_rank) < ranks - 1:
+            await self._wait(tiles, deadline, ranks)
+        del self._tiles[epoch, step]
+        self._history.steps.append(
+            StepComputed(
+                self.load.deployment, self.load.plan_token, epoch, step, self.load.rank, ranks, holder, began,
+                asyncio.get_running_loop().time(), self.process.host.name,
+            )
+        )  # fmt: skip
+        return self._weights + sum(weights for weights, _ in tiles.by_rank.values())
+
+    async def _wait(self, tiles: _Tiles, deadline: float, ranks: int) -> None:
+        """Wait for a tile. Raises the reason of an abort, and StepFailed with the rank that is late."""
+        assert self._aborted is not None
+        aborted, arrival = self._aborted, asyncio.ensure_future(tiles.changed.wait())
+        try:
+            timeout = max(deadline - asyncio.get_running_loop().time(), 0.0)
+            await asyncio.wait({aborted, arrival}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if aborted.done():
+                raise aborted.result()
+            if not arrival.done():
+                late = min(set(range(ranks)) - {self.load.rank} - tiles.by_rank.keys())
+                raise StepFailed(device=self._name, reason=f"no tile of rank {late} arrived in time")
+            tiles.changed.clear()
+        finally:
+            arrival.cancel()
+
+    def _send_tile(self, rank: int, epoch: int, step: int, content: Any) -> None:
+        host, port = self._peers[rank]
+        peer: Worker | None = self.network.hosts[host].variables.get("data ports", {}).get(port)
+        if peer is not None and peer.process.alive:
+            self.network.send_datagram(
+                self.process.host.name, peer.process, peer.tile_arrived, self.load.plan_token, epoch, step,
+                self.load.rank, content,
+            )  # fmt: skip
+
+    def tile_arrived(self, token: bytes, epoch: int, step: int, rank: int, content: Any) -> None:
+        """A tile of a peer. Those of another plan are dropped; an order of rank 0 begins a step of a generation."""
+        if self._start is None or token != self.load.plan_token or epoch != self.load.plan.epoch:
+            return
+        if isinstance(content, _Order):
+            following = asyncio.create_task(self._follow(content, epoch, step))
+            self._following.add(following)
+            following.add_done_callback(self._following.discard)
+            return
+        tiles = self._tiles.setdefault((epoch, step), _Tiles())
+        tiles.by_rank[rank] = (content, None)
+        tiles.changed.set()
+
+    # ---- generation -------------------------------------------------------------------------------------------------
+
+    async def _follow(self, order: _Order, epoch: int, step: int) -> None:
+        try:
+            await self._exchange(epoch, step, order.timeout_seconds, order.holder, asyncio.get_running_loop().time())
+        except HearthError:
+            pass  # rank 0 notices by its own timeout, or was aborted as well
+
+    async def _generate(self, request: bytes, message: wire.GenerateTokens, payload: Sequence[bytes]) -> None:
+        loop = asyncio.get_running_loop()
+        tokens = unpack_array(payload).tolist()
+        num_prompt, began = len(tokens), loop.time()
+        timeout = self.load.plan.peer_timeout_seconds()
+        for index in range(message.max_tokens):
+            self._stream_step += 1
+            step = self._stream_step
+            for rank in self._peers:
+                self._send_tile(rank, message.epoch, step, _Order(timeout, message.holder))
+            weights = await self._exchange(message.epoch, step, timeout, message.holder, loop.time())
+            tokens.append(next_token(tokens, message.sampling, message.first_index + index, weights))
+            await self._answer(request, wire.TokensGenerated(token_ids=(tokens[-1],)))
+        await self._answer(
+            request,
+            wire.GenerationEnded(
+                reason="length", num_prompt_tokens=num_prompt, num_tokens=message.max_tokens, queued_seconds=0.0,
+                prefill_seconds=0.0, decode_seconds=loop.time() - began,
+            ),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Rank 0's order to compute one step of a generation."""
+
+    timeout_seconds: float
+    holder: str
+
+
+def sample(pid: int) -> ProcessSample | None:
+    """Stands for what `agent.daemon.supervisor` reads of a process in /proc."""
+    parent = CURRENT_PROCESS.get()
+    assert parent is not None
+    process = next((each for each in parent.host.processes if each.pid == pid), None)
+    if process is None:
+        return None
+    return ProcessSample(cpu_seconds=0.0, waits_for_processor=False, stopped=process.stopped)
+
+
+class WorkerProcess:
+    """Stands for `asyncio.subprocess.Process`: a child of the current process on the same host."""
+
+    def __init__(self, endpoint: str, history: History) -> None:
+        parent = CURRENT_PROCESS.get()
+        assert parent is not None
+        network: Network = parent.host.variables["network"]
+        self._loop = network.loop
+        self._ended = self._loop.create_future()
+        self._process = network.start_process(parent.host, "worker")
+        self._process.at_exit.append(self._tell_parent)
+        self._parent = parent
+        self._process.run(Worker(self._process, history).run(endpoint))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._ended.result() if self._ended.done() else None
+
+    def terminate(self) -> None:
+        self._loop.call_in(None, 0.01, self._terminate)
+
+    def _terminate(self) -> None:
+        if not self._process.stopped:  # SIGTERM waits until a stopped process continues
+            self._process.kill(-15)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def _tell_parent(self) -> None:
+        if self._parent.alive:
+            code = self._process.exit_code
+            self._loop.call_in(self._parent, 0.001, lambda: self._ended.done() or self._ended.set_result(code))
