@@ -169,7 +169,7 @@ class Deployment:
         calls = (
             self._fleet.call(device.device_id, request, timeout_seconds=_UNLOAD_SECONDS)
             for device in self.plan.devices
-            if self._fleet.devices[device.device_id].health == "alive"
+            if (known := self._fleet.devices.get(device.device_id)) is not None and known.health == "alive"
         )
         await asyncio.gather(*calls, return_exceptions=True)
 
