@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-NUM_SCHEDULES = 1000
+NUM_SCHEDULES = 200
 NUM_PARTS = 8  # tests, so that all cores take part
 
 
