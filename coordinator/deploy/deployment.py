@@ -28,10 +28,10 @@ from hearth.trace import shift_to_common_clock
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays
 
-_TAKE_OVER_SECONDS = (
-    3.0  # for a worker to end the requests of the coordinator before: its control thread is always free
-)
-_UNLOAD_SECONDS = 5.0  # for an agent to confirm that its worker stopped; longer would delay a recovery for a lost agent
+# For a worker to end the requests of the coordinator before: its control thread is always free.
+_TAKE_OVER_SECONDS = 3.0
+_UNLOAD_SECONDS = 5.0  # for an agent to confirm that its worker stopped, which frees its memory for the next plan
+_UNLOAD_AFTER_LOSS_SECONDS = 0.5  # the same after a loss: requests wait for the next plan
 # Wait after the first failure: another rank's error may be closer to the cause, or a heartbeat (every 0.5 s) may report a
 # lost device.
 _ROOT_CAUSE_WAIT_SECONDS = 0.5
@@ -163,13 +163,14 @@ class Deployment:
         return False
 
     async def close(self) -> None:
-        """Stop the workers, which frees their memory for the next plan. Errors are ignored."""
+        """Stop the workers, which frees their memory for the next plan. Lost devices are not asked; errors are ignored."""
+        seconds = _UNLOAD_SECONDS if self.failure is None else _UNLOAD_AFTER_LOSS_SECONDS
         self.fail(NotServing(state="the plan was unloaded"))
         request = wire.Unload(**self.command_fields)
         calls = (
-            self._fleet.call(device.device_id, request, timeout_seconds=_UNLOAD_SECONDS)
+            self._fleet.call(device.device_id, request, timeout_seconds=seconds)
             for device in self.plan.devices
-            if (known := self._fleet.devices.get(device.device_id)) is not None and known.health == "alive"
+            if self._is_reachable(device.device_id)
         )
         await asyncio.gather(*calls, return_exceptions=True)
 
@@ -259,6 +260,7 @@ class Deployment:
         If the whole deployment has failed it is unloaded anyway, so there is nothing to abort or to wait for.
         """
         aborts: list[asyncio.Future[Any]] = []
+        is_known = any(isinstance(error, WorkerDied | DeviceLost) for error in _task_errors(tasks))
         if self.failure is None:
             if abort is not None:
                 abort = abort.model_copy(update={"reason": str(_task_errors(tasks)[0])[:1000]})
@@ -267,11 +269,16 @@ class Deployment:
                         self._fleet.call(device.device_id, abort, timeout_seconds=_ROOT_CAUSE_WAIT_SECONDS)
                     )
                     for device in self.plan.devices
+                    if self._is_reachable(device.device_id)
                 ]
-            await asyncio.wait([*tasks, *aborts], timeout=_ROOT_CAUSE_WAIT_SECONDS)
+            if waited_for := [*aborts] if is_known else [*tasks, *aborts]:
+                await asyncio.wait(waited_for, timeout=_ROOT_CAUSE_WAIT_SECONDS)
         await cancel_all([*tasks, *aborts])
         errors = [*([self.failure] if self.failure else []), *_task_errors(tasks), *_task_errors(aborts)]
         return min(errors, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
+
+    def _is_reachable(self, device_id: str) -> bool:
+        return device_id in self._fleet.devices and self._fleet.devices[device_id].reachable
 
 
 def _task_errors(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:

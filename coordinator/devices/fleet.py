@@ -7,8 +7,8 @@ import logging
 import math
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import zmq.asyncio
@@ -25,7 +25,7 @@ from hearth.errors import (
     LeaseLost,
     Unreachable,
 )
-from hearth.platform.asyncio_tools import cancel_all, loop_time
+from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers
 from hearth.platform.security import Access, fingerprint
 from hearth.protocol import LEASE_SECONDS, LINK_OPEN_MARGIN_SECONDS, REPLY_MARGIN_SECONDS
@@ -49,6 +49,8 @@ class _Connection:
     address: tuple[str, int]
     client: RpcClient
     task: asyncio.Task[None] | None = None
+    bulk: set[RpcClient] = field(default_factory=set)  # further connections to the same agent
+    broken: asyncio.Event = field(default_factory=asyncio.Event)  # a call lost the connection: send a heartbeat now
 
 
 class Fleet(AbstractAsyncContextManager["Fleet"]):
@@ -163,15 +165,20 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         Connection errors are raised as DeviceLost.
         """
         with self._client_of(device_id) as client:
-            separate = RpcClient(self._context, client.endpoint, self._access, name=self._lease_name or "hearth")
+            separate, bulk = self._new_client(client.endpoint), self._by_device[device_id].bulk
+            bulk.add(separate)
             try:
                 yield separate
             finally:
+                bulk.discard(separate)
                 await separate.close()
 
     @contextmanager
     def _client_of(self, device_id: str) -> Iterator[RpcClient]:
-        """The connection to a device. Connection errors inside the context are raised as DeviceLost."""
+        """The connection to a device. Connection errors inside the context are raised as DeviceLost.
+
+        They take the device out of plans at once; the next heartbeat decides whether it is alive.
+        """
         connection = self._by_device.get(device_id)
         name = self.devices[device_id].name if device_id in self.devices else device_id
         if connection is None:
@@ -179,6 +186,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         try:
             yield connection.client
         except (Unreachable, ConnectionLost) as error:
+            self._replace(registry.after_connection_lost(self.devices[device_id], loop_time()))
+            connection.broken.set()
             raise DeviceLost(device=name, reason=error.explanation()) from None
 
     async def ask(self, device_id: str, message: wire.Message, expected: type[_T], timeout_seconds: float = 10.0) -> _T:
@@ -215,9 +224,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     def _connect(self, host: str, port: int) -> None:
         if (host, port) in self._connections:
             return
-        client = RpcClient(self._context, f"tcp://{host}:{port}", self._access, name=self._lease_name or "hearth")
-        connection = self._connections[host, port] = _Connection((host, port), client)
+        connection = _Connection((host, port), self._new_client(f"tcp://{host}:{port}"))
+        self._connections[host, port] = connection
         connection.task = asyncio.create_task(self._maintain(connection))
+
+    def _new_client(self, endpoint: str) -> RpcClient:
+        return RpcClient(self._context, endpoint, self._access, name=self._lease_name or "hearth")
 
     async def _maintain(self, connection: _Connection) -> None:
         """Say hello until the agent answers, then send heartbeats; start again when it was lost."""
@@ -270,7 +282,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """Send heartbeats until the device is dead. Without a lease, read its telemetry instead."""
         while True:
             pause_seconds, timeout_seconds = registry.next_heartbeat(self.devices[device_id], loop_time())
-            await asyncio.sleep(pause_seconds)
+            await _sleep_until_set(connection.broken, pause_seconds)
+            connection.broken.clear()
             device = self.devices[device_id]
             try:
                 if self._lease_name is None:
@@ -289,13 +302,24 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             except LeaseLost:
                 if await self._acquire_lease(connection, device_id):
                     log.info("took the lease on %s again", device.name)
-            except (Unreachable, ConnectionLost, DeadlineExceeded):
-                after = registry.after_missed_heartbeat(self.devices[device_id], loop_time())
+            except (Unreachable, ConnectionLost, DeadlineExceeded) as error:
+                after = self.devices[device_id]
+                if isinstance(error, ConnectionLost):
+                    after = registry.after_connection_lost(after, loop_time())
+                after = registry.after_missed_heartbeat(after, loop_time())
                 if after.health != device.health:
                     log.warning("%s is %s: %s", after.name, after.health, after.reason)
                 self._replace(after)
                 if after.health == "dead":
+                    await self._end_calls(connection)
                     return
+
+    async def _end_calls(self, connection: _Connection) -> None:
+        """End all calls to a lost device at once, with DeviceLost, instead of at their deadlines."""
+        lost, connection.client = connection.client, self._new_client(connection.client.endpoint)
+        for client in (lost, *connection.bulk):
+            client.fail(ConnectionLost(endpoint=client.endpoint))
+        await lost.close()
 
     def _replace(self, device: Device) -> None:
         """Store a device's new record, and call `on_change` if its health or workers changed."""
@@ -311,6 +335,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         release = wire.ReleaseLease(holder=self.holder)
         calls = (each.client.call(release, timeout_seconds=_RELEASE_SECONDS) for each in self._by_device.values())
         await asyncio.gather(*calls, return_exceptions=True)  # the lease of an unreachable agent expires
+
+
+async def _sleep_until_set(event: asyncio.Event, seconds: float) -> None:
+    """Sleep, but not longer than until the event is set."""
+    with suppress(asyncio.TimeoutError):
+        await with_timeout(seconds, event.wait())
 
 
 async def _ask(client: RpcClient, message: wire.Message, expected: type[_T], seconds: float = _HELLO_SECONDS) -> _T:

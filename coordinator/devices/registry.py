@@ -12,6 +12,8 @@ from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, RunningWo
 
 # How long a device whose worker died is left out of plans. Limited, because it may have run out of memory only once.
 QUARANTINE_SECONDS = 60.0
+# How long a device whose connection broke may take to accept a new one: the client tries again after 0.1, 0.3 and 0.7 s.
+RECONNECT_SECONDS = 1.0
 
 Health = Literal["alive", "suspect", "dead", "busy", "refused"]
 
@@ -30,6 +32,7 @@ class Device:
     telemetry: Telemetry | None = None
     quarantined_until: float = 0.0
     taken_over: RunningWorker | None = None  # the worker that ran here when this coordinator took its lease
+    disconnected_at: float | None = None  # when its connection broke; None once it has answered again
 
     @property
     def device_id(self) -> str:
@@ -38,6 +41,11 @@ class Device:
     @property
     def name(self) -> str:
         return self.welcome.name
+
+    @property
+    def reachable(self) -> bool:
+        """Whether a request can be sent to it now."""
+        return self.health != "dead" and self.disconnected_at is None
 
     @property
     def host_id(self) -> str:
@@ -80,26 +88,42 @@ def after_lease(device: Device, running: RunningWorker | None) -> Device:
 
 def after_heartbeat(device: Device, state: AgentState, now: float) -> Device:
     """The record after an answered heartbeat."""
-    return replace(device, state=state, last_seen=now, health="alive", reason="")
+    return replace(device, state=state, last_seen=now, health="alive", reason="", disconnected_at=None)
 
 
 def after_missed_heartbeat(device: Device, now: float) -> Device:
     """The record after a missed heartbeat: alive, then suspect, then dead."""
     silence_seconds = now - device.last_seen
-    if device.health in ("busy", "refused") or silence_seconds < SUSPECT_SECONDS:
+    if device.health in ("busy", "refused"):
+        return device
+    if device.disconnected_at is not None and now - device.disconnected_at >= RECONNECT_SECONDS:
+        return replace(device, health="dead", reason="its connection broke, and it accepts no new one")
+    if silence_seconds < SUSPECT_SECONDS:
         return device
     health: Health = "dead" if silence_seconds >= DEAD_SECONDS else "suspect"
     return replace(device, health=health, reason=f"no answer for {silence_seconds:.1f} s")
 
 
+def after_connection_lost(device: Device, now: float) -> Device:
+    """The record after its connection broke: suspect, and out of plans until it answers again."""
+    if device.health not in ("alive", "suspect") or device.disconnected_at is not None:
+        return device
+    return replace(device, health="suspect", reason="its connection broke", disconnected_at=now)
+
+
 def next_heartbeat(device: Device, now: float) -> tuple[float, float]:
     """`(pause before the next heartbeat, timeout of its answer)`, in seconds.
 
-    After a missed heartbeat the next follows almost at once, and no timeout extends past the time when the device is dead.
+    After a missed heartbeat, or a broken connection, the next follows almost at once. No timeout extends past the time when
+    the device is dead.
     """
     silence_seconds = now - device.last_seen
-    pause = HEARTBEAT_SECONDS if silence_seconds < HEARTBEAT_SECONDS else 0.05
-    return pause, min(HEARTBEAT_TIMEOUT_SECONDS, max(DEAD_SECONDS - silence_seconds - pause, 0.05))
+    remaining = DEAD_SECONDS - silence_seconds
+    if device.disconnected_at is not None:
+        remaining = min(remaining, device.disconnected_at + RECONNECT_SECONDS - now)
+    at_once = device.disconnected_at is not None or silence_seconds >= HEARTBEAT_SECONDS
+    pause = 0.05 if at_once else HEARTBEAT_SECONDS
+    return pause, min(HEARTBEAT_TIMEOUT_SECONDS, max(remaining - pause, 0.05))
 
 
 def after_refusal(device: Device, health: Literal["busy", "refused"], reason: str) -> Device:
@@ -131,6 +155,10 @@ def sorted_by_name(devices: Iterable[Device]) -> list[Device]:
 
 
 def usable(devices: list[Device], now: float) -> list[Device]:
-    """Devices that a plan may use, by name: alive or suspect, not quarantined unless all of them are."""
-    alive = [device for device in sorted_by_name(devices) if device.health in ("alive", "suspect")]
-    return [device for device in alive if device.quarantined_until <= now] or alive
+    """Devices that a plan may use, by name: connected, alive or suspect, not quarantined unless all of them are."""
+    connected = [
+        device
+        for device in sorted_by_name(devices)
+        if device.health in ("alive", "suspect") and device.disconnected_at is None
+    ]
+    return [device for device in connected if device.quarantined_until <= now] or connected

@@ -215,7 +215,7 @@ class Controller:
                     await deployment.close()
                     self.deployment = None
             case "wait_to_retry":
-                await asyncio.sleep(cycle.RETRY_SECONDS)
+                await asyncio.sleep(cycle.retry_seconds(state))
                 return cycle.RetryDue()
             case "finish":
                 if not self._finished.done():

@@ -15,6 +15,9 @@ from hearth.plan.plan import Plan
 from hearth.wire.messages import DeploymentPhase
 
 RETRY_SECONDS = 2.0  # pause after a failure: does not flood the log, and is short compared with planning and loading
+# Pause after the first failure since the last service if a device caused it: the next plan is made without that device.
+# Doubled at each further failure, up to `RETRY_SECONDS`.
+_FIRST_RETRY_SECONDS = 0.1
 HISTORY_LENGTH = 50  # transitions kept: enough for several recoveries of about eight transitions each
 _BRING_UP = ("adopting", "settling", "profiling", "planning", "pushing", "loading", "warming")
 
@@ -163,7 +166,7 @@ Action: TypeAlias = Literal[
     # Executed at once:
     "stop_admitting",  # requests wait for the next plan
     "refuse_requests",  # fail waiting and new requests with NotServing
-    "record_loss",  # remember the lost device, so that plans avoid it for a while
+    "record_loss",  # remember the device that failed, if one did, so that plans avoid it for a while
     # Executed in order, after the previous actions have ended:
     "stop_workers",  # stop the deployment's workers, if there are any
     "finish",  # end `run`; in the phase `failed`, with an error that retrying cannot fix
@@ -321,7 +324,7 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
         case "draining", DeploymentLost():
             return end("record_loss")
         case phase, ActionFailed(error) if phase in _BRING_UP:
-            return fail(error)
+            return fail(error, "record_loss")
         case "failed", RetryDue():
             return settle()
 
@@ -332,6 +335,18 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
         case _, StopRequested():
             return end("refuse_requests")
     return None
+
+
+def retry_seconds(state: Lifecycle) -> float:
+    """The pause before the next attempt, in seconds."""
+    if state.error is None or state.error.scope not in ("worker", "peer"):
+        return RETRY_SECONDS
+    num_failures = 0
+    for transition in reversed(state.history):
+        if transition.phase == "serving":
+            break
+        num_failures += transition.times if transition.phase == "failed" else 0
+    return min(_FIRST_RETRY_SECONDS * 2.0 ** min(num_failures - 1, 10), RETRY_SECONDS)
 
 
 def _append_to_history(history: tuple[Transition, ...], transition: Transition) -> tuple[Transition, ...]:

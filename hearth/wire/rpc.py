@@ -264,9 +264,10 @@ class RpcClient:
         self._fail_pending(ConnectionLost(endpoint=self.endpoint))
 
     def fail(self, error: HearthError) -> None:
-        """Make all current and future calls raise `error`."""
+        """Make all current and future calls raise `error`, also those that wait for the connection."""
         self._failure = error
         self._fail_pending(error)
+        self._handshake_ended.set()
 
     async def hello(self, welcome: type[_M], timeout_seconds: float) -> _M:
         """Send `Hello` and return the server's welcome. Raises ProtocolMismatch, WrongKey, Unreachable, DeadlineExceeded."""

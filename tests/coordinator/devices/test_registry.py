@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.devices import registry
-from coordinator.devices.registry import QUARANTINE_SECONDS, Device
+from coordinator.devices.registry import QUARANTINE_SECONDS, RECONNECT_SECONDS, Device
 from hearth.errors import DuplicateDevice
 from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, SUSPECT_SECONDS
 from hearth.wire.messages import AgentState, AgentWelcome, WorkerStatus
@@ -46,6 +46,30 @@ def test_missed_heartbeat_is_retried_immediately() -> None:
     assert beats[0] == HEARTBEAT_SECONDS
     assert len(beats) >= 4
     assert now - 100.0 <= DEAD_SECONDS + 0.2
+
+
+def test_broken_connection_takes_a_device_out_of_plans_until_it_answers() -> None:
+    known, other = device("a"), device("b")
+    broken = registry.after_connection_lost(known, 100.1)
+    assert (broken.health, broken.reason) == ("suspect", "its connection broke")
+    assert registry.after_connection_lost(broken, 100.2) == broken
+    assert registry.usable([broken, other], 100.2) == [other]
+    assert registry.usable([broken], 100.2) == []
+    assert registry.after_missed_heartbeat(broken, 100.2) == broken
+    back = registry.after_heartbeat(broken, STATE, 100.3)
+    assert registry.usable([back, other], 100.3) == [back, other]
+
+
+def test_device_that_accepts_no_new_connection_is_dead_before_a_silent_one_would_be() -> None:
+    now = 100.0
+    known = registry.after_connection_lost(device(last_seen=now), now)
+    while known.health != "dead":
+        pause, patience = registry.next_heartbeat(known, now)
+        assert pause < 0.1
+        now += pause + patience
+        known = registry.after_missed_heartbeat(known, now)
+    assert now - 100.0 <= RECONNECT_SECONDS + 0.2 < DEAD_SECONDS
+    assert "accepts no new one" in known.reason
 
 
 def test_quarantined_device_is_used_only_if_no_other_is_left() -> None:

@@ -13,6 +13,7 @@ from support.plans import BERT_LARGE, make_plan
 
 from coordinator.serve.lifecycle import (
     HISTORY_LENGTH,
+    RETRY_SECONDS,
     Action,
     ActionFailed,
     Actions,
@@ -37,6 +38,7 @@ from coordinator.serve.lifecycle import (
     WarmedUp,
     WorkersLoaded,
     WorkersTakenOver,
+    retry_seconds,
     step,
 )
 from coordinator.serve.lifecycle_text import describe_cause
@@ -122,9 +124,10 @@ TABLE: list[tuple[tuple[Event, ...], Event, DeploymentPhase, Actions, Any]] = [
     (UP_TO_STOP, StopRequested(), "idle", ("refuse_requests", "stop_workers", "finish"), None),
     (UP_TO_PLANNING, StopRequested(), "idle", ("refuse_requests", "stop_workers", "finish"), None),
     (UP_TO_WARMING, DeploymentLost(1, LOST), "failed", ("record_loss", "stop_workers", "wait_to_retry"), None),
-    (UP_TO_WARMING, ActionFailed(FULL), "failed", ("stop_workers", "wait_to_retry"), None),
-    (UP_TO_PLANNING, ActionFailed(NoDevices(seconds=1)), "failed", ("stop_workers", "wait_to_retry"), None),
-    (UP_TO_PLANNING, ActionFailed(WRONG), "failed", ("stop_workers", "finish"), None),
+    (UP_TO_WARMING, ActionFailed(FULL), "failed", ("record_loss", "stop_workers", "wait_to_retry"), None),
+    (UP_TO_PLANNING, ActionFailed(NoDevices(seconds=1)), "failed", ("record_loss", "stop_workers", "wait_to_retry"),
+     None),
+    (UP_TO_PLANNING, ActionFailed(WRONG), "failed", ("record_loss", "stop_workers", "finish"), None),
     ((*UP_TO_WARMING, ActionFailed(FULL)), RetryDue(), "settling", ("settle",), None),
     ((*UP_TO_SERVING, DeploymentLost(1, LOST), ActionFailed(FULL)), RetryDue(), "settling", ("settle",), None),
 ]  # fmt: skip
@@ -145,6 +148,18 @@ def test_transition_table(
     assert after.error is getattr(event, "error", None)
     served_before = isinstance(event, WorkersTakenOver) or getattr(event, "any_runs", False) or state.has_served
     assert after.has_served == (served_before or before[: len(UP_TO_SERVING)] == UP_TO_SERVING)
+
+
+def test_pause_after_a_failure_grows_and_is_short_at_first_if_a_device_failed() -> None:
+    pauses, events = [], [DeploymentLost(1, LOST)]
+    state, _ = run(*UP_TO_SERVING)
+    for _ in range(7):
+        state, _ = run(*events, ActionFailed(FULL), state=state)
+        pauses.append(retry_seconds(state))
+        events = [RetryDue()]
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, RETRY_SECONDS, RETRY_SECONDS]
+    state, _ = run(*UP_TO_PLANNING, ActionFailed(NoDevices(seconds=1)))
+    assert retry_seconds(state) == RETRY_SECONDS
 
 
 def test_epochs_exceed_all_epochs_known_to_agents() -> None:

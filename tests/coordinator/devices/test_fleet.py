@@ -1,0 +1,108 @@
+"""The fleet against agents that answer over real sockets: lost connections and silent devices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from support.contexts import zmq_context
+from support.devices import ready_device
+from support.waiting import until
+
+from coordinator.devices.fleet import Fleet
+from coordinator.devices.registry import RECONNECT_SECONDS
+from hearth.errors import DeviceLost
+from hearth.platform.asyncio_tools import loop_time
+from hearth.platform.security import Access, asyncio_gatekeeper, new_keypair
+from hearth.wire import messages as wire
+from hearth.wire.rpc import Caller, Response, RpcServer
+
+AGENT, COORDINATOR = new_keypair(), new_keypair()
+
+
+class FakeAgent:
+    """Answers what a fleet asks. `FindMissing` is never answered, and nothing is while it is `silent`."""
+
+    def __init__(self) -> None:
+        self.silent = False
+
+    async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
+        device = ready_device("a")
+        if self.silent or isinstance(message, wire.FindMissing):
+            await asyncio.sleep(60)
+        match message:
+            case wire.Hello():
+                return device.welcome
+            case wire.GetTelemetry():
+                assert device.telemetry is not None
+                return device.telemetry
+            case wire.AcquireLease():
+                return wire.LeaseGranted(last_epoch=0)
+            case wire.Heartbeat():
+                return wire.AgentState(boot_id="b")
+        return wire.Done()
+
+    @asynccontextmanager
+    async def listening(self, port: int = 0) -> AsyncIterator[int]:
+        """Listen until the context ends; yields the port."""
+        with zmq_context() as context:
+            gatekeeper = asyncio_gatekeeper(context)
+            gatekeeper.admit("control", lambda key: True)
+            gatekeeper.start()
+            server = RpcServer(context, "127.0.0.1", port, AGENT, "control", self.handle)
+            try:
+                yield server.port
+            finally:
+                await server.close()
+                gatekeeper.stop()
+
+
+def run(scenario: Callable[[FakeAgent], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(FakeAgent()), 30))
+
+
+def fleet_of(port: int) -> Fleet:
+    access = Access(COORDINATOR, AGENT.public)
+    return Fleet(access, "test", static_devices=f"127.0.0.1:{port}", browse=False)
+
+
+FIND = wire.FindMissing(holder="test", hashes=())
+
+
+def test_device_whose_connection_breaks_is_out_of_plans_at_once_and_back_when_it_answers() -> None:
+    async def scenario(agent: FakeAgent) -> None:
+        async with agent.listening() as port:
+            fleet = fleet_of(port)
+            await fleet.__aenter__()
+            await until("the device is there", fleet.usable)
+            asked = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
+            await asyncio.sleep(0.1)
+        with pytest.raises(DeviceLost):
+            await asked
+        assert fleet.usable() == []
+        began = loop_time()
+        await until("the device is dead", lambda: fleet.devices["a"].health == "dead")
+        assert loop_time() - began < RECONNECT_SECONDS + 1.0
+        async with agent.listening(port):
+            await until("the device is back", fleet.usable)
+            await fleet.__aexit__()
+
+    run(scenario)
+
+
+def test_calls_to_a_silent_device_end_once_it_is_dead() -> None:
+    async def scenario(agent: FakeAgent) -> None:
+        async with agent.listening() as port, fleet_of(port) as fleet:
+            await until("the device is there", fleet.usable)
+            async with fleet.bulk_connection("a") as bulk:
+                agent.silent = True
+                with pytest.raises(DeviceLost):
+                    await asyncio.gather(fleet.call("a", FIND, timeout_seconds=20), bulk.call(FIND, timeout_seconds=20))
+            assert fleet.devices["a"].health == "dead"
+            agent.silent = False
+            await until("the device is back", fleet.usable)
+
+    run(scenario)
