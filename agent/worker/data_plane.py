@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-from hearth.errors import BadMessage, FrameTooLarge
+from hearth.errors import BadMessage, FrameTooLarge, InternalError
 from hearth.platform.security import new_keypair
 from hearth.transport.base import Received, Transport
 from hearth.transport.sockets import SocketTransport
@@ -58,12 +58,17 @@ class DataPlane(ABC, Generic[T]):
         return WireStats.sum(codec.stats for codec in self._codecs.values())
 
     def _stop(self) -> None:
-        """Stop the transport and the threads. Call it once `_closing` is set and no thread waits for anything else."""
+        """End the threads; the transport stays open. Call it once `_closing` is set and no thread waits for anything else.
+
+        Raises InternalError if a thread does not end: it may still use the transport.
+        """
         self._outgoing.put(None)
-        self._transport.close()
+        self._transport.interrupt()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=_JOIN_SECONDS)
+                if thread.is_alive():
+                    raise InternalError(where="the worker", reason=f"the thread {thread.name} did not end")
 
     @abstractmethod
     def _receive_loop(self) -> None:

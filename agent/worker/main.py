@@ -1,7 +1,8 @@
 """The worker process: `python -m agent.worker.main SOCKET LOG_LEVEL STORE`, started by the daemon, one per deployment.
 
-Two threads: the control thread exchanges messages with the daemon; the main thread loads, connects and computes. The worker
-ends when the daemon ends.
+Two threads: the control thread exchanges messages with the daemon; the main thread loads, connects and computes. A deployment
+may change its plan: the same process then loads its rank of the new plan, and keeps what both plans need. The worker ends when
+the daemon ends.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from agent.worker import sandbox
 from agent.worker.runtime import Runtime, create_runtime
@@ -29,29 +28,38 @@ log = logging.getLogger("hearth.worker")
 _OOM_SCORE_ADJUST = "500"  # so that the kernel kills the worker, not the daemon, when memory runs out
 _PR_SET_PDEATHSIG = 1  # prctl option, from <linux/prctl.h>
 
-_M = TypeVar("_M", bound=Message)
+# From `Start` of another plan until the process gives up and ends, because a step does not: longer than the longest step
+# without a tile to wait for, and short enough for a new process to begin within the coordinator's patience.
+_END_SECONDS = 5.0
 
 
 class Worker:
-    """The main loop of a worker: load, connect, run. The first two wait for a request of the daemon."""
+    """The main loop of a worker: load, connect, run until the daemon sends the next plan."""
 
     def __init__(self, endpoint: str) -> None:
         self._server = WorkerServer(endpoint, self._receive, self._progress)
         self._runtime: Runtime | None = None
         self._requests: queue.SimpleQueue[tuple[bytes, Message]] = queue.SimpleQueue()
-        self._ready = False
+        self._ready = False  # requests go to the runtime, which runs
         self._ready_lock = threading.Lock()
+        self._runs = False  # the runtime is connected, and the main thread is in `run` or about to call it
+        self._has_ended = threading.Event()  # the runtime's `run` has returned
 
     def run(self) -> None:
         """Handle the daemon's requests until the process ends."""
         self._server.start()
-        self._serve_until(Start, self._load)
-        assert self._runtime is not None
-        self._serve_until(ConnectPeers, self._connect)
-        try:
-            self._runtime.run()
-        finally:
-            self._runtime.close()
+        while True:
+            request, message = self._requests.get()
+            try:
+                answer = self._prepare(message)
+            except Exception as error:
+                self._server.answer(request, failed_message(type(message).__name__, error))
+                continue
+            self._server.answer(request, answer)
+            if self._runs and self._runtime is not None:
+                self._runtime.run()
+                self._runs = False
+                self._has_ended.set()
 
     def _receive(self, request: bytes, message: Message, payload: list[bytes]) -> None:
         """Take a request, in the control thread."""
@@ -61,6 +69,8 @@ class Worker:
             self._server.answer(request, Done())
             return
         with self._ready_lock:
+            if self._ready and isinstance(message, Start):
+                self._end_plan()
             if not self._ready:
                 self._requests.put((request, message))
                 return
@@ -71,37 +81,39 @@ class Worker:
         """What the main thread computes; called in the control thread."""
         return self._runtime.progress() if self._ready and self._runtime is not None else WorkerProgress()
 
-    def _serve_until(self, expected: type[_M], action: Callable[[_M], Message]) -> None:
-        """Answer requests until one of the expected type has succeeded."""
-        while True:
-            request, message = self._requests.get()
-            try:
-                answer = action(_checked(message, expected))
-            except Exception as error:
-                self._server.answer(request, failed_message(type(message).__name__, error))
-            else:
-                self._server.answer(request, answer)
-                return
-
-    def _load(self, start: Start) -> Message:
-        self._runtime = create_runtime(start, self._server.answer)
-        return self._runtime.load()
-
-    def _connect(self, request: ConnectPeers) -> Message:
+    def _end_plan(self) -> None:
+        """End the running plan, so that the main thread loads the next one. If it does not, the process ends."""
         assert self._runtime is not None
-        self._runtime.connect(request)
+        self._ready = False
+        self._has_ended.clear()
+        self._runtime.end()
+        threading.Thread(target=self._end_if_stuck, name="end", daemon=True).start()
+
+    def _end_if_stuck(self) -> None:
+        if not self._has_ended.wait(_END_SECONDS):
+            log.error("a step did not end within %g s of the plan's end; this process ends instead", _END_SECONDS)
+            os._exit(1)
+
+    def _prepare(self, message: Message) -> Message:
+        """Load a plan, or connect to its peers."""
+        if isinstance(message, Start):
+            previous, self._runtime = self._runtime, None
+            runtime = create_runtime(message, self._server.answer, previous)
+            bound = runtime.load()
+            self._runtime = runtime
+            return bound
+        if not isinstance(message, ConnectPeers) or self._runtime is None:
+            raise _not_ready(message)
+        self._runtime.connect(message)
         with self._ready_lock:  # from here on, requests go to the runtime
-            self._ready = True
-            while not self._requests.empty():
-                early, message = self._requests.get()
-                self._server.answer(early, failed_message(type(message).__name__, _not_ready(message)))
+            waiting = [self._requests.get() for _ in range(self._requests.qsize())]
+            self._ready = self._runs = not any(isinstance(other, Start) for _, other in waiting)
+            for early, other in waiting:
+                if isinstance(other, Start):
+                    self._requests.put((early, other))
+                else:
+                    self._server.answer(early, failed_message(type(other).__name__, _not_ready(other)))
         return Done()
-
-
-def _checked(message: Message, expected: type[_M]) -> _M:
-    if not isinstance(message, expected):
-        raise _not_ready(message)
-    return message
 
 
 def _not_ready(message: Message) -> StepFailed:

@@ -11,17 +11,20 @@ from hearth.wire.messages import ConnectPeers, Message, SegmentParts, Start, Wor
 class Runtime(Protocol):
     """One rank of one plan. The main thread calls `load`, `connect`, then `run`, which computes.
 
-    Meanwhile the control thread calls `handle`, `abort` and `progress`, which return at once. Every request that `handle`
-    accepts is answered by calling the `answer` that was given to the runtime's constructor.
+    Meanwhile the control thread calls `handle`, `abort`, `progress` and `end`, which return at once. Every request that
+    `handle` accepts is answered by calling the `answer` that was given to the runtime's constructor.
+
+    When the process goes on in another plan, the next runtime takes the transport and what it can use of the weights from this
+    one, once `run` has returned; this one is of no use then.
     """
 
     def load(self) -> WorkerBound:
-        """Load the rank's chunks and bind its data-plane socket."""
+        """Load the rank's chunks and bind its data-plane socket, or take both from the previous runtime."""
 
     def connect(self, request: ConnectPeers) -> None: ...
 
     def run(self) -> None:
-        """Compute until `close` is called."""
+        """Compute until `end` is called. All requests have been answered then."""
 
     def handle(self, request: bytes, message: Message, payload: list[bytes]) -> None:
         """Accept a request. Raises BadRequest, QueueFull."""
@@ -32,15 +35,21 @@ class Runtime(Protocol):
     def progress(self) -> WorkerProgress:
         """The step that the main thread computes, once it has called `run`; returns at once."""
 
-    def close(self) -> None: ...
+    def end(self) -> None:
+        """Fail the running and waiting requests, and make `run` return."""
 
 
-def create_runtime(start: Start, answer: SendAnswer) -> Runtime:
-    """The runtime for the plan's kind of model. Imports only that kind's libraries."""
+def create_runtime(start: Start, answer: SendAnswer, previous: Runtime | None) -> Runtime:
+    """The runtime for the plan's kind of model. Imports only that kind's libraries.
+
+    `previous` is that of the plan which this process ran before; the daemon keeps a process for one model.
+    """
     if isinstance(start.load.parts, SegmentParts):
         from agent.worker.graph.runtime import GraphRuntime
 
-        return GraphRuntime(start, answer)
+        assert previous is None or isinstance(previous, GraphRuntime)
+        return GraphRuntime(start, answer, previous)
     from agent.worker.transformer.runtime import TransformerRuntime
 
-    return TransformerRuntime(start, answer)
+    assert previous is None or isinstance(previous, TransformerRuntime)
+    return TransformerRuntime(start, answer, previous)

@@ -47,5 +47,8 @@ class Transport(Protocol):
     def receive(self, timeout_seconds: float) -> Received | None:
         """Return the next message from any peer, or None after the timeout or when closed. For one thread at a time."""
 
+    def interrupt(self) -> None:
+        """Make a running `receive` return None; if none is running, the next one. Thread-safe."""
+
     def close(self) -> None:
         """Drop queued messages and wake the receiver. May be called more than once."""

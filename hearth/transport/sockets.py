@@ -1,5 +1,7 @@
 """The data plane over ZeroMQ: each worker binds one PULL socket, and every peer connects a PUSH socket to it.
 
+A worker that goes on in a new plan keeps its port and its key pair.
+
 Encrypted (CURVE): keys are ephemeral, ZAP admits only the plan's peers, and the authenticated User-Id identifies the source.
 Unencrypted, only if the user asks for it: the source is sent as a leading frame, and the plan's token in each tile header is
 the only protection.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -23,7 +26,10 @@ _DOMAIN = "data"
 
 
 class SocketTransport:
-    """The ZeroMQ `Transport`: binds when created, then `connect` to all peers. `dropped` counts refused messages."""
+    """The ZeroMQ `Transport`: binds when created, then `connect` to all peers. `dropped` counts refused messages.
+
+    `leave` ends the plan; `connect` to the peers of the next one may follow.
+    """
 
     def __init__(
         self,
@@ -64,10 +70,12 @@ class SocketTransport:
         self._pull.bind("inproc://wake")
         self._wake = self._context.socket(zmq.PUSH)
         self._wake.connect("inproc://wake")
+        self._wake_lock = threading.Lock()
         self._receive_timeout_ms = -1
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        """Admit these peers and connect to each."""
+        """Admit these peers and connect to each. Drops what peers of an earlier plan have sent."""
+        self._drop_received()
         self._rank_of_key = {peer.public_key: peer.rank for peer in peers}
         for peer in peers:
             push = self._context.socket(zmq.PUSH)
@@ -80,6 +88,15 @@ class SocketTransport:
             push.connect(f"tcp://{host}:{peer.port}")
             self._push[peer.rank] = (push, threading.Lock())
         self._peers_known.set()
+
+    def leave(self, rank: int, num_ranks: int) -> None:
+        """Disconnect from all peers and take this rank in the next plan. No other thread may use the transport."""
+        self._peers_known.clear()
+        self._rank_of_key = {}
+        for push, _ in self._push.values():
+            push.close(linger=0)
+        self._push = {}
+        self.rank, self.num_ranks, self.dropped = rank, num_ranks, 0
 
     def send(self, target: int, frames: Sequence[Buffer]) -> None:
         """Queue a message for a peer; after `close`, drop it. See `Transport.send`."""
@@ -104,13 +121,18 @@ class SocketTransport:
             return None
         return None if self._closed.is_set() else self._read(frames)
 
+    def interrupt(self) -> None:
+        """See `Transport.interrupt`."""
+        with self._wake_lock:
+            self._wake.send(b"")
+
     def close(self) -> None:
         """Wake the receiver, whose `receive` then returns None, and close the sending sockets."""
         if self._closed.is_set():
             return
         self._closed.set()
         self._peers_known.set()
-        self._wake.send(b"")
+        self.interrupt()
         for push, lock in self._push.values():
             with lock:
                 push.close()
@@ -123,7 +145,14 @@ class SocketTransport:
         self._wake.close(linger=0)
         self._context.term()
 
+    def _drop_received(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                self._pull.recv_multipart(zmq.NOBLOCK, copy=False)
+
     def _read(self, frames: list[zmq.Frame]) -> Received | None:
+        if len(frames) == 1 and not len(frames[0]):
+            return None  # of `interrupt`
         if len(frames) > MAX_FRAMES:
             self.dropped += 1
             return None

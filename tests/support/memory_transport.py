@@ -88,14 +88,21 @@ class MemoryTransport:
         self._arrived: deque[Received] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._interrupted = False
 
     def send(self, target: int, frames: Sequence[Buffer]) -> None:
         self._hub._send(self.rank, target, frames)
 
     def receive(self, timeout_seconds: float) -> Received | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._arrived or self._closed, timeout_seconds)
-            return self._arrived.popleft() if self._arrived and not self._closed else None
+            self._changed.wait_for(lambda: self._arrived or self._closed or self._interrupted, timeout_seconds)
+            interrupted, self._interrupted = self._interrupted, False
+            return self._arrived.popleft() if self._arrived and not self._closed and not interrupted else None
+
+    def interrupt(self) -> None:
+        with self._changed:
+            self._interrupted = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:

@@ -88,12 +88,16 @@ class GraphEngine(DataPlane[OutgoingTensor]):
         self._changed = threading.Condition()
         self._computing: tuple[int, float, float] | None = None  # the step whose segment runs, its begin, and its limit
 
-    def close(self) -> None:
-        """Fail the requests in flight and end all threads, including `compute`."""
+    def end(self) -> None:
+        """Fail the requests in flight and end `compute`. Thread-safe, and returns at once."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self.abort(None, "the plan was unloaded")
+
+    def close(self) -> None:
+        """Fail the requests in flight and end all threads, including `compute`. The transport stays open."""
+        self.end()
         self._stop()
 
     # ---- requests, from the control thread --------------------------------------------------------------------------

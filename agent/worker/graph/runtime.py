@@ -4,85 +4,139 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from agent.worker.allocator import keep_freed_buffers
 from agent.worker.data_plane import bind_transport
 from agent.worker.graph.engine import GraphEngine
-from agent.worker.graph.schedule import routes_for
+from agent.worker.graph.schedule import OwnSegment, routes_for
 from agent.worker.graph.sessions import SegmentSession, load_segment
 from agent.worker.server import SendAnswer
 from hearth.errors import BadRequest
 from hearth.plan.plan import is_graph_plan
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Codec
-from hearth.wire.messages import ConnectPeers, Message, Run, SegmentParts, Start, WorkerBound, WorkerProgress
+from hearth.wire.messages import (
+    ConnectPeers,
+    Message,
+    Run,
+    SegmentFiles,
+    SegmentParts,
+    Start,
+    WorkerBound,
+    WorkerProgress,
+)
 
 log = logging.getLogger("hearth.worker")
 
 _COPIED_BYTES = 256 << 10  # larger tensors are sent without a copy, which was measured to take less CPU
 
 
+class _LoadedSegment(NamedTuple):
+    """A segment in memory, and the bytes that it was loaded from."""
+
+    files: SegmentFiles
+    session: SegmentSession
+    num_bytes: int
+
+    def used_as(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> _LoadedSegment:
+        """The same segment in another plan."""
+        return self._replace(session=self.session.used_as(name, inputs, outputs))
+
+
 class GraphRuntime:
     """See `agent.worker.runtime.Runtime`. Requests run concurrently; the control thread passes them to the engine."""
 
-    _sessions: list[SegmentSession]  # from `load` on
+    _loaded: list[_LoadedSegment]  # from `load` on
     _transport: SocketTransport
-    _engine: GraphEngine  # from `connect` on
 
-    def __init__(self, start: Start, answer: SendAnswer) -> None:
+    def __init__(self, start: Start, answer: SendAnswer, previous: GraphRuntime | None = None) -> None:
         plan, parts = start.load.plan, start.load.parts
         assert is_graph_plan(plan)
         assert isinstance(parts, SegmentParts)
         self._start, self._plan, self._parts = start, plan, parts
         self._answer = answer
+        self._previous = previous
+        self._engine: GraphEngine | None = None  # from `connect` on
         self._routes = routes_for(plan, start.load.rank)
 
     def load(self) -> WorkerBound:
-        start, load, segments = self._start, self._start.load, self._routes.segments
+        load, segments = self._start.load, self._routes.segments
         if len(self._parts.files) != len(segments):
             raise BadRequest(
                 reason=f"files of {len(self._parts.files)} segments for a rank with {len(segments)} segments"
             )
-        loaded = [
-            load_segment(
-                files, f"segment {segment.number} on rank {load.rank}", segment.inputs, segment.outputs,
-                Path(start.store_path), start.num_threads, start.compute_device,
-            )
+        previous, self._previous = self._previous, None
+        held = previous._give_up(self._parts.files) if previous is not None else {}
+        self._loaded = [
+            held[files].used_as(_name(segment, load.rank), segment.inputs, segment.outputs)
+            if files in held
+            else self._load_segment(segment, files)
             for segment, files in zip(segments, self._parts.files, strict=True)
-        ]  # fmt: skip
-        self._sessions = [session for session, _ in loaded]
+        ]
         keep_freed_buffers()  # from here on, buffers have the same few sizes
-        log.info("%d segments on %s", len(loaded), self._sessions[0].provider)
-        self._transport = bind_transport(start, _COPIED_BYTES)
+        log.info("%d segments on %s, %d of them kept", len(segments), self._loaded[0].session.provider, len(held))
+        if previous is None:
+            self._transport = bind_transport(self._start, _COPIED_BYTES)
+        else:
+            self._transport = previous._transport
+            self._transport.leave(load.rank, load.plan.num_ranks)
         return WorkerBound(
             port=self._transport.port,
             public_key=self._transport.public_key,
-            num_bytes_loaded=sum(num_bytes for _, num_bytes in loaded),
+            num_bytes_loaded=sum(each.num_bytes for each in self._loaded),
         )
+
+    def _load_segment(self, segment: OwnSegment, files: SegmentFiles) -> _LoadedSegment:
+        start = self._start
+        session, num_bytes = load_segment(
+            files, _name(segment, start.load.rank), segment.inputs, segment.outputs,
+            Path(start.store_path), start.num_threads, start.compute_device,
+        )  # fmt: skip
+        return _LoadedSegment(files, session, num_bytes)
+
+    def _give_up(self, wanted: Sequence[SegmentFiles]) -> dict[SegmentFiles, _LoadedSegment]:
+        """Release the transport, and return the loaded segments that the next plan wants. `run` has returned."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        loaded, self._loaded = self._loaded, []
+        return {each.files: each for each in loaded if each.files in wanted}
 
     def connect(self, request: ConnectPeers) -> None:
         self._transport.connect(request.peers)
         codecs = {peer.rank: Codec(self._plan.wire, peer.bytes_per_second, time.perf_counter) for peer in request.peers}
         self._engine = GraphEngine(
-            self._routes, self._start.load.plan_token, self._sessions, self._transport, codecs,
+            self._routes, self._start.load.plan_token, [each.session for each in self._loaded], self._transport, codecs,
             self._parts.max_in_flight, self._answer,
         )  # fmt: skip
         self._engine.start()
 
     def run(self) -> None:
-        self._engine.compute()
+        self._running.compute()
 
     def handle(self, request: bytes, message: Message, payload: list[bytes]) -> None:
         if not isinstance(message, Run):
             raise BadRequest(reason=f"the worker of a graph does not accept {type(message).__name__}")
-        self._engine.run(request, message, payload)
+        self._running.run(request, message, payload)
 
     def progress(self) -> WorkerProgress:
-        return self._engine.progress()
+        return self._running.progress()
 
     def abort(self, step: int | None, reason: str) -> None:
-        self._engine.abort(step, reason)
+        self._running.abort(step, reason)
 
-    def close(self) -> None:
-        self._engine.close()
+    def end(self) -> None:
+        self._running.end()
+
+    @property
+    def _running(self) -> GraphEngine:
+        assert self._engine is not None
+        return self._engine
+
+
+def _name(segment: OwnSegment, rank: int) -> str:
+    """A segment's name in error messages."""
+    return f"segment {segment.number} on rank {rank}"

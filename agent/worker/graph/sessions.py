@@ -89,6 +89,10 @@ class SegmentSession:
                 raise BadPlan(reason=f"{name} does not produce {output}")
             _array_type(outputs_by_name[output], name)
 
+    def used_as(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> SegmentSession:
+        """The same session as a segment of another plan. Raises as the constructor does."""
+        return SegmentSession(self._session, name, inputs, outputs)
+
     def run(self, feeds: Mapping[str, Array], control: RunControl | None = None) -> list[Array]:
         """Run the segment and return its outputs in order. On a CPU, neither inputs nor outputs are copied.
 

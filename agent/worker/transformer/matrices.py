@@ -78,6 +78,10 @@ class FloatMatrix:
         if stored.dtype not in (values.dtype, torch.float32):
             self.quantisation_error = self.quantisation_error.add(stored, values.to(stored.device))
 
+    def read(self, rows: slice, columns: slice) -> Tensor | None:
+        """A part of the matrix as it was loaded; None if the weight format has changed its values."""
+        return self.weight[rows, columns] if self.quantisation_error == QuantisationError() else None
+
     def rows(self, part: slice) -> FloatMatrix:
         """A view of a range of outputs."""
         return FloatMatrix(self.weight[part])
@@ -119,6 +123,10 @@ class _BufferedMatrix:
             self._store(self._buffer)
             self._buffer = None
 
+    def read(self, rows: slice, columns: slice) -> Tensor | None:
+        """A part of the matrix as it was loaded; None if the weight format has changed its values."""
+        return None
+
     def _store(self, weight_nk: Tensor) -> None:
         raise NotImplementedError
 
@@ -134,6 +142,7 @@ class PackedMatrix(_BufferedMatrix):
         super().__init__(num_outputs, num_inputs, torch.device("cpu"))
         self._partition = partition
         self._packed: list[Tensor] = []  # one tensor per block of the partition
+        self._unpacked: Tensor | None = None  # from the first `read` on
 
     @staticmethod
     def supports(num_outputs: int, num_inputs: int, device: torch.device) -> bool:
@@ -151,6 +160,14 @@ class PackedMatrix(_BufferedMatrix):
         for start, stop in pairwise(borders):
             block = weight_nk.narrow(axis, start, stop - start).contiguous()
             self._packed.append(torch.ops.mkldnn._reorder_linear_weight(block, _PACKED_ROWS_HINT))
+
+    def read(self, rows: slice, columns: slice) -> Tensor | None:
+        """As `FloatMatrix.read`. Keeps a copy with plain rows: a matrix is read when it is no longer multiplied."""
+        if not self._packed:
+            return None
+        if self._unpacked is None:
+            self._unpacked = torch.cat([packed.to_dense() for packed in self._packed], dim=self._partition.axis)
+        return self._unpacked[rows, columns]
 
     def rows(self, part: slice) -> PackedMatrix:
         return self._view(0, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from agent.worker.allocator import keep_freed_buffers
+from agent.worker.allocator import give_back_freed_buffers, keep_freed_buffers
 from agent.worker.data_plane import bind_transport
 from agent.worker.server import SendAnswer, failed_message
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
@@ -21,7 +22,7 @@ from agent.worker.transformer.comm.staging import Staging, make_staging
 from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
-from agent.worker.transformer.shard import Shard, load_shard
+from agent.worker.transformer.shard import HeldWeights, Shard, load_shard
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.plan.plan import is_transformer_plan
 from hearth.transport.sockets import SocketTransport
@@ -32,7 +33,7 @@ log = logging.getLogger("hearth.worker")
 
 
 class TransformerRuntime:
-    """See `agent.worker.runtime.Runtime`. Requests wait in a queue for the main thread.
+    """See `agent.worker.runtime.Runtime`. Requests wait in a queue for the main thread; None ends it.
 
     For a decoder, rank 0 schedules the steps, and accepts requests between two steps; the other ranks follow its orders.
     """
@@ -43,26 +44,44 @@ class TransformerRuntime:
     _communicator: Communicator  # from `connect` on
     _compute: Callable[[], None]
 
-    def __init__(self, start: wire.Start, answer: SendAnswer) -> None:
+    def __init__(self, start: wire.Start, answer: SendAnswer, previous: TransformerRuntime | None = None) -> None:
         plan, parts = start.load.plan, start.load.parts
         assert is_transformer_plan(plan)
         assert isinstance(parts, wire.ShardParts)
         self._start, self._plan, self._parts = start, plan, parts
         self._rank = start.load.rank
         self._answer = answer
-        self._requests: queue.SimpleQueue[tuple[bytes, wire.Message, list[bytes]]] = queue.SimpleQueue()
+        self._previous = previous
+        self._requests: queue.SimpleQueue[tuple[bytes, wire.Message, list[bytes]] | None] = queue.SimpleQueue()
         self._computing_since: float | None = None  # when the main thread began its work; None: it waits for requests
 
     def load(self) -> wire.WorkerBound:
         start = self._start
-        keep_freed_buffers()
-        torch.set_num_threads(start.num_threads)
-        self._staging = make_staging(start.compute_device)
+        held: HeldWeights | None = None
+        if self._previous is None:
+            keep_freed_buffers()
+            torch.set_num_threads(start.num_threads)
+            self._staging = make_staging(start.compute_device)
+        else:
+            self._staging = self._previous._staging
+            self._transport, held = self._previous._give_up()
+            self._previous = None
+            self._transport.leave(self._rank, self._plan.num_ranks)
         store = Path(start.store_path)
         self._shard = load_shard(
-            self._plan, self._rank, self._parts.chunks, lambda chunk: store / chunk[:2] / chunk, self._staging.device
+            self._plan,
+            self._rank,
+            self._parts.chunks,
+            lambda chunk: store / chunk[:2] / chunk,
+            self._staging.device,
+            held,
         )
-        self._transport = bind_transport(start)
+        if held is None:
+            self._transport = bind_transport(start)
+        else:
+            give_back_freed_buffers()  # weights and caches that this plan does not need
+            total = sum(chunk.num_bytes for chunk in self._parts.chunks)
+            log.info("read %d of %d bytes of weights; the rest was in memory", held.num_bytes_read, total)
         return wire.WorkerBound(
             port=self._transport.port,
             public_key=self._transport.public_key,
@@ -98,8 +117,19 @@ class TransformerRuntime:
         since = self._computing_since
         return self._communicator.progress(since) if since is not None else wire.WorkerProgress()
 
-    def close(self) -> None:
-        self._communicator.close()
+    def end(self) -> None:
+        self._communicator.end()
+        self._requests.put(None)
+
+    def _give_up(self) -> tuple[SocketTransport, HeldWeights]:
+        """Release the transport and the weights for the next plan, and the memory of all else. `run` has returned."""
+        if hasattr(self, "_communicator"):
+            self._communicator.close()
+            del self._communicator, self._compute
+        held = HeldWeights(self._plan, self._rank, frozenset(self._parts.chunks), self._shard)
+        del self._shard
+        gc.collect()  # engines and caches refer to each other, and to the weights
+        return self._transport, held
 
     # ---- in the main thread -----------------------------------------------------------------------------------------
 
@@ -112,8 +142,8 @@ class TransformerRuntime:
             self._computing_since = None
 
     def _run_steps(self, engine: EncoderEngine) -> None:
-        while True:
-            request, message, payload = self._requests.get()
+        while (item := self._requests.get()) is not None:
+            request, message, payload = item
             try:
                 if not isinstance(message, wire.Run):
                     raise BadRequest(reason=f"an encoder does not accept {type(message).__name__}")
@@ -130,13 +160,18 @@ class TransformerRuntime:
     def _lead(self, leader: Leader) -> None:
         while True:
             try:
-                request, message, payload = self._requests.get(block=leader.idle)
+                item = self._requests.get(block=leader.idle)
             except queue.Empty:
                 with self._in_step():
                     replies = leader.step()
                 for answered, answer in replies:
                     self._answer(answered, answer, ())
                 continue
+            if item is None:
+                for answered, answer in leader.end(StepFailed(device="rank 0", reason="the plan was unloaded")):
+                    self._answer(answered, answer, ())
+                return
+            request, message, payload = item
             try:
                 if isinstance(message, wire.GenerateTokens):
                     leader.submit(request, message, payload)
@@ -155,8 +190,8 @@ class TransformerRuntime:
                     executor.execute_next()
         except HearthError as error:
             log.warning("following rank %d has ended: %s", LEADER_RANK, error)
-        while True:
-            request, message, _ = self._requests.get()
+        while (item := self._requests.get()) is not None:
+            request, message, _ = item
             refusal = BadRequest(
                 reason=f"rank {LEADER_RANK} accepts requests; this rank does not accept {type(message).__name__}"
             )

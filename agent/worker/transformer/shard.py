@@ -6,11 +6,13 @@ rank, V vocabulary rows of this rank, P positions.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +27,6 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import LayerShare
 from hearth.wire.messages import ChunkRef
 
-_GetTensor = Callable[[str], Tensor]
 # For each tensor of a chunk: the destination, and the index of its first row (of row-parallel weights: column) on this rank.
 _Destinations = dict[str, tuple[Matrix | Tensor | None, int]]
 
@@ -192,47 +193,183 @@ def empty_embedding(
     )
 
 
-def empty_shard(plan: TransformerPlan, rank: int, device: torch.device) -> Shard:
-    """Allocate all weights of a rank."""
+class _LayerLayout(NamedTuple):
+    """The arguments of `empty_layer` that depend on the plan."""
+
+    held: LayerShare
+    qkv_blocks: tuple[Span, ...]
+    out_parts: tuple[Span, ...]
+    mlp_parts: tuple[Span, ...]
+
+
+def _layer_layout(plan: TransformerPlan, rank: int, index: int) -> _LayerLayout:
     spec, body = plan.model, plan.body
-    layers, own = [], body.layers_of(rank, spec.num_layers)
-    for index in range(own.start, own.stop):
-        held, mode = body.layer_share(rank, index), body.mode(index)
-        heads, columns = spans(body.heads), spans(body.columns)
-        layers.append(
-            empty_layer(
-                spec,
-                held,
-                heads if mode.qkv == "replicated" and held.qkv.size else (held.qkv,),
-                device,
-                heads if mode.out == "replicated" and held.out.size else (),
-                columns if mode.mlp == "replicated" and held.columns.size and spec.causal else (),
-            )
-        )
-    embedding = empty_embedding(spec, spans(body.vocabulary)[rank], device, body.allocates_embedding(rank))
-    return Shard(spec, embedding, layers, own.start)
+    held, mode = body.layer_share(rank, index), body.mode(index)
+    heads, columns = spans(body.heads), spans(body.columns)
+    return _LayerLayout(
+        held,
+        heads if mode.qkv == "replicated" and held.qkv.size else (held.qkv,),
+        heads if mode.out == "replicated" and held.out.size else (),
+        columns if mode.mlp == "replicated" and held.columns.size and spec.causal else (),
+    )
+
+
+class _EmbeddingLayout(NamedTuple):
+    """The arguments of `empty_embedding` that depend on the plan."""
+
+    vocabulary: Span
+    with_norm_and_positions: bool
+
+
+def _embedding_layout(plan: TransformerPlan, rank: int) -> _EmbeddingLayout:
+    return _EmbeddingLayout(spans(plan.body.vocabulary)[rank], plan.body.allocates_embedding(rank))
+
+
+class HeldWeights:
+    """The weights of a rank of an earlier plan, from which the shard of a new plan takes what it needs too.
+
+    `num_bytes_read` counts the weights that `load_shard` had to read from the store.
+    """
+
+    def __init__(self, plan: TransformerPlan, rank: int, chunks: frozenset[ChunkRef], shard: Shard) -> None:
+        self.num_bytes_read = 0
+        self._plan = plan
+        self._rank = rank
+        self._chunks = chunks
+        self._embedding: EmbeddingShard | None = shard.embedding
+        self._layers = {shard.first_layer + index: layer for index, layer in enumerate(shard.layers)}
+        shard.layers.clear()
+
+    def holds(self, chunk: ChunkRef) -> bool:
+        return chunk in self._chunks
+
+    def take_layer(self, plan: TransformerPlan, rank: int, index: int, chunks: Sequence[ChunkRef]) -> LayerShard | None:
+        """The whole layer, if the new plan needs it as it is."""
+        if index not in self._layers or _layer_layout(plan, rank, index) != _layer_layout(
+            self._plan, self._rank, index
+        ):
+            return None
+        return self._layers.pop(index) if self._same_chunks(chunks, lambda chunk: _layer_of(chunk) == index) else None
+
+    def take_embedding(self, plan: TransformerPlan, rank: int, chunks: Sequence[ChunkRef]) -> EmbeddingShard | None:
+        """The whole embedding, if the new plan needs it as it is."""
+        if _embedding_layout(plan, rank) != _embedding_layout(self._plan, self._rank):
+            return None
+        return self._embedding if self._same_chunks(chunks, lambda chunk: _layer_of(chunk) is None) else None
+
+    def _same_chunks(self, chunks: Sequence[ChunkRef], belongs: Callable[[ChunkRef], bool]) -> bool:
+        return set(chunks) == set(filter(belongs, self._chunks))
+
+    def free(self, index: int | None) -> None:
+        """Free the rest of a layer, or of the embedding (None)."""
+        if index is None:
+            self._embedding = None
+        else:
+            self._layers.pop(index, None)
+
+    def free_layers_outside(self, kept: range) -> None:
+        for index in self._layers.keys() - set(kept):
+            self.free(index)
+
+    def tensors_of(self, chunk: ChunkRef) -> dict[str, Tensor] | None:
+        """The content of a chunk; None if it is not held, or if its weight format has changed its values."""
+        layer, embedding = self._layers.get(chunk.layer), self._embedding
+        part = embedding if _layer_of(chunk) is None else layer
+        if part is None or chunk not in self._chunks:
+            return None
+        spec = self._plan.model
+        destinations = _destinations(spec, part, chunk)
+        tensors: dict[str, Tensor] = {}
+        for piece in chunk_slices(spec, chunk.kind, chunk.grain):
+            held, first = destinations[piece.tensor]
+            rows, columns = _local_slice(piece.rows, first), _local_slice(piece.columns, first)
+            values = held[rows] if isinstance(held, Tensor) else held.read(rows, columns) if held is not None else None
+            if values is None:
+                return None
+            tensors[piece.tensor] = values
+        return tensors
 
 
 def load_shard(
-    plan: TransformerPlan, rank: int, chunks: tuple[ChunkRef, ...], path_of: Callable[[str], Path], device: torch.device
+    plan: TransformerPlan,
+    rank: int,
+    chunks: tuple[ChunkRef, ...],
+    path_of: Callable[[str], Path],
+    device: torch.device,
+    held: HeldWeights | None = None,
 ) -> Shard:
-    """Load a shard chunk by chunk, so that peak memory is the shard and one chunk. Raises ChunkCorrupt."""
-    shard = empty_shard(plan, rank, device)
+    """Load a shard layer by layer: what is `held` from memory, the rest from the store. The result is the same.
+
+    Peak memory is the shard and one chunk; with `held`, which is used up, that of the larger of both shards and of a layer or
+    the embedding. Raises ChunkCorrupt.
+    """
+    spec, own = plan.model, plan.body.layers_of(rank, plan.model.num_layers)
+    by_layer: dict[int | None, list[ChunkRef]] = {index: [] for index in (None, *range(own.start, own.stop))}
     for chunk in chunks:
+        by_layer[_layer_of(chunk)].append(chunk)
+    if held is not None:
+        held.free_layers_outside(range(own.start, own.stop))
+    embedding = held.take_embedding(plan, rank, by_layer[None]) if held is not None else None
+    if embedding is None:
+        vocabulary, with_norm_and_positions = _embedding_layout(plan, rank)
+        embedding = empty_embedding(spec, vocabulary, device, with_norm_and_positions)
+        _fill(spec, embedding, by_layer[None], path_of, held)
+    layers = []
+    for index in range(own.start, own.stop):
+        layer = held.take_layer(plan, rank, index, by_layer[index]) if held is not None else None
+        if layer is None:
+            layout = _layer_layout(plan, rank, index)
+            layer = empty_layer(spec, layout.held, layout.qkv_blocks, device, layout.out_parts, layout.mlp_parts)
+            _fill(spec, layer, by_layer[index], path_of, held)
+        layers.append(layer)
+    return Shard(spec, embedding, layers, own.start)
+
+
+def _fill(
+    spec: ModelSpec,
+    part: LayerShard | EmbeddingShard,
+    chunks: Sequence[ChunkRef],
+    path_of: Callable[[str], Path],
+    held: HeldWeights | None,
+) -> None:
+    """Copy the chunks of a layer, or of the embedding, to their places. Frees what `held` has of it. Raises ChunkCorrupt."""
+    for chunk in chunks:
+        tensors = held.tensors_of(chunk) if held is not None else None
+        if tensors is not None:
+            _copy_chunk(spec, part, chunk, tensors.__getitem__)
+            continue
         path = path_of(chunk.hash)
         try:
+            if held is not None and held.holds(chunk) and hashlib.sha256(path.read_bytes()).hexdigest() != chunk.hash:
+                raise RuntimeError(
+                    "its content has changed"
+                )  # the daemon has verified only the chunks that are new here
             with safe_open(path, framework="pt", device="cpu") as stored:
-                _copy_chunk(shard, chunk, stored.get_tensor)
+                _copy_chunk(spec, part, chunk, stored.get_tensor)
         except (SafetensorError, RuntimeError, OSError) as error:
             raise ChunkCorrupt(chunk=f"{chunk.hash[:12]} ({chunk.kind}, {error})", where=str(path.parent)) from None
-    return shard
+        if held is not None:
+            held.num_bytes_read += chunk.num_bytes
+    if held is not None and chunks:
+        held.free(_layer_of(chunks[0]))
 
 
-def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: _GetTensor) -> None:
-    destinations = _qkv_destinations(shard, chunk) if chunk.kind == "qkv" else _destinations(shard, chunk)
-    for part in chunk_slices(shard.spec, chunk.kind, chunk.grain):
-        into, first = destinations[part.tensor]
-        values, rows, columns = stored(part.tensor), _local_slice(part.rows, first), _local_slice(part.columns, first)
+def _layer_of(chunk: ChunkRef) -> int | None:
+    """The layer that a chunk belongs to; None: the embedding."""
+    return chunk.layer if chunk.kind in LAYER_CHUNK_KINDS else None
+
+
+def _copy_chunk(
+    spec: ModelSpec, part: LayerShard | EmbeddingShard, chunk: ChunkRef, stored: Callable[[str], Tensor]
+) -> None:
+    destinations = _destinations(spec, part, chunk)
+    for piece in chunk_slices(spec, chunk.kind, chunk.grain):
+        into, first = destinations[piece.tensor]
+        values, rows, columns = (
+            stored(piece.tensor),
+            _local_slice(piece.rows, first),
+            _local_slice(piece.columns, first),
+        )
         if isinstance(into, Tensor):
             into[rows].copy_(values)
         elif into is not None:
@@ -243,20 +380,22 @@ def _local_slice(part: Span | None, first: int) -> slice:
     return slice(None) if part is None else slice(part.start - first, part.stop - first)
 
 
-def _destinations(shard: Shard, chunk: ChunkRef) -> _Destinations:
-    embedding, vocabulary = shard.embedding, shard.embedding.vocabulary.start
-    if chunk.kind not in LAYER_CHUNK_KINDS:
+def _destinations(spec: ModelSpec, part: LayerShard | EmbeddingShard, chunk: ChunkRef) -> _Destinations:
+    if isinstance(part, EmbeddingShard):
+        vocabulary = part.vocabulary.start
         return {
-            "word.weight": (embedding.word, vocabulary),
-            "head.weight": (embedding.head, vocabulary),
-            "position.weight": (embedding.position, 0),
-            "type.weight": (embedding.token_type, 0),
-            **_norm_destinations("final" if shard.spec.causal else "norm", embedding.norm),
+            "word.weight": (part.word, vocabulary),
+            "head.weight": (part.head, vocabulary),
+            "position.weight": (part.position, 0),
+            "type.weight": (part.token_type, 0),
+            **_norm_destinations("final" if spec.causal else "norm", part.norm),
         }
-    layer = shard.layers[chunk.layer - shard.first_layer]
+    layer = part
+    if chunk.kind == "qkv":
+        return _qkv_destinations(spec, layer, chunk.grain)
     columns = layer.held.columns.start
     return {
-        "o.weight": (layer.out_weight, layer.held.out.start * shard.spec.head_dim),
+        "o.weight": (layer.out_weight, layer.held.out.start * spec.head_dim),
         "o.bias": (layer.out_bias, 0),
         "gate.weight": (layer.gate_weight, columns),
         "gate.bias": (layer.gate_bias, columns),
@@ -275,11 +414,10 @@ def _norm_destinations(name: str, norm: Norm | None) -> _Destinations:
     return {} if norm is None else {f"{name}.weight": (norm.weight, 0), f"{name}.bias": (norm.bias, 0)}
 
 
-def _qkv_destinations(shard: Shard, chunk: ChunkRef) -> _Destinations:
+def _qkv_destinations(spec: ModelSpec, layer: LayerShard, group: int) -> _Destinations:
     """Destinations of a `qkv` chunk, in the block that contains its KV group."""
-    spec, layer = shard.spec, shard.layers[chunk.layer - shard.first_layer]
     for index, block in enumerate(layer.qkv_blocks):
-        if block.start <= chunk.grain * spec.group_size < block.stop:
+        if block.start <= group * spec.group_size < block.stop:
             start, destinations = layer.qkv_rows(spec, index).start, _Destinations()
             for name, width in (("q", spec.q_width), ("k", spec.kv_width), ("v", spec.kv_width)):
                 first = width(block.start) - start
@@ -288,7 +426,7 @@ def _qkv_destinations(shard: Shard, chunk: ChunkRef) -> _Destinations:
                 )
                 start += width(block.size)
             return destinations
-    raise RuntimeError(f"the KV group {chunk.grain} is not of this rank")
+    raise RuntimeError(f"the KV group {group} is not of this rank")
 
 
 def _weights_in(part: object) -> Iterator[Matrix | tuple[Tensor]]:

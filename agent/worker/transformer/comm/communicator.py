@@ -55,8 +55,8 @@ def link_codecs(plan: TransformerPlan, rank: int, peers: Mapping[int, float]) ->
 class Communicator(DataPlane[Callable[[], None]]):
     """Sends and receives the tiles of one plan for one rank. Sends that wait for a GPU copy go through `_outgoing`.
 
-    `start()` starts it; `close()` ends both threads and the transport. `receive` and `receive_first` raise StepFailed if a
-    tile does not arrive in time, or the abort's error if the step was aborted.
+    `start()` starts it; `close()` ends both threads and leaves the transport open. `receive` and `receive_first` raise
+    StepFailed if a tile does not arrive in time, or the abort's error if the step was aborted.
     """
 
     def __init__(self, transport: Transport, epoch: int, token: bytes, codecs: Mapping[int, Codec]) -> None:
@@ -88,10 +88,16 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._receiver_lock = threading.Lock()  # held by the thread that receives
         self._holds_receiver = False  # the compute thread holds it; other threads can then only abort
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Make this and all later steps fail. Thread-safe, and returns at once."""
         self._closing = True
         self._resume.set()
         self.abort(StepFailed(device="this device", reason="the plan was unloaded"))
+
+    def close(self) -> None:
+        """End both threads. No step may be running."""
+        self.end()
+        self._release_receiver()
         self._stop()
 
     # ---- the step, from the compute thread ------------------------------------------------------------------------
@@ -127,7 +133,7 @@ class Communicator(DataPlane[Callable[[], None]]):
                 if event.key.step == step:
                     recorder.transfer(event)
             self._early_events = [event for event in self._early_events if event.key.step > step]
-            if clear_failure:
+            if clear_failure and not self._closing:
                 self._failure = None
             self._arrived = {key: tile for key, tile in self._arrived.items() if key.step >= oldest}
             self._partials = {}

@@ -128,6 +128,10 @@ class Leader:
             decode_seconds=now - first,
         )
 
+    def end(self, error: HearthError) -> Replies:
+        """End the generation: all current requests fail with `error`, and so do later ones."""
+        return self._fail(error)
+
     def _fail(self, error: HearthError) -> Replies:
         """Fail all requests: a step belongs to all of them, so the error cannot be attributed to one."""
         if error.scope == "request":
