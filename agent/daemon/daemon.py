@@ -28,6 +28,7 @@ from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import (
     BadRequest,
     ChunkCorrupt,
+    HearthError,
     LeaseLost,
     NotAuthorised,
     ProtocolMismatch,
@@ -276,20 +277,53 @@ class AgentDaemon:
         if (worker := self._workers.get(deployment)) is not None and worker.state in ("starting", "loading"):
             await self._stop_worker(deployment)  # do not wait for it: its plan has been replaced
         async with self._load_locks[deployment]:
-            await self._stop_worker(deployment)
             self._check_load(message)
             self._last_epochs[deployment] = plan.epoch
-            self._store.pin(deployment, message.parts.hashes)
-            if damaged := await asyncio.to_thread(self._store.verify, message.parts.hashes):
-                more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-                raise ChunkCorrupt(chunk=f"{damaged[0][:12]}{more}", where=f"the disk of {self.name}")
-            # Hashing takes seconds: meanwhile the lease may have ended, and nobody would stop the worker.
-            require_lease(self._leases.get(deployment), self.name, message.holder, loop_time())
-            self._running[deployment] = wire.RunningWorker(
-                epoch=plan.epoch, plan_hash=plan_hash(plan), rank=message.rank, last_step=0
-            )
-            worker = self._workers[deployment] = WorkerProcess(self._context, self.name)
-            return await worker.start(start)
+            return await self._reload_worker(start) or await self._start_worker(start)
+
+    async def _reload_worker(self, start: wire.Start) -> wire.WorkerBound | None:
+        """Load the plan in the worker that runs, if there is one that can. None if a new process has to."""
+        deployment = start.load.deployment
+        worker = self._workers.get(deployment)
+        if worker is None or not worker.can_reload(start):
+            return None
+        self._store.pin(deployment, start.load.parts.hashes)
+        await self._verify_chunks(worker.added_chunks(start))
+        require_lease(self._leases.get(deployment), self.name, start.load.holder, loop_time())
+        if self._workers.get(deployment) is not worker or not worker.can_reload(start):
+            return None  # it ended meanwhile
+        self._record_running(start)
+        try:
+            return await worker.reload(start)
+        except HearthError as error:
+            if worker.state == "stopped":
+                raise  # a newer plan has come, or the lease has ended
+            log.warning("a new worker process starts, because the one that runs did not take the new plan: %s", error)
+            return None
+
+    async def _start_worker(self, start: wire.Start) -> wire.WorkerBound:
+        deployment = start.load.deployment
+        await self._stop_worker(deployment)
+        self._store.pin(deployment, start.load.parts.hashes)
+        await self._verify_chunks(start.load.parts.hashes)
+        # Hashing takes seconds: meanwhile the lease may have ended, and nobody would stop the worker.
+        require_lease(self._leases.get(deployment), self.name, start.load.holder, loop_time())
+        self._record_running(start)
+        worker = self._workers[deployment] = WorkerProcess(self._context, self.name)
+        return await worker.start(start)
+
+    def _record_running(self, start: wire.Start) -> None:
+        """Keep what a coordinator must know to adopt the worker."""
+        load = start.load
+        self._running[load.deployment] = wire.RunningWorker(
+            epoch=load.plan.epoch, plan_hash=plan_hash(load.plan), rank=load.rank, last_step=0
+        )
+
+    async def _verify_chunks(self, hashes: Sequence[str]) -> None:
+        """Raise ChunkCorrupt or ChunkMissing unless these chunks are as they were stored."""
+        if damaged := await asyncio.to_thread(self._store.verify, hashes):
+            more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+            raise ChunkCorrupt(chunk=f"{damaged[0][:12]}{more}", where=f"the disk of {self.name}")
 
     def _check_load(self, message: wire.Load) -> None:
         """Raise LeaseLost or BadRequest if the lease has ended, or if a newer plan has come, while this one waited."""

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from agent.daemon.liveness import TICK_SECONDS, Liveness, ProcessSample, parse_process
 from agent.daemon.worker_state import WorkerEvent, WorkerStateMachine
-from hearth.errors import DeadlineExceeded, HearthError, WorkerDied
+from hearth.errors import DeadlineExceeded, HearthError, StepFailed, WorkerDied
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.child import describe_exit, run_module
 from hearth.protocol import WORKER_CONNECT_SECONDS, WORKER_LOAD_SECONDS, WORKER_SIGN_SECONDS, agent_run_seconds
@@ -50,6 +50,7 @@ class WorkerProcess:
         )
         self._process: asyncio.subprocess.Process | None = None
         self._spawning: asyncio.Future[asyncio.subprocess.Process] | None = None
+        self._loaded: wire.Start | None = None  # the newest request
         self._liveness = Liveness()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -87,7 +88,7 @@ class WorkerProcess:
 
     async def start(self, request: wire.Start) -> wire.WorkerBound:
         """Start the process and load the shard or the segments. Raises WorkerDied, DeadlineExceeded, or the worker's error."""
-        self.epoch = request.load.plan.epoch
+        self._loaded, self.epoch = request, request.load.plan.epoch
         self._transition("start_requested")
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
         self._spawning = asyncio.ensure_future(
@@ -118,8 +119,35 @@ class WorkerProcess:
         self._transition("loaded")
         return bound
 
+    def can_reload(self, request: wire.Start) -> bool:
+        """Whether `reload` is possible: the process has bound its socket, and the model and the settings are the same."""
+        return self.state in ("bound", "ready") and self._loaded is not None and _fixed(self._loaded) == _fixed(request)
+
+    def added_chunks(self, request: wire.Start) -> list[str]:
+        """The chunks that `reload` reads and that this process has not loaded, or not in this form."""
+        assert self._loaded is not None
+        before, after = self._loaded.load.parts, request.load.parts
+        if isinstance(before, wire.SegmentParts) and isinstance(after, wire.SegmentParts):
+            added = tuple(files for files in after.files if files not in before.files)
+            return list(after.model_copy(update={"files": added}).hashes)
+        return sorted(set(after.hashes) - set(before.hashes))
+
+    async def reload(self, request: wire.Start) -> wire.WorkerBound:
+        """Have the process end its plan and load another one, for which it keeps its socket and what it can of the weights.
+
+        Raises as `start` does; the process is then of no use.
+        """
+        self._loaded, self.epoch = request, request.load.plan.epoch
+        self._transition("reload_requested")
+        reply = await self._client.call(request, timeout_seconds=WORKER_LOAD_SECONDS)
+        bound = wire.expect_message(reply.message, wire.WorkerBound, "a worker")
+        self._transition("loaded")
+        return bound
+
     async def connect(self, request: wire.ConnectPeers) -> None:
         await self._client.call(request, timeout_seconds=WORKER_CONNECT_SECONDS)
+        if self.epoch != request.epoch:
+            raise StepFailed(device=self._device, reason=f"the plan of epoch {request.epoch} has been replaced")
         self._transition("connected")
 
     async def run(self, request: wire.Run, payload: Sequence[Any]) -> Reply:
@@ -218,6 +246,13 @@ class WorkerProcess:
 def _failure_reason(failure: HearthError) -> str:
     """The cause of a worker's failure, without the advice."""
     return failure.reason if isinstance(failure, WorkerDied) else failure.explanation()
+
+
+def _fixed(request: wire.Start) -> tuple[Any, ...]:
+    """What cannot change while a worker process lives."""
+    load = request.load
+    of_process = (request.store_path, request.bind_host, request.ports, request.num_threads, request.compute_device)
+    return (*of_process, load.encrypt_data_plane, load.parts.kind, load.plan.model)
 
 
 def _sample(pid: int) -> ProcessSample | None:

@@ -8,7 +8,9 @@ from typing import Literal, TypeAlias
 
 from hearth.wire.messages import WorkerState
 
-WorkerEvent: TypeAlias = Literal["start_requested", "spawned", "loaded", "connected", "failed", "stopped"]
+WorkerEvent: TypeAlias = Literal[
+    "start_requested", "spawned", "loaded", "connected", "reload_requested", "failed", "stopped"
+]
 
 _ALIVE: tuple[WorkerState, ...] = ("starting", "loading", "bound", "ready")
 TRANSITIONS: Mapping[tuple[WorkerState, WorkerEvent], WorkerState] = {
@@ -16,6 +18,8 @@ TRANSITIONS: Mapping[tuple[WorkerState, WorkerEvent], WorkerState] = {
     ("starting", "spawned"): "loading",
     ("loading", "loaded"): "bound",
     ("bound", "connected"): "ready",
+    ("bound", "reload_requested"): "loading",
+    ("ready", "reload_requested"): "loading",
     **{(state, "failed"): "failed" for state in _ALIVE},
     **{(state, "stopped"): "stopped" for state in ("none", *_ALIVE, "failed", "stopped")},
 }

@@ -1,0 +1,197 @@
+"""A worker process goes on in other plans: its results are those of a freshly loaded plan, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.models import save_random_model, small_bert, small_decoder
+from support.plans import make_plan
+
+from agent.daemon.store import ShardStore
+from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
+from coordinator.models.checkpoint.families import read_spec
+from hearth.errors import ChunkCorrupt, StepFailed
+from hearth.plan.plan import TransformerPlan
+from hearth.wire.framing import pack_array, unpack_array
+from hearth.wire.messages import ChunkRef, GenerateTokens, GenerationEnded, Run, Sampling, ShardParts, TokensGenerated
+
+torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+pytest.importorskip("transformers")
+
+from support.engines import EngineCluster, store_chunks  # noqa: E402 (needs torch)
+from support.runtimes import Answer, RuntimeHome  # noqa: E402
+
+NAMES = ("kitchen", "attic", "cellar")
+PROMPT = [5, 9, 3, 40, 41, 7, 8, 2, 11]
+
+
+class Deployed:
+    """A model whose chunks are in a store, and processes that run plans of it."""
+
+    def __init__(self, model_dir: Path, folder: Path) -> None:
+        self.model_dir = model_dir
+        self.store = ShardStore(folder / "store", 1 << 40, "all devices")
+        self.home = RuntimeHome(self.store.path)
+        self.chunks: dict[ChunkRef, Path] = {}
+        self.parts: list[ShardParts] = []
+
+    def deploy(self, plan: TransformerPlan, names: Sequence[str]) -> None:
+        self.chunks = store_chunks(self.model_dir, plan.model, self.store)
+        self.parts = self.parts_of(plan)
+        self.home.deploy(plan, names, self.parts)
+
+    def parts_of(self, plan: TransformerPlan) -> list[ShardParts]:
+        return [ShardParts(chunks=chunks_for_rank(tuple(self.chunks), plan, rank)) for rank in range(plan.num_ranks)]
+
+    def embed(self, ids: Sequence[int], step: int = 1, timeout: float = 30.0) -> np.ndarray[Any, Any]:
+        assert self.home.plan is not None
+        request = Run(
+            holder="test", epoch=self.home.plan.epoch, step=step, timeout_seconds=timeout,
+            names=("token_ids", "cumulative_lengths"),
+        )  # fmt: skip
+        payload = [*pack_array(np.asarray(ids, np.int32)), *pack_array(np.asarray([0, len(ids)], np.int32))]
+        answers = self.home.ask([(request, payload)] * len(self.home.ranks))
+        return np.concatenate([unpack_array(frames) for _, frames in answers])
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Iterator[Deployed]:
+    deployed = Deployed(save_random_model(tmp_path / "model", small_bert(num_hidden_layers=5)), tmp_path)
+    yield deployed
+    deployed.home.close()
+
+
+def read_to_the_end(answer: Callable[[], Answer]) -> list[int]:
+    """The tokens of a stream."""
+    tokens: list[int] = []
+    while not isinstance(message := answer()[0], GenerationEnded):
+        assert isinstance(message, TokensGenerated)
+        tokens += message.token_ids
+    return tokens
+
+
+def fresh(deployed: Deployed, plan: TransformerPlan, ids: Sequence[int]) -> np.ndarray[Any, Any]:
+    with EngineCluster(deployed.model_dir, plan, chunks=deployed.chunks) as cluster:
+        return cluster.run([ids])[0]
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_results_after_every_change_of_plan_are_those_of_a_fresh_load(bert: Deployed, weights: str) -> None:
+    spec = read_spec(bert.model_dir).model_copy(update={"weights": weights})
+    changes: list[tuple[str, tuple[float, ...], tuple[str, ...]]] = [
+        ("hmp", (1, 1, 1), NAMES),
+        ("hmp", (1, 1), NAMES[1:]),  # a device was lost, and the ranks of the others change
+        ("hmp", (2, 1, 1), (*NAMES[1:], "garage")),  # one joins
+        ("pipeline", (1, 1, 1), (*NAMES[1:], "garage")),
+        ("sp", (1, 1), NAMES[1:]),
+        ("local", (1,), NAMES[2:]),
+        ("hmp", (1, 2), ("garage", "cellar")),
+        ("hmp", (1, 2), ("garage", "cellar")),  # the same again
+    ]
+    for epoch, (strategy, split, names) in enumerate(changes, start=1):
+        plan = make_plan(spec, strategy, split, epoch=epoch)
+        before = {name: process.bound for name, process in bert.home.processes.items()}
+        bert.deploy(plan, names)
+        for name in names:
+            bound = bert.home.processes[name].bound
+            assert bound is not None
+            if (old := before.get(name)) is not None:
+                assert (bound.port, bound.public_key) == (old.port, old.public_key)
+        np.testing.assert_array_equal(bert.embed(PROMPT), fresh(bert, plan, PROMPT))
+
+
+def test_kept_weights_are_not_read_again(bert: Deployed) -> None:
+    spec = read_spec(bert.model_dir)
+    bert.deploy(make_plan(spec, "hmp", (1, 1, 1)), NAMES)
+    held = [set(each.chunks) for each in bert.parts[1:]]
+    plan = make_plan(spec, "hmp", (1, 1), epoch=2)
+    expected = fresh(bert, plan, PROMPT)
+    parts = bert.parts_of(plan)
+    lacking = {chunk for old, new in zip(held, parts, strict=True) for chunk in set(new.chunks) - old}
+    for chunk, path in bert.chunks.items():
+        if chunk not in lacking:
+            path.unlink()
+    bert.home.deploy(plan, NAMES[1:], parts)
+    np.testing.assert_array_equal(bert.embed(PROMPT), expected)
+
+
+def test_weights_that_are_read_again_are_hashed(bert: Deployed) -> None:
+    spec = read_spec(bert.model_dir).model_copy(update={"weights": "int8"})
+    bert.deploy(make_plan(spec, "hmp", (1, 1)), NAMES[:2])
+    next(path for chunk, path in bert.chunks.items() if chunk.kind == "mlp").write_bytes(b"damaged")
+    plan = make_plan(spec, "hmp", (1,), epoch=2)
+    with pytest.raises(ChunkCorrupt):
+        bert.home.deploy(plan, NAMES[:1], bert.parts_of(plan))
+
+
+def test_running_step_fails_when_the_plan_ends_and_old_tiles_do_not_disturb_the_next(bert: Deployed) -> None:
+    spec = read_spec(bert.model_dir)
+    bert.deploy(make_plan(spec, "hmp", (1, 1, 1)), NAMES)
+    request = Run(
+        holder="test", epoch=1, step=1, timeout_seconds=60.0, names=("token_ids", "cumulative_lengths")
+    )  # fmt: skip
+    payload = [
+        bytes(frame)
+        for array in (np.asarray(PROMPT, np.int32), np.asarray([0, len(PROMPT)], np.int32))
+        for frame in pack_array(array)
+    ]
+    waits = [process.begin(b"stuck", request, payload) for process in bert.home.ranks[1:]]  # rank 0 does not take part
+    plan = make_plan(spec, "hmp", (2, 1), epoch=2)
+    bert.deploy(plan, NAMES[1:])
+    for wait in waits:
+        with pytest.raises(StepFailed, match="unloaded"):
+            wait()
+    np.testing.assert_array_equal(bert.embed(PROMPT), fresh(bert, plan, PROMPT))
+
+
+def test_decoder_continues_its_tokens_in_the_next_plan(tmp_path: Path) -> None:
+    model_dir = save_random_model(tmp_path / "model", small_decoder("llama"), generates=True)
+    deployed = Deployed(model_dir, tmp_path)
+    spec = read_spec(model_dir)
+
+    def generate(prompt: Sequence[int], count: int, first_index: int) -> list[int]:
+        assert deployed.home.plan is not None
+        request = GenerateTokens(
+            holder="test", epoch=deployed.home.plan.epoch, max_tokens=count, first_index=first_index,
+            sampling=Sampling(temperature=1.0, seed=7),
+        )  # fmt: skip
+        request_id = f"{deployed.home.plan.epoch} {first_index}".encode()
+        payload = list(pack_array(np.asarray(prompt, np.int32)))
+        return read_to_the_end(deployed.home.ranks[0].begin(request_id, request, payload))
+
+    try:
+        deployed.deploy(make_plan(spec, "hmp", (1, 1), epoch=1), NAMES[:2])
+        whole = generate(PROMPT, 8, 0)
+        first = generate(PROMPT, 3, 0) if len(whole) >= 3 else []
+        deployed.deploy(make_plan(spec, "pipeline", (1, 1), epoch=2), NAMES[1:])
+        deployed.deploy(make_plan(spec, "hmp", (1, 1), epoch=3), ("cellar", "attic"))
+        assert first + generate(PROMPT + first, 5, 3) == whole
+    finally:
+        deployed.home.close()
+
+
+def test_answers_of_a_plan_that_ends_are_failures_for_all_waiting_requests(tmp_path: Path) -> None:
+    model_dir = save_random_model(tmp_path / "model", small_decoder("llama"), generates=True)
+    deployed = Deployed(model_dir, tmp_path)
+    spec = read_spec(model_dir)
+    try:
+        deployed.deploy(make_plan(spec, "hmp", (1, 1)), NAMES[:2])
+        leader = deployed.home.ranks[0]
+        requests = [
+            leader.begin(
+                bytes([number]),
+                GenerateTokens(holder="test", epoch=1, max_tokens=200),
+                list(pack_array(np.asarray(PROMPT, np.int32))),
+            )
+            for number in range(3)
+        ]
+        leader.end()
+        for answer in requests:
+            with pytest.raises(StepFailed, match="unloaded"):
+                read_to_the_end(answer)
+    finally:
+        deployed.home.close()

@@ -1,0 +1,135 @@
+"""Worker runtimes in threads of one process, over encrypted loopback sockets, which go from plan to plan."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agent.worker.runtime import Runtime, create_runtime
+from hearth.errors import HearthError
+from hearth.plan.plan import Plan
+from hearth.wire.messages import (
+    ConnectPeers,
+    Failed,
+    Load,
+    Message,
+    Peer,
+    SegmentParts,
+    ShardParts,
+    Start,
+    WorkerBound,
+)
+
+LOOPBACK = "127.0.0.1"
+ANSWER_SECONDS = 60.0
+
+Answer = tuple[Message, list[bytes]]
+
+
+class RuntimeProcess:
+    """What a worker process does: load a plan, connect, run, and the same again with the next plan."""
+
+    def __init__(self, store_path: Path) -> None:
+        self.bound: WorkerBound | None = None
+        self._store_path = store_path
+        self._runtime: Runtime | None = None
+        self._thread: threading.Thread | None = None
+        self._answers: dict[bytes, queue.SimpleQueue[Answer]] = {}
+
+    def load(self, plan: Plan, rank: int, parts: ShardParts | SegmentParts, token: bytes) -> WorkerBound:
+        load = Load(holder="test", plan=plan, rank=rank, parts=parts, plan_token=token)
+        start = Start(
+            load=load, store_path=str(self._store_path), bind_host=LOOPBACK, ports=(0, 0), num_threads=1, compute_device="cpu"
+        )  # fmt: skip
+        self.end()
+        previous, self._runtime = self._runtime, None
+        runtime = create_runtime(start, self._answer, previous)
+        self.bound = runtime.load()
+        self._runtime = runtime
+        return self.bound
+
+    def connect(self, request: ConnectPeers) -> None:
+        assert self._runtime is not None
+        self._runtime.connect(request)
+        self._thread = threading.Thread(target=self._runtime.run, daemon=True)
+        self._thread.start()
+
+    def begin(self, request_id: bytes, message: Message, payload: Sequence[bytes]) -> Callable[[], Answer]:
+        """Pass a request to the runtime; the returned function waits for its next answer and raises its error."""
+        assert self._runtime is not None
+        answers = self._answers.setdefault(request_id, queue.SimpleQueue())
+        self._runtime.handle(request_id, message, [bytes(frame) for frame in payload])
+
+        def answer() -> Answer:
+            message, frames = answers.get(timeout=ANSWER_SECONDS)
+            if isinstance(message, Failed):
+                raise message.error()
+            return message, frames
+
+        return answer
+
+    def end(self) -> None:
+        """End the running plan, if there is one."""
+        if self._thread is not None and self._runtime is not None:
+            self._runtime.end()
+            self._thread.join(10)
+            assert not self._thread.is_alive()
+            self._thread = None
+
+    def _answer(self, request_id: bytes, message: Message, payload: Sequence[Any]) -> None:
+        self._answers[request_id].put((message, [bytes(frame) for frame in payload]))
+
+
+class RuntimeHome:
+    """Deploys plan after plan on named processes, which live from plan to plan until `kill`."""
+
+    def __init__(self, store_path: Path) -> None:
+        self.processes: dict[str, RuntimeProcess] = {}
+        self.ranks: list[RuntimeProcess] = []
+        self.plan: Plan | None = None
+        self._store_path = store_path
+        self._requests = 0
+
+    def deploy(self, plan: Plan, names: Sequence[str], parts: Sequence[ShardParts | SegmentParts]) -> None:
+        """Load the plan on these processes, by rank, and connect them."""
+        self.plan = plan
+        token = plan.epoch.to_bytes(16, "little")
+        self.ranks = [self.processes.setdefault(name, RuntimeProcess(self._store_path)) for name in names]
+        bound = [process.load(plan, rank, parts[rank], token) for rank, process in enumerate(self.ranks)]
+        for rank, process in enumerate(self.ranks):
+            peers = tuple(
+                Peer(rank=other, host=LOOPBACK, port=each.port, public_key=each.public_key, bytes_per_second=1e9)
+                for other, each in enumerate(bound)
+                if other != rank
+            )
+            process.connect(ConnectPeers(holder="test", epoch=plan.epoch, peers=peers))
+
+    def ask(self, requests: Sequence[tuple[Message, Sequence[bytes]]]) -> list[Answer]:
+        """Send one request to each rank and wait for all answers. Raises the first error."""
+        self._requests += 1
+        request_id = self._requests.to_bytes(8, "little")
+        waits = [
+            process.begin(request_id, message, payload)
+            for process, (message, payload) in zip(self.ranks, requests, strict=True)
+        ]
+        answers: list[Answer] = []
+        errors: list[HearthError] = []
+        for wait in waits:
+            try:
+                answers.append(wait())
+            except HearthError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return answers
+
+    def kill(self, name: str) -> None:
+        """End a process for good."""
+        self.processes.pop(name).end()
+
+    def close(self) -> None:
+        for name in list(self.processes):
+            self.kill(name)
