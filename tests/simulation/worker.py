@@ -112,6 +112,11 @@ class Worker:
         return f"rank {self.load.rank}" if self._start is not None else self.process.name
 
     async def _load(self, start: wire.Start) -> wire.WorkerBound:
+        """Load a plan: the first one, or another one instead of the running one."""
+        if self._aborted is not None:
+            self._aborted.set_result(StepFailed(device=self.process.name, reason="the plan was unloaded"))
+        self._aborted = asyncio.get_running_loop().create_future()
+        self._peers, self._tiles = {}, {}
         self._start = start
         store = Path(start.store_path)
         contents = []
@@ -124,7 +129,7 @@ class Worker:
                 raise ChunkCorrupt(chunk=chunk[:12], where=f"the disk of {self.process.host.name}")
             contents.append(data)
         self._weights = checksum(contents)
-        self.port = self.network.choose_port()
+        self.port = self.port or self.network.choose_port()
         self.process.host.variables.setdefault("data ports", {})[self.port] = self
         await asyncio.sleep(self.network.random.uniform(0.02, 0.2))
         return wire.WorkerBound(port=self.port, public_key="0" * 40, num_bytes_loaded=sum(map(len, contents)))
