@@ -30,7 +30,7 @@ _DECODER: dict[str, Any] = {
     "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 4000, "max_position_embeddings": 512,
 }  # fmt: skip
 _MAX_TOKENS = 100  # of a streamed answer
-_BRANCH_WIDTH = 32  # channels of the two-branch graph: a request takes some 10 ms
+_BRANCH_WIDTH = 96  # channels of the two-branch graph: enough compute for a pipeline of several devices
 _POLL_SECONDS = 0.2  # between two looks at the coordinator
 _STOP_SECONDS = 20.0  # for the coordinator to end after SIGTERM
 _READY_SECONDS = 240.0  # for the coordinator to profile, plan, push and load on a busy machine
@@ -87,6 +87,7 @@ class FaultHome:
         self._clients, self._model = clients, model
         self._coordinator: subprocess.Popen[bytes] | None = None
         self.began = 0.0  # of the load
+        self._num_planned = 0  # devices of the first plan: a graph may leave some out
 
     # ---- serving --------------------------------------------------------------------------------------------------
 
@@ -106,12 +107,15 @@ class FaultHome:
         of_load = {
             "embed": ("--strategy", "hmp"),
             "generate": ("--strategy", "hmp", "--context", "256", "--sequences", str(CLIENTS)),
-            "infer": ("--objective", "throughput", "--strategy", "pipeline"),
+            "infer": ("--objective", "throughput", "--strategy", "pipeline-exact", "--time-limit", "3"),
         }
         self._coordinator = self.testbed.start_coordinator(str(self._model), *of_load[self.load], *options)
 
     def redeploy(self) -> None:
-        """Stop the load and the coordinator, serve on all devices again, and start the load."""
+        """Stop the load and the coordinator, serve on all devices again, and start the load.
+
+        Without its state, the coordinator does not take over the plan that runs.
+        """
         self._clients.call("end")
         assert self._coordinator is not None
         self._coordinator.terminate()
@@ -119,6 +123,8 @@ class FaultHome:
             self._coordinator.wait(_STOP_SECONDS)
         self._coordinator.kill()
         self._coordinator.wait(_STOP_SECONDS)
+        for path in (self.testbed.folder / "coordinator").glob("serving*"):
+            path.unlink()
         self.start_coordinator("--min-devices", str(len(self.names)))
         self._clients.ready_status(_READY_SECONDS)
         self.begin()
@@ -161,8 +167,8 @@ class FaultHome:
                 return False, happened
 
     def wait_until_on_all(self, seconds: float) -> bool:
-        """Wait until the plan that is served has all devices."""
-        return self.wait_for(lambda state: state.serves and set(state.planned) >= set(self.names), seconds)
+        """Wait until the plan that is served has as many devices as the first one."""
+        return self.wait_for(lambda state: state.serves and len(state.planned) >= self._num_planned, seconds)
 
     def wait_for(self, holds: Any, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
