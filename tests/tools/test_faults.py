@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.errors import BadSetting
+from tools.bench.census import Census, role_of
+from tools.bench.churn import leaks
 from tools.bench.experiment import make_experiment, read_settings
 from tools.bench.fault_actions import FAULTS
 from tools.bench.fault_rows import (
@@ -22,6 +24,8 @@ from tools.bench.fault_rows import (
     worst_pause,
 )
 from tools.bench.faults import Faults
+from tools.bench.findings import all_hold
+from tools.bench.idle_cost import IdleRow
 
 
 def answers(client: int, *times: float) -> list[Happened]:
@@ -137,3 +141,55 @@ def test_schedule_has_each_fault_as_often_and_repeats_for_a_seed() -> None:
 def test_unknown_fault_is_refused() -> None:
     with pytest.raises(BadSetting, match="'flood' is none of worker killed"):
         faults(faults=["flood"])
+
+
+# ---- census, churn and idle cost ----------------------------------------------------------------------------------------
+
+
+def census(seconds: float = 0.0, cpu_seconds: float = 0.0, memory: int = 100 << 20, **fields: Any) -> Census:
+    def process(device: str, role: str, pid: int) -> dict[str, Any]:
+        return {
+            "device": device, "role": role, "pid": pid, "cpu_seconds": cpu_seconds, "resident_bytes": memory,
+            "proportional_bytes": memory // 2, "descriptors": 30, "threads": 4,
+        }  # fmt: skip
+
+    processes = [process("hub", "hearth serve", 1), process("m0", "hearth-agent", 2), process("m1", "hearth-agent", 3)]
+    values = {
+        "seconds": seconds, "processes": processes, "sockets": 20, "store_bytes": 1000, "state_bytes": 10,
+        "temporary_folders": 2, "sent_bytes": {"m0": 0, "m1": 0},
+    }  # fmt: skip
+    return Census.model_validate({**values, **fields})
+
+
+@pytest.mark.parametrize(
+    ("command", "role"),
+    [
+        (["python", "/x/bin/hearth-agent", "--name", "m0"], "hearth-agent"),
+        (["python", "/x/bin/hearth", "serve", "model"], "hearth serve"),
+        (["python", "-m", "agent.worker.main", "ipc://x"], "agent.worker.main"),
+        (["python", "-m", "tools.bench.load_clients"], ""),
+        (["sh", "-c", "mount"], ""),
+    ],
+)
+def test_role_of_a_process_is_its_program(command: list[str], role: str) -> None:
+    assert role_of(command) == role
+
+
+def test_home_that_holds_no_more_than_before_leaks_nothing() -> None:
+    assert all_hold(leaks(census(), census()))
+
+
+@pytest.mark.parametrize(
+    "more", [{"memory": 200 << 20}, {"sockets": 90}, {"temporary_folders": 3}, {"processes": [*census().processes] * 2}]
+)
+def test_growth_of_memory_sockets_folders_or_processes_is_a_leak(more: dict[str, Any]) -> None:
+    assert not all_hold(leaks(census(), census(**more)))
+
+
+def test_idle_cost_is_counted_by_program_and_minute() -> None:
+    idle = IdleRow(load="embed", model_bytes=500, before=census(0.0, 1.0), after=census(120.0, 4.0))
+    assert idle.cpu_seconds("hearth-agent") == pytest.approx(1.5)
+    experiment = make_experiment(read_settings("idle-cost"))
+    programs, figures = experiment.summary([idle]).tables
+    assert [line[:3] for line in programs.rows] == [("hearth serve", "1", "1.50 s"), ("hearth-agent", "2", "1.50 s")]
+    assert ("stores, all devices", "0.98 KiB (2.00 x the model)") in figures.rows

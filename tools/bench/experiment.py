@@ -30,6 +30,8 @@ KINDS: dict[str, tuple[str, str]] = {
     "push": ("push", "Push"),
     "capacity": ("capacity", "Capacity"),
     "faults": ("faults", "Faults"),
+    "churn": ("churn", "Churn"),
+    "idle-cost": ("idle_cost", "IdleCost"),
 }
 
 

@@ -94,15 +94,21 @@ def _stop_device(home: FaultHome, target: str, chance: random.Random) -> list[Re
     return [Repair(chance.uniform(*_STOPPED_SECONDS), lambda: _signal(pids, signal.SIGCONT))]
 
 
-def _power_cycle(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+def power_off(home: FaultHome, target: str) -> None:
+    """End all processes of a device at once, and its link."""
     home.testbed.network.cut(target)
     _signal(home.testbed.pids(target), signal.SIGKILL)
-    return [Repair(_POWER_SECONDS, lambda: _power_on(home, target))]
 
 
-def _power_on(home: FaultHome, target: str) -> None:
+def power_on(home: FaultHome, target: str) -> None:
+    """End `power_off`."""
     home.testbed.network.mend(target)
     _restart(home, target)
+
+
+def _power_cycle(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    power_off(home, target)
+    return [Repair(_POWER_SECONDS, lambda: power_on(home, target))]
 
 
 # ---- links ------------------------------------------------------------------------------------------------------------

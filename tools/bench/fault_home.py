@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 import time
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hearth.errors import BadSetting
+from tools.bench.experiment import Context
 from tools.bench.fault_rows import Happened
 from tools.bench.homes import agent_names, decoder_directory
 from tools.bench.processes import ClientProcess
 from tools.bench.results import REPOSITORY
 from tools.bench.watch import worker_of
 from tools.testbed import Scenario, Testbed
+from tools.testbed.cluster import check_possible
 from tools.testbed.scenario import EmulatedDevice
 
 LoadName = Literal["embed", "generate", "infer"]
@@ -29,6 +32,7 @@ _DECODER: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8,
     "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 4000, "max_position_embeddings": 512,
 }  # fmt: skip
+_DISK_BYTES = 256 << 20  # of a device's store: the models here, and the 64 MiB that an agent leaves free
 _MAX_TOKENS = 100  # of a streamed answer
 _BRANCH_WIDTH = 96  # channels of the two-branch graph: enough compute for a pipeline of several devices
 _POLL_SECONDS = 0.2  # between two looks at the coordinator
@@ -78,6 +82,27 @@ def make_model(load: LoadName, folder: Path) -> Path:
     return path if path.exists() else export(build("two_branch", branch_width=_BRANCH_WIDTH), path)
 
 
+@contextmanager
+def served_home(load: LoadName, context: Context, num_devices: int, mbit: float) -> Iterator[FaultHome]:
+    """A home that serves the model of a load on emulated devices that share all cores. The load has not begun.
+
+    Raises BadSetting (the testbed, the model), InternalError, DeadlineExceeded.
+    """
+    cores = len(os.sched_getaffinity(0))
+    scenario = shared_scenario(num_devices, cores, mbit)
+    check_possible(scenario)
+    context.report(f"{load}: making the model")
+    model = make_model(load, context.folder)
+    with (
+        devices_with_disks(scenario, context.folder, cores, _DISK_BYTES) as testbed,
+        ClientProcess(testbed, "load_clients") as clients,
+    ):
+        context.report(f"{load}: planning, pushing and loading")
+        home = FaultHome(testbed, clients, load, model)
+        home.serve()
+        yield home
+
+
 class FaultHome:
     """One home: `load` is served and asked for. The clients' process must have been started in the testbed."""
 
@@ -91,17 +116,21 @@ class FaultHome:
 
     # ---- serving --------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Serve on all devices, ask for the references, and start the load. Raises InternalError, DeadlineExceeded."""
+    def serve(self) -> None:
+        """Serve on all devices, and ask for the references. Raises InternalError, DeadlineExceeded."""
         self.start_coordinator("--min-devices", str(len(self.names)))
         self._clients.ready_status(_READY_SECONDS)
         self._clients.call("prepare", load=self.load, vocab_size=_DECODER["vocab_size"], max_tokens=_MAX_TOKENS)
-        self.begin()
 
     def begin(self) -> None:
+        """Start the load."""
         self._clients.call("take")
         self._clients.call("begin", num_clients=CLIENTS)
         self.began = time.monotonic()
+
+    def end(self) -> None:
+        """Stop the load."""
+        self._clients.call("end")
 
     def start_coordinator(self, *options: str) -> None:
         of_load = {
@@ -116,7 +145,7 @@ class FaultHome:
 
         Without its state, the coordinator does not take over the plan that runs.
         """
-        self._clients.call("end")
+        self.end()
         assert self._coordinator is not None
         self._coordinator.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -128,6 +157,12 @@ class FaultHome:
         self.start_coordinator("--min-devices", str(len(self.names)))
         self._clients.ready_status(_READY_SECONDS)
         self.begin()
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of the model's weights on disk."""
+        files = [self._model] if self._model.is_file() else list(self._model.glob("*.safetensors"))
+        return sum(file.stat().st_size for file in files)
 
     @property
     def coordinator(self) -> subprocess.Popen[bytes]:

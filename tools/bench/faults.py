@@ -5,11 +5,9 @@ Every fault happens to a home that has recovered from the last one and whose pla
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from pydantic import Field, TypeAdapter, field_validator
@@ -17,14 +15,11 @@ from pydantic import Field, TypeAdapter, field_validator
 from hearth.platform.units import format_seconds
 from tools.bench.experiment import Context, Experiment
 from tools.bench.fault_actions import FAULTS
-from tools.bench.fault_home import LOADS, FaultHome, LoadName, devices_with_disks, make_model, shared_scenario
+from tools.bench.fault_home import LOADS, FaultHome, LoadName, served_home
 from tools.bench.fault_rows import FaultRow, Happened, phases_since, summarise_faults, worst_pause
 from tools.bench.load import load_between, snapshot
-from tools.bench.processes import ClientProcess
 from tools.bench.results import Summary
-from tools.testbed.cluster import check_possible
 
-_DISK_BYTES = 256 << 20  # of a device's store: the models here, and the 64 MiB that an agent leaves free
 _MOMENT_SECONDS = (0.5, 2.5)  # range of the time from a warm home to the fault
 _LOG_CHARACTERS = 3000  # of the coordinator's log that are kept where something went wrong
 
@@ -59,7 +54,8 @@ class Faults(Experiment):
             done = {row.number for row in context.known if row.load == load}
             waiting = [number for number in range(len(schedule)) if number not in done]
             while waiting:
-                with self._home(load, context) as home:
+                with served_home(load, context, self.devices, self.mbit) as home:
+                    home.begin()
                     recovered = True
                     while waiting and recovered:
                         number = waiting.pop(0)
@@ -75,20 +71,6 @@ class Faults(Experiment):
         schedule = [name for name in self.faults for _ in range(self.count)]
         random.Random(f"{self.seed} {load}").shuffle(schedule)
         return schedule
-
-    @contextmanager
-    def _home(self, load: LoadName, context: Context) -> Iterator[FaultHome]:
-        cores = len(os.sched_getaffinity(0))
-        scenario = shared_scenario(self.devices, cores, self.mbit)
-        check_possible(scenario)
-        context.report(f"{load}: making the model")
-        model = make_model(load, context.folder)
-        with devices_with_disks(scenario, context.folder, cores, _DISK_BYTES) as testbed:
-            with ClientProcess(testbed, "load_clients") as clients:
-                context.report(f"{load}: planning, pushing and loading")
-                home = FaultHome(testbed, clients, load, model)
-                home.start()
-                yield home
 
     def _measure_one(self, home: FaultHome, number: int, name: str) -> FaultRow:
         chance, fault = random.Random(f"{self.seed} {home.load} {number}"), FAULTS[name]
