@@ -21,7 +21,7 @@ from agent.daemon.links import LinkServer
 from agent.daemon.store import ShardStore
 from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadKey, HearthError
-from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.asyncio_tools import cancel_all, supervised
 from hearth.platform.discovery import AGENT_SERVICE, advertised
 from hearth.platform.interfaces import choose_address, current_address
 from hearth.platform.notify import Notifier
@@ -82,8 +82,8 @@ async def run_agent(settings: AgentSettings) -> None:
         notifier.send("READY=1")
         log.info("%s is ready on %s, control port %d", settings.name, address, server.port)
         tasks = [
-            asyncio.create_task(daemon.watch_leases()),
-            asyncio.create_task(notifier.keep_alive(daemon.status_line)),
+            supervised(daemon.watch_leases(), "the watch of leases"),
+            supervised(notifier.keep_alive(daemon.status_line), "the watchdog"),
         ]
         await stop.wait()
         notifier.send("STOPPING=1")

@@ -25,7 +25,7 @@ from hearth.errors import (
     LeaseLost,
     Unreachable,
 )
-from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
+from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised, with_timeout
 from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers
 from hearth.platform.security import Access, fingerprint
 from hearth.protocol import LEASE_SECONDS, LINK_OPEN_MARGIN_SECONDS, REPLY_MARGIN_SECONDS
@@ -226,7 +226,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             return
         connection = _Connection((host, port), self._new_client(f"tcp://{host}:{port}"))
         self._connections[host, port] = connection
-        connection.task = asyncio.create_task(self._maintain(connection))
+        connection.task = supervised(self._maintain(connection), f"the connection to {host}:{port}")
 
     def _new_client(self, endpoint: str) -> RpcClient:
         return RpcClient(self._context, endpoint, self._access, name=self._lease_name or "hearth")

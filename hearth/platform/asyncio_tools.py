@@ -1,12 +1,16 @@
-"""asyncio helpers for time, timeouts and groups of tasks; no task keeps running after its caller has returned."""
+"""asyncio helpers for time, timeouts, groups of tasks, and tasks that last as long as their process."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+import logging
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
+_EXIT_STATUS = 70  # of a process that ends because of its own fault (EX_SOFTWARE in sysexits.h)
 
 
 def loop_time() -> float:
@@ -15,6 +19,23 @@ def loop_time() -> float:
     Code that waits on the loop reads the time here, so that a simulation with a virtual clock controls both.
     """
     return asyncio.get_running_loop().time()
+
+
+def supervised(work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+    """Start a task without which the process is of no use, such as the receive loop of a server.
+
+    If it ends in any other way than by `cancel`, the process logs why and exits with status 70, after its cleanup. A service
+    manager then starts it again; a process that goes on without that task would be deaf.
+    """
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_exit_unless_cancelled)
+    return task
+
+
+def _exit_unless_cancelled(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        log.critical("%s ended unexpectedly, so the process exits", task.get_name(), exc_info=task.exception())
+        raise SystemExit(_EXIT_STATUS)  # asyncio passes it on to the caller of `asyncio.run`
 
 
 async def cancel_all(futures: Iterable[asyncio.Future[Any]]) -> None:

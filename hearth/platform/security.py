@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import zmq
+import zmq.asyncio
 from pydantic import AfterValidator, BaseModel, Field
-from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.auth.base import Authenticator
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from hearth.errors import BadKey, KeyExists, KeyMissing, NotAuthorised
 from hearth.files import write_atomically
+from hearth.platform.asyncio_tools import supervised
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
+
+log = logging.getLogger(__name__)
 
 Role = Literal["agent", "coordinator", "admin"]
 
@@ -259,17 +263,47 @@ def user_id(frame: zmq.Frame) -> str:
     return str(frame.get("User-Id"))
 
 
-AdmitRule = Callable[[str], "bool | Awaitable[bool]"]
+AdmitRule = Callable[[str], bool]
 
 
 class _Callback:
-    """A credentials provider as pyzmq expects it."""
+    """A credentials provider as pyzmq expects it. A rule that fails refuses this key; the next one is decided anew."""
 
     def __init__(self, admit: AdmitRule) -> None:
         self._admit = admit
 
-    def callback(self, domain: str, key: bytes) -> bool | Awaitable[bool]:
-        return self._admit(key.decode())
+    def callback(self, domain: str, key: bytes) -> bool:
+        public_key = key.decode()
+        try:
+            return self._admit(public_key)
+        except Exception:
+            log.exception("whether %s may connect could not be decided; it is refused", fingerprint(public_key))
+            return False
+
+
+class _LoopAuthenticator(Authenticator):
+    """pyzmq's authenticator in the running event loop. It survives a message that it cannot handle."""
+
+    async def _answer_all(self) -> None:
+        while True:
+            poller = zmq.asyncio.Poller()
+            poller.register(self.zap_socket, zmq.POLLIN)
+            try:
+                while True:
+                    await poller.poll()
+                    await self.handle_zap_message(self.zap_socket.recv_multipart(zmq.NOBLOCK))
+            except Exception:  # the socket must answer before it receives again: only a new one is sure to be usable
+                log.exception("a handshake could not be answered")
+                super().stop()
+                super().start()
+
+    def start(self) -> None:
+        super().start()
+        self._task = supervised(self._answer_all(), "the gatekeeper")
+
+    def stop(self) -> None:
+        self._task.cancel()
+        super().stop()
 
 
 class Gatekeeper:
@@ -281,7 +315,7 @@ class Gatekeeper:
         self._authenticator.configure_curve_callback("-", _Callback(lambda key: False))
 
     def admit(self, domain: str, rule: AdmitRule) -> None:
-        """Set the rule of a domain. `rule(public_key)` is called at every handshake; it may be a coroutine function."""
+        """Set the rule of a domain. `rule(public_key)` is called at every handshake."""
         self._authenticator.configure_curve_callback(domain, _Callback(rule))
 
     def start(self) -> None:
@@ -295,7 +329,7 @@ class Gatekeeper:
 
 def asyncio_gatekeeper(context: zmq.Context[Any]) -> Gatekeeper:
     """A gatekeeper for the daemon and the coordinator. Start it inside the running event loop."""
-    return Gatekeeper(AsyncioAuthenticator(context))
+    return Gatekeeper(_LoopAuthenticator(context))
 
 
 def thread_gatekeeper(context: zmq.Context[Any]) -> Gatekeeper:

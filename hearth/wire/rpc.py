@@ -32,7 +32,7 @@ from hearth.errors import (
     Unreachable,
     WrongKey,
 )
-from hearth.platform.asyncio_tools import cancel_all, with_timeout
+from hearth.platform.asyncio_tools import cancel_all, supervised, with_timeout
 from hearth.platform.security import Access, KeyPair, secure_client, secure_server, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire.messages import Cancel, Failed, Hello, Message, decode, encode, expect_message
@@ -113,7 +113,7 @@ class RpcServer:
                 raise PortInUse(port=port, setting=port_setting) from None
             raise
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._loop_task = asyncio.create_task(self._receive_loop())
+        self._loop_task = supervised(self._receive_loop(), f"the server on port {self.port}")
 
     @property
     def num_running(self) -> int:
@@ -128,26 +128,36 @@ class RpcServer:
     async def _receive_loop(self) -> None:
         while True:
             frames = await self._socket.recv_multipart(copy=False)
-            if len(frames) < 3 or len(frames[1]) != _ID_BYTES:
-                self.dropped += 1
-                continue
-            caller = Caller(user_id(frames[-1]))
-            identity, request_id = frames[0].bytes, frames[1].bytes
             try:
-                message = self._decode_request(caller, frames)
-            except HearthError as error:
+                await self._receive(frames)
+            except Exception:  # whatever a peer sends, the others are served
                 self.dropped += 1
-                await self._send(identity, request_id, Failed.of(error))
-                continue
-            if isinstance(message, Cancel):
-                if (task := self._requests.get((identity, message.request))) is not None:
-                    task.cancel()
-                continue
-            self._running[caller.public_key] += 1
-            task = asyncio.create_task(self._run(caller, identity, request_id, message, frames[3:]))
-            self._tasks.add(task)
-            self._requests[identity, request_id] = task
-            task.add_done_callback(functools.partial(self._task_done, caller, (identity, request_id)))
+                log.exception("a message could not be handled")
+            # While messages wait, ZeroMQ's futures are done at once: without this, a flood would stop all other tasks.
+            await asyncio.sleep(0)
+
+    async def _receive(self, frames: list[zmq.Frame]) -> None:
+        """Handle one message: start its request, cancel one, or refuse it."""
+        if len(frames) < 3 or len(frames[1]) != _ID_BYTES:
+            self.dropped += 1
+            return
+        caller = Caller(user_id(frames[-1]))
+        identity, request_id = frames[0].bytes, frames[1].bytes
+        try:
+            message = self._decode_request(caller, frames)
+        except HearthError as error:
+            self.dropped += 1
+            await self._send(identity, request_id, Failed.of(error))
+            return
+        if isinstance(message, Cancel):
+            if (task := self._requests.get((identity, message.request))) is not None:
+                task.cancel()
+            return
+        self._running[caller.public_key] += 1
+        task = asyncio.create_task(self._run(caller, identity, request_id, message, frames[3:]))
+        self._tasks.add(task)
+        self._requests[identity, request_id] = task
+        task.add_done_callback(functools.partial(self._task_done, caller, (identity, request_id)))
 
     def _decode_request(self, caller: Caller, frames: list[zmq.Frame]) -> Message:
         if len(frames) - 3 > MAX_PAYLOAD_FRAMES:

@@ -22,6 +22,8 @@ from hearth.wire.messages.base import MESSAGE_TYPES, Message
 from hearth.wire.messages.client import *  # noqa: F403
 from hearth.wire.messages.worker import *  # noqa: F403
 
+_MAX_REASON_CHARACTERS = 500  # the name of an invalid field comes from the peer, and may be as long as the message
+
 
 def encode(message: Message) -> bytes:
     """Encode a message. Raises FrameTooLarge if the peer would have to refuse it."""
@@ -53,5 +55,5 @@ def decode(data: bytes | memoryview) -> Message:
     try:
         message: Message = message_type.__pydantic_validator__.validate_python(fields)
     except ValidationError as error:
-        raise BadMessage(reason=first_error(error)) from None
+        raise BadMessage(reason=first_error(error)[:_MAX_REASON_CHARACTERS]) from None
     return message

@@ -6,6 +6,7 @@ detect the mismatch.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -34,6 +35,8 @@ ComputeDevice: TypeAlias = Literal["cpu", "cuda"]
 MESSAGE_TYPES: dict[str, type[Message]] = {}  # keyed by tag
 
 _M = TypeVar("_M", bound="Message")
+_LARGEST_FLOAT = math.nextafter(math.inf, 0.0)  # of 64 bits
+_MAX_DETAIL_CHARACTERS = 4096  # of one field of an error: enough for a sentence with names; logs hold the rest
 
 
 class WireModel(BaseModel, frozen=True, extra="ignore", allow_inf_nan=False):
@@ -99,12 +102,24 @@ class Failed(Message):
 
     @classmethod
     def of(cls, error: HearthError) -> Failed:
-        """The message for an error."""
-        return cls(code=error.code, details=error.details(), scope=error.scope)
+        """The message for an error. It can always be encoded: values that no message may hold are replaced."""
+        details = {name: _encodable(value) for name, value in error.details().items()}
+        return cls(code=error.code, details=details, scope=error.scope)
 
     def error(self) -> HearthError:
         """The error, rebuilt as its class; an InternalError if this version does not know it."""
         return error_from_wire(self.code, self.details, self.scope)
+
+
+def _encodable(value: Any) -> str | int | float | bool | None:
+    """The value of an error's field as a message may hold it: finite, of 64 bits, valid UTF-8, of limited length."""
+    if isinstance(value, float):
+        return 0.0 if math.isnan(value) else min(max(value, -_LARGEST_FLOAT), _LARGEST_FLOAT)
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return min(max(value, -(1 << 63)), (1 << 64) - 1)
+    return str(value)[:_MAX_DETAIL_CHARACTERS].encode(errors="replace").decode()
 
 
 class Cancel(Message):

@@ -14,6 +14,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from support.contexts import zmq_context
+from zmq.auth.base import Authenticator
 
 from hearth.errors import BadKey, HearthError, KeyExists, KeyMissing, NotAuthorised, Unreachable, WrongKey
 from hearth.platform.security import (
@@ -220,5 +221,39 @@ def test_server_without_gatekeeper_rejects_all_keys() -> None:
                 await client.call(GetReadiness(), timeout_seconds=1)
             assert not await server.poll(0)
             await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_rule_that_fails_refuses_one_key_and_the_next_is_decided_anew() -> None:
+    async def scenario() -> None:
+        async with guarded() as (guard, client):
+            known_key = new_keypair()
+            guard.admitted = None
+            with pytest.raises((WrongKey, Unreachable)):
+                await client(known_key).call(GetReadiness(), timeout_seconds=1)
+            guard.admitted = {known_key.public}
+            await client(known_key).call(GetReadiness(), timeout_seconds=30)
+
+    asyncio.run(scenario())
+
+
+def test_handshake_that_cannot_be_answered_does_not_end_the_gatekeeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, failures = Authenticator.handle_zap_message, [RuntimeError("a fault")]
+
+    async def fail_once(self: Authenticator, message: list[bytes]) -> None:
+        if failures:
+            raise failures.pop()
+        await answer(self, message)
+
+    monkeypatch.setattr(Authenticator, "handle_zap_message", fail_once)
+
+    async def scenario() -> None:
+        async with guarded() as (guard, client):
+            known_key = new_keypair()
+            guard.admitted.add(known_key.public)
+            with pytest.raises((WrongKey, Unreachable)):
+                await client(known_key).call(GetReadiness(), timeout_seconds=1)
+            await client(known_key).call(GetReadiness(), timeout_seconds=30)
 
     asyncio.run(scenario())

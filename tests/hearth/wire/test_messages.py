@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -16,6 +18,7 @@ from hearth import errors
 from hearth.errors import (
     ERROR_TYPES,
     BadMessage,
+    DeadlineExceeded,
     FrameTooLarge,
     HearthError,
     ProtocolMismatch,
@@ -159,6 +162,13 @@ def test_chunk_name_must_be_a_hash() -> None:
     with pytest.raises(BadMessage, match="hash"):
         decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "put_chunk", "holder": "c", "hash": "../../etc/passwd"}))
     assert PutChunk(holder="c", hash="0" * 64).hash == "0" * 64
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 2**70, "\udc80", "x" * 10_000_000, Path("/x"), None])
+def test_every_error_can_be_sent_whatever_its_fields_hold(value: Any) -> None:
+    received = decode(encode(Failed.of(DeadlineExceeded(action=value, seconds=value))))
+    assert isinstance(received, Failed)
+    assert len(str(received.error())) < 10_000
 
 
 @pytest.mark.parametrize("error_type", ERROR_TYPES.values(), ids=lambda e: e.__name__)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import msgpack
 import pytest
 import zmq
 import zmq.asyncio
@@ -189,6 +191,38 @@ def test_malformed_and_oversized_frames_are_counted_and_dropped() -> None:
         raw.close()
         assert await client.call(Done(), timeout_seconds=30)
         assert await client.call(ListApps(), timeout_seconds=30)
+
+    run(scenario)
+
+
+def test_invalid_field_name_as_long_as_a_message_gets_a_short_answer() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        raw = raw_client(context, client.endpoint)
+        fields = {"v": PROTOCOL_VERSION, "t": "failed", "code": "X", "details": {"k" * (3 << 20): []}}
+        await raw.send_multipart([bytes(8), msgpack.packb(fields)])
+        answer = await asyncio.wait_for(raw.recv_multipart(), 30)
+        assert b"BadMessage" in answer[1]
+        assert len(answer[1]) < 1000
+        raw.close()
+        assert await client.call(Done(), timeout_seconds=30)
+
+    run(scenario)
+
+
+def test_flood_of_messages_leaves_time_for_other_tasks() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        raw = raw_client(context, client.endpoint)
+        await raw.send_multipart([b"short", b""])
+        await until("the connection", lambda: server.dropped == 1)
+        num_messages, turns = 900, 0  # fewer than the socket buffers, so that all of them wait
+        for _ in range(num_messages):
+            raw.send_multipart([b"short", b""])
+        time.sleep(0.5)  # the loop does not run until they have arrived
+        while server.dropped < num_messages:
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns > num_messages / 2
+        raw.close()
 
     run(scenario)
 
