@@ -31,6 +31,7 @@ PURE_MODULES = (
     "coordinator.cli.render.picture_layout",
     "coordinator.deploy.chunk_scheduler",
     "coordinator.devices.profile_smoothing",
+    "coordinator.devices.quorum",
     "coordinator.devices.registry",
     "coordinator.models.checkpoint.chunk_layout",
     "coordinator.models.onnx.contrib",

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 import hearth
 from agent.daemon.config import AgentSettings
+from agent.daemon.configuration import StoredConfiguration
 from agent.daemon.identity import Identity
 from agent.daemon.lease import Lease, acquire_lease, keeps_worker, require_lease
 from agent.daemon.links import LinkServer, fetch_chunks, measure_link
@@ -64,6 +65,7 @@ class AgentDaemon:
         self._links = links
         self._context = context
         self._coordinator_public_key = coordinator_public_key
+        self._configuration = StoredConfiguration(settings.state_dir)
         self._leases: dict[str, Lease] = {}  # keyed by deployment, like the following
         self._workers: dict[str, WorkerProcess] = {}
         self._last_epochs: dict[str, int] = {}
@@ -105,6 +107,8 @@ class AgentDaemon:
                     self._leases[message.deployment] = self._leases[message.deployment].released(loop_time())
                 else:
                     await self._end_lease(message.deployment)
+            case wire.StoreConfiguration():
+                self._configuration.store(message.configuration)
             case wire.Heartbeat():
                 return self._heartbeat(message)
             case wire.OpenLinkProbe():
@@ -182,7 +186,9 @@ class AgentDaemon:
             worker = None
         ready = worker is not None and worker.state == "ready"
         return wire.LeaseGranted(
-            last_epoch=self._last_epochs.get(deployment, 0), worker=self._running.get(deployment) if ready else None
+            last_epoch=self._last_epochs.get(deployment, 0),
+            worker=self._running.get(deployment) if ready else None,
+            configuration=self._configuration.current,
         )
 
     async def _end_lease(self, deployment: str) -> None:

@@ -47,6 +47,10 @@ _ARRAY = m.ArrayInfo(name="x", dtype="float32", shape=(1, 3, 224, 224))
 _SAMPLING = m.Sampling(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.1, seed=7)
 _MOVE = m.PhaseEntered(phase="failed", cause="No device answered.", seconds_ago=12.5, times=3)
 
+_CONFIGURATION = m.Configuration(
+    number=3, leader="l", voters=("a", "b"), tie_breaker="a", previous_voters=("a", "b", "c"), previous_tie_breaker="c"
+)
+
 EXAMPLES: tuple[m.Message, ...] = (
     m.Hello(name="client"),
     m.Done(),
@@ -56,8 +60,9 @@ EXAMPLES: tuple[m.Message, ...] = (
     _TELEMETRY,
     m.AcquireLease(holder="c", holder_name="home", seconds=5.0),
     m.LeaseGranted(
-        last_epoch=12, worker=m.RunningWorker(epoch=12, plan_hash="0" * 64, rank=1, last_step=34)
+        last_epoch=12, worker=m.RunningWorker(epoch=12, plan_hash="0" * 64, rank=1, last_step=34), configuration=_CONFIGURATION
     ),
+    m.StoreConfiguration(holder="c", configuration=_CONFIGURATION),
     m.ReleaseLease(holder="c"),
     m.Heartbeat(holder="c"),
     m.AgentState(boot_id="b", workers=(_WORKER,)),

@@ -99,11 +99,35 @@ class RunningWorker(WireModel):
     last_step: StepNumber  # the newest that it was asked to run
 
 
+class Configuration(WireModel):
+    """The devices whose leases decide which coordinator of a home may compute (`coordinator.devices.quorum`).
+
+    A later configuration has a higher `number`. While the voters change, a majority of the previous ones is needed, too.
+    """
+
+    number: Annotated[int, Field(ge=0, lt=1 << 63)]
+    leader: Name  # random id of a run of the coordinator that made it
+    voters: tuple[Name, ...] = Field(min_length=1, max_length=256)  # device ids
+    tie_breaker: Name  # the voter with which exactly half of the voters are sufficient
+    previous_voters: tuple[Name, ...] = Field(default=(), max_length=256)  # empty: the change is complete
+    previous_tie_breaker: Name = ""
+
+
+class StoreConfiguration(Command):
+    """Store a configuration, unless the agent has a later one. The agent keeps it over restarts. The answer is `Done`.
+
+    A number that the agent has stored for another leader is refused as well: a leader is the only one of its term.
+    """
+
+    configuration: Configuration
+
+
 class LeaseGranted(Message):
     """The answer to `AcquireLease`."""
 
     last_epoch: Epoch  # highest epoch of this deployment that the agent has seen; a new plan needs a higher one
     worker: RunningWorker | None = None  # the worker that the new holder takes over
+    configuration: Configuration | None = None  # the latest that the agent has stored; None: it does not vote
 
 
 class ReleaseLease(Command):
