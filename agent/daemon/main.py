@@ -25,7 +25,7 @@ from hearth.platform.asyncio_tools import cancel_all, supervised
 from hearth.platform.discovery import AGENT_SERVICE, advertised
 from hearth.platform.interfaces import choose_address, current_address
 from hearth.platform.notify import Notifier
-from hearth.platform.security import HomeKey, asyncio_gatekeeper, derive_keypair, fingerprint, load_credential
+from hearth.platform.security import DeviceKey, HomeKey, agent_trust, asyncio_gatekeeper, fingerprint, load_credential
 from hearth.wire.rpc import RpcServer
 
 log = logging.getLogger("hearth.agent")
@@ -39,12 +39,13 @@ async def run_agent(settings: AgentSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    home = load_credential(settings.key_path)
-    if not isinstance(home, HomeKey):
-        raise BadKey(source=str(settings.key_path), reason="an agent needs the home key, not an admin's or an app's")
-    agent_keys = derive_keypair(home.key_bytes(), "agent")
-    coordinator_public = derive_keypair(home.key_bytes(), "coordinator").public
-    admin_public = derive_keypair(home.key_bytes(), "admin").public
+    credential = load_credential(settings.key_path)
+    if not isinstance(credential, HomeKey | DeviceKey):
+        reason = (
+            f"an agent needs a device's key (`hearth key add-device`) or the home key, not an {credential.kind} key"
+        )
+        raise BadKey(source=str(settings.key_path), reason=reason)
+    agent_keys, coordinator_public, admin_public = agent_trust(credential)
     address = choose_address(settings.interface)
     async with AsyncExitStack() as stack:
         identity = stack.enter_context(load_identity(settings.state_dir))

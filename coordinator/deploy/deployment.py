@@ -296,7 +296,7 @@ def loss_error(device: Device, deployment: Deployment, loaded: bool) -> HearthEr
     """The error if this state of a device breaks a deployment, else None. `loaded`: its workers should be running."""
     if device.device_id not in {planned.device_id for planned in deployment.plan.devices}:
         return None
-    if device.health in ("dead", "busy"):
+    if device.health in ("dead", "busy", "refused"):
         return DeviceLost(device=device.name, reason=device.reason)
     if device.state is None:
         return DeviceLost(device=device.name, reason="its agent was restarted")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -48,6 +48,7 @@ class _Connection:
 
     address: tuple[str, int]
     client: RpcClient
+    server_keys: list[str]  # possible public keys of the agent; the first one is tried now
     task: asyncio.Task[None] | None = None
     bulk: set[RpcClient] = field(default_factory=set)  # further connections to the same agent
     broken: asyncio.Event = field(default_factory=asyncio.Event)  # a call lost the connection: send a heartbeat now
@@ -68,6 +69,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         browse: bool = True,
         on_change: Callable[[Device], None] | None = None,
         holder: str | None = None,
+        device_keys: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.holder = holder or secrets.token_hex(8)
         self.running_epoch = (
@@ -76,6 +78,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self.devices: dict[str, Device] = {}
         self.last_epoch = 0  # the newest epoch that any agent has seen
         self._access = access
+        self._device_keys = device_keys
         self._lease_name = lease_name
         self._interfaces = interfaces
         self._static_addresses = parse_static_peers(static_devices) if static_devices else ()
@@ -93,7 +96,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             self._browser = Browser(AGENT_SERVICE, self._on_discovered, self._interfaces, follow_addresses=True)
             await self._browser.start()
         for host, port in self._static_addresses:
-            self._connect(host, port)
+            self._connect(host, port, None)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -165,7 +168,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         Connection errors are raised as DeviceLost.
         """
         with self._client_of(device_id) as client:
-            separate, bulk = self._new_client(client.endpoint), self._by_device[device_id].bulk
+            separate, bulk = self._new_client(client.endpoint, client.server_key), self._by_device[device_id].bulk
             bulk.add(separate)
             try:
                 yield separate
@@ -214,22 +217,64 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         if device_id in self.devices:
             self.devices[device_id] = registry.after_worker_death(self.devices[device_id], loop_time())
 
+    # ---- keys of devices --------------------------------------------------------------------------------------------
+
+    def key_admitted(self) -> None:
+        """Try a key that `device_keys` has got at all addresses that may have it."""
+        for connection in self._connections.values():
+            if connection not in self._by_device.values():
+                connection.server_keys = self._server_keys()
+        for service in self._browser.services.values() if self._browser is not None else ():
+            self._on_discovered(service)
+
+    async def drop_revoked(self) -> None:
+        """End the connections to agents whose key is no longer admitted, and take them out of plans."""
+        admitted = set(self._server_keys())
+        for address, connection in list(self._connections.items()):
+            if admitted.intersection(connection.server_keys):
+                continue
+            del self._connections[address]
+            for device_id in [each for each, used in self._by_device.items() if used is connection]:
+                del self._by_device[device_id]
+                self._replace(registry.after_refusal(self.devices[device_id], "refused", "its key was revoked"))
+            if connection.task is not None:
+                await cancel_all([connection.task])
+            await connection.client.close()
+
     # ---- one agent ------------------------------------------------------------------------------------------------
 
     def _on_discovered(self, service: DiscoveredService) -> None:
-        if service.fingerprint != fingerprint(self._access.server_public):
-            return  # another home's agent
-        self._connect(service.hosts[0], service.port)
+        keys = {fingerprint(key): key for key in self._server_keys()}
+        if (key := keys.get(service.fingerprint)) is not None:  # None: another home's agent, or a revoked one
+            self._connect(service.hosts[0], service.port, key)
 
-    def _connect(self, host: str, port: int) -> None:
-        if (host, port) in self._connections:
+    def _server_keys(self) -> list[str]:
+        """Public keys of this home's agents: the one that agents with the home key share, and those of admitted devices."""
+        return [self._access.server_public, *self._device_keys()]
+
+    def _connect(self, host: str, port: int, server_key: str | None) -> None:
+        """Keep a connection to this address. `server_key`: the agent's public key, None: not known."""
+        if (known := self._connections.get((host, port))) is not None:
+            if server_key is not None:
+                known.server_keys = [server_key]
             return
-        connection = _Connection((host, port), self._new_client(f"tcp://{host}:{port}"))
-        self._connections[host, port] = connection
+        server_keys = [server_key] if server_key is not None else self._server_keys()
+        client = self._new_client(f"tcp://{host}:{port}", server_keys[0])
+        connection = self._connections[host, port] = _Connection((host, port), client, server_keys)
         connection.task = supervised(self._maintain(connection), f"the connection to {host}:{port}")
 
-    def _new_client(self, endpoint: str) -> RpcClient:
-        return RpcClient(self._context, endpoint, self._access, name=self._lease_name or "hearth")
+    def _new_client(self, endpoint: str, server_key: str) -> RpcClient:
+        access = Access(self._access.own, server_key)
+        return RpcClient(self._context, endpoint, access, name=self._lease_name or "hearth")
+
+    async def _try_next_key(self, connection: _Connection) -> None:
+        """Connect with another of the agent's possible keys, if there are several."""
+        if len(connection.server_keys) > 1:
+            connection.server_keys.append(connection.server_keys.pop(0))
+        if connection.client.server_key != connection.server_keys[0]:
+            endpoint = connection.client.endpoint
+            await connection.client.close()
+            connection.client = self._new_client(endpoint, connection.server_keys[0])
 
     async def _maintain(self, connection: _Connection) -> None:
         """Say hello until the agent answers, then send heartbeats; start again when it was lost."""
@@ -237,6 +282,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             try:
                 welcome = await connection.client.hello(wire.AgentWelcome, timeout_seconds=_HELLO_SECONDS)
                 registry.check_device_id_unique(self.devices.get(welcome.device_id), welcome, *connection.address)
+                connection.server_keys = [connection.client.server_key]
                 await self._register(connection, welcome)
                 await self._send_heartbeats(connection, welcome.device_id)
             except (Unreachable, ConnectionLost, DeadlineExceeded):
@@ -247,6 +293,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 self._refusals[connection.address] = error
             except Exception:  # a bug must not end the connection to an agent for good
                 log.exception("the connection to %s:%d failed", *connection.address)
+            await self._try_next_key(connection)
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _register(self, connection: _Connection, welcome: wire.AgentWelcome) -> None:
@@ -316,7 +363,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def _end_calls(self, connection: _Connection) -> None:
         """End all calls to a lost device at once, with DeviceLost, instead of at their deadlines."""
-        lost, connection.client = connection.client, self._new_client(connection.client.endpoint)
+        lost = connection.client
+        connection.client = self._new_client(lost.endpoint, lost.server_key)
         for client in (lost, *connection.bulk):
             client.fail(ConnectionLost(endpoint=client.endpoint))
         await lost.close()

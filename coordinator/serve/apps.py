@@ -1,9 +1,11 @@
-"""Registry of admitted and revoked apps: a JSON file with a second copy, read again at a request if it has changed."""
+"""Registry of admitted and revoked keys of apps or devices: a JSON file with a second copy, read again if it has changed."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,12 +16,18 @@ _NAME = re.compile(r"^[a-z0-9-]{1,32}$")
 
 
 class Apps(BaseModel):
-    """Public keys, mapped to the names of their apps."""
+    """Public keys, mapped to the names of their apps or devices."""
 
     model_config = ConfigDict(frozen=True)
 
-    keys: dict[str, str] = {}  # admitted apps
+    keys: dict[str, str] = {}  # admitted
     revoked: dict[str, str] = {}
+
+
+def device_keys(state_dir: Path) -> Callable[[], Collection[str]]:
+    """Returns a function that returns the admitted device keys of a coordinator with this state directory."""
+    devices = AppRegistry(state_dir / "devices.json", "device")
+    return lambda: devices.current().keys
 
 
 class AppRegistry:
@@ -28,7 +36,8 @@ class AppRegistry:
     While the disk cannot be written, changes are kept in memory. If no copy can be read, the last list stays in force.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, holder: Literal["app", "device"] = "app") -> None:
+        self._holder = holder
         self._file = DurableFile(path, Apps.model_validate_json)
         self._file_stamp: tuple[int, int] | None = None  # None: not read yet
         self._apps = Apps()
@@ -37,22 +46,25 @@ class AppRegistry:
         """Admit a key. Raises BadRequest for an invalid name or one in use."""
         apps = self.current()
         if not _NAME.match(name):
-            raise BadRequest(reason=f"the app name '{name}' may hold only a-z, 0-9 and -, at most 32 characters")
+            raise BadRequest(
+                reason=f"the {self._holder} name '{name}' may hold only a-z, 0-9 and -, at most 32 characters"
+            )
         if name in apps.keys.values():
-            raise BadRequest(reason=f"there is an app '{name}' already; revoke it first")
+            raise BadRequest(reason=f"there is a key of the {self._holder} '{name}' already; revoke it first")
         self._write(Apps(keys={**apps.keys, public_key: name}, revoked=apps.revoked))
 
     def revoke(self, name: str) -> None:
-        """Revoke an app. Raises BadRequest if no app has this name."""
+        """Revoke a key. Raises BadRequest if no key has this name."""
         apps = self.current()
         revoked = {key: app for key, app in apps.keys.items() if app == name}
         if not revoked:
-            raise BadRequest(reason=f"there is no app '{name}'")
+            names = ", ".join(sorted(apps.keys.values())) or "none"
+            raise BadRequest(reason=f"there is no key of the {self._holder} '{name}'; admitted are: {names}")
         remaining = {key: app for key, app in apps.keys.items() if app != name}
         self._write(Apps(keys=remaining, revoked={**apps.revoked, **revoked}))
 
     def current(self) -> Apps:
-        """The apps; reads the file if it has changed."""
+        """The keys; reads the file if it has changed."""
         if not self._file.is_saved:
             return self._apps
         if self._stamp() != self._file_stamp:

@@ -54,6 +54,7 @@ class Service:
         self._admins = {self._keypair.public, derive_keypair(home.key_bytes(), "admin").public}
         self._apps = AppRegistry(settings.state_dir / "apps.json")
         self._state = StateFile(settings.state_dir)
+        self._devices = AppRegistry(settings.state_dir / "devices.json", "device")
         self._fleet = Fleet(
             agent_access(home),
             settings.name,
@@ -61,6 +62,7 @@ class Service:
             settings.devices,
             on_change=self._device_changed,
             holder=self._state.load().holder,
+            device_keys=lambda: self._devices.current().keys,
         )
         profiler = Profiler(self._fleet, settings.state_dir / "profiles", report)
         self._services = SharedServices(self._fleet, profiler, settings, self._state, report, progress)
@@ -180,6 +182,14 @@ class Service:
             return wire.Done()
         if isinstance(message, wire.RevokeApp):
             self._apps.revoke(message.name)
+            return wire.Done()
+        if isinstance(message, wire.AddDevice):
+            self._devices.add(message.name, message.public_key)
+            self._fleet.key_admitted()
+            return wire.Done()
+        if isinstance(message, wire.RevokeDevice):
+            self._devices.revoke(message.name)
+            await self._fleet.drop_revoked()
             return wire.Done()
         if isinstance(message, wire.ListApps):
             apps = self._apps.current()

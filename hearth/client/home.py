@@ -188,6 +188,14 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         """Revoke an app's key; its next request is refused (admin key)."""
         await self._ask(wire.RevokeApp, wire.Done, timeout_seconds, name=name)
 
+    async def add_device(self, name: str, public_key: str, timeout_seconds: float = CALL_SECONDS) -> None:
+        """Admit an agent by the public key (Z85) of its device key (admin key)."""
+        await self._ask(wire.AddDevice, wire.Done, timeout_seconds, name=name, public_key=public_key)
+
+    async def revoke_device(self, name: str, timeout_seconds: float = CALL_SECONDS) -> None:
+        """Shut out the agent with this key, at once (admin key)."""
+        await self._ask(wire.RevokeDevice, wire.Done, timeout_seconds, name=name)
+
     async def apps(self, timeout_seconds: float = CALL_SECONDS) -> wire.AppList:
         """List the admitted and the revoked apps (admin key)."""
         return await self._ask(wire.ListApps, wire.AppList, timeout_seconds)

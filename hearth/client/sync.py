@@ -87,6 +87,8 @@ class Home(AbstractContextManager["Home"]):
     status = _blocking(AsyncHome.status)
     add_app = _blocking(AsyncHome.add_app)
     revoke_app = _blocking(AsyncHome.revoke_app)
+    add_device = _blocking(AsyncHome.add_device)
+    revoke_device = _blocking(AsyncHome.revoke_device)
     apps = _blocking(AsyncHome.apps)
     _open = _blocking(AsyncHome.open)
 

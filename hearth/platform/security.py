@@ -105,11 +105,22 @@ class AppKey(BaseModel, frozen=True, hide_input_in_errors=True):
     coordinator_public: _Z85
 
 
-Credential: TypeAlias = HomeKey | AdminKey | AppKey
+class DeviceKey(BaseModel, frozen=True, hide_input_in_errors=True):
+    """The key of one agent. It serves this home's coordinators, controls nothing, and can be revoked."""
+
+    kind: Literal["device"] = "device"
+    name: str
+    secret: _Z85 = Field(repr=False)
+    coordinator_public: _Z85
+    admin_public: _Z85
+
+
+Credential: TypeAlias = HomeKey | AdminKey | AppKey | DeviceKey
 _CREDENTIAL_TYPES: dict[str, type[Credential]] = {
     "hearth-home-1": HomeKey,
     "hearth-admin-1": AdminKey,
     "hearth-app-1": AppKey,
+    "hearth-device-1": DeviceKey,
 }
 
 
@@ -140,7 +151,9 @@ def parse_credential(text: str, source: str) -> Credential:
     prefix, _, encoded = text.strip().partition(":")
     kind = _CREDENTIAL_TYPES.get(prefix)
     if kind is None:
-        raise BadKey(source=source, reason="it does not begin with hearth-home-1:, hearth-admin-1: or hearth-app-1:")
+        raise BadKey(
+            source=source, reason=f"it does not begin with {', '.join(f'{each}:' for each in _CREDENTIAL_TYPES)}"
+        )
     try:
         data = base64.b64decode(encoded, altchars=b"-_", validate=True)
         body, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
@@ -183,7 +196,7 @@ def save_credential(path: Path, credential: Credential, force: bool = False) -> 
 
 def resolve_credential(key: str | Path | Credential | None) -> Credential:
     """Resolve a credential given as an object, its one-line text or its file; None: the default file."""
-    if isinstance(key, HomeKey | AdminKey | AppKey):
+    if isinstance(key, HomeKey | AdminKey | AppKey | DeviceKey):
         return key
     if isinstance(key, str) and key.startswith("hearth-"):
         return parse_credential(key, "the given text")
@@ -222,7 +235,31 @@ def agent_access(credential: Credential) -> Access:
         return Access(_own_keypair(credential), derive_keypair(credential.key_bytes(), "agent").public)
     if isinstance(credential, AdminKey):
         return Access(_own_keypair(credential), credential.agent_public)
-    raise NotAuthorised(role="app", action="talk to agents")
+    raise NotAuthorised(role=credential.kind, action="talk to agents")
+
+
+class AgentTrust(NamedTuple):
+    """The key pair of an agent, and the public keys of those that it serves."""
+
+    own: KeyPair
+    coordinator_public: str
+    admin_public: str
+
+
+def agent_trust(credential: HomeKey | DeviceKey) -> AgentTrust:
+    """The keys of an agent: its own with a device key; with the home key, those that all such agents share."""
+    if isinstance(credential, DeviceKey):
+        return AgentTrust(_own_keypair(credential), credential.coordinator_public, credential.admin_public)
+    key = credential.key_bytes()
+    return AgentTrust(
+        derive_keypair(key, "agent"), derive_keypair(key, "coordinator").public, derive_keypair(key, "admin").public
+    )
+
+
+def new_device_key(home: HomeKey, name: str) -> DeviceKey:
+    """Generate the key of one agent of this home."""
+    coordinator, admin = (derive_keypair(home.key_bytes(), role).public for role in ("coordinator", "admin"))
+    return DeviceKey(name=name, secret=new_keypair().secret, coordinator_public=coordinator, admin_public=admin)
 
 
 # ---- sockets --------------------------------------------------------------------------------------------------------

@@ -233,6 +233,7 @@ class RpcClient:
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, access: Access | None, name: str) -> None:
         self.endpoint = endpoint
+        self.server_key = access.server_public if access else ""  # public key that the server must have
         self._name = name
         self._where = endpoint if access else name
         self._socket = context.socket(zmq.DEALER)

@@ -175,6 +175,8 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.AddApp(**_ASKED, name="lamp", public_key=_KEY),
     m.RevokeApp(**_ASKED, name="lamp"),
+    m.AddDevice(**_ASKED, name="kitchen", public_key=_KEY),
+    m.RevokeDevice(**_ASKED, name="kitchen"),
     m.ListApps(**_ASKED),
     m.AppList(names=("lamp",), revoked=()),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from coordinator.cli.output import out, print_json, report
 from coordinator.cli.render.tables import device_table, link_table
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
+from coordinator.serve.apps import device_keys
 from coordinator.serve.config import load_coordinator_settings
 from hearth.errors import HearthError, NoDevices, NotAuthorised
 from hearth.plan.profile import Link
@@ -37,11 +38,15 @@ def devices(
     async def discover() -> tuple[list[DeviceInfo], list[Link], list[HearthError]]:
         limit = max(wait * 4, 5.0)
         access, interfaces = agent_access(credential), interface_list(mdns_interfaces)
-        async with Fleet(access, None, interfaces=interfaces, static_devices=static or "") as fleet:
+        state_dir = load_coordinator_settings({}).state_dir
+        own_keys = device_keys(state_dir)
+        async with Fleet(
+            access, None, interfaces=interfaces, static_devices=static or "", device_keys=own_keys
+        ) as fleet:
             settled = await fleet.settle(wait, 1, limit)
             if not settled and not fleet.refusals:
                 raise NoDevices(seconds=limit)
-            profiler = Profiler(fleet, load_coordinator_settings({}).state_dir / "profiles", report)
+            profiler = Profiler(fleet, state_dir / "profiles", report)
             links = await profiler.measure_links(settled) if measure else {}
             return fleet.device_infos(), list(links.values()), fleet.refusals
 

@@ -137,5 +137,38 @@ def revoke(
     out.print(f"revoked {name}")
 
 
-for command in (new, show, export, import_, rotate, add_app, revoke):
+def add_device(
+    name: Annotated[str, typer.Argument(help="Name of the device: a-z, 0-9 and -, at most 32 characters.")],
+    address: AddressOption = None,
+    mdns_interfaces: InterfacesOption = None,
+    key: KeyPathOption = None,
+    as_json: AsJsonOption = False,
+) -> None:
+    """Create a key for one device's agent, which can be revoked alone. Needs the home key and the running coordinator."""
+    home_key = _load_home_key(_key_path(key))
+    device = security.new_device_key(home_key, name)
+    public = security.agent_trust(device).own.public
+    with connect(address, home_key, interfaces=interface_list(mdns_interfaces)) as home:
+        home.add_device(name, public)
+    line = security.format_credential(device)
+    if as_json:
+        print_json({"name": name, "key": line, "fingerprint": security.fingerprint(public)})
+        return
+    report(f"The key is shown only once. On {name}: `hearth key import`, paste the line, and restart hearth-agent:")
+    typer.echo(line)
+
+
+def revoke_device(
+    name: Annotated[str, typer.Argument(help="Name of the device, as given to `hearth key add-device`.")],
+    address: AddressOption = None,
+    mdns_interfaces: InterfacesOption = None,
+    key: KeyPathOption = None,
+) -> None:
+    """Shut out one device, for instance a stolen one, at once. Needs the running coordinator."""
+    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+        home.revoke_device(name)
+    out.print(f"revoked {name}; models are served without it from now on")
+
+
+for command in (new, show, export, import_, rotate, add_app, revoke, add_device, revoke_device):
     key_app.command(command.__name__.rstrip("_").replace("_", "-"))(handles_errors(command))

@@ -14,6 +14,7 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.plan.limits import NamedDevice, require_known
+from coordinator.serve.apps import device_keys
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.goal import allowed_devices
 from coordinator.serve.state import Goal
@@ -61,7 +62,10 @@ async def connect_devices(
         raise NotAuthorised(role=credential.kind, action="profile devices")
     limit = max(connection.wait_seconds * 4, 5.0)
     access, interfaces = agent_access(credential), interface_list(connection.interfaces)
-    async with Fleet(access, lease_name, interfaces, connection.devices, on_change=on_change) as fleet:
+    own_keys = device_keys(settings.state_dir)
+    async with Fleet(
+        access, lease_name, interfaces, connection.devices, on_change=on_change, device_keys=own_keys
+    ) as fleet:
         await fleet.settle(connection.wait_seconds, 0, limit)
         if not fleet.devices:
             await fleet.settle(connection.wait_seconds, 1, limit)

@@ -253,6 +253,19 @@ class RevokeApp(ClientRequest):
     name: Name
 
 
+class AddDevice(ClientRequest):
+    """Admit an agent with a key of its own. The answer is `Done`."""
+
+    name: Name
+    public_key: PublicKey
+
+
+class RevokeDevice(ClientRequest):
+    """Shut out the agent with this key, at once. The answer is `Done`."""
+
+    name: Name
+
+
 class ListApps(ClientRequest):
     """Ask for the admitted and the revoked apps. The answer is `AppList`."""
 

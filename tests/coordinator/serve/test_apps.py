@@ -19,7 +19,7 @@ def test_apps_are_admitted_revoked_and_persisted(tmp_path: Path) -> None:
             apps.add(bad, "k2")
     apps.revoke("lamp")
     assert apps.current() == Apps(revoked={"k1": "lamp"})
-    with pytest.raises(BadRequest, match="no app"):
+    with pytest.raises(BadRequest, match="no key of the app 'lamp'"):
         apps.revoke("lamp")
     apps.add("lamp", "k3")
     assert apps.current() == Apps(keys={"k3": "lamp"}, revoked={"k1": "lamp"})

@@ -26,6 +26,7 @@ from hearth.platform.security import (
     KeyPair,
     admin_key,
     agent_access,
+    agent_trust,
     asyncio_gatekeeper,
     coordinator_access,
     default_key_path,
@@ -33,6 +34,7 @@ from hearth.platform.security import (
     fingerprint,
     format_credential,
     load_credential,
+    new_device_key,
     new_home_key,
     new_keypair,
     parse_credential,
@@ -48,6 +50,7 @@ HOME = new_home_key()
 def credentials() -> Iterator[Credential]:
     yield HOME
     yield admin_key(HOME)
+    yield new_device_key(HOME, "kitchen")
     yield AppKey(name="lamp", secret=new_keypair().secret, coordinator_public=new_keypair().public)
 
 
@@ -112,6 +115,14 @@ def test_keys_differ_between_roles_and_homes() -> None:
 def test_app_key_cannot_access_agents() -> None:
     with pytest.raises(NotAuthorised):
         agent_access(AppKey(name="lamp", secret=new_keypair().secret, coordinator_public=new_keypair().public))
+
+
+def test_device_key_serves_its_home_and_reaches_nobody() -> None:
+    shared, own, other = agent_trust(HOME), *(agent_trust(new_device_key(HOME, "kitchen")) for _ in range(2))
+    assert (own.coordinator_public, own.admin_public) == (shared.coordinator_public, shared.admin_public)
+    assert len({shared.own, own.own, other.own}) == 3
+    with pytest.raises(NotAuthorised, match="device"):
+        agent_access(new_device_key(HOME, "kitchen"))
 
 
 def test_default_key_path_follows_the_environment(tmp_path: Path) -> None:
