@@ -48,6 +48,7 @@ from hearth.wire import messages as wire
 CONTROL_PORT, LINK_PORT, COORDINATOR_PORT = 47800, 47801, 47830
 AGENT_START_SECONDS = 0.3  # from the start of the process until it listens
 COORDINATOR_START_SECONDS = 1.0
+RESTART_SECONDS = 3.0  # until systemd starts a program again that has failed
 
 HOME = new_home_key()
 _HOME_BYTES = HOME.key_bytes()
@@ -69,7 +70,9 @@ def app_key(name: str) -> tuple[AppKey, str]:
 class Home:
     """All hosts, and what is started on them. Faults are methods of `network` and of this class."""
 
-    def __init__(self, loop: VirtualLoop, random: Random, folder: Path, num_devices: int, causal: bool) -> None:
+    def __init__(
+        self, loop: VirtualLoop, random: Random, folder: Path, num_devices: int, causal: bool, step_seconds: float
+    ) -> None:
         self.loop = loop
         self.random = random
         self.history = History()
@@ -81,6 +84,7 @@ class Home:
         self.serving: dict[str, Process] = {}
         self.services: dict[str, Service] = {}
         self._causal = causal
+        self._step_seconds = step_seconds
         for name in (*self.devices, *self.coordinators):
             self._add_host(name)
 
@@ -88,6 +92,7 @@ class Home:
         host = self.network.add_host(name)
         host.variables["network"] = self.network
         host.variables["history"] = self.history
+        host.variables["step seconds"] = self._step_seconds
         return host
 
     def note(self, line: str) -> None:
@@ -113,7 +118,8 @@ class Home:
     def start_coordinator(self, name: str, restart: bool = False) -> None:
         host = self.network.hosts[name]
         process = self.serving[name] = self.network.start_process(host, "coordinator")
-        process.run(self._run_coordinator(host, restart))
+        running = process.run(self._run_coordinator(host, restart))
+        running.add_done_callback(lambda _: self._coordinator_ended(name, running))
 
     async def _run_coordinator(self, host: Host, restart: bool) -> None:
         await asyncio.sleep(COORDINATOR_START_SECONDS)
@@ -128,6 +134,18 @@ class Home:
         goal = TransformerGoal(model_dir="decoder" if self._causal else "encoder")
         saved = (host.disk.folder / "serving.json").exists()
         await service.run(None if restart and saved else goal)
+
+    def _coordinator_ended(self, name: str, running: asyncio.Task[None]) -> None:
+        """systemd starts a program again that has failed."""
+        process = self.serving[name]
+        if not running.cancelled() and (error := running.exception()) is not None:
+            self.note(f"{name}: the coordinator ended with {error!r}")
+            process.kill(1)
+            self.loop.call_in(None, RESTART_SECONDS, self._restart_coordinator, name)
+
+    def _restart_coordinator(self, name: str) -> None:
+        if not self.serving[name].alive:
+            self.start_coordinator(name, restart=True)
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 

@@ -100,11 +100,11 @@ class Network:
 
     def cut(self, one: str, other: str) -> None:
         self._cut.add(frozenset((one, other)))
-        self._give_up_silent(lambda: not self.connected(one, other), {one, other})
+        self._give_up_silent({one, other})
 
     def isolate(self, name: str) -> None:
         self._isolated.add(name)
-        self._give_up_silent(lambda: name in self._isolated, {name})
+        self._give_up_silent({name})
 
     def heal(self, one: str, other: str) -> None:
         self._cut.discard(frozenset((one, other)))
@@ -254,17 +254,17 @@ class Network:
     def _tell_broken(self, connection: Connection, end: Socket) -> None:
         self.loop.call_in(end.process, 1e-4, end.broken, connection)
 
-    def _give_up_silent(self, still_silent: Callable[[], bool], names: set[str]) -> None:
-        """Break connections of these hosts at the heartbeats' timeout, if no packet passes until then."""
+    def _give_up_silent(self, names: set[str]) -> None:
+        """Break the connections of these hosts, if the link is still cut at the heartbeats' timeout."""
 
-        def check(connection: Connection) -> None:
-            if connection in self.connections and still_silent():
+        def check(connection: Connection, ends: set[str]) -> None:
+            if connection in self.connections and not self.connected(*sorted(ends)):
                 self.break_connection(connection)
 
         for connection in list(self.connections):
             ends = {connection.client.host.name, connection.server.host.name}
-            if ends & names and len(ends) > 1:
-                self.loop.call_in(None, self.random.uniform(*HEARTBEAT_LOSS_SECONDS), check, connection)
+            if names <= ends and len(ends) > 1:
+                self.loop.call_in(None, self.random.uniform(*HEARTBEAT_LOSS_SECONDS), check, connection, ends)
 
     # ---- processes ------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,8 @@ class _Run:
         self.home = home
         self.schedule = schedule
         self.violations: list[tuple[str, str]] = []
-        self._revoked = asyncio.Event()
+        self._revoking = False  # whether the revocation was sent
+        self._revoked = asyncio.Event()  # and whether it was answered
 
     def violated(self, invariant: str, text: str) -> None:
         self.violations.append((invariant, text))
@@ -138,13 +139,14 @@ class _Run:
             answer.result = "correct" if found == expected else "wrong"
             answer.detail = "" if found == expected else f"{found} instead of {expected}"
         answer.ended = loop.time()
-        if revoked_before or (self._revoked.is_set() and call.client == "p1" and answer.result == "AppRevoked"):
+        if revoked_before or (self._revoking and call.client == "p1" and answer.result == "AppRevoked"):
             answer.deserved = "AppRevoked"
         self.home.note(f"{call.client}'s call {call.number}: {answer.result} {answer.detail}")
 
     async def _revoke(self, at: float) -> None:
         home = await self._connected(HOME)
         await asyncio.sleep(max(at - asyncio.get_running_loop().time(), 0.0))
+        self._revoking = True
         while True:
             try:
                 await home.revoke_app("p1", timeout_seconds=REQUEST_SECONDS)
@@ -212,6 +214,10 @@ class _Run:
                 await asyncio.sleep(fault.seconds)
                 if not home.serving["c0"].alive:
                     home.start_coordinator("c0", restart=True)
+            case "hang worker":
+                for worker in workers:
+                    if "worker" in worker.variables:
+                        worker.variables["worker"].hangs = True
             case "stop coordinator":
                 await self._pause([home.serving["c0"]], fault.seconds)
         home.note(f"END OF {fault}")
@@ -312,7 +318,7 @@ def run_seed(seed: int) -> Outcome:
 
 def run_schedule(schedule: Schedule) -> Outcome:
     with simulated(schedule.seed) as (loop, random, folder):
-        home = Home(loop, random, folder, schedule.num_devices, schedule.causal)
+        home = Home(loop, random, folder, schedule.num_devices, schedule.causal, schedule.step_seconds)
         run = _Run(home, schedule)
         handler = _ErrorLog(run)
         logging.root.addHandler(handler)

@@ -8,18 +8,19 @@ from typing import Literal
 
 FaultKind = Literal[
     "kill worker", "stop worker", "kill agent", "stop agent", "stop host", "power cut", "cut", "isolate", "reset", "slow link",
-    "disk full", "disk read-only", "disk failing", "rot", "kill coordinator", "stop coordinator",
+    "disk full", "disk read-only", "disk failing", "rot", "kill coordinator", "stop coordinator", "hang worker",
 ]  # fmt: skip
 
 # How often each fault occurs, relative to the others.
 WEIGHTS: dict[FaultKind, float] = {
     "kill worker": 3, "stop worker": 2, "kill agent": 2, "stop agent": 2, "stop host": 2, "power cut": 1, "cut": 3,
     "isolate": 2, "reset": 2, "slow link": 1, "disk full": 1, "disk read-only": 0.5, "disk failing": 0.5, "rot": 1,
-    "kill coordinator": 1, "stop coordinator": 1,
+    "kill coordinator": 1.5, "stop coordinator": 1, "hang worker": 0.5,
 }  # fmt: skip
 
 FIRST_FAULT_SECONDS = 3.0  # the home serves by then, if nothing goes wrong
 FAULTS_END_SECONDS = 12.0  # from here on nothing goes wrong
+LAST_FAULT_SECONDS = FAULTS_END_SECONDS - 2.0
 REQUEST_SECONDS = 100.0  # deadline of a call: ample
 MAX_DEVICES = 5
 
@@ -59,6 +60,7 @@ class Schedule:
     causal: bool
     calls: tuple[Call, ...]
     faults: tuple[Fault, ...]
+    step_seconds: float  # compute time of one step
     revoke_at: float | None  # when the app of the client `p1` is revoked
     thorough: bool  # whether to wait until all devices are in use again, which takes minutes of virtual time
 
@@ -73,7 +75,8 @@ class Schedule:
     def __str__(self) -> str:
         kind = "decoder" if self.causal else "encoder"
         revoked = f", p1 revoked at {self.revoke_at:.2f} s" if self.revoke_at is not None else ""
-        lines = [f"seed {self.seed}: {self.num_devices} devices, {kind}, {len(self.calls)} calls{revoked}"]
+        steps = f"{kind} with steps of {self.step_seconds:g} s"
+        lines = [f"seed {self.seed}: {self.num_devices} devices, {steps}, {len(self.calls)} calls{revoked}"]
         return "\n".join([*lines, *(f"  {fault}" for fault in self.faults)])
 
 
@@ -84,23 +87,29 @@ def generate(seed: int) -> Schedule:
     causal = random.random() < 0.5
     devices = [f"d{number}" for number in range(num_devices)]
     clients = ["p0", "p1"][: random.choice((1, 2))]
-    faults = sorted(
-        (_fault(random, devices, clients) for _ in range(random.choice((0, 1, 1, 1, 2, 2, 3, 4)))),
-        key=lambda fault: fault.at,
-    )
+    faults: list[Fault] = []
+    for _ in range(random.choice((0, 1, 1, 1, 2, 2, 3, 4))):
+        # Half of the further faults hit the recovery from another one.
+        near = random.choice(faults).at if faults and random.random() < 0.5 else None
+        faults.append(_fault(random, devices, clients, near))
+    faults.sort(key=lambda fault: fault.at)
     calls = []
     for client in clients:
         times = sorted(random.uniform(2.0, FAULTS_END_SECONDS) for _ in range(random.randint(2, 6)))
         for number, at in enumerate(times):
-            length = random.choice((1, 4, 20)) if causal else random.randint(1, 12)
+            length = random.choice((1, 4, 15)) if causal else random.randint(1, 12)
             calls.append(Call(at, client, number, length, random.randrange(1, 900)))
     revoke_at = random.uniform(3.0, 11.0) if "p1" in clients and random.random() < 0.2 else None
-    return Schedule(seed, num_devices, causal, tuple(calls), tuple(faults), revoke_at, random.random() < 0.05)
+    step_seconds = random.choice((0.004, 0.05, 0.15) if causal else (0.004, 0.1, 0.6))
+    thorough = random.random() < 0.05
+    return Schedule(seed, num_devices, causal, tuple(calls), tuple(faults), step_seconds, revoke_at, thorough)
 
 
-def _fault(random: Random, devices: list[str], clients: list[str]) -> Fault:
+def _fault(random: Random, devices: list[str], clients: list[str], near: float | None) -> Fault:
     kind = random.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-    at = random.uniform(FIRST_FAULT_SECONDS, FAULTS_END_SECONDS - 2)
+    at = random.uniform(FIRST_FAULT_SECONDS, LAST_FAULT_SECONDS)
+    if near is not None:
+        at = min(near + random.uniform(0.0, 2.5), LAST_FAULT_SECONDS)
     seconds = min(random.choice((0.3, 1.0, 2.5, 5.0, 9.0)) * random.uniform(0.7, 1.3), FAULTS_END_SECONDS - at)
     host, other = random.choice(devices), ""
     if kind in ("cut", "reset", "slow link"):
@@ -108,7 +117,7 @@ def _fault(random: Random, devices: list[str], clients: list[str]) -> Fault:
     elif kind == "isolate":
         host = random.choice(["c0", *devices, *clients])
     elif kind.startswith("disk"):
-        host = random.choice(devices)
+        host = random.choice(["c0", *devices])
     elif kind.endswith("coordinator"):
         host = "c0"
     return Fault(at, kind, host, other, seconds)

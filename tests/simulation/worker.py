@@ -19,11 +19,11 @@ from simulation.network import Context, Network
 from agent.daemon.liveness import ProcessSample
 from hearth.errors import BadRequest, ChunkCorrupt, HearthError, StepFailed
 from hearth.plan.geometry import rows_per_rank, spans
+from hearth.protocol import hung_step_seconds
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_array, unpack_arrays
 
 START_SECONDS = (0.2, 1.5)  # from the start of the process until it answers: it imports torch
-STEP_SECONDS = 0.004  # compute time of one rank in one step
 
 
 @dataclass
@@ -51,6 +51,10 @@ class Worker:
         self._following: set[asyncio.Task[None]] = set()
         self._stream_step = 0
         self.port = 0
+        self.hangs = False  # whether its main thread computes without end
+        self._step_seconds: float = process.host.variables["step seconds"]
+        self._running: tuple[int, float, float] | None = None  # a step, when it began, and the timeout of its waits
+        process.variables["worker"] = self
 
     @property
     def load(self) -> wire.Load:
@@ -102,7 +106,7 @@ class Worker:
                 await self._answer(request, wire.Done())
             case wire.ReportProgress():
                 while True:
-                    await self._answer(request, wire.WorkerProgress())
+                    await self._answer(request, self._progress())
                     await asyncio.sleep(message.interval_seconds)
             case _:
                 raise BadRequest(reason=f"a worker does not accept {type(message).__name__}")
@@ -134,6 +138,15 @@ class Worker:
         await asyncio.sleep(self.network.random.uniform(0.02, 0.2))
         return wire.WorkerBound(port=self.port, public_key="0" * 40, num_bytes_loaded=sum(map(len, contents)))
 
+    def _progress(self) -> wire.WorkerProgress:
+        if self._running is None:
+            return wire.WorkerProgress()
+        step, began, timeout_seconds = self._running
+        seconds = asyncio.get_running_loop().time() - began
+        return wire.WorkerProgress(
+            step=step, step_seconds=seconds, busy_seconds=seconds, limit_seconds=hung_step_seconds(timeout_seconds)
+        )
+
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     async def _run(self, message: wire.Run, payload: Sequence[bytes]) -> tuple[wire.RunDone, np.ndarray[Any, Any]]:
@@ -152,12 +165,16 @@ class Worker:
     def _done(self, name: str, began: float) -> wire.RunDone:
         return wire.RunDone(
             names=(name,), began_seconds=began, ended_seconds=asyncio.get_running_loop().time(),
-            compute_seconds=(STEP_SECONDS,), wire=wire.WireStats(), dropped_messages=0,
+            compute_seconds=(self._step_seconds,), wire=wire.WireStats(), dropped_messages=0,
         )  # fmt: skip
 
     async def _exchange(self, epoch: int, step: int, timeout_seconds: float, holder: str, began: float) -> int:
         """Compute one step with all other ranks; returns the checksum of all weights. Raises StepFailed."""
-        await asyncio.sleep(STEP_SECONDS)
+        self._running = (step, began, timeout_seconds)
+        await asyncio.sleep(self._step_seconds)
+        while self.hangs:
+            await asyncio.sleep(1.0)
+        self._running = None
         ranks = self.load.plan.num_ranks
         for rank in self._peers:
             self._send_tile(rank, epoch, step, self._weights)
