@@ -325,7 +325,10 @@ def run_schedule(schedule: Schedule) -> Outcome:
 
         def task_failed(_: Any, context: dict[str, Any]) -> None:
             if "destroyed" not in context["message"]:
-                run.violated("no unexpected exception", f"{context['message']}: {context.get('exception')!r}")
+                run.violated(
+                    "no unexpected exception",
+                    f"{context['message']}: {context.get('exception')!r} in {context.get('future')!r}",
+                )
 
         loop.set_exception_handler(task_failed)
         try:
