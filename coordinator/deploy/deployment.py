@@ -271,9 +271,12 @@ class Deployment:
                     for device in self.plan.devices
                     if self._is_reachable(device.device_id)
                 ]
-            if waited_for := [*aborts] if is_known else [*tasks, *aborts]:
-                await asyncio.wait(waited_for, timeout=_ROOT_CAUSE_WAIT_SECONDS)
-        await cancel_all([*tasks, *aborts])
+            try:
+                if waited_for := [*aborts] if is_known else [*tasks, *aborts]:
+                    await asyncio.wait(waited_for, timeout=_ROOT_CAUSE_WAIT_SECONDS)
+            finally:  # also if the caller is cancelled meanwhile
+                await cancel_all(aborts)
+        await cancel_all(tasks)
         errors = [*([self.failure] if self.failure else []), *_task_errors(tasks), *_task_errors(aborts)]
         return min(errors, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
 

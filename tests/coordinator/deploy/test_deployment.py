@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import pytest
 from support.fleets import TransformerFleet
 from support.plans import BERT_LARGE, make_plan
 
 from coordinator.deploy.deployment import Deployment
-from hearth.wire.messages import Unload
+from hearth.errors import StepFailed
+from hearth.wire.messages import Abort, Message, Unload
+from hearth.wire.rpc import Reply
 
 
 def test_close_skips_devices_that_this_coordinator_has_never_met() -> None:
@@ -21,3 +25,28 @@ def test_close_skips_devices_that_this_coordinator_has_never_met() -> None:
         return [device for device, message in fleet.asked if isinstance(message, Unload)]
 
     assert asyncio.run(close()) == ["a"]
+
+
+def test_a_cancelled_step_leaves_no_abort_running() -> None:
+    class SlowToAbort(TransformerFleet):
+        async def call(self, device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
+            if isinstance(message, Abort):
+                await asyncio.sleep(60)
+            return await super().call(device_id, message, *arguments, **options)
+
+    async def fail() -> None:
+        raise StepFailed(device="a", reason="a tile is missing")
+
+    async def cancel_a_failing_step() -> None:
+        plan = make_plan(BERT_LARGE, "local", [1.0])
+        device = plan.devices[0].model_copy(update={"device_id": "a"})
+        deployment = Deployment(SlowToAbort("a"), plan.model_copy(update={"devices": (device,)}))
+        abort = Abort(**deployment.command_fields, reason="")
+        step = asyncio.create_task(deployment.gather_or_abort([fail()], abort))
+        await asyncio.sleep(0.05)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(cancel_a_failing_step())
