@@ -226,8 +226,13 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
             self.num_callbacks += 1
             try:
                 context.run(handle._callback, *handle._args)
-            except (SystemExit, KeyboardInterrupt):
+            except KeyboardInterrupt:
                 raise
+            except SystemExit as error:
+                if process is None:
+                    raise
+                process.kill(1)
+                self.call_exception_handler({"message": f"{process} exited", "exception": error})
             except BaseException as error:
                 self.call_exception_handler({"message": f"exception in {handle}", "exception": error})
 

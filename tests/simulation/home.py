@@ -197,8 +197,6 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (main, "asyncio_gatekeeper", Gatekeeper),
         (service, "asyncio_gatekeeper", Gatekeeper),
         (main, "load_credential", lambda path: HOME),
-        (main, "derive_keypair", _derived),
-        (service, "derive_keypair", _derived),
         (main, "load_identity", _load_identity),
         (main, "GpuReader", _Gpu),
         (main, "TelemetryReader", _Telemetry),
@@ -215,9 +213,10 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (secrets, "token_bytes", lambda num_bytes=16: tokens.randbytes(num_bytes)),
         (secrets, "randbits", tokens.getrandbits),
         *(
-            (module, "write_atomically", disk.write_atomically)
-            for name, module in list(sys.modules.items())
-            if name.partition(".")[0] in ("agent", "coordinator", "hearth") and hasattr(module, "write_atomically")
+            (module, name, stand_in)
+            for title, module in list(sys.modules.items())
+            for name, stand_in in (("write_atomically", disk.write_atomically), ("derive_keypair", _derived))
+            if title.partition(".")[0] in ("agent", "coordinator", "hearth") and hasattr(module, name)
         ),
         (transformer, "open_transformer", model.open_transformer),
         (transformer, "block_cluster", model.block_cluster),
