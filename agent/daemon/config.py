@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from agent.daemon.spawner import SpareMode
 from hearth.platform.discovery import AGENT_PORT
 from hearth.platform.security import default_key_path
 from hearth.platform.settings import read_settings
@@ -44,6 +45,10 @@ class AgentSettings(BaseModel, frozen=True):
     )
     compute_device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="device to compute on: auto, cpu or cuda"
+    )
+    spare_worker: SpareMode = Field(
+        default="auto",
+        description="keep a process that has imported torch, from which workers start at once: auto, on or off",
     )
     advertise: bool = Field(default=True, description="advertise this agent over mDNS")
     log_level: Literal["debug", "info", "warning", "error"] = Field(

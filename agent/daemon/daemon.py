@@ -23,6 +23,7 @@ from agent.daemon.configuration import StoredConfiguration
 from agent.daemon.identity import Identity
 from agent.daemon.lease import Lease, acquire_lease, keeps_worker, require_lease
 from agent.daemon.links import LinkServer, fetch_chunks, measure_link
+from agent.daemon.spawner import Spawner
 from agent.daemon.store import ShardStore
 from agent.daemon.supervisor import WorkerProcess, run_child
 from agent.daemon.telemetry import TelemetryReader
@@ -69,6 +70,7 @@ class AgentDaemon:
         self._leases: dict[str, Lease] = {}  # keyed by deployment, like the following
         self._workers: dict[str, WorkerProcess] = {}
         self._last_epochs: dict[str, int] = {}
+        self.spawner = Spawner(settings.spare_worker, telemetry.has_room)
         self._num_abandoned = 0  # workers that did not end when they were killed
         self._running: dict[str, wire.RunningWorker] = {}  # what another coordinator needs to take a worker over
         self._streams_end: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # when their lease ends
@@ -158,6 +160,7 @@ class AgentDaemon:
 
     async def close(self) -> None:
         await asyncio.gather(*map(self._stop_worker, list(self._workers)))
+        await self.spawner.close()
 
     def _hello(self, message: wire.Hello) -> wire.Message:
         if message.protocol != PROTOCOL_VERSION:
@@ -315,7 +318,7 @@ class AgentDaemon:
         # Hashing takes seconds: meanwhile the lease may have ended, and nobody would stop the worker.
         require_lease(self._leases.get(deployment), self.name, start.load.holder, loop_time())
         self._record_running(start)
-        worker = self._workers[deployment] = WorkerProcess(self._context, self.name)
+        worker = self._workers[deployment] = WorkerProcess(self._context, self.name, self.spawner)
         return await worker.start(start)
 
     def _record_running(self, start: wire.Start) -> None:

@@ -84,6 +84,7 @@ async def run_agent(settings: AgentSettings) -> None:
         log.info("%s is ready on %s, control port %d", settings.name, address, server.port)
         tasks = [
             supervised(daemon.watch_leases(), "the watch of leases"),
+            supervised(daemon.spawner.keep_template(), "the template of workers"),
             supervised(notifier.keep_alive(daemon.status_line), "the watchdog"),
         ]
         await stop.wait()

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import re
-import sys
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
@@ -16,6 +15,7 @@ from typing import Any
 import zmq.asyncio
 
 from agent.daemon.liveness import TICK_SECONDS, Liveness, ProcessSample, parse_process
+from agent.daemon.spawner import ChildProcess, Spawner
 from agent.daemon.worker_state import WorkerEvent, WorkerStateMachine
 from hearth.errors import DeadlineExceeded, HearthError, StepFailed, WorkerDied
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
@@ -38,18 +38,19 @@ _TOKEN_SECONDS = 120.0
 class WorkerProcess:
     """One worker process. After it has died, `failure` is the cause, and every call raises it."""
 
-    def __init__(self, context: zmq.asyncio.Context, device: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, device: str, spawner: Spawner) -> None:
         self.epoch = 0
         self.failure: HearthError | None = None
         self.abandoned = False  # the process did not end when it was killed
         self._device = device
+        self._spawner = spawner
         self._state_machine = WorkerStateMachine()
         self._folder = tempfile.TemporaryDirectory(prefix="hearth-worker-")  # mode 0700: only this user has access
         self._client = RpcClient(
             context, f"ipc://{Path(self._folder.name) / 'worker'}", None, f"the worker on {device}"
         )
-        self._process: asyncio.subprocess.Process | None = None
-        self._spawning: asyncio.Future[asyncio.subprocess.Process] | None = None
+        self._process: ChildProcess | None = None
+        self._spawning: asyncio.Future[ChildProcess] | None = None
         self._loaded: wire.Start | None = None  # the newest request
         self._liveness = Liveness()
         self._tasks: list[asyncio.Task[None]] = []
@@ -90,22 +91,19 @@ class WorkerProcess:
         """Start the process and load the shard or the segments. Raises WorkerDied, DeadlineExceeded, or the worker's error."""
         self._loaded, self.epoch = request, request.load.plan.epoch
         self._transition("start_requested")
-        level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
-        self._spawning = asyncio.ensure_future(
-            asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "agent.worker.main",
-                self._client.endpoint,
-                level,
-                request.store_path,
-                stdin=asyncio.subprocess.DEVNULL,
-            )
+        with_torch = isinstance(request.load.parts, wire.ShardParts)
+        spawning = self._spawning = asyncio.ensure_future(
+            self._spawner.spawn(self._client.endpoint, request.store_path, with_torch)
         )
-        process = await asyncio.shield(self._spawning)  # if the caller is cancelled meanwhile, `stop` ends the process
-        if self.state == "stopped":
+        await asyncio.wait({spawning})  # if the caller is cancelled meanwhile, `stop` ends the process
+        if spawning.cancelled() or self.state == "stopped":
             raise WorkerDied(device=self._device, reason="it was stopped")
-        self._process = process
+        try:
+            process = self._process = spawning.result()
+        except OSError as error:
+            failure = WorkerDied(device=self._device, reason=f"it could not be started: {error}")
+            self._fail(failure)
+            raise failure from None
         self._transition("spawned")
         self._tasks = [
             asyncio.create_task(each) for each in (self._watch_exit(process), self._listen(), self._watch_life(process))
@@ -178,13 +176,14 @@ class WorkerProcess:
         self._transition("stopped")
         self._client.fail(WorkerDied(device=self._device, reason="it was stopped"))
         if self._spawning is not None:
-            with suppress(OSError):  # the process could not be started; `start` raises the error
-                await self._end(await asyncio.shield(self._spawning), kill_at_once=has_failed)
+            await cancel_all([self._spawning])  # no effect if the process has been started
+            if not self._spawning.cancelled() and self._spawning.exception() is None:
+                await self._end(self._spawning.result(), kill_at_once=has_failed)
         await cancel_all(self._tasks)
         await self._client.close()
         self._folder.cleanup()
 
-    async def _end(self, process: asyncio.subprocess.Process, kill_at_once: bool) -> None:
+    async def _end(self, process: ChildProcess, kill_at_once: bool) -> None:
         """End the process. One that does not end is abandoned: it keeps its memory and its data port."""
         if process.returncode is None and not kill_at_once:
             process.terminate()
@@ -202,7 +201,7 @@ class WorkerProcess:
                     process.pid, _KILL_SECONDS,
                 )  # fmt: skip
 
-    async def _watch_exit(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch_exit(self, process: ChildProcess) -> None:
         code = await process.wait()
         if self.state != "stopped":
             self._fail(WorkerDied(device=self._device, reason=describe_exit(code)))
@@ -217,7 +216,7 @@ class WorkerProcess:
                     sign = wire.expect_message(reply.message, wire.WorkerProgress, "a worker")
                     self._liveness = self._liveness.after_sign(sign)
 
-    async def _watch_life(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch_life(self, process: ChildProcess) -> None:
         """Kill the process if it hangs."""
         ticked = loop_time()
         while self.state not in ("failed", "stopped"):

@@ -56,6 +56,10 @@ class TelemetryReader:
             python_version=platform.python_version(),
         )
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether that much main memory is free, without the reserve for the rest of the system."""
+        return num_bytes <= memory_budget(*memory(self._root), None, None)
+
     def _memory_percent(self) -> float | None:
         """The memory limit in per cent. `percent` also limits memory unless a memory limit is set."""
         explicit_limit = self._settings.memory_bytes or self._settings.memory_percent

@@ -1,4 +1,4 @@
-"""The worker process: `python -m agent.worker.main SOCKET LOG_LEVEL STORE`, started by the daemon, one per deployment.
+"""The worker process, one per deployment: `python -m agent.worker.main SOCKET LOG_LEVEL STORE`, or a fork of a template.
 
 Two threads: the control thread exchanges messages with the daemon; the main thread loads, connects and computes. A deployment
 may change its plan: the same process then loads its rank of the new plan, and keeps what both plans need. The worker ends when
@@ -120,9 +120,8 @@ def _not_ready(message: Message) -> StepFailed:
     return StepFailed(device="this device", reason=f"it is not ready for {type(message).__name__}")
 
 
-def _set_up_process(endpoint: str, log_level: str, store: str) -> None:
-    """Set up the process: end with the daemon, ignore Ctrl-C, raise the OOM score, configure logging, confine its files."""
-    _die_with_parent()
+def set_up_process(endpoint: str, log_level: str, store: str) -> None:
+    """Set up a worker's process: ignore Ctrl-C, raise the OOM score, configure logging, confine its files."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon stops its workers itself
     logging.basicConfig(level=log_level, format="%(name)s %(levelname)s %(message)s")
     try:
@@ -135,9 +134,8 @@ def _set_up_process(endpoint: str, log_level: str, store: str) -> None:
     sandbox.confine(readable=(), writable=(Path(store), folder, compiled_kernels))
 
 
-def _die_with_parent() -> None:
-    """Have Linux send SIGKILL when the parent dies. If it has died already, exit at once."""
-    parent = os.getppid()
+def die_with_parent(parent: int) -> None:
+    """Have Linux send SIGKILL when the parent dies. If that is no longer the process `parent`, exit at once."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -145,5 +143,6 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    _set_up_process(*sys.argv[1:])
+    die_with_parent(os.getppid())
+    set_up_process(*sys.argv[1:])
     Worker(sys.argv[1]).run()

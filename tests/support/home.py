@@ -102,7 +102,7 @@ class TestHome:
 
     def worker_pid(self, agent: str) -> int | None:
         """The worker process of an agent, or None."""
-        for child in psutil.Process(self.pid(agent)).children():
+        for child in psutil.Process(self.pid(agent)).children(recursive=True):
             try:
                 if "agent.worker.main" in child.cmdline():
                     return child.pid

@@ -118,6 +118,9 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.Unload(holder="c", epoch=3),
     m.ReportProgress(interval_seconds=0.5),
+    m.ForkWorker(endpoint="ipc:///tmp/hearth-worker-1/worker", log_level="INFO", store="/var/cache/hearth-agent"),
+    m.WorkerForked(pid=4711),
+    m.WorkerExited(pid=4711, code=-9),
     m.WorkerProgress(step=9, step_seconds=0.25, busy_seconds=0.125, limit_seconds=15.0),
     m.Start(
         load=_LOAD, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,

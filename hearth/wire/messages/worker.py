@@ -282,6 +282,27 @@ class WorkerProgress(Message):
     limit_seconds: Annotated[float, Field(ge=0)] = 0.0  # the worker counts as hung once `busy_seconds` is that long
 
 
+class ForkWorker(Message):
+    """Ask the template of workers for a new worker process. The answer is `WorkerForked`, with the process's pidfd."""
+
+    endpoint: Name  # of the worker's private socket
+    log_level: Name
+    store: Text  # folder of the chunks
+
+
+class WorkerForked(Message):
+    """The template has forked a worker."""
+
+    pid: Annotated[int, Field(gt=0)]
+
+
+class WorkerExited(Message):
+    """A forked worker has ended, with this exit status; negative: the signal that killed it."""
+
+    pid: Annotated[int, Field(gt=0)]
+    code: int
+
+
 class StartProfile(Message):
     """The settings of a profiler process. The answer is `Profiled` or `Failed`."""
 

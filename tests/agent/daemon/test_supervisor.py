@@ -16,13 +16,15 @@ import pytest
 
 pytest.importorskip("psutil")
 
+import psutil
 import zmq
 import zmq.asyncio
 from support.contexts import zmq_context
 from support.messages import EXAMPLES
-from support.waiting import until
+from support.waiting import let_tasks_run, until
 
 from agent.daemon import supervisor
+from agent.daemon.spawner import Spawner
 from agent.daemon.supervisor import WorkerProcess
 from hearth.errors import (
     DeadlineExceeded,
@@ -84,6 +86,7 @@ class ScriptedWorker:
             await self._socket.send_multipart([request_id, encode(message)])
 
 
+NEVER_FORK = Spawner("off", lambda num_bytes: True)
 START = next(message for message in EXAMPLES if isinstance(message, Start))
 Scenario = Callable[[WorkerProcess, ScriptedWorker], Awaitable[None]]
 WithWorker = Callable[[Scenario], None]
@@ -94,7 +97,7 @@ async def scripted_worker(folder: Path) -> AsyncIterator[tuple[WorkerProcess, Sc
     """A worker process in state ready. The process only writes its endpoint to a file; the test answers there."""
     endpoint = folder / "endpoint"
     with zmq_context() as context:
-        process = WorkerProcess(context, "kitchen")
+        process = WorkerProcess(context, "kitchen", NEVER_FORK)
         try:
             starting = asyncio.create_task(process.start(START))
             await until("the process", endpoint.exists)
@@ -242,31 +245,23 @@ def test_status_names_the_step_that_the_worker_computes(with_worker: WithWorker)
     with_worker(scenario)
 
 
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 3, 5, 8, 13])
 def test_stop_while_the_process_is_being_started_leaves_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spawned: list[asyncio.subprocess.Process] = []
-    spawn = asyncio.create_subprocess_exec
-
-    async def slow_spawn(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
-        process = await spawn("sleep", "600")
-        spawned.append(process)
-        await asyncio.sleep(0.2)
-        return process
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow_spawn)
+    """`stop` comes after a few turns of the event loop: before, during and after the creation of the process."""
 
     async def main() -> None:
         with zmq_context() as context:
-            process = WorkerProcess(context, "kitchen")
+            process = WorkerProcess(context, "kitchen", NEVER_FORK)
             starting = asyncio.create_task(process.start(START))
-            await until("the process", lambda: bool(spawned))
+            await let_tasks_run(1 + num_turns)
             await asyncio.wait_for(process.stop(), 20)
             with pytest.raises(WorkerDied, match="it was stopped"):
                 await asyncio.wait_for(starting, 1)
-            assert spawned[0].returncode is not None
 
     asyncio.run(main())
+    assert psutil.Process().children() == []
 
 
 def test_process_that_does_not_end_when_killed_is_abandoned(
@@ -312,7 +307,7 @@ def test_worker_that_exits_at_start_is_reported_immediately(monkeypatch: pytest.
 
     async def main() -> None:
         with zmq_context() as context:
-            process = WorkerProcess(context, "kitchen")
+            process = WorkerProcess(context, "kitchen", NEVER_FORK)
             with pytest.raises(WorkerDied, match="exited with code 1"):
                 await asyncio.wait_for(process.start(START), 20)
             assert process.state == "failed"

@@ -1,0 +1,290 @@
+"""Starts worker processes: forked from a template that has imported the libraries if there is one, else from scratch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Literal, Protocol, TypeAlias
+
+from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
+from hearth.protocol import WORKER_LOAD_SECONDS
+from hearth.wire.messages import Done, ForkWorker, WorkerExited, WorkerForked, decode, encode
+
+log = logging.getLogger(__name__)
+
+SpareMode: TypeAlias = Literal["auto", "on", "off"]
+
+# Memory that must be free to start a template: it shares its 160 MB with the worker that it forks, except for page tables and
+# for the few pages that the worker writes to.
+_ROOM_BYTES = 64 << 20
+_FORK_SECONDS = 2.0  # a fork takes milliseconds; later than this, the template hangs, and a new process is quicker
+_EXIT_CODE_SECONDS = 0.5  # after the end of a process, for its exit status to arrive from the template
+_RETRY_SECONDS = 60.0  # between two starts of a template: one that ends again and again takes little processor time
+_IDLE_SECONDS = 600.0  # after the last worker has ended, until the template ends: plans are replaced in seconds
+_IDLE_CHECK_SECONDS = 10.0  # interval of the checks for that
+_MAX_MESSAGE_BYTES = 4096
+
+
+class ChildProcess(Protocol):
+    """A worker process; `asyncio.subprocess.Process` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    async def wait(self) -> int:
+        """Wait for the end and return the exit status."""
+
+
+class Spawner:
+    """Starts workers. `has_room(num_bytes)` tells whether that much memory is free.
+
+    In the mode `auto`, the template starts with the first worker that needs torch, which is forked from it as well, and ends
+    when no worker has been forked from it for a while.
+    """
+
+    def __init__(self, mode: SpareMode, has_room: Callable[[int], bool]) -> None:
+        self._mode = mode
+        self._has_room = has_room
+        self._template: _Template | None = None
+        self._retired: list[_Template] = []  # they fork no more; their workers would end with them
+        self._next_start = 0.0  # the template does not start before; event loop's clock
+        self._wanted = mode == "on"
+
+    async def spawn(self, endpoint: str, store: str, with_torch: bool) -> ChildProcess:
+        """Start a worker with its private socket at `endpoint`, which may use the folder `store`.
+
+        If cancelled, no process is left. Raises OSError.
+        """
+        request = ForkWorker(endpoint=endpoint, log_level=_log_level(), store=store)
+        if with_torch:
+            self._wanted = True
+            if (template := self._running_template()) is not None:
+                try:
+                    return await template.fork(request)
+                except (OSError, asyncio.TimeoutError) as error:
+                    log.warning("the template of workers did not fork (%r): starting a new process", error)
+                    await self._retire(template)
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "agent.worker.main", endpoint, request.log_level, store,
+            stdin=asyncio.subprocess.DEVNULL, env=worker_environment(os.environ),
+        )  # fmt: skip
+
+    async def keep_template(self) -> None:
+        """Start the template again after it has ended, and end it when it is idle, until cancelled."""
+        busy = loop_time()
+        while True:
+            template = self._running_template() if self._wanted else None
+            now = loop_time()
+            if self._mode == "on" or template is None or template.num_workers:
+                busy = now
+            elif now - busy >= _IDLE_SECONDS:
+                self._wanted = False
+                await self._retire(template)
+            for retired in list(self._retired):
+                if not await retired.close_if_idle():
+                    self._retired.remove(retired)
+            await asyncio.sleep(_IDLE_CHECK_SECONDS)
+
+    async def close(self) -> None:
+        """End the template, and with it the workers that are left."""
+        for template in (self._template, *self._retired):
+            if template is not None:
+                await template.close()
+
+    def _running_template(self) -> _Template | None:
+        """The template, which may still be starting, or None if there is none and none can be started now."""
+        if self._template is not None and self._template.ended.is_set():
+            self._retired.append(self._template)
+            self._template = None
+        now = loop_time()
+        can_fork = self._mode != "off" and hasattr(os, "pidfd_open")  # Linux 5.3 or later
+        if self._template is None and can_fork and now >= self._next_start and self._has_room(_ROOM_BYTES):
+            self._next_start = now + _RETRY_SECONDS
+            self._template = _Template()
+        return self._template
+
+    async def _retire(self, template: _Template) -> None:
+        if self._template is template:
+            self._template = None
+            if await template.close_if_idle():
+                self._retired.append(template)
+
+
+class _Template:
+    """The daemon's end of one `agent.worker.template` process, which starts at once."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self._channel: socket.socket | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._ready = asyncio.Event()  # it can fork, or it has ended
+        self._lock = asyncio.Lock()  # one fork at a time: answers have the order of requests
+        self._forked: asyncio.Future[ForkedProcess] | None = None
+        self._workers: dict[int, ForkedProcess] = {}
+        self._starting = asyncio.create_task(self._start())
+
+    @property
+    def num_workers(self) -> int:
+        """Number of its workers that have not ended."""
+        return sum(worker.returncode is None for worker in self._workers.values())
+
+    async def fork(self, request: ForkWorker) -> ForkedProcess:
+        """Fork a worker, once the template has started. Raises OSError, asyncio.TimeoutError."""
+        async with self._lock:
+            await with_timeout(WORKER_LOAD_SECONDS, self._ready.wait())
+            if self._channel is None or self.ended.is_set():
+                raise OSError("the template has ended")
+            forked = self._forked = asyncio.get_running_loop().create_future()
+            self._channel.send(encode(request))
+            try:
+                return await with_timeout(_FORK_SECONDS, forked)
+            except BaseException:
+                if forked.done() and not forked.cancelled() and forked.exception() is None:
+                    forked.result().kill()  # the caller was cancelled at this very moment
+                raise
+            finally:
+                self._forked = None
+
+    async def close_if_idle(self) -> bool:
+        """Close it if it has no workers. Returns whether it has some."""
+        if self.num_workers:
+            return True
+        await self.close()
+        return False
+
+    async def close(self) -> None:
+        """End the process and its workers."""
+        await cancel_all([self._starting])
+        self._has_ended()
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            with suppress(asyncio.TimeoutError):
+                await with_timeout(_FORK_SECONDS, self._process.wait())
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self._channel = ours
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "agent.worker.template", str(theirs.fileno()), _log_level(),
+                stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=template_environment(os.environ),
+            )  # fmt: skip
+            asyncio.get_running_loop().add_reader(ours, self._receive)
+        except OSError as error:
+            log.warning("the template of workers did not start: %s", error)
+            self._has_ended()
+        finally:
+            theirs.close()
+
+    def _has_ended(self) -> None:
+        """Fail the fork that is waited for, and all later ones."""
+        self.ended.set()
+        self._ready.set()
+        if self._channel is not None:
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._channel.close()
+            self._channel = None
+        if self._forked is not None and not self._forked.done():
+            self._forked.set_exception(OSError("the template has ended"))
+
+    def _receive(self) -> None:
+        assert self._channel is not None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._channel, _MAX_MESSAGE_BYTES, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            log.warning("the template of workers has ended")
+            self._has_ended()
+            return
+        match decode(data):
+            case Done():
+                self._ready.set()
+            case WorkerForked(pid=pid):
+                self._add_worker(ForkedProcess(pid, descriptors[0]))
+            case WorkerExited(pid=pid, code=code):
+                if (worker := self._workers.pop(pid, None)) is not None:
+                    worker.exited(code)
+
+    def _add_worker(self, worker: ForkedProcess) -> None:
+        self._workers[worker.pid] = worker
+        if self._forked is not None and not self._forked.done():
+            self._forked.set_result(worker)
+        else:
+            worker.kill()  # nobody waits for it any more
+
+
+class ForkedProcess:
+    """A worker that a template has forked: its parent is not this process. Signals go through its pidfd, never to another."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+        self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().add_reader(pidfd, self._process_ended)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._code.result() if self._code.done() else None
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._code)
+
+    def exited(self, code: int) -> None:
+        """The template reports the exit status."""
+        if not self._code.done():
+            self._code.set_result(code)
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+
+    def _process_ended(self) -> None:
+        """The kernel reports the end. If the template has ended as well, it has killed the worker, and reports nothing."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._pidfd)
+        loop.call_later(_EXIT_CODE_SECONDS, self.exited, -signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self._code.done():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+
+def _log_level() -> str:
+    return str(logging.getLevelName(logging.getLogger().getEffectiveLevel()))
+
+
+def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a worker: without the daemon's settings, in particular where the home key is."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith("HEARTH_") and name not in ("CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "WATCHDOG_USEC")
+    }
+
+
+def template_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """As `worker_environment`; numpy's BLAS starts no threads, which a fork would lose. Workers compute with torch."""
+    return worker_environment(environ) | {"OPENBLAS_NUM_THREADS": "1"}

@@ -1,0 +1,120 @@
+"""A process that has imported the worker's libraries and forks a worker on request: `python -m agent.worker.template FD LEVEL`.
+
+Importing torch takes seconds, on a Raspberry Pi about 20; a fork takes milliseconds and shares the libraries' memory. FD is a
+socket to the daemon (SOCK_SEQPACKET, one message each). The template sends `Done` once it can fork. It has one thread, no
+ZeroMQ context and no CUDA context, because none of these survives a fork. Workers end with the template, which ends with the
+daemon.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from agent.worker.main import Worker, die_with_parent, set_up_process
+from hearth.wire.messages import Done, ForkWorker, Message, WorkerExited, WorkerForked, decode, encode
+
+log = logging.getLogger("hearth.worker")
+
+_MAX_REQUEST_BYTES = 1 << 14  # two paths and a log level
+_ARGUMENTS_FIELD = (
+    45  # of /proc/self/stat after the command's name: begin and end of the arguments in memory; see proc(5)
+)
+
+
+class Template:
+    """Forks workers, and reports their exit."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._children: dict[int, int] = {}  # by pidfd: pid
+
+    def run(self) -> None:
+        """Serve requests until the daemon closes the channel."""
+        _import_libraries()
+        gc.collect()
+        gc.freeze()  # a collection in a worker then writes to none of the shared pages
+        if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
+            log.warning("%d threads run before a fork: a library has started some of them", num_threads)
+        self._send(Done())
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor != self._channel.fileno():
+                    poll.unregister(descriptor)
+                    self._report_exit(descriptor)
+                elif data := self._channel.recv(_MAX_REQUEST_BYTES):
+                    request = decode(data)
+                    assert isinstance(request, ForkWorker)
+                    poll.register(self._fork(request), select.POLLIN)
+                else:
+                    return
+
+    def _fork(self, request: ForkWorker) -> int:
+        """Fork a worker. Returns its pidfd, of which the daemon gets a copy."""
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(request, parent)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = pid
+        socket.send_fds(self._channel, [encode(WorkerForked(pid=pid))], [pidfd])
+        return pidfd
+
+    def _become_worker(self, request: ForkWorker, parent: int) -> None:
+        """Run the worker in the child; never returns into the template's loop."""
+        code = 1
+        try:
+            die_with_parent(parent)
+            self._channel.close()
+            for pidfd in self._children:
+                os.close(pidfd)
+            _rename_process()
+            set_up_process(request.endpoint, request.log_level, request.store)
+            Worker(request.endpoint).run()
+            code = 0
+        except BaseException:
+            log.exception("the worker failed")
+        finally:
+            logging.shutdown()
+            os._exit(code)
+
+    def _report_exit(self, pidfd: int) -> None:
+        pid = self._children.pop(pidfd)
+        _, status = os.waitpid(pid, 0)
+        os.close(pidfd)
+        self._send(WorkerExited(pid=pid, code=os.waitstatus_to_exitcode(status)))
+
+    def _send(self, message: Message) -> None:
+        self._channel.send(encode(message))
+
+
+def _import_libraries() -> None:
+    """Import what a transformer's worker imports."""
+    import agent.worker.transformer.runtime  # noqa: F401
+
+
+def _rename_process() -> None:
+    """Show the process as a worker in `ps` and /proc/PID/cmdline, which read its arguments from its memory."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        begin, end = int(fields[_ARGUMENTS_FIELD]), int(fields[_ARGUMENTS_FIELD + 1])
+        arguments = Path("/proc/self/cmdline").read_bytes().replace(b"agent.worker.template", b"agent.worker.main")
+        ctypes.memmove(begin, arguments.ljust(end - begin, b"\0"), end - begin)
+    except (OSError, ValueError, IndexError) as error:
+        log.debug("the process was not renamed: %s", error)
+
+
+if __name__ == "__main__":
+    die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon stops its processes itself
+    logging.basicConfig(level=sys.argv[2], format="%(name)s %(levelname)s %(message)s")
+    Template(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -1,0 +1,158 @@
+"""Workers that are forked from a template. The template imports a stand-in for torch's runtime, which is quick."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("psutil")
+
+import psutil
+from support.contexts import zmq_context
+from support.waiting import until
+
+from agent.daemon import spawner as spawner_module
+from agent.daemon.spawner import ForkedProcess, Spawner, worker_environment
+from hearth.errors import StepFailed
+from hearth.wire.messages import Done, ReportProgress, WorkerProgress
+from hearth.wire.rpc import RpcClient
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux 5.3 or later")
+
+
+@pytest.fixture(autouse=True)
+def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Child processes find an empty module in place of the one that imports torch."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import sys, types\n"
+        "sys.modules['agent.worker.transformer.runtime'] = types.ModuleType('agent.worker.transformer.runtime')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{hook}{os.pathsep}{os.pathsep.join(filter(None, sys.path))}")
+
+
+@asynccontextmanager
+async def running(spawner: Spawner) -> AsyncIterator[Spawner]:
+    try:
+        yield spawner
+    finally:
+        await spawner.close()
+        await until("the end of all processes", lambda: not psutil.Process().children(recursive=True))
+
+
+def test_forked_worker_serves_and_reports_its_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEARTH_KEY", "/secret")
+
+    async def main() -> None:
+        with zmq_context() as context:
+            async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
+                client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
+                process = await spawner.spawn(client.endpoint, str(tmp_path), with_torch=True)
+                assert isinstance(process, ForkedProcess)
+                with pytest.raises(StepFailed, match="not ready for Done"):
+                    await client.call(Done(), timeout_seconds=20)
+                async with aclosing(
+                    client.stream(ReportProgress(interval_seconds=0.01), timeout_seconds=20, last=Done)
+                ) as signs:
+                    assert [(await anext(signs)).message for _ in range(3)] == [WorkerProgress()] * 3
+                seen = psutil.Process(process.pid)
+                assert "agent.worker.main" in seen.cmdline()
+                assert seen.ppid() != os.getpid()
+                assert not {"HEARTH_KEY", "CREDENTIALS_DIRECTORY"} & seen.environ().keys()
+                assert Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() == "500"
+                assert process.returncode is None
+                process.terminate()
+                assert await asyncio.wait_for(process.wait(), 10) == process.returncode == -signal.SIGTERM
+                process.kill()  # no effect on a process that has ended
+                await client.close()
+
+    asyncio.run(main())
+
+
+def test_workers_end_with_the_template_and_the_next_is_a_new_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
+            forked = [
+                await spawner.spawn(f"ipc://{tmp_path / name}", str(tmp_path), with_torch=True) for name in ("a", "b")
+            ]
+            template = psutil.Process(forked[0].pid).parent()
+            template.kill()
+            assert [await asyncio.wait_for(each.wait(), 10) for each in forked] == [-signal.SIGKILL] * 2
+            fresh = await spawner.spawn(f"ipc://{tmp_path / 'c'}", str(tmp_path), with_torch=True)
+            assert psutil.Process(fresh.pid).ppid() == os.getpid()
+            fresh.kill()
+            await fresh.wait()
+
+    asyncio.run(main())
+
+
+def test_template_that_hangs_delays_a_new_process_only_shortly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawner_module, "_FORK_SECONDS", 0.1)
+
+    async def main() -> None:
+        async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
+            monkeypatch.setattr(spawner_module, "_FORK_SECONDS", 5.0)
+            first = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), with_torch=True)
+            monkeypatch.setattr(spawner_module, "_FORK_SECONDS", 0.1)
+            psutil.Process(first.pid).parent().suspend()
+            fresh = await spawner.spawn(f"ipc://{tmp_path / 'b'}", str(tmp_path), with_torch=True)
+            assert psutil.Process(fresh.pid).ppid() == os.getpid()
+            assert first.returncode is None  # its worker goes on
+            first.kill()
+            assert await asyncio.wait_for(first.wait(), 10) == -signal.SIGKILL  # although nobody reports its exit
+            fresh.kill()
+            await fresh.wait()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_room", "with_torch"), [("off", True, True), ("auto", False, True), ("auto", True, False)]
+)
+def test_template_is_not_started_where_it_is_not_wanted(
+    mode: spawner_module.SpareMode, has_room: bool, with_torch: bool, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with running(Spawner(mode, lambda num_bytes: has_room)) as spawner:
+            process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), with_torch)
+            assert [child.pid for child in psutil.Process().children()] == [process.pid]
+            process.kill()
+            await process.wait()
+
+    asyncio.run(main())
+
+
+def test_idle_template_ends_and_one_that_is_wanted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawner_module, "_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(spawner_module, "_IDLE_CHECK_SECONDS", 0.02)
+
+    async def main() -> None:
+        async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
+            keeping = asyncio.create_task(spawner.keep_template())
+            process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), with_torch=True)
+            await asyncio.sleep(0.5)
+            assert process.returncode is None
+            process.kill()
+            await until("the end of the template", lambda: not psutil.Process().children())
+            keeping.cancel()
+
+    asyncio.run(main())
+
+
+def test_environment_of_workers_holds_no_settings_of_the_daemon() -> None:
+    environ = {
+        "HEARTH_AGENT_KEY_PATH": "/k",
+        "HEARTH_KEY": "/k",
+        "CREDENTIALS_DIRECTORY": "/c",
+        "PATH": "/bin",
+        "HOME": "/h",
+    }
+    assert worker_environment(environ) == {"PATH": "/bin", "HOME": "/h"}
