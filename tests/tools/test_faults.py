@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.errors import BadSetting
+from hearth.errors import BadSetting, HearthError
+from hearth.wire.messages import Done, GetReadiness, Hello, decode, encode
 from tools.bench.census import Census, role_of
 from tools.bench.churn import leaks
 from tools.bench.experiment import make_experiment, read_settings
@@ -25,7 +27,9 @@ from tools.bench.fault_rows import (
 )
 from tools.bench.faults import Faults
 from tools.bench.findings import all_hold
+from tools.bench.fuzz import FuzzRow, ended
 from tools.bench.idle_cost import IdleRow
+from tools.bench.mutations import mutated
 
 
 def answers(client: int, *times: float) -> list[Happened]:
@@ -193,3 +197,47 @@ def test_idle_cost_is_counted_by_program_and_minute() -> None:
     programs, figures = experiment.summary([idle]).tables
     assert [line[:3] for line in programs.rows] == [("hearth serve", "1", "1.50 s"), ("hearth-agent", "2", "1.50 s")]
     assert ("stores, all devices", "0.98 KiB (2.00 x the model)") in figures.rows
+
+
+# ---- fuzz ---------------------------------------------------------------------------------------------------------------
+
+
+def test_mutations_are_frames_of_bounded_size_that_repeat_for_a_seed() -> None:
+    valid = [encode(message) for message in (Hello(name="client"), GetReadiness(), Done())]
+    frames = [mutated(valid, random.Random(seed)) for seed in range(500)]
+    assert frames == [mutated(valid, random.Random(seed)) for seed in range(500)]
+    assert max(map(len, frames)) < 8 << 10
+    assert len(set(frames)) > 400
+    assert len({type(outcome(frame)) for frame in frames}) >= 3  # messages and several errors
+
+
+def outcome(frame: bytes) -> object:
+    try:
+        return decode(frame)
+    except HearthError as error:  # all that a decoder may raise
+        return error
+
+
+def fuzz_row(**fields: Any) -> FuzzRow:
+    values = {
+        "attack": "app", "round": 1, "seconds": 10.0, "frames": 5000, "quiet_rate": 10.0, "rate": 9.0,
+        "new_client_seconds": 0.1, "resident": {"hearth-agent": 50 << 20},
+    }  # fmt: skip
+    return FuzzRow.model_validate({**values, **fields})
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        {"rate": 3.0}, {"failed": ["gone"]}, {"wrong": ["off"]}, {"ended": ["hearth-agent on m0"]}, {"serves": False},
+        {"new_client_seconds": None}, {"resident": {"hearth-agent": 500 << 20}},
+    ],
+)  # fmt: skip
+def test_fuzz_fails_for_each_harm_to_the_home_or_to_its_clients(harm: dict[str, Any]) -> None:
+    experiment = make_experiment(read_settings("fuzz"))
+    assert not experiment.summary([fuzz_row(), fuzz_row()]).failure
+    assert experiment.summary([fuzz_row(attack="raw"), fuzz_row(**harm)]).failure
+
+
+def test_programs_that_ended_are_named() -> None:
+    assert ended(census(), census(processes=census().processes[:2])) == ("hearth-agent on m1",)

@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "capacity": ("capacity", "Capacity"),
     "faults": ("faults", "Faults"),
     "churn": ("churn", "Churn"),
+    "fuzz": ("fuzz", "Fuzz"),
     "idle-cost": ("idle_cost", "IdleCost"),
 }
 

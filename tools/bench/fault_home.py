@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -169,6 +170,10 @@ class FaultHome:
         assert self._coordinator is not None
         return self._coordinator
 
+    def stop_agent(self, name: str) -> None:
+        """Stop a device's agent and its workers."""
+        self.testbed.stop(lambda: set(self.testbed.pids(name)), signal.SIGTERM, _STOP_SECONDS)
+
     # ---- observing ------------------------------------------------------------------------------------------------
 
     def look(self, devices: bool = True) -> HomeState:
@@ -178,6 +183,11 @@ class FaultHome:
     def take(self) -> list[Happened]:
         """What has happened to the clients since the last call."""
         return [(each[0], each[1], each[2], each[3]) for each in self._clients.call("take")["happened"]]
+
+    def connect_once(self) -> float | None:
+        """Seconds for a further client to connect and ask; None if it failed."""
+        seconds: float | None = self._clients.call("connect_once")["seconds"]
+        return seconds
 
     def workers(self) -> dict[str, int]:
         """Pids of the workers, by device."""
@@ -240,6 +250,11 @@ class HomeState:
     def planned(self) -> list[str]:
         """The names of the plan's devices."""
         return [device["name"] for device in (self._status.get("plan") or {}).get("devices", ())]
+
+    @property
+    def dropped(self) -> int:
+        """Messages of the data plane that workers have refused."""
+        return int(self._status.get("dropped_messages", 0))
 
     @property
     def alive(self) -> set[str]:

@@ -24,6 +24,7 @@ from tools.bench.fault_rows import Happened, tokens_that_differ
 # Largest accepted difference from the reference, relative to its largest value: other plans sum in another order.
 _TOLERANCE = 1e-5
 _LOOK_SECONDS = 2.0  # timeout of a question for the state; longer than a busy coordinator takes
+_CONNECT_SECONDS = 10.0  # for another client to get in: the client library's default
 _FAILURE_PAUSE_SECONDS = 0.1  # after an error, so that a client does not flood a home that refuses at once
 _POOL_SIZE = 8  # different requests
 
@@ -143,6 +144,17 @@ class LoadClients(HomeClients):
         """What has happened since the last call."""
         taken, self._happened = self._happened, []
         return {"happened": taken}
+
+    async def connect_once(self) -> dict[str, Any]:
+        """Connect a further client and ask whether a model is ready. `seconds`: the time that it took; None: it failed."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with await self.connected(_CONNECT_SECONDS) as home:
+                await home.readiness(_CONNECT_SECONDS)
+        except HearthError:
+            return {"seconds": None}
+        return {"seconds": loop.time() - began}
 
     async def look(self, devices: bool) -> dict[str, Any]:
         """The coordinator's status, and its devices if wanted; {} if it does not answer."""

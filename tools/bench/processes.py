@@ -64,14 +64,18 @@ class ProcessGroup:
         """Send each device its request, wait for all answers. Raises InternalError (a child's error), DeadlineExceeded."""
         for device, request in requests.items():
             self.send(device, request)
+        return self.receive(list(requests), timeout_seconds)
+
+    def receive(self, devices: Sequence[str], timeout_seconds: float) -> dict[str, dict[str, Any]]:
+        """Wait for the answers of these devices to requests that were sent. Raises as `call_each`."""
         deadline = time.monotonic() + timeout_seconds
         answers: dict[str, dict[str, Any]] = {}
-        for device in requests:
+        for device in devices:
             self._wait(device, zmq.POLLIN, deadline)
             answers[device] = json.loads(self._sockets[device].recv())
         for device, answer in answers.items():
             if "error" in answer:
-                logs = "".join(f"; log of {other}: {line}" for other in requests if (line := self._last_line(other)))
+                logs = "".join(f"; log of {other}: {line}" for other in devices if (line := self._last_line(other)))
                 raise InternalError(where=f"{self._module} on {device}", reason=answer["error"] + logs)
         return answers
 
@@ -119,6 +123,10 @@ class DeviceProcess(ProcessGroup):
     def begin(self, method: str, /, **arguments: Any) -> None:
         """Start a call without waiting for its answer."""
         self.send(self._device, {"do": method, **arguments})
+
+    def answer(self, timeout_seconds: float) -> dict[str, Any]:
+        """Wait for the answer to a call that has begun. Raises as `call_each`."""
+        return self.receive([self._device], timeout_seconds)[self._device]
 
     @property
     def pid(self) -> int:

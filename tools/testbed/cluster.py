@@ -251,13 +251,13 @@ class Testbed:
             return False
         return {device["name"] for device in json.loads(answer)["devices"]} >= set(self._names)
 
-    def start_agent(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+    def start_agent(self, name: str, *options: str, environment: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
         folder = self.folder / name
         return self._logged(
             name, f"{name}.log", True, *self.program("hearth-agent"), "--name", name, "--key-path", str(self.key),
             "--state-dir", str(folder / "state"), "--store-dir", str(folder / "store"), "--bind-host",
             self.address(name), "--interface", self.address(name),
-            "--threads", str(self.device(name).num_threads), *options,
+            "--threads", str(self.device(name).num_threads), *options, environment=environment,
         )  # fmt: skip
 
     def start_coordinator(self, *options: str) -> subprocess.Popen[bytes]:
@@ -289,10 +289,12 @@ class Testbed:
     def log(self, name: str) -> str:
         return (self.folder / name).read_text(errors="replace")
 
-    def _logged(self, device: str, log: str, limited: bool, *arguments: str) -> subprocess.Popen[bytes]:
+    def _logged(
+        self, device: str, log: str, limited: bool, *arguments: str, environment: Mapping[str, str] = {}
+    ) -> subprocess.Popen[bytes]:
         with (self.folder / log).open("ab") as output:
             return self.popen(
-                device, *arguments, limited=limited,
+                device, *arguments, limited=limited, environment=environment,
                 stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=not self._owned,
             )  # fmt: skip
 
