@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hearth.errors import InternalError
 from tools.bench.fault_home import FaultHome
-from tools.bench.watch import agent_of, worker_of
+from tools.bench.watch import agent_of, template_of, worker_of
 
 _RESTART_SECONDS = 3.0  # RestartSec of the systemd units
 _CUT_SECONDS = 10.0  # for which a link is cut
@@ -70,6 +70,13 @@ def _other(home: FaultHome, target: str, chance: random.Random) -> str:
 
 def _kill_worker(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
     _signal([_worker(home, target)], signal.SIGKILL)
+    return []
+
+
+def _kill_template(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    """Kill the process from which workers are forked; the worker, if there is none."""
+    template = template_of(home.testbed, target)
+    _signal([template.pid if template else _worker(home, target)], signal.SIGKILL)
     return []
 
 
@@ -212,6 +219,7 @@ def _stop_coordinator(home: FaultHome, target: str, chance: random.Random) -> li
 # Limits: targets on wired links and an idle machine.
 FAULTS: dict[str, Fault] = {
     "worker killed": Fault(_kill_worker, 1.0),
+    "template killed": Fault(_kill_template, 1.0),
     "agent killed": Fault(_kill_agent, 1.5),
     "worker stopped": Fault(_stop_worker, 2.0),
     "device stopped": Fault(_stop_device, 2.0),

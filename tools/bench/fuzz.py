@@ -87,7 +87,8 @@ class Fuzz(Experiment):
             app = json.loads(home.testbed.hearth("key", "add-app", "fuzzer", "--json", "--address", coordinator))["key"]
             if _MALICIOUS in self.attacks:
                 _make_malicious(home, context)
-            home.begin()
+            else:
+                home.begin()
             for number in range(first, first + self.rounds):
                 for attack in self.attacks:
                     context.report(f"round {number}, {attack}; {sent} of {self.frames} frames")
@@ -150,14 +151,13 @@ class Fuzz(Experiment):
 
 
 def _make_malicious(home: FaultHome, context: Context) -> None:
-    """Start the last device's agent so that its workers can attack, and deploy again."""
+    """Start the last device's agent so that its workers can attack, deploy again and start the load."""
     name = home.names[-1]
     path = os.pathsep.join([str(_MALICIOUS_CODE), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHONPATH": path, "HEARTH_BENCH_MALICIOUS": str(_flag(home))}
     context.report("making a worker malicious")
     home.stop_agent(name)
     home.testbed.start_agent(name, environment=environment)
-    home.begin()
     home.redeploy()
 
 
@@ -171,6 +171,8 @@ def _targets(home: FaultHome, attack: str) -> list[tuple[str, int]]:
     agents = [(home.testbed.address(name), port) for name in home.names for port in _AGENT_PORTS]
     workers = [(home.testbed.address(name), _WORKER_PORT) for name in home.workers()]
     if attack == _MALICIOUS:
+        return []
+    if attack.startswith("app"):
         return [coordinator]
     if attack.startswith("admin"):
         return [each for each in agents if each[1] == _AGENT_PORTS[0]]

@@ -25,6 +25,11 @@ def worker_of(testbed: Testbed, device: str) -> psutil.Process | None:
     return _with_argument(testbed.pids(device), "agent.worker.main")
 
 
+def template_of(testbed: Testbed, device: str) -> psutil.Process | None:
+    """The process from which a device's workers are forked, if there is one."""
+    return _with_argument(testbed.pids(device), "agent.worker.template")
+
+
 def worker_peaks(testbed: Testbed, devices: Iterable[str]) -> list[int]:
     """Peak resident memory of each device's worker in bytes; 0 if there is none."""
     workers = [worker_of(testbed, device) for device in devices]
