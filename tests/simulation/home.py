@@ -35,6 +35,7 @@ import coordinator.serve.service
 import coordinator.serve.transformer
 import hearth.wire.rpc
 from agent.daemon.config import AgentSettings
+from agent.daemon.daemon import AgentDaemon
 from agent.daemon.identity import Identity
 from agent.daemon.main import run_agent
 from coordinator.serve.config import CoordinatorSettings
@@ -200,6 +201,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (main, "load_identity", _load_identity),
         (main, "GpuReader", _Gpu),
         (main, "TelemetryReader", _Telemetry),
+        (main, "AgentDaemon", _daemon),
         (main, "choose_address", lambda interface: "127.0.0.1"),
         (service, "locked_folder", lambda folder: nullcontext()),
         (fleet, "Browser", _Browser),
@@ -251,6 +253,14 @@ def _load_identity(state_dir: Path) -> Iterator[Identity]:
     name = process.host.name
     keys = _keypair(name)
     yield Identity(device_id=f"id-{name}", hardware="", public_key=keys.public, secret_key=keys.secret)
+
+
+def _daemon(*arguments: Any) -> AgentDaemon:
+    """The real daemon, which the checks at the end of a run look at."""
+    process = CURRENT_PROCESS.get()
+    assert process is not None
+    daemon = process.host.variables["daemon"] = AgentDaemon(*arguments)
+    return daemon
 
 
 class _Gpu:

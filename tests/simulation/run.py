@@ -11,9 +11,10 @@ import gc
 import logging
 import multiprocessing
 import os
+import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,7 @@ class Outcome:
     schedule: Schedule
     violations: tuple[tuple[str, str], ...]
     lines: tuple[str, ...]
+    slowest_seconds: float  # the longest time that a client waited for its answer
     num_callbacks: int
     virtual_seconds: float
 
@@ -285,6 +287,10 @@ class _Run:
                 break
             await asyncio.sleep(1.0)
         for name in home.devices:
+            daemon = home.network.hosts[name].variables["daemon"]
+            status = home.agents[name].context.copy().run(daemon.status_line)
+            if status != "works for no coordinator; workers: none":
+                self.violated("nothing leaks", f"the agent {name} {status}")
             await self._terminate(home.agents[name])
 
     async def _terminate(self, process: Process) -> None:
@@ -351,6 +357,7 @@ def run_schedule(schedule: Schedule) -> Outcome:
             schedule,
             tuple(run.violations),
             tuple(f"{at:9.3f} {line}" for at, line in home.history.lines),
+            max((each.ended - each.began for each in home.history.answers if each.ended is not None), default=0.0),
             loop.num_callbacks,
             loop.time(),
         )
@@ -370,11 +377,7 @@ def run_seeds(seeds: Sequence[int]) -> list[Outcome]:
         if count % 20 == 0:
             gc.collect()
     gc.enable()
-    return [outcome if outcome.violations else _without_lines(outcome) for outcome in outcomes]
-
-
-def _without_lines(outcome: Outcome) -> Outcome:
-    return Outcome(outcome.schedule, (), (), outcome.num_callbacks, outcome.virtual_seconds)
+    return outcomes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -383,6 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes to use")
     parser.add_argument("--verbose", action="store_true", help="print everything that the runs reported")
     parser.add_argument("--failures", type=int, default=10, help="failing seeds to print in full")
+    parser.add_argument("--waits", action="store_true", help="print how long clients waited, by fault")
     parser.add_argument("--only", action="append", default=[], help="check only invariants whose name contains this")
     options = parser.parse_args(arguments)
     first, _, last = options.seeds.partition(":")
@@ -391,10 +395,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = [seeds[start : start + SEEDS_PER_JOB] for start in range(0, len(seeds), SEEDS_PER_JOB)]
     failing, callbacks, virtual = [], 0, 0.0
     counts: Counter[str] = Counter()
+    waits: defaultdict[str, list[float]] = defaultdict(list)
     for outcomes in _in_processes(parts, options.jobs):
         for outcome in outcomes:
             callbacks += outcome.num_callbacks
             virtual += outcome.virtual_seconds
+            if len(outcome.schedule.faults) <= 1:
+                kind = outcome.schedule.faults[0].kind if outcome.schedule.faults else "no fault"
+                waits[kind].append(outcome.slowest_seconds)
             violations = [
                 (invariant, text)
                 for invariant, text in outcome.violations
@@ -415,6 +423,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for invariant, number in counts.most_common():
         print(f"  {number:6} {invariant}")
+    if options.waits:
+        print("longest wait of a client in schedules with one fault, seconds: median, maximum, number of schedules")
+        for kind, times in sorted(waits.items()):
+            print(f"  {kind:18} {statistics.median(times):7.2f} {max(times):7.2f} {len(times):6}")
     if failing:
         print(f"  seeds {failing[:40]}")
     return 1 if failing else 0
