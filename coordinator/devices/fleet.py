@@ -102,9 +102,10 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def __aexit__(self, *_: object) -> None:
         if self._browser is not None:
             await self._browser.stop()
+        # First, since a heartbeat after the release would take the lease again.
+        await cancel_all([connection.task for connection in self._connections.values() if connection.task])
         if self._lease_name is not None:
             await self._release_all()
-        await cancel_all([connection.task for connection in self._connections.values() if connection.task])
         for connection in self._connections.values():
             await connection.client.close()
         self._context.destroy(linger=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from simulation.model import checksum, hidden_rows, next_token
 from simulation.network import Context, Network
 
 from agent.daemon.liveness import ProcessSample
-from hearth.errors import BadRequest, ChunkCorrupt, HearthError, StepFailed
+from hearth.errors import BadRequest, ChunkMissing, HearthError, StepFailed
 from hearth.plan.geometry import rows_per_rank, spans
 from hearth.protocol import hung_step_seconds
 from hearth.wire import messages as wire
@@ -128,9 +127,7 @@ class Worker:
             try:
                 data = (store / chunk[:2] / chunk).read_bytes()
             except OSError:
-                data = b""
-            if hashlib.sha256(data).hexdigest() != chunk:
-                raise ChunkCorrupt(chunk=chunk[:12], where=f"the disk of {self.process.host.name}")
+                raise ChunkMissing(chunk=chunk[:12], device=self.process.host.name) from None
             contents.append(data)
         self._weights = checksum(contents)
         self.port = self.port or self.network.choose_port()
