@@ -48,6 +48,11 @@ class HearthError(Exception):
         """The values of all fields by name, as they travel on the wire."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    @property
+    def device_name(self) -> str:
+        """The name of the device where the fault lies; empty if the error names none."""
+        return str(getattr(self, "device", ""))
+
     def explanation(self) -> str:
         """What is wrong, without the advice."""
         return self.summary.format(**self.details())
@@ -293,6 +298,7 @@ class ChunkCorrupt(HearthError, scope="worker"):
 
     chunk: str
     where: str
+    device: str = ""
     summary = "The shard chunk {chunk} on {where} does not match its hash; it was discarded."
     advice = "The next deployment sends it again; if this repeats, check that device's disk."
 
@@ -455,6 +461,7 @@ class StepFailed(HearthError, scope="worker"):
 
     device: str
     reason: str
+    peer: str = ""  # the device that it waited for, if the step failed by a timeout
     summary = "A step failed on {device}: {reason}."
     advice = "Try again; if it repeats, see that device's log (`journalctl -u hearth-agent`)."
 

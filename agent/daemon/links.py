@@ -32,6 +32,8 @@ _PINGS = 7  # empty bursts, whose median is the round trip: three of them may be
 _MIN_BURST_SECONDS = 0.03  # a shorter burst measures scheduling, not the link
 _RATE_TOLERANCE = 0.05  # fraction within which the last bursts must agree; a smaller one would take many more bursts
 _AGREEING_BURSTS = 3  # bursts; two could agree by chance
+# A peer that takes longer to accept a connection is too slow for a plan; a recovery waits for this.
+_HANDSHAKE_SECONDS = 1.5
 _BURST_MARGIN_SECONDS = 2.0  # added to the measurement's time limit: the last burst may begin just before it
 _CHUNKS_IN_FLIGHT = 4  # requests; enough to hide the round trip, few enough to limit the memory
 _MAX_FRAMES_PER_BURST = 60  # a burst is one message, for which the rpc layer allows 64 frames
@@ -128,28 +130,28 @@ async def _link_client(request: FetchChunks | MeasureLink, own_keypair: KeyPair)
 async def _measure_rate(client: RpcClient, request: MeasureLink) -> LinkMeasured:
     deadline = loop_time() + request.max_seconds
 
-    async def burst(num_frames: int) -> float:
+    async def burst(num_frames: int, seconds: float = request.max_seconds + _BURST_MARGIN_SECONDS) -> float:
         start = loop_time()
-        await client.call(Done(), [frame] * num_frames, timeout_seconds=request.max_seconds + _BURST_MARGIN_SECONDS)
+        await client.call(Done(), [frame] * num_frames, timeout_seconds=seconds)
         return loop_time() - start
 
     frame = os.urandom(_FRAME_BYTES)  # random, so that compression on the link does not change the measured rate
-    await burst(0)  # the handshake
+    await burst(0, _HANDSHAKE_SECONDS)
     round_trip = statistics.median([await burst(0) for _ in range(_PINGS)])
     rates: list[float] = []
     num_frames, sent = 4, 0
     while True:
         seconds = await burst(num_frames)
-        sent += num_frames * _FRAME_BYTES
+        burst_bytes = num_frames * _FRAME_BYTES
+        sent += burst_bytes
         transfer = max(seconds - round_trip, 1e-6)
         if seconds >= _MIN_BURST_SECONDS or num_frames == _MAX_FRAMES_PER_BURST:
-            rates.append(num_frames * _FRAME_BYTES / transfer)
+            rates.append(burst_bytes / transfer)
         last = rates[-_AGREEING_BURSTS:]
         stable = len(last) == _AGREEING_BURSTS and max(last) - min(last) <= _RATE_TOLERANCE * max(last)
-        next_bytes = num_frames * _FRAME_BYTES
-        if stable or loop_time() + seconds > deadline or sent + next_bytes > request.max_bytes:
-            break
         if seconds < _MIN_BURST_SECONDS:
             num_frames = min(num_frames * 2, _MAX_FRAMES_PER_BURST)
-    rate = statistics.median(last) if last else num_frames * _FRAME_BYTES / transfer
+        if stable or loop_time() + seconds > deadline or sent + num_frames * _FRAME_BYTES > request.max_bytes:
+            break
+    rate = statistics.median(last) if last else burst_bytes / transfer
     return LinkMeasured(bytes_per_second=rate, round_trip_seconds=round_trip, num_bytes=sent, stable=stable)

@@ -18,7 +18,7 @@ from coordinator.deploy.chunk_scheduler import Chunk
 from coordinator.deploy.distribution import Distribution, PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
-from hearth.errors import BadMessage, DeviceLost, HearthError, NotServing, WorkerDied
+from hearth.errors import BadMessage, DeadlineExceeded, DeviceLost, HearthError, NotServing, WorkerDied
 from hearth.plan.plan import Plan
 from hearth.plan.profile import Link
 from hearth.plan.value_formats import ValueFormatName
@@ -122,7 +122,7 @@ class Deployment:
                 encrypt_data_plane=encrypt,
                 plan_token=token,
             )
-            return self._fleet.ask(devices[rank].device_id, request, wire.WorkerBound, timeout_seconds=LOAD_SECONDS)
+            return self._ask_to_start(rank, request, wire.WorkerBound, LOAD_SECONDS)
 
         workers = await self.gather_or_abort(map(start, range(self.plan.num_ranks)))
         self.weight_error = max(worker.weight_error for worker in workers)
@@ -140,9 +140,18 @@ class Deployment:
                 if other != rank
             )
             request = wire.ConnectPeers(**self.command_fields, peers=peers)
-            return self._fleet.ask(devices[rank].device_id, request, wire.Done, timeout_seconds=CONNECT_SECONDS)
+            return self._ask_to_start(rank, request, wire.Done, CONNECT_SECONDS)
 
         await self.gather_or_abort(map(connect, range(self.plan.num_ranks)))
+
+    async def _ask_to_start(self, rank: int, request: wire.Message, expected: type[T], seconds: float) -> T:
+        """Ask a rank. Raises WorkerDied if it does not answer in time, although its agent is alive."""
+        device = self.plan.devices[rank]
+        try:
+            return await self._fleet.ask(device.device_id, request, expected, timeout_seconds=seconds)
+        except DeadlineExceeded:
+            reason = f"it did not answer {type(request).__name__} within {seconds:g} s"
+            raise WorkerDied(device=device.name, reason=reason) from None
 
     async def take_over(self, last_step: int) -> None:
         """Take over workers that an earlier coordinator has loaded; `last_step` is the newest step that any of them knows.
@@ -249,10 +258,18 @@ class Deployment:
                 futures: set[asyncio.Future[Any]] = {*pending, self._failed}
                 await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if self.failure is not None or _task_errors(tasks):
-                raise await self._root_cause(tasks, abort)
+                raise self._with_device_names(await self._root_cause(tasks, abort))
             return [task.result() for task in tasks]
         finally:
             await cancel_all(tasks)
+
+    def _with_device_names(self, error: HearthError) -> HearthError:
+        """The same error, with the names of devices instead of ranks, which mean nothing to users and to the next plan."""
+        for field in ("device", "peer"):
+            kind, _, rank = str(getattr(error, field, "")).partition(" ")
+            if kind == "rank" and rank.isdigit() and int(rank) < self.plan.num_ranks:
+                setattr(error, field, self.plan.devices[int(rank)].name)
+        return error
 
     async def _root_cause(self, tasks: Sequence[asyncio.Future[Any]], abort: wire.Abort | None) -> HearthError:
         """Abort the request on all ranks and return the error that caused the others.
@@ -260,16 +277,18 @@ class Deployment:
         If the whole deployment has failed it is unloaded anyway, so there is nothing to abort or to wait for.
         """
         aborts: list[asyncio.Future[Any]] = []
+        reachable = [rank for rank, device in enumerate(self.plan.devices) if self._is_reachable(device.device_id)]
         is_known = any(isinstance(error, WorkerDied | DeviceLost) for error in _task_errors(tasks))
         if self.failure is None:
             if abort is not None:
                 abort = abort.model_copy(update={"reason": str(_task_errors(tasks)[0])[:1000]})
                 aborts = [
                     asyncio.ensure_future(
-                        self._fleet.call(device.device_id, abort, timeout_seconds=_ROOT_CAUSE_WAIT_SECONDS)
+                        self._fleet.call(
+                            self.plan.devices[rank].device_id, abort, timeout_seconds=_ROOT_CAUSE_WAIT_SECONDS
+                        )
                     )
-                    for device in self.plan.devices
-                    if self._is_reachable(device.device_id)
+                    for rank in reachable
                 ]
             try:
                 if waited_for := [*aborts] if is_known else [*tasks, *aborts]:
@@ -277,20 +296,26 @@ class Deployment:
             finally:  # also if the caller is cancelled meanwhile
                 await cancel_all(aborts)
         await cancel_all(tasks)
-        errors = [*([self.failure] if self.failure else []), *_task_errors(tasks), *_task_errors(aborts)]
+        errors = [*([self.failure] if self.failure else []), *_task_errors(tasks), *_task_errors(aborts, reachable)]
         return min(errors, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
 
     def _is_reachable(self, device_id: str) -> bool:
         return device_id in self._fleet.devices and self._fleet.devices[device_id].reachable
 
 
-def _task_errors(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
-    """The HearthErrors of failed tasks. Raises any other exception."""
+def _task_errors(tasks: Sequence[asyncio.Future[Any]], ranks: Sequence[int] | None = None) -> list[HearthError]:
+    """The HearthErrors of failed tasks. Raises any other exception.
+
+    `ranks` are those that the tasks asked; None: all, in order. An error that names no device, or "this device", gets the
+    rank's name.
+    """
     errors = []
-    for task in tasks:
+    for rank, task in zip(range(len(tasks)) if ranks is None else ranks, tasks, strict=False):
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             if not isinstance(error, HearthError):
                 raise error
+            if getattr(error, "device", None) in ("", "this device"):
+                vars(error)["device"] = f"rank {rank}"
             errors.append(error)
     return errors
 

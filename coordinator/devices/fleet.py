@@ -25,6 +25,7 @@ from hearth.errors import (
     LeaseLost,
     Unreachable,
 )
+from hearth.plan.parts import PlannedDevice
 from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised, with_timeout
 from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers
 from hearth.platform.security import Access, fingerprint
@@ -130,7 +131,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             for (host, port), error in sorted(self._refusals.items())
             if (host, port) not in known
         )
-        return [*(device.info() for device in registry.sorted_by_name(self.devices.values())), *refused]
+        return [*(device.info(loop_time()) for device in registry.sorted_by_name(self.devices.values())), *refused]
 
     def usable(self) -> list[Device]:
         return registry.usable(list(self.devices.values()), loop_time())
@@ -213,10 +214,26 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
         await asyncio.gather(*(read(device) for device in self.usable()))
 
-    def quarantine(self, device_id: str) -> None:
-        """Quarantine a device whose worker died: leave it out of plans for a while."""
-        if device_id in self.devices:
-            self.devices[device_id] = registry.after_worker_death(self.devices[device_id], loop_time())
+    def record_fault(self, planned: Sequence[PlannedDevice], error: HearthError) -> list[str]:
+        """Record a fault of the device of a plan that the error names. Plans avoid it for a while, if the fault may return.
+
+        Returns the ids of the named devices: none, or one unless several devices have the same name.
+        """
+        now, named = loop_time(), [device.device_id for device in planned if device.name == error.device_name]
+        for device in (self.devices[device_id] for device_id in named if device_id in self.devices):
+            after = self.devices[device.device_id] = registry.after_device_fault(device, error, now)
+            if after.quarantine is not None and after.quarantine != device.quarantine and after.is_quarantined(now):
+                log.warning("%s is %s", after.name, after.quarantine.describe(now))
+        return named
+
+    def pardon(self) -> bool:
+        """End the quarantines of the mildest kind, because the model does not fit without them. False if there are none."""
+        now = loop_time()
+        needed = registry.needed_despite_quarantine(list(self.devices.values()), now)
+        for device in needed:
+            log.warning("%s is needed: its quarantine ends", device.name)
+            self.devices[device.device_id] = registry.after_pardon(device, now)
+        return bool(needed)
 
     # ---- keys of devices --------------------------------------------------------------------------------------------
 
@@ -305,7 +322,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             *connection.address,
             last_seen=loop_time(),
             telemetry=await _ask(connection.client, wire.GetTelemetry(), wire.Telemetry),
-            quarantined_until=previous.quarantined_until if previous else 0.0,
+            quarantine=previous.quarantine if previous else None,
         )
         if self._lease_name is not None:
             await self._acquire_lease(connection, welcome.device_id)

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ValidationError
 
 from coordinator.devices.fleet import Fleet, ask_with_listener
 from coordinator.devices.registry import Device
+from coordinator.models.cache_files import read_cached, remove_cached, write_cached
 from hearth.errors import BadMessage, HearthError, NoDevices
-from hearth.files import write_atomically
 from hearth.plan.profile import Link
 from hearth.protocol import REPLY_MARGIN_SECONDS
 from hearth.wire.messages import LinkMeasured, MeasureLink, Profile, Profiled
@@ -32,6 +32,7 @@ LINK_CACHE_SECONDS = 3600.0
 _MAX_LINK_BYTES = 64 << 20  # to send per ordered pair: a fast link is measured in less than a second
 # To send per ordered pair: long enough for TCP to reach its rate, short for 56 pairs of 8 devices.
 _MAX_LINK_SECONDS = 1.0
+_PROBE_LINK_SECONDS = 0.1  # to send when only the connection is checked
 _CACHE_VERSION = 2  # part of the cache key: a new version ignores old files
 
 Report = Callable[[str], None]
@@ -70,6 +71,7 @@ class Profiler:
         self._cache_dir = cache_dir
         self._report = report
         self.links: dict[tuple[str, str], Link] = {}
+        self.failed_links: set[tuple[str, str]] = set()  # that could not be measured when last tried
         self._slowdowns: dict[str, float] = {}  # current / cached seconds, of devices that drifted
 
     async def measure(self, devices: Sequence[Device], workload: Workload[R]) -> MeasuredDevices[R]:
@@ -102,7 +104,7 @@ class Profiler:
             return cached
         self._report(f"profiling {workload.title} on {device.name}")
         result = await self._run_workload(device, workload)
-        write_atomically(path, result.model_dump_json())
+        write_cached(path, result.model_dump_json().encode())
         return result
 
     async def _run_workload(self, device: Device, workload: Workload[R]) -> R:
@@ -133,7 +135,7 @@ class Profiler:
         """Drop the cached links between these devices, so that they are measured again."""
         for pair in permutations(device_ids, 2):
             self.links.pop(pair, None)
-            self._cache_path("link", *pair).unlink(missing_ok=True)
+            remove_cached(self._cache_path("link", *pair))
 
     # ---- links ----------------------------------------------------------------------------------------------------
 
@@ -145,17 +147,34 @@ class Profiler:
             if pair not in self.links and (link := _cached(self._cache_path("link", *pair), Link, LINK_CACHE_SECONDS)):
                 self.links[pair] = link
         unmeasured = [pair for pair in pairs if pair not in self.links]
+        self.failed_links -= set(unmeasured)
         if unmeasured:
             self._report(f"measuring {len(unmeasured)} links")
         for concurrent in _disjoint_rounds(unmeasured, {device.device_id: device.host_id for device in devices}):
-            await asyncio.gather(*(self._measure_link(by_id[source], by_id[target]) for source, target in concurrent))
+            await asyncio.gather(
+                *(
+                    self._measure_link(by_id[source], by_id[target])
+                    for source, target in concurrent
+                    if (target, source) not in self.failed_links  # both directions are needed
+                )
+            )
         return {pair: self.links[pair] for pair in pairs if pair in self.links}
+
+    async def can_connect(self, source: Device, target: Device) -> bool:
+        """Whether a device reaches another. Takes a few round trips, and about 1.5 s if it does not."""
+        request = partial(MeasureLink, max_bytes=1, max_seconds=_PROBE_LINK_SECONDS)
+        try:
+            await ask_with_listener(self._fleet, source, target, request, LinkMeasured, _PROBE_LINK_SECONDS)
+        except HearthError:
+            return False
+        return True
 
     async def _measure_link(self, source: Device, target: Device) -> None:
         try:
             request = partial(MeasureLink, max_bytes=_MAX_LINK_BYTES, max_seconds=_MAX_LINK_SECONDS)
             measured = await ask_with_listener(self._fleet, source, target, request, LinkMeasured, _MAX_LINK_SECONDS)
         except HearthError as error:
+            self.failed_links.add((source.device_id, target.device_id))
             self._report(f"the link from {source.name} to {target.name} could not be measured: {error}")
             return
         link = Link(
@@ -165,7 +184,7 @@ class Profiler:
             round_trip_seconds=measured.round_trip_seconds,
         )
         self.links[source.device_id, target.device_id] = link
-        write_atomically(self._cache_path("link", link.source, link.target), link.model_dump_json())
+        write_cached(self._cache_path("link", link.source, link.target), link.model_dump_json().encode())
 
     # ---- cache ----------------------------------------------------------------------------------------------------
 
@@ -202,8 +221,9 @@ async def measure_each(
 def _cached(path: Path, kind: type[R], max_age_seconds: float = math.inf) -> R | None:
     """The cached result; None if the file is absent, invalid or too old."""
     try:
-        age = abs(time.time() - path.stat().st_mtime)  # the clock may have been set back
-        return kind.model_validate_json(path.read_bytes()) if age < max_age_seconds else None
+        if not math.isinf(max_age_seconds) and abs(time.time() - path.stat().st_mtime) >= max_age_seconds:
+            return None  # the absolute value: the clock may have been set back
+        return kind.model_validate_json(read_cached(path))
     except (OSError, ValidationError):
         return None
 

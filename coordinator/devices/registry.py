@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hearth.errors import DuplicateDevice
+from coordinator.devices.quarantine import Quarantine, after_fault, pardoned
+from hearth.errors import DuplicateDevice, HearthError
 from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, SUSPECT_SECONDS
 from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, RunningWorker, Telemetry, WorkerStatus
 
-# How long a device whose worker died is left out of plans. Limited, because it may have run out of memory only once.
-QUARANTINE_SECONDS = 60.0
 # How long a device whose connection broke may take to accept a new one: the client tries again after 0.1, 0.3 and 0.7 s.
 RECONNECT_SECONDS = 1.0
 
@@ -30,7 +29,7 @@ class Device:
     reason: str = ""
     state: AgentState | None = None
     telemetry: Telemetry | None = None
-    quarantined_until: float = 0.0
+    quarantine: Quarantine | None = None  # the last one, which may have ended
     taken_over: RunningWorker | None = None  # the worker that ran here when this coordinator took its lease
     disconnected_at: float | None = None  # when its connection broke; None once it has answered again
 
@@ -66,13 +65,18 @@ class Device:
         worker = self.worker(deployment)
         return worker if worker is not None and (worker.state, worker.epoch) == ("failed", epoch) else None
 
-    def info(self) -> DeviceInfo:
+    def is_quarantined(self, now: float) -> bool:
+        return self.quarantine is not None and self.quarantine.is_active(now)
+
+    def info(self, now: float) -> DeviceInfo:
+        """What users see. The reason of a usable device is that of its quarantine."""
+        quarantine = self.quarantine if self.is_quarantined(now) else None
         return DeviceInfo(
             device_id=self.device_id,
             name=self.name,
             host=f"{self.host}:{self.port}",
             state=self.health,
-            reason=self.reason,
+            reason=self.reason or (quarantine.describe(now) if quarantine else ""),
             workers=self.state.workers if self.state else (),
             telemetry=self.telemetry,
         )
@@ -131,9 +135,14 @@ def after_refusal(device: Device, health: Literal["busy", "refused"], reason: st
     return replace(device, health=health, reason=reason)
 
 
-def after_worker_death(device: Device, now: float) -> Device:
-    """The record after its worker died: quarantined for `QUARANTINE_SECONDS`."""
-    return replace(device, quarantined_until=now + QUARANTINE_SECONDS)
+def after_device_fault(device: Device, error: HearthError, now: float) -> Device:
+    """The record after a fault of this device: quarantined, if plans should avoid it for a while."""
+    return replace(device, quarantine=after_fault(device.quarantine, error, now))
+
+
+def after_pardon(device: Device, now: float) -> Device:
+    """The record after its quarantine was ended, because the device is needed."""
+    return replace(device, quarantine=pardoned(device.quarantine, now) if device.quarantine else None)
 
 
 def check_device_id_unique(known: Device | None, welcome: AgentWelcome, host: str, port: int) -> None:
@@ -155,10 +164,26 @@ def sorted_by_name(devices: Iterable[Device]) -> list[Device]:
 
 
 def usable(devices: list[Device], now: float) -> list[Device]:
-    """Devices that a plan may use, by name: connected, alive or suspect, not quarantined unless all of them are."""
+    """Devices that a plan may use, by name: connected, alive or suspect, and not quarantined.
+
+    If all of them are quarantined: those with the mildest fault.
+    """
     connected = [
         device
         for device in sorted_by_name(devices)
         if device.health in ("alive", "suspect") and device.disconnected_at is None
     ]
-    return [device for device in connected if device.quarantined_until <= now] or connected
+    mildest = min((_severity(device, now) for device in connected), default=0)
+    return [device for device in connected if _severity(device, now) == mildest]
+
+
+def needed_despite_quarantine(devices: list[Device], now: float) -> list[Device]:
+    """The quarantined devices with the mildest fault, for a model that does not fit without them."""
+    known = [device for device in sorted_by_name(devices) if device.is_quarantined(now) and device.reachable]
+    mildest = min((_severity(device, now) for device in known), default=0)
+    return [device for device in known if _severity(device, now) == mildest]
+
+
+def _severity(device: Device, now: float) -> int:
+    """Severity of the device's fault; 0 if it is not quarantined."""
+    return device.quarantine.severity if device.quarantine is not None and device.is_quarantined(now) else 0

@@ -20,7 +20,17 @@ from coordinator.serve.replanning import Replanner
 from coordinator.serve.requests import Requests, as_hearth_error
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
 from coordinator.serve.transformer import TransformerKind
-from hearth.errors import BadPlan, DeviceLost, HearthError, NoDevices, NotServing, WorkerDied
+from hearth.errors import (
+    BadPlan,
+    DeviceLost,
+    HearthError,
+    ModelDoesNotFit,
+    NoDevices,
+    NoPlacement,
+    NotServing,
+    StepFailed,
+    WorkerDied,
+)
 from hearth.plan.plan import Plan, plan_hash
 from hearth.platform.asyncio_tools import loop_time, with_timeout
 from hearth.platform.units import format_bytes
@@ -139,11 +149,22 @@ class Controller:
                 self.requests.admission.close(NotServing(state=self.state))
             case "record_loss":
                 self.requests.last_error = str(error)
-                for device in self.deployment.plan.devices if self.deployment is not None else ():
-                    if isinstance(error, WorkerDied | DeviceLost) and error.device == device.name:
-                        self._replanner.record_loss(device.device_id)
-                        if isinstance(error, WorkerDied):
-                            self._services.fleet.quarantine(device.device_id)
+                if error is not None:
+                    self._record_fault(error)
+
+    def _record_fault(self, error: HearthError) -> None:
+        """Have the next plan avoid the device or the link that the error names, or use a device that it cannot do without."""
+        if isinstance(error, ModelDoesNotFit | NoPlacement):
+            self._services.fleet.pardon()
+        if self.deployment is None:
+            return
+        if isinstance(error, StepFailed) and error.peer:
+            names = {device.name: device.device_id for device in self.deployment.plan.devices}
+            if {error.device, error.peer} <= names.keys():
+                self._services.profiler.forget_links([names[error.device], names[error.peer]])
+        for device_id in self._services.fleet.record_fault(self.deployment.plan.devices, error):
+            if isinstance(error, WorkerDied | DeviceLost):
+                self._replanner.record_loss(device_id)
 
     async def _execute_in_order(
         self, actions: list[cycle.Action], state: cycle.Lifecycle, previous: asyncio.Task[None] | None

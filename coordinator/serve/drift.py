@@ -146,10 +146,16 @@ class ReplanTrigger:
         self._usable_since: dict[str, float] = {}  # other usable devices, and since when they are usable
         self._losses: dict[str, list[float]] = {}
 
-    def record_plan(self, device_ids: Collection[str], now: float, slow: Collection[str] = ()) -> None:
-        """Record that a plan was made from these devices. `slow`: those it left out because they had become slow."""
-        self._considered = set(device_ids) - set(slow)
-        self._usable_since = dict.fromkeys(slow, now + REMEASURE_SLOW_SECONDS)
+    def record_plan(
+        self, device_ids: Collection[str], now: float, slow: Collection[str] = (), unlinked: Collection[str] = ()
+    ) -> None:
+        """Record that a plan was made from these devices.
+
+        `slow`: those it left out because they had become slow; `unlinked`: because they did not reach all others. The latter
+        may join as soon as they do.
+        """
+        self._considered = set(device_ids) - set(slow) - set(unlinked)
+        self._usable_since = dict.fromkeys(unlinked, now) | dict.fromkeys(slow, now + REMEASURE_SLOW_SECONDS)
 
     def record_loss(self, device_id: str, now: float) -> None:
         """Record the loss of a device that was in use."""

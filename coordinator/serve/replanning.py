@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -22,7 +22,7 @@ from coordinator.serve.goal import allowed_devices
 from coordinator.serve.kind import ModelKind, SharedServices
 from coordinator.serve.requests import as_hearth_error
 from coordinator.serve.state import Goal
-from hearth.errors import DeviceLost
+from hearth.errors import DeviceLost, HearthError
 from hearth.plan.plan import Plan
 from hearth.platform.units import format_seconds
 
@@ -56,7 +56,13 @@ class Replanner:
         ids = {device.device_id for device in devices}
         left_out = ids - {device.device_id for device in plan.devices}
         slow = [device_id for device_id in left_out if self._services.profiler.slowdown(device_id) > COMPUTE_DRIFT]
-        self._trigger.record_plan(ids, self._clock(), slow)
+        self._trigger.record_plan(ids, self._clock(), slow, self._unlinked(left_out, plan))
+
+    def _unlinked(self, device_ids: Collection[str], plan: Plan) -> list[str]:
+        """Those of these devices whose link with a device of the plan could not be measured."""
+        failed = self._services.profiler.failed_links
+        planned = [device.device_id for device in plan.devices]
+        return [one for one in device_ids if any((one, other) in failed or (other, one) in failed for other in planned)]
 
     async def run(self, goal: Goal, deployment: Deployment, monitor: DriftMonitor) -> Plan:
         """Wait for a plan that is clearly better than the deployed one, send its weights to the devices and return it.
@@ -73,7 +79,11 @@ class Replanner:
                 plan = await self._better_plan(goal, deployment, reasons)
                 if plan is not None:
                     next_deployment = self._kind.deployment(plan, deployment.name)
-                    await next_deployment.push(self._kind.weights(plan), self._services.progress)
+                    try:
+                        await next_deployment.push(self._kind.weights(plan), self._services.progress)
+                    except HearthError as error:
+                        self._services.fleet.record_fault(plan.devices, error)
+                        raise
                     return plan
             except Exception as error:
                 self._services.report(
@@ -88,6 +98,8 @@ class Replanner:
         devices = allowed_devices(goal, self._services.fleet.usable())
         self.record_best_plan(devices, deployment.plan)  # first, so that a device that cannot be measured is tried once
         await self._refresh_profiles(devices, deployment, reasons)
+        if reasons.drift is None and reasons.joined <= set(self._unlinked(reasons.joined, deployment.plan)):
+            return None  # still cut off from the others
         cluster = await self._kind.profile(devices)
         profiled = {device.device_id for device in cluster.devices}
         if missing := [device.name for device in deployment.plan.devices if device.device_id not in profiled]:
@@ -118,7 +130,7 @@ class Replanner:
                 await profiler.remeasure(device, self._kind.workload)
         for one, other in combinations(devices, 2):
             a, b = one.device_id, other.device_id
-            if {(a, b), (b, a)} <= profiler.links.keys():
+            if {(a, b), (b, a)} <= profiler.links.keys() or not await profiler.can_connect(one, other):
                 continue
             try:
                 async with self._admission.exclusively(_MAX_LINK_PAUSE_SECONDS):

@@ -15,11 +15,13 @@ import numpy as np
 from support.devices import ready_device
 from support.plans import device_profile
 
+from coordinator.devices import registry
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from hearth.errors import DeviceLost, HearthError, StepFailed
 from hearth.plan.geometry import rows_per_rank, spans
 from hearth.plan.profile import BlockProfile, WireCost
+from hearth.platform.asyncio_tools import loop_time
 from hearth.wire.framing import pack_array, pack_arrays, unpack_arrays
 from hearth.wire.messages import (
     BlocksOf,
@@ -81,7 +83,7 @@ class FakeFleet(ABC):
 
     def usable(self) -> list[Device]:
         self.num_usable_calls += 1
-        return [device for _, device in sorted(self.devices.items()) if device.health == "alive"]
+        return registry.usable(list(self.devices.values()), loop_time())
 
     async def settle(self, *_: float) -> list[Device]:
         return self.usable()
@@ -89,8 +91,17 @@ class FakeFleet(ABC):
     async def refresh_telemetry(self) -> None:
         return
 
-    def quarantine(self, device_id: str) -> None:
-        return
+    def record_fault(self, planned: Sequence[Any], error: HearthError) -> list[str]:
+        named = [device.device_id for device in planned if device.name == error.device_name]
+        for name in named:
+            self.devices[name] = registry.after_device_fault(self.devices[name], error, loop_time())
+        return named
+
+    def pardon(self) -> bool:
+        needed = registry.needed_despite_quarantine(list(self.devices.values()), loop_time())
+        for device in needed:
+            self.devices[device.device_id] = registry.after_pardon(device, loop_time())
+        return bool(needed)
 
     @asynccontextmanager
     async def bulk_connection(self, device_id: str) -> AsyncIterator[Any]:

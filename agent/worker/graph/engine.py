@@ -245,8 +245,8 @@ class GraphEngine(DataPlane[OutgoingTensor]):
         if request.request is not None:
             self._answer(request.request_id, Failed.of(error), ())
 
-    def _step_failed(self, reason: str) -> StepFailed:
-        return StepFailed(device=f"rank {self._routes.rank}", reason=reason)
+    def _step_failed(self, reason: str, peer: str = "") -> StepFailed:
+        return StepFailed(device=f"rank {self._routes.rank}", reason=reason, peer=peer)
 
     def _forget(self, step: int) -> None:
         self._schedule.end(step)
@@ -256,7 +256,8 @@ class GraphEngine(DataPlane[OutgoingTensor]):
         with self._changed:
             overdue = self._schedule.overdue(time.monotonic())
         for each in overdue:
-            self._fail(each.step, self._step_failed(self._overdue_reason(each)))
+            peer = f"rank {each.source}" if each.source is not None else ""
+            self._fail(each.step, self._step_failed(self._overdue_reason(each), peer))
 
     def _overdue_reason(self, overdue: OverdueStep) -> str:
         request = self._requests.get(overdue.step)

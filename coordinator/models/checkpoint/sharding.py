@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from coordinator.models.cache_files import read_cached, write_cached
 from coordinator.models.checkpoint.checkpoint import SAFETENSORS_DTYPES, Checkpoint
 from coordinator.models.checkpoint.chunk_layout import all_chunks, tensor_shapes
 from coordinator.models.checkpoint.families import FAMILIES, TensorNames, TensorSource
 from hearth.errors import BadCheckpoint
-from hearth.files import write_atomically
 from hearth.plan.chunks import LAYER_CHUNK_KINDS, ChunkKind, chunk_slices
 from hearth.plan.model_spec import ModelSpec
 from hearth.wire.messages import ChunkRef
@@ -87,8 +87,8 @@ def cached_manifest(checkpoint: Checkpoint, spec: ModelSpec, cache_dir: Path) ->
     key = hashlib.sha256(json.dumps([_FORMAT_VERSION, stamps, shape], sort_keys=True).encode()).hexdigest()[:24]
     path = cache_dir / f"manifest-{key}.json"
     try:
-        return _MANIFEST.validate_json(path.read_bytes())
+        return _MANIFEST.validate_json(read_cached(path))
     except (OSError, ValidationError):
         refs = build_manifest(checkpoint, spec)
-    write_atomically(path, _MANIFEST.dump_json(refs))
+    write_cached(path, _MANIFEST.dump_json(refs))
     return refs

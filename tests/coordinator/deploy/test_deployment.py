@@ -10,7 +10,8 @@ from support.fleets import TransformerFleet
 from support.plans import BERT_LARGE, make_plan
 
 from coordinator.deploy.deployment import Deployment
-from hearth.errors import StepFailed
+from hearth.errors import HearthError, StepFailed
+from hearth.plan.plan import TransformerPlan
 from hearth.wire.messages import Abort, Message, Unload
 from hearth.wire.rpc import Reply
 
@@ -50,3 +51,33 @@ def test_a_cancelled_step_leaves_no_abort_running() -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(cancel_a_failing_step())
+
+
+@pytest.mark.parametrize(
+    ("error", "device", "peer"),
+    [
+        (StepFailed(device="this device", reason="out of memory"), "b", ""),
+        (StepFailed(device="rank 1", reason="a tile did not arrive", peer="rank 0"), "b", "a"),
+        (StepFailed(device="rank 0", reason="as its peer said"), "a", ""),
+    ],
+)
+def test_errors_of_ranks_name_their_devices(error: StepFailed, device: str, peer: str) -> None:
+    async def fail() -> HearthError:
+        deployment = Deployment(TransformerFleet("ab"), plan_for("ab"))
+
+        async def call(rank: int) -> None:
+            if rank == 1:
+                raise error
+
+        with pytest.raises(StepFailed) as raised:
+            await deployment.gather_or_abort(map(call, range(2)))
+        return raised.value
+
+    raised = asyncio.run(fail())
+    assert (raised.device_name, raised.details()["peer"]) == (device, peer)
+
+
+def plan_for(names: str) -> TransformerPlan:
+    plan = make_plan(BERT_LARGE, "hmp", [1.0] * len(names))
+    devices = (each.model_copy(update={"device_id": n, "name": n}) for n, each in zip(names, plan.devices, strict=True))
+    return plan.model_copy(update={"devices": tuple(devices)})

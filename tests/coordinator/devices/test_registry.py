@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.devices import registry
-from coordinator.devices.registry import QUARANTINE_SECONDS, RECONNECT_SECONDS, Device
-from hearth.errors import DuplicateDevice
+from coordinator.devices.registry import RECONNECT_SECONDS, Device
+from hearth.errors import ChunkCorrupt, DeviceLost, DuplicateDevice, HearthError, StepFailed, StoreFull, WorkerDied
 from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, SUSPECT_SECONDS
 from hearth.wire.messages import AgentState, AgentWelcome, WorkerStatus
 
@@ -72,12 +72,46 @@ def test_device_that_accepts_no_new_connection_is_dead_before_a_silent_one_would
     assert "accepts no new one" in known.reason
 
 
-def test_quarantined_device_is_used_only_if_no_other_is_left() -> None:
-    good, bad = device("good"), registry.after_worker_death(device("bad"), now=100.0)
-    assert registry.usable([good, bad], now=101.0) == [good]
-    assert registry.usable([bad], now=101.0) == [bad]
-    assert registry.usable([good, bad], now=100.0 + QUARANTINE_SECONDS) == [bad, good]  # sorted by name
-    assert registry.usable([registry.after_missed_heartbeat(good, 110.0)], now=110.0) == []
+DIED = WorkerDied(device="a", reason="killed")
+FULL = StoreFull(device="a", needed_bytes=2, free_bytes=1)
+CORRUPT = ChunkCorrupt(chunk="c", where="the disk of a", device="a")
+
+
+def test_quarantined_devices_are_used_only_if_no_other_is_left_and_then_those_with_the_mildest_fault() -> None:
+    good = device("good")
+    died, full = (registry.after_device_fault(device(error.code), error, 100.0) for error in (DIED, FULL))
+    assert registry.usable([good, died, full], 101.0) == [good]
+    assert registry.usable([died, full], 101.0) == [died]
+    assert registry.usable([full], 101.0) == [full]
+    assert registry.usable([good, died, full], 160.0) == [full, died, good]  # by name
+    assert registry.needed_despite_quarantine([good, died, full], 101.0) == [died]
+    assert not registry.after_pardon(died, 101.0).is_quarantined(101.0)
+    assert "left out of plans for 59 s: its worker died: killed" in died.info(101.0).reason
+    assert died.info(160.0).reason == ""
+
+
+def test_quarantine_grows_with_each_repetition_and_starts_anew_after_an_hour() -> None:
+    known, now, lengths = device(), 100.0, []
+    for _ in range(6):
+        known = registry.after_device_fault(known, DIED, now)
+        assert known.quarantine is not None
+        lengths.append(known.quarantine.until - now)
+        now = known.quarantine.until
+    assert lengths == [60, 120, 240, 480, 960, 960]
+    later = registry.after_device_fault(known, DIED, now + 4000).quarantine
+    assert later is not None
+    assert later.until - now - 4000 == 60
+
+
+def test_first_damaged_chunk_is_forgiven_and_the_second_is_not() -> None:
+    once = registry.after_device_fault(device(), CORRUPT, 100.0)
+    assert not once.is_quarantined(100.0)
+    assert registry.after_device_fault(once, CORRUPT, 110.0).is_quarantined(169.0)
+
+
+@pytest.mark.parametrize("error", [StepFailed(device="a", reason="late"), DeviceLost(device="a", reason="gone")])
+def test_errors_that_say_nothing_about_the_device_quarantine_nobody(error: HearthError) -> None:
+    assert not registry.after_device_fault(device(), error, 100.0).is_quarantined(100.0)
 
 
 def test_cloned_device_id_is_detected_but_restart_is_not() -> None:

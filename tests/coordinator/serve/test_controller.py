@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,17 +29,25 @@ from hearth.errors import (
     BadCheckpoint,
     BadPlan,
     BadSetting,
+    DeadlineExceeded,
     DeviceLost,
+    HearthError,
     ModelDoesNotFit,
     NoDevices,
     NoPlacement,
     NotServing,
+    StepFailed,
+    StoreFailed,
     StoreFull,
+    Unreachable,
     UnsupportedWeights,
+    WorkerDied,
 )
 from hearth.plan.plan import GraphPlan, plan_hash
+from hearth.platform.asyncio_tools import loop_time
 from hearth.wire.framing import pack_array
-from hearth.wire.messages import ConnectPeers, Infer, Load, PutChunk, Run, RunningWorker, Unload
+from hearth.wire.messages import ConnectPeers, Infer, Load, MeasureLink, Message, PutChunk, Run, RunningWorker, Unload
+from hearth.wire.rpc import Reply
 
 KINDS = ("transformer", "graph")
 
@@ -227,6 +235,98 @@ def test_work_that_ends_during_a_stop_is_ignored(tmp_path: Path, graph: GraphFil
         home.controller.stop()
         await asyncio.wait_for(running, 60)
         assert home.phases() == ["settling", "idle"]
+
+    asyncio.run(main())
+
+
+# ---- faults of devices and links --------------------------------------------------------------------------------------
+
+
+class FaultyFleet(TransformerFleet):
+    """Devices a and b. While the link between them is `cut`, no plan of both works. `load_error`: of device b."""
+
+    cut = False
+    load_error: HearthError | None = None
+
+    async def call(
+        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
+    ) -> Reply:
+        if self.cut and isinstance(message, MeasureLink):
+            raise Unreachable(endpoint="b", seconds=1)
+        if self.cut and isinstance(message, Run) and self.loads[device_id].plan.num_ranks > 1:
+            rank = self.loads[device_id].rank
+            raise StepFailed(device=f"rank {rank}", reason="a tile did not arrive", peer=f"rank {1 - rank}")
+        if self.load_error is not None and isinstance(message, Load) and device_id == "b":
+            raise self.load_error
+        return await super().call(device_id, message, payload, timeout_seconds)
+
+
+def test_home_serves_without_a_pair_of_devices_whose_link_is_cut_and_with_it_once_it_heals(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
+        async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
+            assert home.names() == "ab"
+            fleet.cut = True
+            await home.hidden_states(16)
+            await home.until(lambda: home.ready)
+            assert len(home.names()) == 1
+            home.now += REPLAN_SECONDS + MIN_PRESENCE_SECONDS
+            await home.wait_for_replanner()
+            home.now += REPLAN_SECONDS + MIN_PRESENCE_SECONDS
+            await home.wait_for_replanner()
+            assert len(home.names()) == 1
+            fleet.cut = False
+            home.now += REPLAN_SECONDS + MIN_PRESENCE_SECONDS
+            await home.until(lambda: home.ready and home.names() == "ab")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StoreFull(device="b", needed_bytes=2, free_bytes=1),
+        StoreFailed(device="b", reason="Read-only file system"),
+        StepFailed(device="this device", reason="out of memory"),
+        WorkerDied(device="b", reason="killed"),
+        DeadlineExceeded(action="Load", seconds=1),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_device_that_fails_while_loading_is_left_out_of_the_next_plan(
+    error: HearthError, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
+        fleet.load_error = error
+        async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
+            assert home.names() == "a"
+            assert fleet.devices["b"].is_quarantined(loop_time())
+
+    asyncio.run(main())
+
+
+def test_model_that_does_not_fit_without_a_quarantined_device_uses_it(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.001)
+
+    async def main() -> None:
+        case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
+        async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
+            working = home.kind.plan
+
+            async def plan(cluster: Any, recovering: bool) -> Any:
+                if len(cluster.devices) < 2:
+                    raise ModelDoesNotFit(model="m", missing_bytes=5)
+                return await working(cluster, recovering)
+
+            home.kind.plan = plan
+            fleet.failures = [WorkerDied(device="b", reason="killed")]
+            await home.hidden_states(16)
+            assert home.names() == "ab"
 
     asyncio.run(main())
 

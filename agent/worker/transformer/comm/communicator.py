@@ -279,6 +279,7 @@ class Communicator(DataPlane[Callable[[], None]]):
             device=f"rank {self.rank}",
             reason=f"the {key.phase.name} tile {key.tile} of layer {key.layer} did not arrive from rank {key.source} "
             f"within {self._timeout_seconds:.1f} s",
+            peer=f"rank {key.source}",
         )
 
     def _receive_one_inline(self, awaited: Sequence[set[TileKey]], timeout_seconds: float) -> None:

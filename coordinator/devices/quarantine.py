@@ -1,0 +1,77 @@
+"""Quarantine: which faults leave a device out of plans, and for how long. Pure; times are seconds of a monotonic clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hearth.errors import ChunkCorrupt, HearthError, StepFailed, StoreFailed, StoreFull, WorkerDied
+
+# A worker may have died only once, and a disk is emptied within minutes. Doubled at each repetition within
+# `_RECENT_SECONDS`, up to the maximum.
+_FIRST_SECONDS = 60.0
+_MAX_SECONDS = 960.0  # four doublings: a device that fails every time costs a change of plan four times an hour
+_RECENT_SECONDS = 3600.0  # an unstable device fails several times an hour
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Plans avoid a device until the time `until`, because of `reason`. Without other devices, the mildest fault is used."""
+
+    reason: str
+    severity: int
+    until: float
+    since: float
+    times: int = 1  # faults of this severity, one after the other
+
+    def is_active(self, now: float) -> bool:
+        return now < self.until
+
+    def describe(self, now: float) -> str:
+        return f"left out of plans for {self.until - now:.0f} s: {self.reason}"
+
+
+def after_fault(previous: Quarantine | None, error: HearthError, now: float) -> Quarantine | None:
+    """The quarantine after a fault of the device; `previous` if this error is none."""
+    severity = _severity(error)
+    if severity == 0:
+        return previous
+    recent = previous is not None and now - previous.since < _RECENT_SECONDS and previous.severity == severity
+    times = previous.times + 1 if previous is not None and recent else 1
+    # A damaged chunk is replaced by the next deployment; only a disk that damages more is a reason.
+    num_faults = times - 1 if isinstance(error, ChunkCorrupt) else times
+    seconds = min(_FIRST_SECONDS * 2.0 ** min(num_faults - 1, 10), _MAX_SECONDS) if num_faults else 0.0
+    return Quarantine(_reason(error), severity, now + seconds, now, times)
+
+
+def pardoned(quarantine: Quarantine, now: float) -> Quarantine:
+    """The same quarantine, ended now: the device is needed."""
+    return replace(quarantine, until=now)
+
+
+def _severity(error: HearthError) -> int:
+    """How little is to be expected of a device with this fault; 0 if it is no fault of a device."""
+    match error:
+        case WorkerDied():
+            return 1
+        case StepFailed(reason=reason) if reason.startswith("out of memory"):
+            return 2
+        case StoreFull():
+            return 3
+        case ChunkCorrupt():
+            return 4
+        case StoreFailed():
+            return 5
+    return 0
+
+
+def _reason(error: HearthError) -> str:
+    match error:
+        case WorkerDied(reason=reason):
+            return f"its worker died: {reason}"
+        case StoreFull(needed_bytes=needed, free_bytes=free):
+            return f"its store has no room for {needed} more bytes: {free} are free"
+        case ChunkCorrupt():
+            return "its store damages chunks"
+        case StoreFailed(reason=reason):
+            return f"its store fails: {reason}"
+    return getattr(error, "reason", error.explanation())
