@@ -32,6 +32,7 @@ PURE_MODULES = (
     "coordinator.deploy.chunk_scheduler",
     "coordinator.devices.profile_smoothing",
     "coordinator.devices.quorum",
+    "coordinator.devices.quarantine",
     "coordinator.devices.registry",
     "coordinator.models.checkpoint.chunk_layout",
     "coordinator.models.onnx.contrib",
