@@ -8,8 +8,8 @@ import random
 import re
 import signal
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,15 +31,11 @@ from hearth.errors import (
     AgentBusy,
     AppRevoked,
     BadRequest,
-    DeviceLost,
-    HearthError,
     LeaseLost,
     ModelDoesNotFit,
     NotAuthorised,
     NotServing,
-    StepFailed,
     TextTooLong,
-    WorkerDied,
     WrongKey,
 )
 from hearth.platform.security import (
@@ -222,7 +218,7 @@ def test_key_of_another_home_is_rejected(pair: TestHome) -> None:
         _ask_agent(pair, new_home_key(), GetTelemetry())
 
 
-def test_killed_worker_raises_and_serving_continues(slow_model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
+def test_killed_worker_loses_no_request(slow_model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
     with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
         for name in ("a", "b", "c"):
             running_home.start_agent(name)
@@ -230,9 +226,7 @@ def test_killed_worker_raises_and_serving_continues(slow_model_dir: Path, profil
         with running_home.ready() as home:
             victim = running_home.worker_pid("b")
             assert victim is not None
-            failure = _fail_in_mid_request(home, lambda: os.kill(victim, signal.SIGKILL))
-            assert isinstance(failure[0], WorkerDied)
-            assert failure[1] < 20.0  # long before the request's own timeout
+            _harm_in_mid_request(home, lambda: os.kill(victim, signal.SIGKILL))
             again = home.hidden_states([7] * 64, timeout_seconds=60.0)
             assert again.shape == (64, 512)
             plan = home.status().plan
@@ -241,7 +235,7 @@ def test_killed_worker_raises_and_serving_continues(slow_model_dir: Path, profil
             assert "trying again" not in running_home.log("coordinator")  # one new plan was sufficient
 
 
-def test_lost_device_raises_and_the_others_continue(slow_model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
+def test_lost_device_loses_no_request(slow_model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
     with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
         for name in ("a", "b"):
             running_home.start_agent(name)
@@ -251,9 +245,7 @@ def test_lost_device_raises_and_the_others_continue(slow_model_dir: Path, profil
             pids = [running_home.pid("b"), running_home.worker_pid("b")]
             assert all(pids)
             try:
-                failure = _fail_in_mid_request(home, lambda: [os.kill(pid, signal.SIGSTOP) for pid in pids])
-                assert isinstance(failure[0], DeviceLost | StepFailed)
-                assert failure[1] < 20.0  # long before the request's own timeout
+                _harm_in_mid_request(home, lambda: [os.kill(pid, signal.SIGSTOP) for pid in pids])
                 assert home.hidden_states([7] * 64, timeout_seconds=60.0).shape == (64, 512)
                 plan = home.status().plan
                 assert plan is not None
@@ -264,30 +256,31 @@ def test_lost_device_raises_and_the_others_continue(slow_model_dir: Path, profil
                     os.kill(pid, signal.SIGCONT)
 
 
-def _fail_in_mid_request(home: Home, harm: object) -> tuple[HearthError, float]:
-    """Send requests without pause, call `harm` during one, and return its error and the seconds until it came."""
-    caught: list[tuple[HearthError, float]] = []
-    busy = threading.Event()
-    harmed: list[float] = []
+def _harm_in_mid_request(home: Home, harm: Callable[[], object]) -> None:
+    """Send requests without pause, call `harm` during one, and wait for the next answers; none may fail."""
+    began, ended, num_served = threading.Event(), threading.Event(), 0
 
     def ask() -> None:
-        while not caught:
-            try:
-                busy.set()
-                home.hidden_states([7] * 512, timeout_seconds=60.0)
-            except HearthError as error:
-                caught.append((error, time.monotonic() - harmed[0]))
+        nonlocal num_served
+        while not ended.is_set():
+            began.set()
+            home.hidden_states([7] * 512, timeout_seconds=60.0)
+            num_served += 1
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    busy.wait(60)
-    served = home.status().served_requests
-    wait_for("a request to be served", lambda: home.status().served_requests > served)
-    harmed.append(time.monotonic())
-    harm()  # type: ignore[operator]
-    asking.join(90)
-    assert caught, "the request went on without the device"
-    return caught[0]
+    with ThreadPoolExecutor(1) as executor:
+        asking = executor.submit(ask)
+        try:
+            began.wait(60)
+            before = num_served
+            wait_for("a request to be served", lambda: num_served > before or asking.done())
+            before = num_served
+            harm()
+            # The second answer from now is the first to a request that began after the harm.
+            wait_for("requests to be served again", lambda: num_served > before + 1 or asking.done())
+        finally:
+            ended.set()
+        asking.result()
+    assert home.status().failed_requests == 0
 
 
 @pytest.fixture(scope="module")
