@@ -8,9 +8,9 @@ sending `Cancel`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import logging
-import operator
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
@@ -49,13 +49,16 @@ _CHILD_RECONNECT_MS = 20  # short, because a child process that was just started
 _STALLED_SECONDS = 30.0
 # Interval of the attempts to send to such a caller: short compared with a pause of a reader.
 _STALLED_POLL_SECONDS = 0.05
-# The handshake failed: the server does not know our key, or its key is not the one we expect.
-_HANDSHAKE_FAILURES = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+_KEY_REFUSED = 400  # status of `EVENT_HANDSHAKE_FAILED_AUTH`: the server does not know our key
+# A server with another key than we expect closes the connection during the handshake. So does one that ends at that moment,
+# but not several times in a row.
+_MAX_CLOSED_HANDSHAKES = 3
+_CONNECTION_LOSSES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
 )
-_CONNECTION_LOSSES = functools.reduce(operator.or_, _HANDSHAKE_FAILURES, zmq.EVENT_DISCONNECTED)
 
 _M = TypeVar("_M", bound=Message)
 
@@ -239,6 +242,7 @@ class RpcClient:
         self._socket = context.socket(zmq.DEALER)
         self._handshake_ended = asyncio.Event()  # set while connected, or once our key was refused
         self._refused = False
+        self._num_closed_handshakes = 0  # in a row
         # Received answers by request. Queues are unbounded: a stream is finite and small (the tokens of one answer).
         self._pending: dict[bytes, asyncio.Queue[Reply | HearthError]] = {}
         self._last_id = 0
@@ -377,9 +381,20 @@ class RpcClient:
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
-            event = parse_monitor_message(await monitor.recv_multipart())["event"]
+            message = parse_monitor_message(await monitor.recv_multipart())
+            event, value = message["event"], message["value"]
             connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self._refused = not connected and (self._refused or event in _HANDSHAKE_FAILURES)
+            if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                # The value is an errno: EAGAIN if the server did not answer in time, which says nothing about keys.
+                self._num_closed_handshakes += value in (errno.EPIPE, errno.ECONNRESET)
+            elif connected:
+                self._num_closed_handshakes = 0
+            refused = (
+                event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                or (event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _KEY_REFUSED)
+                or self._num_closed_handshakes >= _MAX_CLOSED_HANDSHAKES
+            )
+            self._refused = not connected and (self._refused or refused)
             if connected or self._refused:
                 self._handshake_ended.set()
             else:
