@@ -24,7 +24,7 @@ import hearth
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
 from coordinator.serve.config import default_state_dir
-from hearth.client.home import COORDINATOR_PORT
+from hearth.client.connection import COORDINATOR_PORT
 from hearth.errors import HearthError
 from hearth.platform import security
 from hearth.platform.discovery import AGENT_PORT, COORDINATOR_SERVICE, Browser, DiscoveredService

@@ -20,7 +20,7 @@ from hearth.plan.value_formats import VALUE_FORMAT_NAMES
 AsJsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 KeyPathOption = Annotated[Path | None, typer.Option(help="Key file. Default: $HEARTH_KEY, else ~/.config/hearth/key.")]
 AddressOption = Annotated[
-    str | None, typer.Option(help="Coordinator address, host[:port]. Default: discover it over mDNS.")
+    str | None, typer.Option(help="Coordinator addresses, host[:port],host2[:port]. Default: discover it over mDNS.")
 ]
 DevicesOption = Annotated[
     str | None, typer.Option("--devices", help="Agent addresses, host[:port],host2[:port], where multicast is blocked.")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.serve.prompts import GenerationDefaults, StopTextFilter, TextStream, TextTokenizer
 from coordinator.serve.requests import Requests, Ticket
+from coordinator.serve.text_threads import TextThreads
 from hearth.errors import BadPlan, BadRequest, ContextTooLong, DeadlineExceeded, HearthError, QueueFull
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
@@ -26,6 +29,8 @@ _MAX_CONCURRENT = MAX_REQUESTS_PER_CALLER // 2  # the rest of rank 0's limit per
 _MAX_STOP_CHARACTERS = 1000  # of a stop text: bounds the search at every token; real ones are a few words
 _PROBE_TOKENS = 8  # of the prompt of a probe: short, but several rows to share
 _PROBE_SECONDS = 120.0  # timeout of a probe's answer: the first step also pages the weights in and loads the kernels
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,10 @@ class TextModel:
             raise BadRequest(reason="the prompt is empty")
         if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
             raise BadRequest(reason=f"token ids must lie between 0 and {self.spec.vocab_size - 1}")
+        if max(request.generated, default=0) >= self.spec.vocab_size:
+            raise BadRequest(reason=f"generated token ids must lie between 0 and {self.spec.vocab_size - 1}")
+        if request.generated and len(ids) + len(request.generated) > self.spec.max_positions:
+            raise BadRequest(reason="more tokens were generated than the model's context holds")
         return ids
 
 
@@ -81,8 +90,11 @@ async def probe(deployment: TransformerDeployment) -> None:
 class GenerationRunner:
     """All generation requests, at most `limit` at once. They run concurrently: rank 0 batches them."""
 
-    def __init__(self, requests: Requests[TransformerDeployment], limit: int) -> None:
+    def __init__(
+        self, requests: Requests[TransformerDeployment], limit: int, threads: TextThreads | None = None
+    ) -> None:
         self.num_running = 0
+        self._threads = threads or TextThreads()
         self.limit = min(limit, _MAX_CONCURRENT)
         self._requests = requests
 
@@ -99,12 +111,11 @@ class GenerationRunner:
         try:
             if self.num_running > self.limit:
                 raise QueueFull(limit=self.limit)
-            try:
-                tokenising = asyncio.to_thread(model.prompt_ids, request, token_ids)
-                prompt = await with_timeout(request.timeout_seconds, tokenising)
-            except asyncio.TimeoutError:
-                raise _timeout_error(request) from None
+            prompt = await self._in_thread(ticket, request, partial(model.prompt_ids, request, token_ids))
             generation = _RunningGeneration(model, request, prompt, ticket.deadline - request.timeout_seconds)
+            generation.remaining_tokens(model.spec.max_positions)  # refuse early a prompt that can never fit
+            if request.generated:
+                await self._in_thread(ticket, request, generation.replay)
             async with aclosing(self._stream(generation, ticket)) as messages:
                 async for message in messages:
                     yield message
@@ -117,10 +128,15 @@ class GenerationRunner:
         finally:
             self.num_running -= 1
 
+    async def _in_thread(self, ticket: Ticket, request: wire.Generate, function: Callable[[], _T]) -> _T:
+        """Call `function`, which handles all texts of the request, in a thread. Raises DeadlineExceeded, QueueFull."""
+        num_characters = len(request.prompt or "") + sum(len(each.content) for each in request.messages)
+        seconds = ticket.deadline - asyncio.get_running_loop().time()
+        return await self._threads.run(seconds, num_characters + len(request.generated), function)
+
     async def _stream(self, generation: _RunningGeneration, ticket: Ticket) -> AsyncGenerator[wire.TextGenerated, None]:
         """Stream up to the end of the answer, on successive deployments if some fail."""
         loop = asyncio.get_running_loop()
-        generation.remaining_tokens(generation.model.spec.max_positions)  # refuse early a prompt that can never fit
         while generation.reason is None:
             async with self._requests.slot(ticket) as deployment:
                 max_tokens = generation.remaining_tokens(max_context_tokens(deployment.plan))
@@ -187,6 +203,10 @@ class _RunningGeneration:
             first_index=len(self._tokens),
             timeout_seconds=deadline - self._clock() + REPLY_MARGIN_SECONDS,
         )
+
+    def replay(self) -> None:
+        """Take over the tokens that the client has from an earlier attempt, with their text."""
+        self.append(self.request.generated)
 
     def append(self, token_ids: Sequence[int]) -> wire.TextGenerated:
         """Append the next tokens, up to one that completes a stop text, which ends the answer."""

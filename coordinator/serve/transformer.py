@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -24,6 +23,7 @@ from coordinator.serve.prompts import read_generation_defaults
 from coordinator.serve.requests import ComputedReply, Requests
 from coordinator.serve.sentences import SentenceTokenizer, mean_pool, pack_sequences, step_batches
 from coordinator.serve.state import TransformerGoal
+from coordinator.serve.text_threads import TextThreads
 from hearth.errors import BadPlan, BadRequest, BadSetting, TextTooLong
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.plan.profile import ClusterProfile
@@ -64,7 +64,8 @@ class TransformerKind:
             tokenizer = self.model.tokenizer
             assert not isinstance(tokenizer, SentenceTokenizer)
             self._text_model = TextModel(self.model.spec, tokenizer, read_generation_defaults(self.model.directory))
-        self._generation_runner = GenerationRunner(requests, services.settings.queue_limit)
+        self._threads = TextThreads()
+        self._generation_runner = GenerationRunner(requests, services.settings.queue_limit, self._threads)
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
@@ -144,7 +145,10 @@ class TransformerKind:
         model, ticket = self.model, self._requests.arrive(request.timeout_seconds)
         if not isinstance(model.tokenizer, SentenceTokenizer):
             raise BadRequest(reason="the model has no tokenizer.json; send token ids instead of texts")
-        encoded = await asyncio.to_thread(model.tokenizer.encode, request.texts, model.seq_len)
+        num_characters = sum(map(len, request.texts))
+        encoded = await self._threads.run(
+            request.timeout_seconds, num_characters, model.tokenizer.encode, request.texts, model.seq_len
+        )
 
         batches = step_batches([len(ids) for ids in encoded], model.seq_len)
         vectors: list[Array] = []  # of the batches that are done, also on an earlier plan

@@ -3,8 +3,9 @@
 `hearth.client.sync` is the same API for programs without an event loop, `hearth.client.answers` handles generated text, and
 `hearth.client.arrays` the arrays of an ONNX graph.
 
-Every call has a timeout and raises a `HearthError`. The client reconnects automatically after a lost connection; if it found
-the coordinator by mDNS, it searches again, because the address may have changed.
+Every call has a timeout and raises a `HearthError`. All requests are safe to repeat: if the connection breaks or the
+coordinator cannot serve, the call is repeated until its timeout, on another coordinator if there is one
+(`hearth.client.connection`). A text that has begun to stream continues with the next token.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import zmq.asyncio
-
 from hearth.client import answers
 from hearth.client.arrays import Arrays, InferenceResult, array_frames, decode_inference
-from hearth.errors import BadRequest, ConnectionLost, DeadlineExceeded, HearthError, NoCoordinator, Unreachable
-from hearth.platform.asyncio_tools import with_timeout
-from hearth.platform.security import Access, Credential, coordinator_access, fingerprint, resolve_credential
+from hearth.client.connection import Connection
+from hearth.errors import (
+    BadRequest,
+    ConnectionLost,
+    DeadlineExceeded,
+    HearthError,
+    NoCoordinator,
+    NotServing,
+    Unreachable,
+)
+from hearth.platform.security import Access, Credential, coordinator_access, resolve_credential
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
 
@@ -30,11 +37,19 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import Unpack
 
-COORDINATOR_PORT = 47830  # default TCP port of a coordinator: the first after an agent's ports, 47800 to 47829
 CALL_SECONDS = 10.0  # default timeout of calls that run no model: long for a busy coordinator, short for a waiting user
 _READY_POLL_SECONDS = 0.2  # interval of the readiness requests in `wait_ready`: short compared with loading a model
+# Pauses before a call is repeated: the first is short compared with the failover to another coordinator, and they grow up to
+# the last, with which a coordinator that starts again is not flooded.
+_FIRST_PAUSE_SECONDS = 0.05
+_MAX_PAUSE_SECONDS = 1.0
+# Errors after which a call is repeated: the request was not sent, its answer was lost, or the coordinator does not serve now.
+_REPEATED = (Unreachable, ConnectionLost, NotServing)
+
+_SEED_BITS = 62  # of the seed of a sampled answer; the protocol's limit is 63
 
 _M = TypeVar("_M", bound=wire.Message)
+_R = TypeVar("_R", bound=wire.ClientRequest)
 
 
 class Result(NamedTuple):
@@ -50,30 +65,19 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
     """A connection to the home's coordinator, for asyncio programs. Create it with `connect_async`."""
 
     def __init__(self, access: Access, address: str | None, interfaces: Sequence[str] | None) -> None:
-        self._access = access
-        self._address = address
-        self._interfaces = interfaces
-        self._context = zmq.asyncio.Context()
-        self._client: RpcClient | None = None
-        self._reopening = asyncio.Lock()
-        self._closed = False
+        self._connection = Connection(access, address, interfaces)
 
     async def open(self, timeout_seconds: float) -> AsyncHome:
-        """Find the coordinator, connect, and compare protocol versions.
+        """Find a coordinator, connect, and compare protocol versions.
 
         Raises NoCoordinator, Unreachable, WrongKey, ProtocolMismatch, DeadlineExceeded.
         """
-        endpoint = await self._find(timeout_seconds)
-        await self._close_client()
-        self._client = RpcClient(self._context, endpoint, self._access, name="client")
-        await self._client.hello(wire.CoordinatorWelcome, timeout_seconds=timeout_seconds)
+        await self._connection.client(None, timeout_seconds)
         return self
 
     async def close(self) -> None:
         """Close the connection; calls in progress raise ConnectionLost."""
-        self._closed = True
-        await self._close_client()
-        self._context.destroy(linger=0)
+        await self._connection.close()
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -164,11 +168,18 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
     async def wait_ready(self, timeout_seconds: float) -> None:
         """Wait until inference requests are answered. Raises DeadlineExceeded, which names the current state."""
-        deadline = asyncio.get_running_loop().time() + timeout_seconds
-        while not (state := await self.readiness()).ready:
-            if asyncio.get_running_loop().time() > deadline:
-                raise DeadlineExceeded(action=f"getting ready ({state.state})", seconds=timeout_seconds)
+        clock = asyncio.get_running_loop().time
+        deadline, state = clock() + timeout_seconds, ""
+        while clock() < deadline:
+            try:
+                answer = await self.readiness(min(CALL_SECONDS, max(deadline - clock(), _READY_POLL_SECONDS)))
+                if answer.ready:
+                    return
+                state = answer.state
+            except (*_REPEATED, NoCoordinator, DeadlineExceeded) as error:  # for instance while it starts again
+                state = str(error)
             await asyncio.sleep(_READY_POLL_SECONDS)
+        raise DeadlineExceeded(action=f"getting ready ({state})", seconds=timeout_seconds)
 
     # ---- with an admin key ----------------------------------------------------------------------------------------
 
@@ -202,111 +213,115 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
-    async def _vectors(self, request: wire.Message, payload: Sequence[Any], timeout_seconds: float) -> Result:
+    async def _vectors(self, request: wire.ClientRequest, payload: Sequence[Any], timeout_seconds: float) -> Result:
         from hearth.wire.framing import unpack_array
 
         reply = await self._call(request, payload, timeout_seconds)
         answer = wire.expect_message(reply.message, wire.Vectors, "the coordinator")
         return Result(unpack_array(reply.payload), answer.latency_seconds, answer.num_tokens, answer.traces)
 
-    async def _ask(self, request: type[wire.Message], answer: type[_M], timeout_seconds: float, **fields: str) -> _M:
+    async def _ask(
+        self, request: type[wire.ClientRequest], answer: type[_M], timeout_seconds: float, **fields: str
+    ) -> _M:
         reply = await self._call(request(**_request_fields(timeout_seconds), **fields), (), timeout_seconds)
         return wire.expect_message(reply.message, answer, "the coordinator")
 
-    async def _call(self, request: wire.Message, payload: Sequence[Any], timeout_seconds: float) -> Reply:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_seconds
-        client = await self._connected(None, timeout_seconds)
-        try:
-            return await client.call(request, payload, timeout_seconds=deadline - loop.time())
-        except (Unreachable, ConnectionLost):
-            # All requests are idempotent, so sending one again is safe.
-            if self._closed or (remaining := deadline - loop.time()) <= 0.1:
-                raise
-            client = await self._connected(client, remaining)
-            return await client.call(request, payload, timeout_seconds=max(deadline - loop.time(), 0.1))
+    async def _call(self, request: wire.ClientRequest, payload: Sequence[Any], timeout_seconds: float) -> Reply:
+        repeats = _Repeats(timeout_seconds, self._connection)
+        while True:
+            client: RpcClient | None = None
+            try:
+                client = await self._connection.client(repeats.failed, repeats.remaining_seconds)
+                return await client.call(repeats.adjusted(request), payload, timeout_seconds=repeats.remaining_seconds)
+            except _REPEATED as error:
+                await repeats.pause(client, error)
 
     async def _answer(
         self, request: wire.Generate, payload: Sequence[Any], timeout_seconds: float
     ) -> AsyncGenerator[answers.Token | answers.Usage, None]:
-        """Stream one answer.
-
-        If the connection breaks before the first message, the request is sent again, once; later, the error is raised.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_seconds
-        failed: RpcClient | None = None
+        """Stream one answer. If it breaks off, ask for the rest of it: the seed makes the tokens the same."""
+        clock = asyncio.get_running_loop().time
+        if request.sampling.seed is None:
+            sampling = request.sampling.model_copy(update={"seed": secrets.randbits(_SEED_BITS)})
+            request = request.model_copy(update={"sampling": sampling})
+        repeats, began = _Repeats(timeout_seconds, self._connection), clock()
+        received: list[int] = []
+        first_seconds = last_seconds = 0.0  # when the first and the newest token came
+        resumed = False
         while True:
-            client = await self._connected(failed, deadline - loop.time())
-            sent, first_token_seconds = loop.time(), None
-            stream = client.stream(request, payload, timeout_seconds=max(deadline - sent, 0.1), last=wire.TextEnded)
+            client: RpcClient | None = None
             try:
+                client = await self._connection.client(repeats.failed, repeats.remaining_seconds)
+                asked = repeats.adjusted(request).model_copy(update={"generated": tuple(received)})
+                stream = client.stream(asked, payload, timeout_seconds=repeats.remaining_seconds, last=wire.TextEnded)
                 async with aclosing(stream) as replies:
                     async for reply in replies:
-                        seconds = loop.time() - sent
-                        first_token_seconds = first_token_seconds if first_token_seconds is not None else seconds
-                        for part in answers.stream_parts(reply.message, seconds, first_token_seconds):
+                        seconds = clock() - began
+                        if isinstance(reply.message, wire.TextGenerated):
+                            first_seconds, last_seconds = seconds if not received else first_seconds, seconds
+                            received.extend(reply.message.token_ids)
+                            repeats.restart()
+                        for part in answers.stream_parts(reply.message, seconds, first_seconds):
+                            if resumed and isinstance(part, answers.Usage):  # the coordinator saw only the rest
+                                part = part._replace(decode_seconds=last_seconds - first_seconds)
                             yield part
                 return
-            except (Unreachable, ConnectionLost):
-                if failed or self._closed or first_token_seconds is not None or deadline - loop.time() <= 0.1:
-                    raise
-                failed = client
+            except _REPEATED as error:
+                await repeats.pause(client, error)
+                resumed = bool(received)
 
-    async def _connected(self, failed: RpcClient | None, timeout_seconds: float) -> RpcClient:
-        """Return the connection. If it is `failed` and the coordinator was found by mDNS, search for it and connect again."""
 
-        def usable_client() -> RpcClient | None:
-            return None if self._client is failed and self._address is None else self._client
+class _Repeats:
+    """The attempts of one call: its deadline, the pauses between attempts, and when to give up."""
 
-        async def find() -> RpcClient:
-            async with self._reopening:  # other callers that wait here use the connection that the first one opened
-                if usable_client() is None:
-                    await self.open(timeout_seconds)
-                assert self._client is not None
-                return self._client
+    def __init__(self, timeout_seconds: float, connection: Connection) -> None:
+        self.failed: RpcClient | None = None  # the connection of the last attempt
+        self._repeated = False
+        self._connection = connection
+        self._clock = asyncio.get_running_loop().time
+        self._deadline = self._clock() + timeout_seconds
+        self._margin_seconds = _reply_margin(timeout_seconds)
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
 
-        if (client := usable_client()) is not None:
-            return client
-        try:
-            return await with_timeout(timeout_seconds + 1.0, find())  # 1 s later than `open`, whose error says more
-        except asyncio.TimeoutError:
-            raise NoCoordinator(seconds=timeout_seconds) from None
+    @property
+    def remaining_seconds(self) -> float:
+        return max(self._deadline - self._clock(), 0.001)
 
-    async def _find(self, timeout_seconds: float) -> str:
-        if self._address is not None:
-            return endpoint_of(self._address)
-        from hearth.platform.discovery import find_coordinator
+    def adjusted(self, request: _R) -> _R:
+        """The request with the time that is left to the coordinator."""
+        if not self._repeated:
+            return request
+        return request.model_copy(update={"timeout_seconds": _server_seconds(self.remaining_seconds)})
 
-        service = await find_coordinator(fingerprint(self._access.server_public), timeout_seconds, self._interfaces)
-        if service is None:
-            raise NoCoordinator(seconds=timeout_seconds)
-        return f"tcp://{service.hosts[0]}:{service.port}"
+    def restart(self) -> None:
+        """Begin with the shortest pause again, because the last attempt made progress."""
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
 
-    async def _close_client(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+    async def pause(self, failed: RpcClient | None, error: HearthError) -> None:
+        """Wait before the next attempt. Raises the error if there is no time for one."""
+        if self._connection.closed or self.remaining_seconds <= self._pause_seconds + self._margin_seconds:
+            raise error
+        self.failed, self._repeated = failed, True
+        await asyncio.sleep(self._pause_seconds)
+        self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
 
 
 def _request_fields(timeout_seconds: float) -> dict[str, Any]:
     """The common fields of one request: a unique id and its timeout.
 
-    The timeout sent is 10 % (at most 1 s) shorter than the caller's, so that the coordinator's error, which says why the
-    request is late, arrives in time.
+    The timeout sent is shorter than the caller's, so that the coordinator's error, which says why the request is late, arrives
+    in time.
     """
-    return {
-        "request_id": secrets.token_hex(8),
-        "timeout_seconds": max(timeout_seconds - min(0.1 * timeout_seconds, 1.0), 1e-3),
-    }
+    return {"request_id": secrets.token_hex(8), "timeout_seconds": _server_seconds(timeout_seconds)}
 
 
-def endpoint_of(address: str) -> str:
-    """Convert `host`, `host:port` or `[v6]:port` to a ZeroMQ endpoint. The default port is the coordinator's."""
-    from hearth.platform.discovery import parse_static_peers
+def _server_seconds(timeout_seconds: float) -> float:
+    return max(timeout_seconds - _reply_margin(timeout_seconds), 1e-3)
 
-    ((host, port),) = parse_static_peers(address, default_port=COORDINATOR_PORT)
-    return f"tcp://{host}:{port}"
+
+def _reply_margin(timeout_seconds: float) -> float:
+    """How much sooner than the caller the coordinator gives up: 10 %, at most 1 s."""
+    return min(0.1 * timeout_seconds, 1.0)
 
 
 async def connect_async(

@@ -210,26 +210,6 @@ class Browser:
             self._on_found(service)
 
 
-async def find_coordinator(
-    fingerprint: str, timeout_seconds: float, interfaces: Sequence[str] | None = None
-) -> DiscoveredService | None:
-    """Return the first coordinator of this home that answers, or None after the timeout."""
-    answer: asyncio.Future[DiscoveredService] = asyncio.get_running_loop().create_future()
-
-    def on_found(service: DiscoveredService) -> None:
-        if service.fingerprint == fingerprint and not answer.done():
-            answer.set_result(service)
-
-    browser = Browser(COORDINATOR_SERVICE, on_found, interfaces)
-    await browser.start()
-    try:
-        return await asyncio.wait_for(answer, timeout_seconds)
-    except asyncio.TimeoutError:
-        return None
-    finally:
-        await browser.stop()
-
-
 def parse_static_peers(text: str, default_port: int = AGENT_PORT) -> tuple[tuple[str, int], ...]:
     """Parse a comma-separated list of "host", "host:port" and "[v6]:port", for networks without multicast.
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from hearth.client.home import COORDINATOR_PORT
+from hearth.client.connection import COORDINATOR_PORT
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.census import Census, take_census
 from tools.bench.experiment import Context, Experiment

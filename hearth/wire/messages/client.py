@@ -107,6 +107,8 @@ class Generate(ModelRequest):
     sampling: SamplingChoice = SamplingChoice()
     max_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None  # None: from generation_config.json, else 512
     stop: tuple[Text, ...] = Field(default=(), max_length=16)  # texts that end the answer and are not part of it
+    # The tokens of this answer that arrived before the connection broke; the answer continues after them.
+    generated: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(default=(), max_length=1 << 20)
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
 
 

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from support.checkpoints import write_model
 from support.contexts import zmq_context
 from support.controllers import ServedController, serving
+from support.devices import ready_device
 from support.fleets import TransformerFleet
 from support.plans import LLAMA_1B, make_plan, with_generation
 from support.waiting import WAIT_LIMIT_SECONDS, let_tasks_run, until, wait_for
@@ -32,7 +33,7 @@ from coordinator.cli.commands import chat as chat_command
 from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.serve.drift import MIN_PRESENCE_SECONDS
 from coordinator.serve.generation import GenerationRunner, TextModel, max_context_tokens, probe
-from coordinator.serve.prompts import GenerationDefaults, TextTokenizer
+from coordinator.serve.prompts import GenerationDefaults, StopTextFilter, TextTokenizer
 from coordinator.serve.requests import Requests
 from coordinator.serve.state import TransformerGoal
 from hearth.client.answers import Token
@@ -53,6 +54,7 @@ from hearth.errors import (
     NotServing,
     QueueFull,
     StepFailed,
+    Unreachable,
     WorkerDied,
 )
 from hearth.plan.plan import TransformerPlan
@@ -87,6 +89,7 @@ PLAN = make_plan(
     generation=GenerationLimits(kv_tokens=3 * CONTEXT, max_sequences=4, prefill_rows=16, context=CONTEXT),
 )
 DIED = WorkerDied(device="device1", reason="killed")
+LOST = DeviceLost(device="device1", reason="no answer")
 ERRORS_OF_A_REQUEST = (BadRequest(reason="no"), FrameTooLarge(num_bytes=2, cap_bytes=1), QueueFull(limit=1))
 MODEL = TextModel(SPEC, None, GenerationDefaults(stop_ids=(END_TOKEN,)))
 
@@ -384,7 +387,7 @@ def test_generation_resumes_on_the_next_plan_after_a_failure(error: HearthError)
 def test_tokens_are_independent_of_number_and_place_of_failures(
     limits: list[int], max_tokens: int, at_once: int
 ) -> None:
-    scripts = [*(Script(fails=[(limit, DIED)], at_once=at_once) for limit in limits), Script(at_once=at_once)]
+    scripts = [*(Script(fails=[(limit, LOST)], at_once=at_once) for limit in limits), Script(at_once=at_once)]
     found = asyncio.run(ask(Host(*scripts), max_tokens=max_tokens))
     assert found.tokens == expected((1, 2, 3), max_tokens)
     assert all(script.open_now == 0 for script in scripts)
@@ -530,7 +533,7 @@ def test_withheld_text_is_sent_at_the_end(tokenizer: TextTokenizer) -> None:
 @given(limits=st.lists(st.integers(0, 20), max_size=3))
 def test_text_resumes_after_failures_at_any_byte(limits: list[int], tokenizer: TextTokenizer) -> None:
     script, model = script_of_text(tokenizer, "Grüße! 🙂 END more")
-    script.fails = [(limit, DIED) for limit in limits]
+    script.fails = [(limit, LOST) for limit in limits]
     found = asyncio.run(ask(Host(script), model=model, stop=("END",)))
     assert found.text == "Grüße! 🙂 "
 
@@ -552,6 +555,7 @@ class Agents:
 
     def __init__(self, script: Script, knows: HearthError | None = None) -> None:
         self.aborted: list[str] = []
+        self.devices = {device.device_id: ready_device(device.device_id) for device in PLAN.devices}
         self._script = script
         self._knows = knows
 
@@ -781,9 +785,9 @@ class Coordinator:
         if isinstance(message, Hello):
             return CoordinatorWelcome(version="0", name="test")
         assert isinstance(message, Generate)
+        self.asked += 1
         if self.error is not None:
             raise self.error
-        self.asked += 1
         return self._stream(message, unpack_array(payload) if payload else None)
 
     async def _stream(self, message: Generate, token_ids: Any) -> AsyncGenerator[Reply, None]:
@@ -907,32 +911,110 @@ def test_leaving_an_answer_ends_it_at_the_coordinator() -> None:
     asyncio.run(main())
 
 
-def test_request_is_retried_only_before_its_first_token() -> None:
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 5}], ids=str)
+def test_stream_continues_on_a_coordinator_that_started_again(
+    sampling: dict[str, Any], tokenizer: TextTokenizer
+) -> None:
     async def main() -> None:
-        async with AsyncExitStack() as clients:
-            await ask(clients)
-
-    async def ask(clients: AsyncExitStack) -> None:
-        async with coordinator(Script(silent_after=2)) as (served, server):
+        text = "Grüße! one two three END"
+        script, model = script_of_text(tokenizer, text)
+        script.silent_after = 9
+        async with coordinator(script, model) as (_, server):
             port = server.port
-            home = await clients.enter_async_context(AsyncHome(access(), f"127.0.0.1:{port}", None))
+            home = AsyncHome(access(), f"127.0.0.1:{port}", None)
             await home.open(5)
-            answer = home.generate(token_ids=[1])
-            await anext(answer)
+            answer = home.generate("Hi", stop="END", **sampling)
+            reading = asyncio.create_task(answer.text())
+            await until("the first tokens", lambda: len(answer.token_ids) == 9)
             await server.close()
-            with pytest.raises(ConnectionLost):
-                await answer.text()
-        async with coordinator(Script(silent_after=0), port=port) as (served, server):
-            fresh = home.generate(token_ids=[1], max_tokens=2, timeout_seconds=WAIT_LIMIT_SECONDS)
-            asking = asyncio.create_task(fresh.text())
+        again, _ = script_of_text(tokenizer, text, at_once=3)
+        async with coordinator(again, model, port) as (_, server):
+            assert await reading == "Grüße! one two three "
+        (first,), (second,) = script.requests, again.requests
+        assert second.ids == [*first.ids, *script.tokens[:9]]
+        assert (second.first_index, second.sampling) == (9, first.sampling)
+        assert sampling.get("seed") in (None, first.sampling.seed)
+        usage = answer.usage
+        assert usage is not None
+        assert (usage.num_prompt_tokens, usage.num_tokens) == (2, len(answer.token_ids))
+        assert answer.token_ids == script.tokens[: len(answer.token_ids)]
+        assert usage.decode_seconds > 0
+        await home.close()
+
+    asyncio.run(main())
+
+
+@given(num_received=st.integers(0, 30), at_once=st.integers(1, 4), stop=st.sampled_from(["", "END", "! 🙂", "zz"]))
+def test_resumed_answer_repeats_and_omits_nothing(
+    num_received: int, at_once: int, stop: str, tokenizer: TextTokenizer
+) -> None:
+    """The rest of an answer after any number of received tokens."""
+    fields: dict[str, Any] = {"stop": (stop,) if stop else ()}
+    script, model = script_of_text(tokenizer, "Grüße! 🙂 END more")
+    whole = asyncio.run(ask(Host(script), model=model, token_ids=None, prompt="Hi", **fields))
+    received = tuple(whole.tokens[:num_received])
+    stream, stops = model.tokenizer.stream(script.requests[0].ids), StopTextFilter(fields["stop"])  # type: ignore[union-attr]
+    end = model.defaults.stop_ids[0]
+    text = "".join(stops.push(stream.push(token)) for token in received if token != end)
+    script, _ = script_of_text(tokenizer, "Grüße! 🙂 END more", at_once=at_once)
+    rest = asyncio.run(ask(Host(script), model=model, token_ids=None, prompt="Hi", generated=received, **fields))
+    assert (*received, *rest.tokens) == tuple(whole.tokens)
+    assert text + rest.text == whole.text
+    assert (rest.end.num_tokens, rest.end.reason) == (whole.end.num_tokens, whole.end.reason)
+
+
+@pytest.mark.parametrize("generated", [(VOCAB,), (1,) * POSITIONS])
+def test_generated_tokens_are_checked(generated: tuple[int, ...]) -> None:
+    with pytest.raises(BadRequest, match="generated"):
+        asyncio.run(ask(Host(Script()), generated=generated))
+
+
+def test_calls_are_repeated_until_the_deadline() -> None:
+    async def main() -> None:
+        async with coordinator(Script()) as (_, server):
+            port = server.port
+        home = AsyncHome(access(), f"127.0.0.1:{port}", None)
+        fresh = home.generate(token_ids=[1], max_tokens=2, timeout_seconds=WAIT_LIMIT_SECONDS)
+        asking = asyncio.create_task(fresh.text())
+        await let_tasks_run()
+        async with coordinator(Script(silent_after=0), port=port) as (served, _):
             await until("the request", lambda: served.asked)
-        async with coordinator(Script(), port=port) as (again, server):
+        async with coordinator(Script(), port=port) as (served, _):
+            served.error = NotServing(state="starting again")
+            await until("repeats", lambda: served.asked > 2)
+            served.error = None
             await asking
             assert fresh.token_ids == expected([1], 2)
-            assert (served.asked, again.asked) == (1, 1)
-            again.error = AppRevoked(app="lamp")
+            served.error = AppRevoked(app="lamp")
             with pytest.raises(AppRevoked):
                 await home.generate(token_ids=[1]).text()
+            served.error = NotServing(state="starting again")
+            with pytest.raises(NotServing):
+                await home.generate(token_ids=[1], timeout_seconds=0.5).text()
+        with pytest.raises((Unreachable, ConnectionLost)):
+            await home.generate(token_ids=[1], timeout_seconds=0.5).text()
+        await home.close()
+
+    asyncio.run(main())
+
+
+def test_client_changes_to_a_coordinator_that_serves() -> None:
+    async def main() -> None:
+        async with coordinator(Script()) as (standby, standby_server):
+            standby.error = NotServing(state="standby")
+            async with coordinator(Script(silent_after=3)) as (_, leader_server):
+                addresses = f"127.0.0.1:1, 127.0.0.1:{standby_server.port},127.0.0.1:{leader_server.port}"
+                home = AsyncHome(access(), addresses, None)
+                answer = home.generate(token_ids=[1], max_tokens=6, timeout_seconds=WAIT_LIMIT_SECONDS)
+                reading = asyncio.create_task(answer.text())
+                await until("tokens of the leader", lambda: len(answer.token_ids) == 3)
+                await leader_server.close()
+            await until("repeats", lambda: standby.asked > 2)
+            assert len(answer.token_ids) == 3
+            standby.error = None
+            await reading
+            assert answer.token_ids == expected([1], 6)
+            await home.close()
 
     asyncio.run(main())
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from hearth.client.home import endpoint_of
+from hearth.client.connection import endpoints_of
 from hearth.errors import BadSetting
 from hearth.platform import discovery
 from hearth.platform.discovery import (
@@ -15,7 +15,6 @@ from hearth.platform.discovery import (
     Browser,
     DiscoveredService,
     advertised,
-    find_coordinator,
     parse_static_peers,
 )
 from hearth.protocol import PROTOCOL_VERSION
@@ -28,7 +27,7 @@ def test_static_peers_table() -> None:
         ("fe80::1", 5),
         ("::1", 47800),
     )
-    assert endpoint_of("box") == "tcp://box:47830"
+    assert endpoints_of("box, [::1]:5") == ("tcp://box:47830", "tcp://[::1]:5")
     for nonsense in ("", "a:b", "a:0", "a:99999", ":5", "two words"):
         with pytest.raises(BadSetting, match="address"):
             parse_static_peers(nonsense)
@@ -48,8 +47,6 @@ def test_mdns_finds_services_and_reveals_only_required_fields() -> None:
                 while first.id != "1234abcd":  # another agent may run on this machine
                     first = await asyncio.wait_for(found.get(), 20)
                 assert first == DiscoveredService("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, "f" * 16)
-                assert (await find_coordinator("e" * 16, 20, ["127.0.0.1"])).port == 4712  # type: ignore[union-attr]
-                assert await find_coordinator("0" * 16, 0.3, ["127.0.0.1"]) is None
         finally:
             await browser.stop()
 

@@ -1,0 +1,228 @@
+"""The client's connection to one of the home's coordinators: finds them, connects to one that answers, changes to another.
+
+An mDNS record is only a hint, since any host on the network can send one. A coordinator counts as found once the encrypted
+handshake with its key and the exchange of `Hello` have succeeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import zmq.asyncio
+
+from hearth.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    HearthError,
+    NoCoordinator,
+    ProtocolMismatch,
+    Unreachable,
+    WrongKey,
+)
+from hearth.platform.asyncio_tools import cancel_all, with_timeout
+from hearth.platform.security import Access, fingerprint
+from hearth.wire import messages as wire
+from hearth.wire.rpc import RpcClient
+
+COORDINATOR_PORT = 47830  # default TCP port of a coordinator: the first after an agent's ports, 47800 to 47829
+# The other coordinators are greeted for this long before the one that failed is greeted again: an encrypted handshake takes a
+# few round trips.
+_HEAD_START_SECONDS = 0.3
+# Greetings at once in a search over mDNS. Each takes a few sockets, and each forged record costs one.
+_MAX_GREETINGS = 32
+_GREETING_SECONDS = 1.0  # of one greeting in a search over mDNS; an answer takes milliseconds, and the next turn comes
+_MAX_KNOWN = 8  # endpoints that are remembered from earlier searches; a home has one to three coordinators
+
+
+class Connection:
+    """A connection to a coordinator, shared by all calls of a client.
+
+    `addresses` is a comma-separated list of "host" or "host:port"; None: search over mDNS.
+    """
+
+    def __init__(self, access: Access, addresses: str | None, interfaces: Sequence[str] | None) -> None:
+        self.closed = False
+        self._access = access
+        self._given = endpoints_of(addresses) if addresses is not None else ()
+        self._interfaces = interfaces
+        self._context = zmq.asyncio.Context()
+        self._client: RpcClient | None = None
+        self._retired: list[RpcClient] = []  # replaced while calls were in progress
+        self._known: list[str] = []  # endpoints that answered earlier, the newest last
+        self._changing = asyncio.Lock()
+        self._search: asyncio.Task[Any] | None = None  # the last change of the connection
+
+    async def client(self, failed: RpcClient | None, timeout_seconds: float) -> RpcClient:
+        """The connection. If it is `failed`, change to another coordinator, or to the same one if no other answers.
+
+        Raises NoCoordinator, Unreachable, WrongKey, ProtocolMismatch, DeadlineExceeded.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
+
+        async def change() -> RpcClient:
+            async with self._changing:  # others that wait here use the connection that the first one opened
+                if (client := self._usable(failed)) is None:
+                    self._search = asyncio.current_task()
+                    client = await self._change(max(deadline - loop.time(), 0.001))
+                return client
+
+        if self.closed:
+            raise ConnectionLost(endpoint="the coordinator")
+        if (client := self._usable(failed)) is not None:
+            return client
+        try:
+            return await with_timeout(
+                timeout_seconds + 1.0, change()
+            )  # 1 s later than `_change`, whose error says more
+        except asyncio.TimeoutError:
+            raise self._not_found(timeout_seconds) from None
+        except asyncio.CancelledError:
+            if self.closed:  # the search was cancelled, not the caller
+                raise ConnectionLost(endpoint="the coordinator") from None
+            raise
+
+    async def close(self) -> None:
+        """Close the connection; calls in progress raise ConnectionLost."""
+        self.closed = True
+        if self._search is not None:
+            await cancel_all([self._search])
+        for client in [*self._retired, *([self._client] if self._client is not None else [])]:
+            await client.close()
+        self._retired, self._client = [], None
+        self._context.destroy(linger=0)
+
+    def _usable(self, failed: RpcClient | None) -> RpcClient | None:
+        """The connection, unless another is needed. The socket connects again by itself to the only address."""
+        if self._client is not failed or (failed is not None and self._given == (failed.endpoint,)):
+            return self._client
+        return None
+
+    async def _change(self, timeout_seconds: float) -> RpcClient:
+        """Greet all coordinators at once; the first that answers becomes the connection."""
+        before, client = self._client, await self._first_to_answer(timeout_seconds)
+        self._client = client
+        if before is not None and before is not client:
+            self._retired.append(before)
+        self._known = [*(other for other in self._known if other != client.endpoint), client.endpoint][-_MAX_KNOWN:]
+        for retired in [each for each in self._retired if not each.pending]:
+            self._retired.remove(retired)
+            await retired.close()
+        return client
+
+    async def _first_to_answer(self, timeout_seconds: float) -> RpcClient:
+        """Connect to the endpoints that were given or found. The present connection is used if no other answers at once."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
+        present = self._client
+        answer: asyncio.Future[RpcClient] = loop.create_future()
+        errors: list[HearthError] = []
+
+        async def greet(client: RpcClient, seconds: float) -> HearthError | None:
+            """Returns the error. Closes the client, unless it is the first that answered."""
+            try:
+                await client.hello(wire.CoordinatorWelcome, timeout_seconds=max(seconds, 0.001))
+                if not answer.done():
+                    answer.set_result(client)
+            except HearthError as error:
+                errors.append(error)
+                return error
+            finally:
+                if client is not present and not (answer.done() and answer.result() is client):
+                    await client.close()
+            return None
+
+        async def greet_present(client: RpcClient) -> None:
+            await asyncio.sleep(_HEAD_START_SECONDS)
+            await greet(client, deadline - loop.time())
+
+        async def greet_endpoint(endpoint: str, seconds: float) -> HearthError | None:
+            return await greet(RpcClient(self._context, endpoint, self._access, name="client"), seconds)
+
+        async def greet_found(endpoints: asyncio.Queue[str]) -> None:
+            """Greet the endpoints of a queue in turn, until cancelled."""
+            while True:
+                endpoint = await endpoints.get()
+                error = await greet_endpoint(endpoint, min(deadline - loop.time(), _GREETING_SECONDS))
+                if isinstance(error, Unreachable | DeadlineExceeded):
+                    endpoints.put_nowait(endpoint)
+
+        async with self._found_endpoints(present.endpoint if present is not None else None) as found:
+            calls: list[Coroutine[Any, Any, object]]
+            if self._given:
+                others = [each for each in self._given if present is None or each != present.endpoint]
+                calls = [greet_endpoint(endpoint, timeout_seconds) for endpoint in others]
+            else:
+                calls = [greet_found(found) for _ in range(_MAX_GREETINGS)]
+            if present is not None:
+                calls.append(greet_present(present))
+            tasks = [asyncio.create_task(call) for call in calls]
+            all_failed = asyncio.gather(*tasks)
+            futures: set[asyncio.Future[Any]] = {answer, all_failed}
+            try:
+                await asyncio.wait(futures, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+            except BaseException:
+                if answer.done() and answer.result() is not present:
+                    await answer.result().close()
+                raise
+            finally:
+                await cancel_all([*tasks, all_failed])
+        if answer.done():
+            return answer.result()
+        for kind in (ProtocolMismatch, WrongKey):
+            for error in errors:
+                if isinstance(error, kind):
+                    raise error
+        raise errors[0] if errors and self._given else self._not_found(timeout_seconds)
+
+    @asynccontextmanager
+    async def _found_endpoints(self, present: str | None) -> AsyncIterator[asyncio.Queue[str]]:
+        """A queue of the endpoints of this home's coordinators other than `present`: the known ones, then those of mDNS.
+
+        Empty if addresses were given.
+        """
+        endpoints: asyncio.Queue[str] = asyncio.Queue()
+        if self._given:
+            yield endpoints
+            return
+        from hearth.platform.discovery import COORDINATOR_SERVICE, Browser, DiscoveredService
+
+        seen = {present}
+        own = fingerprint(self._access.server_public)
+
+        def add(endpoint: str) -> None:
+            if endpoint not in seen:
+                seen.add(endpoint)
+                endpoints.put_nowait(endpoint)
+
+        def on_found(service: DiscoveredService) -> None:
+            for host in service.hosts if service.fingerprint == own else ():
+                add(_endpoint(host, service.port))
+
+        for known in reversed(self._known):
+            add(known)
+        browser = Browser(COORDINATOR_SERVICE, on_found, self._interfaces)
+        await browser.start()
+        try:
+            yield endpoints
+        finally:
+            await browser.stop()
+
+    def _not_found(self, seconds: float) -> HearthError:
+        if self._given:
+            return Unreachable(endpoint=", ".join(self._given), seconds=seconds)
+        return NoCoordinator(seconds=seconds)
+
+
+def endpoints_of(addresses: str) -> tuple[str, ...]:
+    """The ZeroMQ endpoints of a list of "host", "host:port" or "[v6]:port". The default port is the coordinator's."""
+    from hearth.platform.discovery import parse_static_peers
+
+    return tuple(_endpoint(host, port) for host, port in parse_static_peers(addresses, default_port=COORDINATOR_PORT))
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
