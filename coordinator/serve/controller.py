@@ -79,7 +79,9 @@ class Controller:
         self.lifecycle = cycle.Lifecycle(last_epoch=services.state.load().last_epoch)
         services.state.save(name, SavedDeployment(goal=goal, plan=plan or running), self.lifecycle.last_epoch)
         self.plan: Plan | None = None  # of the current deployment, or of the last one
-        self.deployment: Deployment | None = None  # the current one; None once its workers are stopped
+        self.deployment: Deployment | None = None  # the current one; None once it is retired or its workers are stopped
+        self._retired: Deployment | None = None  # the previous one, whose workers the next plan may keep
+        self._closing: set[asyncio.Task[None]] = set()
         self._goal_set = cycle.GoalSet(plan, running)
         services.fleet.running_epoch = running.epoch if running is not None else 0
         self._services = services
@@ -111,8 +113,8 @@ class Controller:
             if self._action_task is not None:
                 self._action_task.cancel()
                 await asyncio.wait({self._action_task})
-            if self.deployment is not None:
-                await self.deployment.close()
+            await self._stop_workers()
+            await asyncio.gather(*self._closing, return_exceptions=True)
             await self.requests.close()
 
     def stop(self) -> None:
@@ -200,7 +202,8 @@ class Controller:
             case "profile":
                 return cycle.DevicesProfiled(await self.kind.profile(state.devices))
             case "make_plan":
-                plan = await self.kind.plan(state.cluster, state.has_served)
+                held = self._retired.plan if self._retired is not None else None
+                plan = await self.kind.plan(state.cluster, state.has_served, held)
                 self._replanner.record_best_plan(state.devices, plan)
                 return cycle.PlanMade(plan, services.fleet.last_epoch)
             case "push" if plan is not None:
@@ -231,10 +234,18 @@ class Controller:
                 except asyncio.TimeoutError:
                     return cycle.DrainTimedOut()
                 return cycle.Drained()
-            case "stop_workers":
+            case "retire_workers":
                 if deployment is not None:
-                    await deployment.close()
-                    self.deployment = None
+                    deployment.fail(NotServing(state="the plan is being replaced"))
+                    self.deployment, self._retired = None, deployment
+            case "release_workers":
+                if self._retired is not None:  # a worker that goes on has the new epoch, and this does not concern it
+                    closing = asyncio.create_task(self._retired.close())
+                    self._closing.add(closing)
+                    closing.add_done_callback(self._closing.discard)
+                    self._retired = None
+            case "stop_workers":
+                await self._stop_workers()
             case "wait_to_retry":
                 await asyncio.sleep(cycle.retry_seconds(state))
                 return cycle.RetryDue()
@@ -244,6 +255,12 @@ class Controller:
             case _:
                 raise AssertionError(f"cannot {action} in {state}")
         return None
+
+    async def _stop_workers(self) -> None:
+        """Stop the workers of the deployment and of the previous one."""
+        running = [each for each in (self.deployment, self._retired) if each is not None]
+        self.deployment = self._retired = None
+        await asyncio.gather(*(each.close() for each in running))
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """End `run` with an unexpected exception of a task; otherwise the deployment would never leave its phase."""

@@ -72,11 +72,11 @@ class GraphKind:
     async def profile(self, devices: Sequence[Device]) -> GraphCluster:
         return await graph_cluster(self._services.profiler, devices, self.graph, self.workload)
 
-    async def plan(self, cluster: GraphCluster, recovering: bool) -> Plan:
+    async def plan(self, cluster: GraphCluster, recovering: bool, held: Plan | None = None) -> Plan:
         goal = self._goal
         if recovering:
             goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, _MAX_RECOVERY_SECONDS)})
-        request = graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits))
+        request = graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits, held))
         plan = (await solve_graph(request)).plan
         self._services.report(
             f"planned by {plan.planner}: {format_seconds(objective_seconds(plan))} "

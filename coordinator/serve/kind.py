@@ -47,8 +47,11 @@ class ModelKind(Protocol[D]):
     async def profile(self, devices: Sequence[Device]) -> Any:
         """Measure the devices; returns the cluster for `plan`. Raises NoDevices, ..."""
 
-    async def plan(self, cluster: Any, recovering: bool) -> Plan:
-        """Make a plan. `recovering`: clients are waiting, so limit the search. Raises ModelDoesNotFit, ..."""
+    async def plan(self, cluster: Any, recovering: bool, held: Plan | None = None) -> Plan:
+        """Make a plan. `recovering`: clients are waiting, so limit the search. Raises ModelDoesNotFit, ...
+
+        `held`: the memory that the workers of this plan hold counts as free, because they go on in the new plan or end.
+        """
 
     async def revise(self, cluster: Any, deployment: D) -> tuple[Plan, float, float]:
         """Plan again, counting the memory that `deployment` holds as free.

@@ -168,7 +168,9 @@ Action: TypeAlias = Literal[
     "refuse_requests",  # fail waiting and new requests with NotServing
     "record_loss",  # remember the device that failed, if one did, so that plans avoid it for a while
     # Executed in order, after the previous actions have ended:
-    "stop_workers",  # stop the deployment's workers, if there are any
+    "retire_workers",  # the deployment serves no more; its workers run on, since the next plan may keep them
+    "release_workers",  # stop workers of the previous deployment that the new one has not kept, in the background
+    "stop_workers",  # stop all workers, of the deployment and of the previous one
     "finish",  # end `run`; in the phase `failed`, with an error that retrying cannot fix
     # Executed in the same way; each reports an event when done. Every phase except `idle` has one:
     "take_over",  # the running workers of the last deployment
@@ -286,12 +288,12 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
             return to("warming", "warm_up", saved_plan=None, has_served=True)
         case "adopting", TakeOverFailed(_, any_runs=True):
             state = replace(state, has_served=True)
-            return settle("stop_workers")
+            return settle("retire_workers")
         case "adopting", TakeOverFailed():
             return await_devices(state.saved_plan)
         case "adopting", DeploymentLost():
             state = replace(state, has_served=True)
-            return settle("record_loss", "stop_workers")
+            return settle("record_loss", "retire_workers")
         case "settling", SavedPlanAccepted(last_epoch) if state.saved_plan is not None:
             return deploy(state.saved_plan, last_epoch)
         case "settling", SavedPlanRejected() if state.saved_plan is not None:
@@ -307,20 +309,20 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
         case "loading", WorkersLoaded():
             return to("warming", "warm_up")
         case "warming", WarmedUp():
-            return to("serving", "serve", has_served=True)
+            return to("serving", "release_workers", "serve", has_served=True)
 
         case "serving", BetterPlanMade(plan, _, last_epoch):
             last_epoch = max(state.last_epoch, last_epoch)
             return to("draining", "stop_admitting", "drain", next_plan=plan, last_epoch=last_epoch)
         case "draining", Drained() | DrainTimedOut():
-            return deploy(state.next_plan, 0, "stop_workers") if state.next_plan is not None else end()
+            return deploy(state.next_plan, 0, "retire_workers") if state.next_plan is not None else end()
 
         case "pushing" | "loading" | "warming", DeploymentLost(_, error):
             return fail(error, "record_loss")
         case "serving", DeploymentLost():
-            return settle("stop_admitting", "record_loss", "stop_workers")
+            return settle("stop_admitting", "record_loss", "retire_workers")
         case "draining", DeploymentLost() if state.next_plan is not None:
-            return settle("record_loss", "stop_workers")
+            return settle("record_loss", "retire_workers")
         case "draining", DeploymentLost():
             return end("record_loss")
         case phase, ActionFailed(error) if phase in _BRING_UP:

@@ -87,8 +87,9 @@ class TransformerKind:
     async def profile(self, devices: Sequence[Device]) -> ClusterProfile:
         return await block_cluster(self._services.profiler, devices, self.workload)
 
-    async def plan(self, cluster: ClusterProfile, recovering: bool) -> Plan:
-        return (await solve_transformer(plan_request(self._goal, self.model, cluster, self._values))).plan
+    async def plan(self, cluster: ClusterProfile, recovering: bool, held: Plan | None = None) -> Plan:
+        deployed = held if held is not None and is_transformer_plan(held) else None
+        return (await solve_transformer(plan_request(self._goal, self.model, cluster, self._values, deployed))).plan
 
     async def revise(self, cluster: ClusterProfile, deployment: TransformerDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan

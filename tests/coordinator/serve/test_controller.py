@@ -393,6 +393,35 @@ def test_new_device_joins_a_graph_without_failing_requests(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_that_survive_a_loss_go_on_in_the_next_plan(
+    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case = Case(kind, tmp_path, graph)
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            lost, already = home.plan, len(case.fleet.asked)
+            held: list[Any] = []
+            working = home.kind.plan
+
+            async def plan(cluster: Any, recovering: bool, deployed: Any = None) -> Any:
+                held.append(deployed)
+                return await working(cluster, recovering, deployed)
+
+            home.kind.plan = plan
+            home.kill("b")
+            await home.until(lambda: home.ready and home.plan is not lost)
+            assert held == [lost]  # what the survivors' workers hold counts as free
+            asked = [message for _, message in case.fleet.asked[already:]]
+            new_load = next(index for index, message in enumerate(asked) if isinstance(message, Load))
+            assert not any(isinstance(message, Unload) for message in asked[:new_load])
+            await home.until(lambda: any(isinstance(message, Unload) for _, message in case.fleet.asked[already:]))
+            unloads = [message for _, message in case.fleet.asked[already:] if isinstance(message, Unload)]
+            assert {message.epoch for message in unloads} == {lost.epoch}
+
+    asyncio.run(main())
+
+
 def test_history_is_described(tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         case = Case("transformer", tmp_path, graph)

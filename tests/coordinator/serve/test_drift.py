@@ -480,10 +480,13 @@ def test_messages_of_a_plan_change_are_in_order(tmp_path: Path, monkeypatch: pyt
             await home.until(lambda: home.plan is not before and home.ready)
             await asking
             kinds = [type(message) for _, message in home.fleet.asked]
-            unload = kinds.index(Unload)
-            assert FindMissing in kinds[kinds.index(Run) : unload]  # weights were sent before the old plan was unloaded
-            assert kinds[unload:].index(Load) < kinds[unload:].index(ConnectPeers)
-            assert kinds[unload:].index(ConnectPeers) < kinds[unload:].index(Run)
+            first_run = kinds.index(Run)
+            reload = first_run + kinds[first_run:].index(Load)
+            assert FindMissing in kinds[first_run:reload]  # weights were sent while the old plan served
+            assert Unload not in kinds[:reload]  # workers go on in the new plan
+            connect = reload + kinds[reload:].index(ConnectPeers)
+            warm_up = connect + kinds[connect:].index(Run)
+            await home.until(lambda: Unload in [type(message) for _, message in home.fleet.asked[warm_up:]])
 
     asyncio.run(main())
 

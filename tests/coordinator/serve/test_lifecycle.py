@@ -86,7 +86,8 @@ def test_first_start_passes_every_phase_with_one_action_each() -> None:
     assert [move.phase for move in state.history] == [
         "settling", "profiling", "planning", "pushing", "loading", "warming", "serving",
     ]  # fmt: skip
-    assert taken == [("settle",), ("profile",), ("make_plan",), ("push",), ("load",), ("warm_up",), ("serve",)]
+    assert taken == [("settle",), ("profile",), ("make_plan",), ("push",), ("load",), ("warm_up",),
+                     ("release_workers", "serve")]  # fmt: skip
     assert (state.devices, state.cluster, state.plan) == (("a",), "cluster", plan(epoch=1))
     assert (state.epoch, state.has_served, [move.at for move in state.history]) == (1, True, [1, 2, 3, 4, 5, 6, 7])
 
@@ -102,20 +103,20 @@ TABLE: list[tuple[tuple[Event, ...], Event, DeploymentPhase, Actions, Any]] = [
     ((GoalSet(plan("o", 7), plan("o", 7)),), TakeOverFailed("no worker"), "settling", ("await_devices",), None),
     (
         (GoalSet(plan("o", 7), plan("o", 7)),), TakeOverFailed("one is missing", any_runs=True), "settling",
-        ("stop_workers", "settle"), None,
+        ("retire_workers", "settle"), None,
     ),
     (
         (GoalSet(None, plan("old", 7)), WorkersTakenOver(7)), DeploymentLost(7, LOST), "failed",
         ("record_loss", "stop_workers", "wait_to_retry"), None,
     ),
     (UP_TO_SERVING, BetterPlanMade(plan("better"), 1, 5), "draining", ("stop_admitting", "drain"), plan(epoch=1)),
-    (UP_TO_SWAP, Drained(), "pushing", ("stop_workers", "push"), plan("better", 2)),
-    (UP_TO_SWAP, DrainTimedOut(), "pushing", ("stop_workers", "push"), plan("better", 2)),
-    (UP_TO_SWAP, DeploymentLost(1, LOST), "settling", ("record_loss", "stop_workers", "settle"), None),
+    (UP_TO_SWAP, Drained(), "pushing", ("retire_workers", "push"), plan("better", 2)),
+    (UP_TO_SWAP, DrainTimedOut(), "pushing", ("retire_workers", "push"), plan("better", 2)),
+    (UP_TO_SWAP, DeploymentLost(1, LOST), "settling", ("record_loss", "retire_workers", "settle"), None),
     (UP_TO_SWAP, StopRequested(), "draining", ("refuse_requests", "drain"), plan(epoch=1)),
     (
         UP_TO_SERVING, DeploymentLost(1, LOST), "settling",
-        ("stop_admitting", "record_loss", "stop_workers", "settle"), None,
+        ("stop_admitting", "record_loss", "retire_workers", "settle"), None,
     ),
     (UP_TO_SERVING, StopRequested(), "draining", ("refuse_requests", "drain"), plan(epoch=1)),
     (UP_TO_STOP, Drained(), "idle", ("stop_workers", "finish"), None),
@@ -290,7 +291,7 @@ def test_random_events_keep_all_invariants(data: st.DataObject) -> None:
     state = Lifecycle()
     completed: list[type[Event]] = []  # of the current epoch
     epochs: list[int] = []
-    admitting = worker_runs = False
+    admitting = worker_runs = retired = False
     lost_plan: Any = None
     for now in range(data.draw(st.integers(1, 60))):
         # Mostly reports of the executor, so that sequences reach late phases; or a completion at a wrong time.
@@ -324,11 +325,18 @@ def test_random_events_keep_all_invariants(data: st.DataObject) -> None:
                 admitting = False
             elif action == "stop_workers":
                 assert not admitting
-                worker_runs = False
+                worker_runs = retired = False
+            elif action == "retire_workers":
+                assert not admitting
+                assert not retired  # those of the plan before were released when this plan began to serve
+                worker_runs, retired = False, True
+            elif action == "release_workers":
+                assert after.phase == "serving"
+                retired = False
             elif action in ("load", "take_over"):
                 worker_runs = True
             elif action == "push":
-                assert not worker_runs  # the workers of the previous plan have stopped
+                assert not worker_runs  # the workers of the previous plan have stopped, or wait for this one
                 assert after.epoch is not None
                 epochs.append(after.epoch)
                 completed = []
