@@ -76,8 +76,10 @@ class SegmentParts(WireModel):
 
 
 class Load(Command):
-    """Start a worker for this rank of the plan. Its chunks must already be in the agent's store.
+    """Load this rank of the plan, in the deployment's worker that runs, or in a new one.
 
+    Its chunks must already be in the agent's store. A worker that goes on keeps its port and key, and the weights that both
+    plans need.
     The answer is `WorkerBound`. The next request is `ConnectPeers`.
     """
 

@@ -1,0 +1,47 @@
+"""Worker processes go on over changes of plan, in a home of real processes on the loopback interface."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.home import TestHome
+from support.models import save_random_model, small_bert
+
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+
+pytestmark = pytest.mark.processes
+
+TOKENS = list(range(5, 45))
+
+
+def test_survivors_of_a_killed_worker_keep_their_processes(
+    profile_cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model_dir = save_random_model(tmp_path_factory.mktemp("model"), small_bert(num_hidden_layers=4))
+    with TestHome(tmp_path, model_dir, profile_cache) as running_home:
+        for name in ("a", "b", "c"):
+            running_home.start_agent(name)
+        running_home.start_coordinator("--strategy", "hmp", "--min-devices", "3")
+        with running_home.ready() as home:
+            before = home.hidden_states(TOKENS)
+            pids = {name: running_home.worker_pid(name) for name in ("a", "b", "c")}
+            victim = pids["b"]
+            assert victim is not None
+            os.kill(victim, signal.SIGKILL)
+            killed = time.monotonic()
+            again = home.hidden_states(TOKENS, timeout_seconds=60.0)  # waits for the next plan
+            pause = time.monotonic() - killed
+            np.testing.assert_allclose(again, before, rtol=1e-4, atol=1e-4)
+            plan = home.status().plan
+            assert plan is not None
+            assert {device.name for device in plan.devices} == {"a", "c"}
+            assert {name: running_home.worker_pid(name) for name in ("a", "c")} == {
+                name: pids[name] for name in ("a", "c")
+            }
+            history = [(round(each.seconds_ago, 2), each.phase) for each in home.status().history]
+            print(f"pause {pause:.2f} s: {history}")
