@@ -23,6 +23,7 @@ from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_array, unpack_arrays
 
 START_SECONDS = (0.2, 1.5)  # from the start of the process until it answers: it imports torch
+END_SECONDS = 5.0  # for a step to end when another plan comes; then the process ends
 
 
 @dataclass
@@ -119,6 +120,11 @@ class Worker:
         if self._aborted is not None:
             self._aborted.set_result(StepFailed(device=self.process.name, reason="the plan was unloaded"))
         self._aborted = asyncio.get_running_loop().create_future()
+        deadline = asyncio.get_running_loop().time() + END_SECONDS
+        while self._running is not None:  # a step that computes ends before the next plan is loaded
+            await asyncio.sleep(0.001)
+            if asyncio.get_running_loop().time() > deadline:
+                self.process.kill(1)
         self._peers, self._tiles = {}, {}
         self._start = start
         store = Path(start.store_path)
@@ -168,10 +174,13 @@ class Worker:
     async def _exchange(self, epoch: int, step: int, timeout_seconds: float, holder: str, began: float) -> int:
         """Compute one step with all other ranks; returns the checksum of all weights. Raises StepFailed."""
         self._running = (step, began, timeout_seconds)
+        aborted = self._aborted
         await asyncio.sleep(self._step_seconds)
         while self.hangs:
             await asyncio.sleep(1.0)
         self._running = None
+        if aborted is not None and aborted.done():
+            raise aborted.result()
         ranks = self.load.plan.num_ranks
         for rank in self._peers:
             self._send_tile(rank, epoch, step, self._weights)
