@@ -318,10 +318,10 @@ def test_model_that_does_not_fit_without_a_quarantined_device_uses_it(
         async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
             working = home.kind.plan
 
-            async def plan(cluster: Any, recovering: bool) -> Any:
+            async def plan(cluster: Any, recovering: bool, held: Any = None) -> Any:
                 if len(cluster.devices) < 2:
                     raise ModelDoesNotFit(model="m", missing_bytes=5)
-                return await working(cluster, recovering)
+                return await working(cluster, recovering, held)
 
             home.kind.plan = plan
             fleet.failures = [WorkerDied(device="b", reason="killed")]
