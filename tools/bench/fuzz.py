@@ -154,7 +154,7 @@ def _make_malicious(home: FaultHome, context: Context) -> None:
     """Start the last device's agent so that its workers can attack, deploy again and start the load."""
     name = home.names[-1]
     path = os.pathsep.join([str(_MALICIOUS_CODE), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    environment = {"PYTHONPATH": path, "HEARTH_BENCH_MALICIOUS": str(_flag(home))}
+    environment = {"PYTHONPATH": path, "MALICIOUS_FLAG": str(_flag(home))}
     context.report("making a worker malicious")
     home.stop_agent(name)
     home.testbed.start_agent(name, environment=environment)

@@ -1,6 +1,6 @@
 """Makes a device's workers malicious: with this folder on PYTHONPATH, they send damaged copies of all that they send.
 
-Only while the file exists that $HEARTH_BENCH_MALICIOUS names. It must be in the store, which a worker may read.
+Only while the file exists that $MALICIOUS_FLAG names. It must be in the store, which a worker may read.
 """
 
 import os
@@ -16,7 +16,7 @@ if any(argument.startswith("agent.worker") for argument in sys.orig_argv):
     from hearth.transport.sockets import SocketTransport
     from tools.bench.mutations import with_changed_bytes
 
-    _flag = os.environ.get("HEARTH_BENCH_MALICIOUS", "")
+    _flag = os.environ.get("MALICIOUS_FLAG", "")
     _send = SocketTransport.send
     _chance = random.Random(1)
 
