@@ -62,7 +62,10 @@ def _agent(home: FaultHome, target: str) -> int:
 
 def _other(home: FaultHome, target: str, chance: random.Random) -> str:
     """Another device of the plan."""
-    return chance.choice([name for name in home.look(devices=False).planned if name != target])
+    others = [name for name in home.planned() if name != target]
+    if not others:
+        raise InternalError(where="the fault", reason=f"the plan has no device but {target}")
+    return chance.choice(others)
 
 
 # ---- processes --------------------------------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from hearth.errors import BadSetting
+from hearth.errors import BadSetting, InternalError
 from tools.bench.experiment import Context
 from tools.bench.fault_rows import Happened
 from tools.bench.homes import agent_names, decoder_directory
@@ -38,6 +38,7 @@ _MAX_TOKENS = 100  # of a streamed answer
 _BRANCH_WIDTH = 96  # channels of the two-branch graph: enough compute for a pipeline of several devices
 _POLL_SECONDS = 0.2  # between two looks at the coordinator
 _STOP_SECONDS = 20.0  # for the coordinator to end after SIGTERM
+_ANSWER_SECONDS = 30.0  # for a busy coordinator to tell its plan
 _READY_SECONDS = 240.0  # for the coordinator to profile, plan, push and load on a busy machine
 
 
@@ -184,6 +185,19 @@ class FaultHome:
         """What has happened to the clients since the last call."""
         return [(each[0], each[1], each[2], each[3]) for each in self._clients.call("take")["happened"]]
 
+    def planned(self) -> list[str]:
+        """The names of the devices of the plan, once the coordinator answers. Raises InternalError."""
+        found: list[str] = []
+
+        def is_known(state: HomeState) -> bool:
+            found[:] = state.planned
+            return bool(found)
+
+        if not self.wait_for(is_known, _ANSWER_SECONDS):
+            reason = f"it names no plan within {_ANSWER_SECONDS:g} s; its log ends: {self.log_since(0)[-500:]}"
+            raise InternalError(where="the coordinator", reason=reason)
+        return found
+
     def connect_once(self) -> float | None:
         """Seconds for a further client to connect and ask; None if it failed."""
         seconds: float | None = self._clients.call("connect_once")["seconds"]
@@ -215,7 +229,8 @@ class FaultHome:
         """Wait until the plan that is served has as many devices as the first one."""
         return self.wait_for(lambda state: state.serves and len(state.planned) >= self._num_planned, seconds)
 
-    def wait_for(self, holds: Any, seconds: float) -> bool:
+    def wait_for(self, holds: Callable[[HomeState], bool], seconds: float) -> bool:
+        """Look at the coordinator until a condition holds; returns whether it does within `seconds`."""
         deadline = time.monotonic() + seconds
         while not holds(self.look()):
             if time.monotonic() > deadline:

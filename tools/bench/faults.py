@@ -78,7 +78,7 @@ class Faults(Experiment):
             home.redeploy()
         home.take()
         time.sleep(self.quiet_seconds + chance.uniform(*_MOMENT_SECONDS))
-        target, before = chance.choice(home.look().planned), home.take()
+        target, before = chance.choice(home.planned()), home.take()
         workers, log_offset, load_before = home.workers(), len(home.testbed.log("coordinator.log")), snapshot()
         moment = time.monotonic()
         repairs = sorted(fault.act(home, target, chance), key=lambda repair: repair.seconds)
