@@ -147,6 +147,12 @@ def test_unknown_fault_is_refused() -> None:
         faults(faults=["flood"])
 
 
+def test_home_with_a_standby_takes_faults_of_coordinators_only() -> None:
+    assert faults(standby=True, faults=["coordinator killed"]).standby
+    with pytest.raises(BadSetting, match="standby"):
+        faults(standby=True, faults=["coordinator killed", "link cut"])
+
+
 # ---- census, churn and idle cost ----------------------------------------------------------------------------------------
 
 

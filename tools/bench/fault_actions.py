@@ -34,10 +34,14 @@ class Repair(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault. `act` does it to a device, at once; `limit_seconds`: target of the pause."""
+    """A kind of fault.
+
+    `act` does it to a device, at once; `limit_seconds`: target of the pause.
+    """
 
     act: Callable[[FaultHome, str, random.Random], list[Repair]]
     limit_seconds: float | None = None
+    standby_limit_seconds: float | None = None  # if the coordinator has a standby
 
 
 def _signal(pids: Iterable[int], number: int) -> None:
@@ -208,13 +212,15 @@ def _lose_all_but_one(home: FaultHome, target: str, chance: random.Random) -> li
 
 
 def _kill_coordinator(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    _signal([home.coordinator.pid], signal.SIGKILL)
-    home.coordinator.wait()
-    return [Repair(_RESTART_SECONDS, home.start_coordinator)]
+    leader = home.leader()
+    process = home.coordinator(leader)
+    _signal([process.pid], signal.SIGKILL)
+    process.wait()
+    return [Repair(_RESTART_SECONDS, lambda: home.start_coordinator(leader))]
 
 
 def _stop_coordinator(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    pids = [home.coordinator.pid]
+    pids = [home.coordinator(home.leader()).pid]
     _signal(pids, signal.SIGSTOP)
     return [Repair(chance.uniform(*_STOPPED_SECONDS), lambda: _signal(pids, signal.SIGCONT))]
 
@@ -236,6 +242,6 @@ FAULTS: dict[str, Fault] = {
     "loss while loading": Fault(_lose_while_loading),
     "loss while the plan changes": Fault(_lose_while_changing),
     "all but one lost": Fault(_lose_all_but_one),
-    "coordinator killed": Fault(_kill_coordinator, 5.0),
-    "coordinator stopped": Fault(_stop_coordinator),
+    "coordinator killed": Fault(_kill_coordinator, 5.0, 3.0),
+    "coordinator stopped": Fault(_stop_coordinator, None, 3.0),
 }

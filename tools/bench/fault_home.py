@@ -20,7 +20,7 @@ from tools.bench.processes import ClientProcess
 from tools.bench.results import REPOSITORY
 from tools.bench.watch import worker_of
 from tools.testbed import Scenario, Testbed
-from tools.testbed.cluster import check_possible
+from tools.testbed.cluster import check_possible, wait_until
 from tools.testbed.scenario import EmulatedDevice
 
 LoadName = Literal["embed", "generate", "infer"]
@@ -37,6 +37,7 @@ _DISK_BYTES = 256 << 20  # of a device's store: the models here, and the 64 MiB 
 _MAX_TOKENS = 100  # of a streamed answer
 _BRANCH_WIDTH = 96  # channels of the two-branch graph: enough compute for a pipeline of several devices
 _POLL_SECONDS = 0.2  # between two looks at the coordinator
+_FOLLOWS = "is the standby of"  # in the log of a standby that has the leader's state
 _STOP_SECONDS = 20.0  # for the coordinator to end after SIGTERM
 _ANSWER_SECONDS = 30.0  # for a busy coordinator to tell its plan
 _READY_SECONDS = 240.0  # for the coordinator to profile, plan, push and load on a busy machine
@@ -85,7 +86,9 @@ def make_model(load: LoadName, folder: Path) -> Path:
 
 
 @contextmanager
-def served_home(load: LoadName, context: Context, num_devices: int, mbit: float) -> Iterator[FaultHome]:
+def served_home(
+    load: LoadName, context: Context, num_devices: int, mbit: float, standby: bool = False
+) -> Iterator[FaultHome]:
     """A home that serves the model of a load on emulated devices that share all cores. The load has not begun.
 
     Raises BadSetting (the testbed, the model), InternalError, DeadlineExceeded.
@@ -101,7 +104,7 @@ def served_home(load: LoadName, context: Context, num_devices: int, mbit: float)
     ):
         context.report(f"{load}: planning, pushing and loading")
         home = FaultHome(testbed, clients, load, model)
-        home.serve()
+        home.serve(standby)
         yield home
 
 
@@ -112,17 +115,23 @@ class FaultHome:
         self.testbed, self.load = testbed, load
         self.names = agent_names(testbed)
         self._clients, self._model = clients, model
-        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._coordinators: dict[str, subprocess.Popen[bytes]] = {}  # by device, and name
+        self.has_standby = False
         self.began = 0.0  # of the load
         self._num_planned = 0  # devices of the first plan: a graph may leave some out
 
     # ---- serving --------------------------------------------------------------------------------------------------
 
-    def serve(self) -> None:
-        """Serve on all devices, and ask for the references. Raises InternalError, DeadlineExceeded."""
-        self.start_coordinator("--min-devices", str(len(self.names)))
+    def serve(self, standby: bool = False) -> None:
+        """Serve on all devices, and ask for the references. `standby`: of the coordinator, on the last device.
+
+        Raises InternalError, DeadlineExceeded.
+        """
+        self.start_coordinator(HUB)
         self._clients.ready_status(_READY_SECONDS)
         self._clients.call("prepare", load=self.load, vocab_size=_DECODER["vocab_size"], max_tokens=_MAX_TOKENS)
+        if standby:
+            self._start_standby()
 
     def begin(self) -> None:
         """Start the load."""
@@ -134,30 +143,48 @@ class FaultHome:
         """Stop the load."""
         self._clients.call("end")
 
-    def start_coordinator(self, *options: str) -> None:
+    def start_coordinator(self, device: str) -> None:
+        """Start the coordinator of the hub, or the standby of another device, always with the same options."""
         of_load = {
             "embed": ("--strategy", "hmp"),
             "generate": ("--strategy", "hmp", "--context", "256", "--sequences", str(CLIENTS)),
             "infer": ("--objective", "throughput", "--strategy", "pipeline-exact", "--time-limit", "3"),
         }
-        self._coordinator = self.testbed.start_coordinator(str(self._model), *of_load[self.load], *options)
+        if device == HUB:
+            options = (str(self._model), *of_load[self.load], "--min-devices", str(len(self.names)), "--name", HUB)
+            self._coordinators[HUB] = self.testbed.start_coordinator(*options)
+        else:
+            options = ("--standby", "--leader", self.testbed.address(HUB), "--name", device)
+            self._coordinators[device] = self.testbed.start_coordinator(*options, device=device)
+
+    def _start_standby(self) -> None:
+        """Start the standby, wait until it has the leader's state, and tell the clients its address."""
+        device = self.names[-1]
+        self.start_coordinator(device)
+        log = self.testbed.folder / f"coordinator-{device}.log"
+        wait_until("the standby", lambda: _FOLLOWS in log.read_text(errors="replace"), _ANSWER_SECONDS)
+        addresses = ",".join(map(self.testbed.address, (HUB, device)))
+        self._clients.call("use", addresses=addresses)
+        self.has_standby = True
 
     def redeploy(self) -> None:
-        """Stop the load and the coordinator, serve on all devices again, and start the load.
+        """Stop the load and the coordinators, serve on all devices again, and start the load.
 
         Without its state, the coordinator does not take over the plan that runs.
         """
         self.end()
-        assert self._coordinator is not None
-        self._coordinator.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._coordinator.wait(_STOP_SECONDS)
-        self._coordinator.kill()
-        self._coordinator.wait(_STOP_SECONDS)
-        for path in (self.testbed.folder / "coordinator").glob("serving*"):
+        for process in reversed(self._coordinators.values()):  # the standby first, so that it does not take over
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_SECONDS)
+            process.kill()
+            process.wait(_STOP_SECONDS)
+        for path in self.testbed.folder.glob("**/coordinator/serving*"):
             path.unlink()
-        self.start_coordinator("--min-devices", str(len(self.names)))
+        self.start_coordinator(HUB)
         self._clients.ready_status(_READY_SECONDS)
+        if self.has_standby:
+            self._start_standby()
         self.begin()
 
     @property
@@ -166,10 +193,12 @@ class FaultHome:
         files = [self._model] if self._model.is_file() else list(self._model.glob("*.safetensors"))
         return sum(file.stat().st_size for file in files)
 
-    @property
-    def coordinator(self) -> subprocess.Popen[bytes]:
-        assert self._coordinator is not None
-        return self._coordinator
+    def leader(self) -> str:
+        """The device of the coordinator that leads."""
+        return self.look(devices=False).coordinator or HUB
+
+    def coordinator(self, device: str) -> subprocess.Popen[bytes]:
+        return self._coordinators[device]
 
     def stop_agent(self, name: str) -> None:
         """Stop a device's agent and its workers."""
@@ -265,6 +294,11 @@ class HomeState:
     def planned(self) -> list[str]:
         """The names of the plan's devices."""
         return [device["name"] for device in (self._status.get("plan") or {}).get("devices", ())]
+
+    @property
+    def coordinator(self) -> str:
+        """The name of the coordinator that answered; empty if none did."""
+        return str(self._status.get("name", ""))
 
     @property
     def dropped(self) -> int:

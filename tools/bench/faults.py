@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from pydantic import Field, TypeAdapter, field_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
+from typing_extensions import Self
 
 from hearth.platform.units import format_seconds
 from tools.bench.experiment import Context, Experiment
@@ -34,6 +35,7 @@ class Faults(Experiment):
     count: int = Field(5, ge=1)  # of each fault, under each load
     devices: int = Field(4, ge=2, le=8)
     mbit: float = Field(1000.0, ge=1)  # real rate of every link
+    standby: bool = False  # a second coordinator follows on the last device; then only coordinators fail
     seed: int = 1
     quiet_seconds: float = Field(8.0, ge=0)  # from a recovered home to the next fault: spare processes get warm
     answer_seconds: float = Field(3.0, gt=0)  # for which every client must get answers until a home counts as recovered
@@ -47,6 +49,12 @@ class Faults(Experiment):
             raise ValueError(f"'{unknown[0]}' is none of {', '.join(FAULTS)}")
         return faults
 
+    @model_validator(mode="after")
+    def _fails_only_coordinators(self) -> Self:
+        if self.standby and not all(name.startswith("coordinator") for name in self.faults):
+            raise ValueError("standby: the faults must be those of a coordinator, such as 'coordinator killed'")
+        return self
+
     def measure(self, context: Context) -> Iterator[FaultRow]:
         yield from context.known
         for load in self.loads:
@@ -54,7 +62,7 @@ class Faults(Experiment):
             done = {row.number for row in context.known if row.load == load}
             waiting = [number for number in range(len(schedule)) if number not in done]
             while waiting:
-                with served_home(load, context, self.devices, self.mbit) as home:
+                with served_home(load, context, self.devices, self.mbit, self.standby) as home:
                     home.begin()
                     recovered = True
                     while waiting and recovered:
@@ -93,13 +101,14 @@ class Faults(Experiment):
         pause, gap = worst_pause(happened, moment, repaired if repairs else end, end)
         back = max(repaired, gap.end)
         rejoin, _ = worst_pause(happened, back, end, end) if repairs else (0.0, gap)
+        limit = fault.standby_limit_seconds if home.has_standby else fault.limit_seconds
         background = load_between([(load_before, snapshot())])
         return FaultRow(
             load=home.load, number=number, fault=name, target=target, moment_seconds=moment - home.began,
             answers=sum(each[0] >= moment and each[2] == "answer" for each in happened),
             failed=_details(harm, "failed", moment), wrong=_details(harm, "wrong", moment),
             pause_seconds=pause, rejoin_pause_seconds=rejoin, again_seconds=max(gap.end - moment, 0.0),
-            limit_seconds=fault.limit_seconds, recovered=recovered, workers_before=workers,
+            limit_seconds=limit, recovered=recovered, workers_before=workers,
             workers_after=home.workers(), phases=phases_since(state.history, end - moment),
             plan_devices=len(state.planned), disturbed=background.distrust,
             log=home.log_since(log_offset)[-_LOG_CHARACTERS:] if harm or not recovered else "",

@@ -260,12 +260,16 @@ class Testbed:
             "--threads", str(self.device(name).num_threads), *options, environment=environment,
         )  # fmt: skip
 
-    def start_coordinator(self, *options: str) -> subprocess.Popen[bytes]:
-        """Start `hearth serve` in its device's namespace: it shares the device's link but not its CPU quota."""
-        name = self.scenario.coordinator_device
+    def start_coordinator(self, *options: str, device: str | None = None) -> subprocess.Popen[bytes]:
+        """Start `hearth serve` in its device's namespace: it shares the device's link but not its CPU quota.
+
+        `device`: another one, for a second coordinator with a state and a log of its own.
+        """
+        name = device or self.scenario.coordinator_device
+        folder, log = (self.folder / name, f"coordinator-{name}.log") if device else (self.folder, "coordinator.log")
         return self._logged(
-            name, "coordinator.log", False, *self.program("hearth"), "serve", *options, "--key", str(self.key),
-            "--state-dir", str(self.folder / "coordinator"), "--mdns-interfaces", self.address(name),
+            name, log, False, *self.program("hearth"), "serve", *options, "--key", str(self.key),
+            "--state-dir", str(folder / "coordinator"), "--mdns-interfaces", self.address(name),
         )  # fmt: skip
 
     def hearth(self, *arguments: str, timeout_seconds: float = 300.0) -> str:
