@@ -9,6 +9,7 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
 from coordinator.serve.durable_file import RETRY_SECONDS
 from coordinator.serve.kind import SharedServices
+from coordinator.serve.repeats import RepeatedChanges
 from coordinator.serve.state import Goal, StateFile
 from hearth.errors import AppRevoked, BadPlan, BadRequest, BadSetting, NotAuthorised, NotServing, ProtocolMismatch
 from hearth.files import FolderInUse, locked_folder
@@ -41,6 +43,10 @@ log = logging.getLogger(__name__)
 ZAP_DOMAIN = "coordinator"
 # Messages that an app key may send; all others need an admin key.
 _APP_MESSAGES = (wire.Hello, wire.GetReadiness, wire.ModelRequest)
+
+# Messages that change something: repeated by a client, they get the answer of the first one.
+_CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice)
+_ANSWER_SECONDS = 2.0  # for the last answers to leave after a stop; they are small, and the clients wait for them
 
 
 class Service:
@@ -67,6 +73,7 @@ class Service:
         profiler = Profiler(self._fleet, settings.state_dir / "profiles", report)
         self._services = SharedServices(self._fleet, profiler, settings, self._state, report, progress)
         self._controllers: dict[str, Controller] = {}
+        self._repeats = RepeatedChanges()
 
     async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
         """Serve `goal`, or the saved deployments if it is None, until SIGTERM or SIGINT. A second signal skips draining.
@@ -111,6 +118,7 @@ class Service:
             finally:
                 notifier.send("STOPPING=1")
                 await cancel_all(futures)
+                await server.finish(_ANSWER_SECONDS)
 
     def _create_controllers(self, goal: Goal | None, plan: Plan | None) -> None:
         services = self._services
@@ -177,26 +185,29 @@ class Service:
             )
         if isinstance(message, wire.GetStatus):
             return self._status(self._controller_for(message))
-        if isinstance(message, wire.AddApp):
-            self._apps.add(message.name, message.public_key)
-            return wire.Done()
-        if isinstance(message, wire.RevokeApp):
-            self._apps.revoke(message.name)
-            return wire.Done()
-        if isinstance(message, wire.AddDevice):
-            self._devices.add(message.name, message.public_key)
-            self._fleet.key_admitted()
-            return wire.Done()
-        if isinstance(message, wire.RevokeDevice):
-            self._devices.revoke(message.name)
-            await self._fleet.drop_revoked()
-            return wire.Done()
+        if isinstance(message, _CHANGES):
+            return await self._repeats.once(caller.public_key, message.request_id, partial(self._change, message))
         if isinstance(message, wire.ListApps):
             apps = self._apps.current()
             return wire.AppList(
                 names=tuple(sorted(apps.keys.values())), revoked=tuple(sorted(set(apps.revoked.values())))
             )
         raise BadRequest(reason=f"the coordinator does not accept {type(message).__name__} messages")
+
+    async def _change(self, message: wire.ClientRequest) -> wire.Done:
+        """Admit or revoke a key."""
+        match message:
+            case wire.AddApp():
+                self._apps.add(message.name, message.public_key)
+            case wire.RevokeApp():
+                self._apps.revoke(message.name)
+            case wire.AddDevice():
+                self._devices.add(message.name, message.public_key)
+                self._fleet.key_admitted()
+            case wire.RevokeDevice():
+                self._devices.revoke(message.name)
+                await self._fleet.drop_revoked()
+        return wire.Done()
 
     # ---- trust ----------------------------------------------------------------------------------------------------
 

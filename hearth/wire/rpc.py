@@ -123,6 +123,12 @@ class RpcServer:
         """Number of requests whose handler runs or whose answer is being sent."""
         return max(sum(self._running.values()), len(self._requests))
 
+    async def finish(self, timeout_seconds: float) -> None:
+        """Wait until all running requests are answered. `close` then leaves the answers time to be sent."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_seconds)
+        self._socket.linger = int(1000 * timeout_seconds)
+
     async def close(self) -> None:
         """Cancel all running requests, without answers, and close the socket."""
         await cancel_all([self._loop_task, *self._tasks])

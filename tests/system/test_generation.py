@@ -182,6 +182,31 @@ def test_device_lost_during_an_answer_changes_no_token(
             assert [answer.token_ids for answer in answers] == expected
 
 
+def test_coordinator_killed_during_an_answer_changes_no_token(
+    slow_model_dir: Path, profile_cache: Path, tmp_path: Path
+) -> None:
+    count = 80
+    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
+        running_home.start_agent("a")
+        running_home.start_coordinator("--context", str(CONTEXT))
+        port = running_home.port("coordinator")
+        with running_home.ready() as home:
+            greedy_answer = home.generate(token_ids=PROMPT, max_tokens=count, timeout_seconds=120.0)
+            sampled = home.generate(token_ids=PROMPT, max_tokens=count, temperature=1.0, seed=7)
+            undisturbed = home.generate(token_ids=PROMPT, max_tokens=count, temperature=1.0, seed=7)
+            undisturbed.text()
+            for answer in (greedy_answer, sampled):
+                for _ in itertools.islice(answer, 10):
+                    pass
+            running_home.kill("coordinator")
+            running_home.start_coordinator("--context", str(CONTEXT), "--port", str(port))
+            assert (greedy_answer.text(), sampled.text()) == ("", "")
+            assert greedy_answer.token_ids == greedy(slow_model_dir, PROMPT, count)
+            assert sampled.token_ids == undisturbed.token_ids
+            assert greedy_answer.usage is not None
+            assert greedy_answer.usage.num_tokens == count
+
+
 def test_full_queue_rejects_and_killed_client_frees_its_requests(
     slow_model_dir: Path, profile_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
