@@ -14,7 +14,7 @@ from tools.bench.census import Census, growth, take_census
 from tools.bench.experiment import Context, Experiment
 from tools.bench.fault_actions import power_off, power_on
 from tools.bench.fault_home import FaultHome, LoadName, served_home
-from tools.bench.fault_rows import FaultRow, summarise_faults, worst_pause
+from tools.bench.fault_rows import FaultRow, phases_since, summarise_faults, worst_pause
 from tools.bench.findings import COUNT, Finding, at_most, findings_table
 from tools.bench.results import Summary
 
@@ -77,7 +77,7 @@ class Churn(Experiment):
             home.testbed.network.mend(target) if only_link else power_on(home, target)
             gone.remove(target)
         time.sleep(max(moment + self.every_seconds - time.monotonic(), 0.0))
-        end, happened = time.monotonic(), [*before, *home.take()]
+        state, end, happened = home.look(), time.monotonic(), [*before, *home.take()]
         pause, gap = worst_pause(happened, moment, end, end)
         harm = {kind: tuple(what for _, _, each, what in happened if each == kind) for kind in ("failed", "wrong")}
         return FaultRow(
@@ -85,6 +85,7 @@ class Churn(Experiment):
             target=target, moment_seconds=moment - home.began, answers=sum(each[2] == "answer" for each in happened),
             failed=harm["failed"], wrong=harm["wrong"], pause_seconds=pause,
             again_seconds=max(gap.end - moment, 0.0), workers_before=workers, workers_after=home.workers(),
+            phases=phases_since(state.history, end - moment), plan_devices=len(state.planned),
         )  # fmt: skip
 
     def summary(self, rows: Sequence[FaultRow | Census]) -> Summary:
