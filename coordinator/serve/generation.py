@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -16,10 +16,10 @@ from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.serve.prompts import GenerationDefaults, StopTextFilter, TextStream, TextTokenizer
 from coordinator.serve.requests import Requests, Ticket
 from coordinator.serve.text_threads import TextThreads
-from hearth.errors import BadPlan, BadRequest, ContextTooLong, DeadlineExceeded, HearthError, QueueFull
+from hearth.errors import BadPlan, BadRequest, ContextTooLong, DeadlineExceeded, HearthError, QueueFull, StepFailed
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
-from hearth.platform.asyncio_tools import with_timeout
+from hearth.platform.asyncio_tools import cancel_all
 from hearth.protocol import REPLY_MARGIN_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.codec import Array
@@ -27,6 +27,9 @@ from hearth.wire.rpc import MAX_REQUESTS_PER_CALLER
 
 _MAX_CONCURRENT = MAX_REQUESTS_PER_CALLER // 2  # the rest of rank 0's limit per caller is left for heartbeats
 _MAX_STOP_CHARACTERS = 1000  # of a stop text: bounds the search at every token; real ones are a few words
+# A deployment is silent after this many times the longest wait of its workers for a peer, which is 20 times the prediction of a
+# step. A worker that is dead or stopped is found much sooner, by its agent.
+_SILENCE_FACTOR = 2
 _PROBE_TOKENS = 8  # of the prompt of a probe: short, but several rows to share
 _PROBE_SECONDS = 120.0  # timeout of a probe's answer: the first step also pages the weights in and loads the kernels
 
@@ -95,6 +98,7 @@ class GenerationRunner:
     ) -> None:
         self.num_running = 0
         self._threads = threads or TextThreads()
+        self._activity: _Activity | None = None  # of the newest deployment
         self.limit = min(limit, _MAX_CONCURRENT)
         self._requests = requests
 
@@ -136,24 +140,89 @@ class GenerationRunner:
 
     async def _stream(self, generation: _RunningGeneration, ticket: Ticket) -> AsyncGenerator[wire.TextGenerated, None]:
         """Stream up to the end of the answer, on successive deployments if some fail."""
-        loop = asyncio.get_running_loop()
         while generation.reason is None:
             async with self._requests.slot(ticket) as deployment:
                 max_tokens = generation.remaining_tokens(max_context_tokens(deployment.plan))
                 if max_tokens == 0:  # all tokens had arrived; only the end message was lost
                     generation.reason = "stop" if generation.ends_with_stop_token else "length"
                     return
-                async with aclosing(generation.continue_on(deployment, max_tokens, ticket.deadline)) as events:
+                async with (
+                    aclosing(generation.continue_on(deployment, max_tokens, ticket.deadline)) as events,
+                    self._watched(deployment, generation.num_context_tokens) as watch,
+                ):
                     while generation.reason is None:
-                        try:
-                            event = await with_timeout(max(ticket.deadline - loop.time(), 0.001), anext(events))
-                        except asyncio.TimeoutError:
-                            raise _timeout_error(generation.request) from None
+                        event = await watch.next_event(events, ticket.deadline, generation.request)
                         if isinstance(event, wire.TokensGenerated):
                             self._requests.record_progress(ticket)
                             yield generation.append(event.token_ids)
                         else:
                             generation.worker_end, generation.reason = event, event.reason
+
+    @asynccontextmanager
+    async def _watched(self, deployment: TransformerDeployment, num_context_tokens: int) -> AsyncIterator[_StreamWatch]:
+        """Watch over one stream of the deployment. `num_context_tokens` are to be prefilled before its first token."""
+        if self._activity is None or self._activity.deployment is not deployment:
+            self._activity = _Activity(deployment)
+        watch = _StreamWatch(self._activity, num_context_tokens)
+        try:
+            yield watch
+        finally:
+            watch.end()
+
+
+@dataclass(eq=False)
+class _Activity:
+    """What the streams of one deployment have in common."""
+
+    deployment: TransformerDeployment
+    newest_token_at: float = 0.0  # time of the event loop
+    num_prefill_tokens: int = 0  # of all streams that wait for their first token
+
+
+class _StreamWatch:
+    """Notices that a deployment generates no more, although its workers live: no token came, on any of its streams."""
+
+    def __init__(self, activity: _Activity, num_context_tokens: int) -> None:
+        self._activity = activity
+        self._num_prefill_tokens = num_context_tokens  # 0 after the first token
+        activity.num_prefill_tokens += num_context_tokens
+        self._clock = asyncio.get_running_loop().time
+        self._began = self._clock()
+        plan = activity.deployment.plan
+        rows = plan.body.max_step_rows
+        # The prefill of all prompts that are waiting, in chunks, and one step of decoding.
+        num_steps = -(-activity.num_prefill_tokens // rows) + 1
+        self._patience_seconds = _SILENCE_FACTOR * num_steps * plan.peer_timeout_seconds(rows)
+
+    async def next_event(
+        self,
+        events: AsyncGenerator[wire.TokensGenerated | wire.GenerationEnded, None],
+        deadline: float,
+        request: wire.Generate,
+    ) -> wire.TokensGenerated | wire.GenerationEnded:
+        """The next event of the stream. Raises DeadlineExceeded, StepFailed if the deployment is silent, and its errors."""
+        event = asyncio.ensure_future(anext(events))
+        try:
+            while not event.done():
+                silent_at = max(self._began, self._activity.newest_token_at) + self._patience_seconds
+                if self._clock() >= deadline:
+                    raise _timeout_error(request)
+                if self._clock() >= silent_at:
+                    device = self._activity.deployment.plan.devices[0].name
+                    raise StepFailed(device=device, reason=f"no token for {self._patience_seconds:.0f} s")
+                await asyncio.wait({event}, timeout=max(min(deadline, silent_at) - self._clock(), 0.001))
+            self._activity.newest_token_at = self._clock()
+            self._prefilled()
+            return event.result()
+        finally:
+            await cancel_all([event])
+
+    def end(self) -> None:
+        self._prefilled()
+
+    def _prefilled(self) -> None:
+        self._activity.num_prefill_tokens -= self._num_prefill_tokens
+        self._num_prefill_tokens = 0
 
 
 class _RunningGeneration:
@@ -173,6 +242,11 @@ class _RunningGeneration:
         self._began_at = began
         self._num_deployments = 0
         self._sent_at = self._first_token_at = self._last_token_at = began
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return len(self._prompt) + len(self._tokens)
 
     @property
     def ends_with_stop_token(self) -> bool:

@@ -31,6 +31,7 @@ from typer.testing import CliRunner
 from coordinator.cli.app import app
 from coordinator.cli.commands import chat as chat_command
 from coordinator.deploy.transformer import TransformerDeployment
+from coordinator.serve import generation
 from coordinator.serve.drift import MIN_PRESENCE_SECONDS
 from coordinator.serve.generation import GenerationRunner, TextModel, max_context_tokens, probe
 from coordinator.serve.prompts import GenerationDefaults, StopTextFilter, TextTokenizer
@@ -329,6 +330,36 @@ def test_request_deadline_does_not_end_the_plan() -> None:
         host.admission.close()
         with pytest.raises(NotServing, match="planning again"):
             await ask(host, timeout_seconds=0.1)
+
+    asyncio.run(main())
+
+
+def test_plan_that_generates_no_more_is_probed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For instance if rank 0 hangs in a computation: no request waits out its own deadline."""
+    monkeypatch.setattr(generation, "_SILENCE_FACTOR", 0.005)  # 50 ms
+    for silent_after in (0, 3):
+        hung, second = Script(silent_after=silent_after), Script()
+        host = Host(hung, second)
+        assert asyncio.run(ask(host, max_tokens=6)).tokens == expected((1, 2, 3), 6)
+        assert (hung.open_now, [type(error) for error in host.errors]) == (0, [StepFailed])
+
+
+def test_other_streams_show_that_a_plan_still_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_SILENCE_FACTOR", 0.05)  # 0.5 s
+
+    async def main() -> None:
+        host = Host(Script(silent_after=0))
+        generations = GenerationRunner(host, 9)
+        waiting = asyncio.create_task(read(generations, MODEL, [1], max_tokens=1))
+        began = time.monotonic()
+        await let_tasks_run()
+        host.deployments[0].silent_after = None
+        while time.monotonic() < began + 1.5:
+            await read(generations, MODEL, [1], max_tokens=3)
+            await asyncio.sleep(0.02)
+        assert (waiting.done(), host.errors) == (False, [])
+        waiting.cancel()
+        await asyncio.wait({waiting})
 
     asyncio.run(main())
 

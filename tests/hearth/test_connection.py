@@ -1,0 +1,129 @@
+"""Finding a coordinator: forged mDNS records, several addresses, refused keys."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+import zmq
+from support.contexts import zmq_context
+
+from hearth.client.connection import Connection
+from hearth.client.home import AsyncHome
+from hearth.errors import ConnectionLost, NoCoordinator, Unreachable, WrongKey
+from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
+from hearth.platform.security import Access, HomeKey, asyncio_gatekeeper, derive_keypair, fingerprint, new_home_key
+from hearth.wire import messages as wire
+from hearth.wire.rpc import Caller, Response, RpcServer
+
+KEY = new_home_key()
+LOOPBACK = ["127.0.0.1"]
+FOUND_WITHIN_SECONDS = 60.0  # long enough for a busy machine
+
+
+def access(key: HomeKey = KEY) -> Access:
+    keys = derive_keypair(key.key_bytes(), "coordinator")
+    return Access(keys, keys.public)
+
+
+async def handle(caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
+    if isinstance(message, wire.Hello):
+        return wire.CoordinatorWelcome(version="0", name="test")
+    return wire.Readiness(ready=True, state="serving", model="m")
+
+
+@asynccontextmanager
+async def coordinator(key: HomeKey = KEY, admits: bool = True) -> AsyncIterator[int]:
+    """A coordinator; yields its port."""
+    with zmq_context() as context:
+        gatekeeper = asyncio_gatekeeper(context)
+        gatekeeper.admit("test", lambda _: admits)
+        gatekeeper.start()
+        server = RpcServer(context, "127.0.0.1", 0, derive_keypair(key.key_bytes(), "coordinator"), "test", handle)
+        try:
+            yield server.port
+        finally:
+            await server.close()
+            gatekeeper.stop()
+
+
+def record(port: int) -> Any:
+    """Advertise a coordinator of this home at this port, as anybody on the network can."""
+    own = fingerprint(access().server_public)
+    return advertised(COORDINATOR_SERVICE, port, own, secrets.token_hex(8), lambda: LOOPBACK)
+
+
+def test_forged_records_mislead_no_client() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            silent = stack.enter_context(socket.socket())
+            silent.bind(("127.0.0.1", 0))
+            silent.listen(64)
+            other_home = await stack.enter_async_context(coordinator(new_home_key()))
+            for port in (1, silent.getsockname()[1], other_home):
+                await stack.enter_async_context(record(port))
+            connection = Connection(access(), None, LOOPBACK)
+            try:
+                with pytest.raises((NoCoordinator, WrongKey)):
+                    await connection.client(None, 2.0)
+                port = await stack.enter_async_context(coordinator())
+                await stack.enter_async_context(record(port))
+                found = await connection.client(None, FOUND_WITHIN_SECONDS)
+                assert found.endpoint == f"tcp://127.0.0.1:{port}"
+            finally:
+                await connection.close()
+
+    asyncio.run(main())
+
+
+def test_first_address_that_answers_is_used() -> None:
+    async def main() -> None:
+        async with coordinator() as port, AsyncHome(access(), f"127.0.0.1:1, 127.0.0.1:{port}", None) as home:
+            await home.open(FOUND_WITHIN_SECONDS)
+            assert await home.ready(FOUND_WITHIN_SECONDS)
+
+    asyncio.run(main())
+
+
+def test_refused_key_is_reported_before_the_timeout() -> None:
+    async def main() -> None:
+        async with coordinator(admits=False) as port:
+            for addresses in (f"127.0.0.1:{port}", f"127.0.0.1:{port},127.0.0.1:{port}"):
+                connection = Connection(access(), addresses, None)
+                with pytest.raises(WrongKey):
+                    await asyncio.wait_for(connection.client(None, 600.0), FOUND_WITHIN_SECONDS)
+                await connection.close()
+
+    asyncio.run(main())
+
+
+def test_server_that_hangs_in_the_handshake_is_unreachable() -> None:
+    async def main() -> None:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen(8)
+            connection = Connection(access(), f"127.0.0.1:{silent.getsockname()[1]}", None)
+            connection._context.setsockopt(zmq.HANDSHAKE_IVL, 100)  # ZeroMQ gives a handshake up after this many ms
+            with pytest.raises(Unreachable):
+                await connection.client(None, 1.0)
+            await connection.close()
+
+    asyncio.run(main())
+
+
+def test_closing_ends_a_search() -> None:
+    async def main() -> None:
+        connection = Connection(access(), "127.0.0.1:1", None)
+        searching = asyncio.create_task(connection.client(None, 600.0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await connection.close()
+        with pytest.raises(ConnectionLost):
+            await asyncio.wait_for(searching, FOUND_WITHIN_SECONDS)
+
+    asyncio.run(main())
