@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hearth.errors import BadSetting, HearthError
 from hearth.wire.messages import Done, GetReadiness, Hello, decode, encode
 from tools.bench.census import Census, role_of
 from tools.bench.churn import leaks
-from tools.bench.experiment import make_experiment, read_settings
+from tools.bench.experiment import Context, make_experiment, read_settings
 from tools.bench.fault_actions import FAULTS
 from tools.bench.fault_rows import (
     FaultRow,
@@ -30,6 +31,7 @@ from tools.bench.findings import all_hold
 from tools.bench.fuzz import FuzzRow, ended
 from tools.bench.idle_cost import IdleRow
 from tools.bench.mutations import mutated
+from tools.testbed.cluster import what_is_missing
 
 
 def answers(client: int, *times: float) -> list[Happened]:
@@ -247,3 +249,21 @@ def test_fuzz_fails_for_each_harm_to_the_home_or_to_its_clients(harm: dict[str, 
 
 def test_programs_that_ended_are_named() -> None:
     assert ended(census(), census(processes=census().processes[:2])) == ("hearth-agent on m1",)
+
+
+# ---- a real home --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.namespaces
+def test_killed_worker_of_a_real_home_is_observed(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+    if reason := what_is_missing():
+        pytest.skip(reason)
+    experiment = faults(loads=["generate"], faults=["worker killed"], count=1, devices=2, quiet_seconds=2)
+    (measured,) = experiment.measure(Context(tmp_path, lambda step: None))
+    assert measured.harmless, f"{measured.failed} {measured.wrong} {measured.log}"
+    assert len(measured.workers_before) == 2
+    assert measured.workers_before[measured.target] not in measured.workers_after.values()
+    assert measured.again_seconds > 0
+    assert any("settling" in phase for phase in measured.phases)

@@ -128,7 +128,8 @@ class FaultHome:
         Raises InternalError, DeadlineExceeded.
         """
         self.start_coordinator(HUB)
-        self._clients.ready_status(_READY_SECONDS)
+        status = self._clients.ready_status(_READY_SECONDS)
+        self._num_planned = len(status["plan"]["devices"])
         self._clients.call("prepare", load=self.load, vocab_size=_DECODER["vocab_size"], max_tokens=_MAX_TOKENS)
         if standby:
             self._start_standby()
