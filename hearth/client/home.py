@@ -42,7 +42,7 @@ _READY_POLL_SECONDS = 0.2  # interval of the readiness requests in `wait_ready`:
 # Pauses before a call is repeated: the first is short compared with the failover to another coordinator, and they grow up to
 # the last, with which a coordinator that starts again is not flooded.
 _FIRST_PAUSE_SECONDS = 0.05
-_MAX_PAUSE_SECONDS = 1.0
+_MAX_PAUSE_SECONDS = 0.5
 # Errors after which a call is repeated: the request was not sent, its answer was lost, or the coordinator does not serve now.
 _REPEATED = (Unreachable, ConnectionLost, NotServing)
 

@@ -15,7 +15,7 @@ from support.contexts import zmq_context
 
 from hearth.client.connection import Connection
 from hearth.client.home import AsyncHome
-from hearth.errors import ConnectionLost, NoCoordinator, Unreachable, WrongKey
+from hearth.errors import ConnectionLost, DeadlineExceeded, NoCoordinator, Unreachable, WrongKey
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.security import Access, HomeKey, asyncio_gatekeeper, derive_keypair, fingerprint, new_home_key
 from hearth.wire import messages as wire
@@ -38,13 +38,13 @@ async def handle(caller: Caller, message: wire.Message, payload: Sequence[Any]) 
 
 
 @asynccontextmanager
-async def coordinator(key: HomeKey = KEY, admits: bool = True) -> AsyncIterator[int]:
+async def coordinator(key: HomeKey = KEY, admits: bool = True, port: int = 0) -> AsyncIterator[int]:
     """A coordinator; yields its port."""
     with zmq_context() as context:
         gatekeeper = asyncio_gatekeeper(context)
         gatekeeper.admit("test", lambda _: admits)
         gatekeeper.start()
-        server = RpcServer(context, "127.0.0.1", 0, derive_keypair(key.key_bytes(), "coordinator"), "test", handle)
+        server = RpcServer(context, "127.0.0.1", port, derive_keypair(key.key_bytes(), "coordinator"), "test", handle)
         try:
             yield server.port
         finally:
@@ -125,5 +125,21 @@ def test_closing_ends_a_search() -> None:
         await connection.close()
         with pytest.raises(ConnectionLost):
             await asyncio.wait_for(searching, FOUND_WITHIN_SECONDS)
+
+    asyncio.run(main())
+
+
+def test_waiting_for_readiness_outlasts_a_restart() -> None:
+    async def main() -> None:
+        async with coordinator() as port:
+            home = AsyncHome(access(), f"127.0.0.1:{port}", None)
+            await home.open(FOUND_WITHIN_SECONDS)
+        with pytest.raises(DeadlineExceeded, match="getting ready"):
+            await home.wait_ready(0.3)
+        waiting = asyncio.create_task(home.wait_ready(FOUND_WITHIN_SECONDS))
+        await asyncio.sleep(0.3)
+        async with coordinator(port=port):
+            await waiting
+        await home.close()
 
     asyncio.run(main())
