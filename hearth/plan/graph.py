@@ -10,14 +10,16 @@ from hearth.plan.value_formats import ValueFormatName
 
 Objective = Literal["latency", "throughput"]
 
+_MAX_NAMES = 1 << 20  # operators or tensors; the largest exported graphs have tens of thousands
+
 
 class GraphModel(BaseModel, frozen=True):
     """Identity of an ONNX graph, and the names of its input and output tensors."""
 
     name: str
     sha256: str  # of the ONNX file and its external data; empty for a graph without weights
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    inputs: tuple[str, ...] = Field(max_length=_MAX_NAMES)
+    outputs: tuple[str, ...] = Field(max_length=_MAX_NAMES)
 
 
 class Segment(BaseModel, frozen=True):
@@ -27,10 +29,10 @@ class Segment(BaseModel, frozen=True):
     an output of the graph.
     """
 
-    operators: tuple[int, ...] = Field(min_length=1)
+    operators: tuple[int, ...] = Field(min_length=1, max_length=_MAX_NAMES)
     rank: int = Field(ge=0)
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    inputs: tuple[str, ...] = Field(max_length=_MAX_NAMES)
+    outputs: tuple[str, ...] = Field(max_length=_MAX_NAMES)
     seconds: float = Field(default=0.0, ge=0)
 
 

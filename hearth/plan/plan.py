@@ -39,7 +39,7 @@ class Plan(BaseModel, Generic[Model_co, Body_co], frozen=True, extra="forbid"):
     devices: tuple[PlannedDevice, ...] = Field(min_length=1, max_length=256)
     wire: WireFormat = WireFormat()
     predicted: Prediction
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[Alternative, ...] = Field(default=(), max_length=256)
     body: Body_co
 
     @property

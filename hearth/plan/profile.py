@@ -124,7 +124,8 @@ class WireCost(BaseModel, frozen=True):
     encrypted_seconds_per_byte: Seconds = 0.0  # at each end of a link
     plain_seconds_per_byte: Seconds = 0.0
     seconds_per_message: Seconds = 0.0
-    convert_seconds_per_value: dict[str, Seconds] = {}  # keyed by value format; encoding and decoding together
+    # Encoding and decoding together, keyed by value format.
+    convert_seconds_per_value: dict[str, Seconds] = Field(default={}, max_length=16)
 
 
 class BlockProfile(BaseModel, frozen=True):

@@ -90,10 +90,10 @@ class _TransformerBody(BaseModel, ABC, frozen=True, extra="forbid"):
     """
 
     seq_len: int = Field(ge=1)  # the step length in rows that predicted times and activation memory are for
-    heads: tuple[int, ...]
-    columns: tuple[int, ...]
-    row_weights: tuple[float, ...]
-    vocabulary: tuple[int, ...]
+    heads: tuple[int, ...] = Field(max_length=256)
+    columns: tuple[int, ...] = Field(max_length=256)
+    row_weights: tuple[float, ...] = Field(max_length=256)
+    vocabulary: tuple[int, ...] = Field(max_length=256)
     exact_links: tuple[tuple[int, int], ...] = Field(default=(), max_length=1 << 16)
     generation: GenerationLimits | None = None  # None: an encoder
 
@@ -191,8 +191,12 @@ class TensorParallel(_TransformerBody):
 
     def layer_share(self, rank: int, layer: int) -> LayerShare:
         """A rank's part of a layer. Ranks with rows hold a replicated group whole; ranks without rows hold none of it."""
-        mode, rows = self.mode(layer), self.has_rows(rank)
-        heads, columns = spans(self.heads), spans(self.columns)
+        return self._share_in_mode(rank, self.mode(layer), spans(self.heads), spans(self.columns))
+
+    def _share_in_mode(
+        self, rank: int, mode: LayerMode, heads: tuple[Span, ...], columns: tuple[Span, ...]
+    ) -> LayerShare:
+        rows = self.has_rows(rank)
 
         def held(placement: Placement, shares: tuple[Span, ...]) -> Span:
             if placement == "sharded":
@@ -253,9 +257,10 @@ class TensorParallel(_TransformerBody):
 
     def _check_decoding(self) -> None:
         """Raise ValueError unless every rank holds the heads and columns that it decodes with."""
-        for rank, (heads, columns) in enumerate(zip(spans(self.heads), spans(self.columns), strict=True)):
-            for layer in range(len(self.modes) or 1):
-                share = self.layer_share(rank, layer)
+        all_heads, all_columns = spans(self.heads), spans(self.columns)
+        for mode in set(self.modes) or {self.traits.mode}:  # a peer may send many ranks and layers; modes are few
+            for rank, (heads, columns) in enumerate(zip(all_heads, all_columns, strict=True)):
+                share = self._share_in_mode(rank, mode, all_heads, all_columns)
                 if heads.size > min(share.qkv.size, share.out.size) or columns.size > share.columns.size:
                     raise ValueError(f"rank {rank} has heads or columns to decode with, and no rows of its own")
 

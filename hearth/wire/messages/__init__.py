@@ -8,7 +8,9 @@ messages that have the same form in all versions.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import msgpack
 from pydantic import ValidationError
@@ -18,11 +20,13 @@ from hearth.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from hearth.validation import first_error
 from hearth.wire.messages.agent import *  # noqa: F403
 from hearth.wire.messages.base import *  # noqa: F403
-from hearth.wire.messages.base import MESSAGE_TYPES, Message
+from hearth.wire.messages.base import MAX_LIST_ITEMS, MESSAGE_TYPES, Message
 from hearth.wire.messages.client import *  # noqa: F403
 from hearth.wire.messages.worker import *  # noqa: F403
 
 _MAX_REASON_CHARACTERS = 500  # the name of an invalid field comes from the peer, and may be as long as the message
+_HEAD_BYTES = 256  # of a message, in which its tag and version are expected
+_NOT_MSGPACK = (ValueError, TypeError, RecursionError, MemoryError, msgpack.UnpackException)
 
 
 def encode(message: Message) -> bytes:
@@ -34,26 +38,91 @@ def encode(message: Message) -> bytes:
     return data
 
 
-def decode(data: bytes | memoryview) -> Message:
-    """Decode a message. Raises only FrameTooLarge, BadMessage, ProtocolMismatch or UnknownMessage."""
+class Sizes(NamedTuple):
+    """The largest parts of a message that a receiver decodes."""
+
+    list_items: int
+    map_entries: int
+    string_bytes: int
+
+
+PEER_SIZES = Sizes(MAX_LIST_ITEMS, 4096, MAX_MESSAGE_BYTES)  # of agents, workers and coordinators of this home
+CLIENT_SIZES = Sizes(4096, 64, 4 << 16)  # the most that a request of a client may hold; a character takes up to 4 bytes
+
+
+def message_type(
+    data: bytes | memoryview, accepted: Mapping[str, type[Message]] = MappingProxyType(MESSAGE_TYPES)
+) -> type[Message]:
+    """The type of an encoded message, of which only the tag and the version are read.
+
+    Raises FrameTooLarge, BadMessage, ProtocolMismatch, and UnknownMessage for a type that is not in `accepted`.
+    """
     if len(data) > MAX_MESSAGE_BYTES:
         raise FrameTooLarge(num_bytes=len(data), cap_bytes=MAX_MESSAGE_BYTES)
     try:
-        fields: Any = msgpack.unpackb(data, raw=False, strict_map_key=True)
-    except (ValueError, TypeError, RecursionError, MemoryError, msgpack.UnpackException) as error:
+        tag, version = _tag_and_version(data)
+    except _NOT_MSGPACK as error:
         raise BadMessage(reason=f"not valid msgpack ({type(error).__name__})") from None
-    if not isinstance(fields, dict):
-        raise BadMessage(reason=f"a map was expected, not {type(fields).__name__}")
-    tag, version = fields.get("t"), fields.get("v", 1)
-    message_type = MESSAGE_TYPES.get(tag) if isinstance(tag, str) else None
-    if version != PROTOCOL_VERSION and not (message_type is not None and message_type.any_version):
+    known = MESSAGE_TYPES.get(tag) if isinstance(tag, str) else None
+    if version != PROTOCOL_VERSION and not (known is not None and known.any_version):
         if not isinstance(version, int):
             raise BadMessage(reason="the protocol version is not a number")
         raise ProtocolMismatch(peer="The other end", ours=PROTOCOL_VERSION, theirs=version)
-    if message_type is None:
+    if known is None or known.tag not in accepted:
         raise UnknownMessage(tag=str(tag)[:64])
+    return known
+
+
+def _tag_and_version(data: bytes | memoryview) -> tuple[Any, Any]:
+    """The fields `t` and `v`. Our encoder writes them first; else other fields are skipped, for which no object is made."""
     try:
-        message: Message = message_type.__pydantic_validator__.validate_python(fields)
+        return _find_tag_and_version(data[:_HEAD_BYTES])
+    except msgpack.OutOfData:
+        return _find_tag_and_version(data)
+
+
+def _find_tag_and_version(data: bytes | memoryview) -> tuple[Any, Any]:
+    unpacker = msgpack.Unpacker(
+        read_size=_HEAD_BYTES,
+        max_buffer_size=MAX_MESSAGE_BYTES,
+        max_str_len=256,
+        max_bin_len=256,
+        max_array_len=0,
+        max_map_len=0,
+    )
+    unpacker.feed(data)
+    found: dict[str, Any] = {}
+    for _ in range(unpacker.read_map_header()):
+        name = unpacker.unpack()
+        if name in ("t", "v"):
+            found[name] = unpacker.unpack()
+            if len(found) == 2:
+                break
+        else:
+            unpacker.skip()
+    return found.get("t"), found.get("v", 1)
+
+
+def decode(data: bytes | memoryview, kind: type[Message] | None = None, sizes: Sizes = PEER_SIZES) -> Message:
+    """Decode a message, of the type `kind` that `message_type` has found.
+
+    Raises only FrameTooLarge, BadMessage, ProtocolMismatch or UnknownMessage.
+    """
+    kind = kind or message_type(data)
+    try:
+        fields: Any = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            max_array_len=sizes.list_items,
+            max_map_len=sizes.map_entries,
+            max_str_len=sizes.string_bytes,
+            max_bin_len=sizes.string_bytes,
+        )
+    except _NOT_MSGPACK as error:
+        raise BadMessage(reason=f"not valid msgpack, or too large a part ({type(error).__name__})") from None
+    try:
+        message: Message = kind.__pydantic_validator__.validate_python(fields)
     except ValidationError as error:
         raise BadMessage(reason=first_error(error)[:_MAX_REASON_CHARACTERS]) from None
     return message

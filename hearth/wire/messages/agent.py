@@ -234,7 +234,7 @@ class Kernel(WireModel):
     kind: Name
     provider: Name
     seconds: Annotated[float, Field(ge=0)]  # mean per run, scaled so that all kernels sum to `run_seconds`
-    operators: tuple[TensorName, ...] = ()
+    operators: tuple[TensorName, ...] = Field(default=(), max_length=100_000, fail_fast=True)
 
 
 class GraphProfile(WireModel):
@@ -244,7 +244,7 @@ class GraphProfile(WireModel):
     `peak_bytes` is the peak of the whole process during loading.
     """
 
-    kernels: tuple[Kernel, ...] = Field(max_length=100_000)
+    kernels: tuple[Kernel, ...] = Field(max_length=100_000, fail_fast=True)
     run_seconds: Annotated[float, Field(gt=0)]  # median of a whole run, without the profiler
     provider: Name
     process_bytes: Bytes
@@ -279,14 +279,14 @@ class FindMissing(Command):
     With `verify`, the agent hashes the chunks that it has; damaged ones are discarded and count as missing.
     """
 
-    hashes: tuple[Hash, ...] = Field(max_length=50_000)
+    hashes: tuple[Hash, ...] = Field(max_length=50_000, fail_fast=True)
     verify: bool = False
 
 
 class ChunksMissing(Message):
     """The answer to `FindMissing`: the chunks that the store lacks."""
 
-    hashes: tuple[Hash, ...]
+    hashes: tuple[Hash, ...] = Field(max_length=50_000, fail_fast=True)
 
 
 class PutChunk(Command):
@@ -301,14 +301,16 @@ class FetchChunks(Command):
     host: Name
     port: Port
     peer_public_key: PublicKey
-    hashes: tuple[Hash, ...] = Field(min_length=1, max_length=50_000)
+    hashes: tuple[Hash, ...] = Field(min_length=1, max_length=50_000, fail_fast=True)
     seconds: Annotated[float, Field(gt=0, le=60)]  # timeout for all chunks together
 
 
 class ChunksFetched(Message):
     """The answer to `FetchChunks`."""
 
-    missing: tuple[Hash, ...]  # chunks that did not arrive intact within that time
+    missing: tuple[Hash, ...] = Field(
+        max_length=50_000, fail_fast=True
+    )  # chunks that did not arrive intact within that time
 
 
 class GetChunk(Message):

@@ -32,6 +32,9 @@ ElementType: TypeAlias = Literal[
 
 ComputeDevice: TypeAlias = Literal["cpu", "cuda"]
 
+# Of a list in a message, unless its field sets a lower limit: a long trace, or the tokens of a long text.
+MAX_LIST_ITEMS = 1 << 20
+
 MESSAGE_TYPES: dict[str, type[Message]] = {}  # keyed by tag
 
 _M = TypeVar("_M", bound="Message")
@@ -97,7 +100,7 @@ class Failed(Message):
 
     any_version: ClassVar[bool] = True
     code: Name
-    details: dict[Name, str | int | float | bool | None]
+    details: dict[Name, str | int | float | bool | None] = Field(max_length=64)
     scope: Scope = "plan"
 
     @classmethod

@@ -10,7 +10,17 @@ from hearth.plan.plan import Plan
 from hearth.plan.profile import Link
 from hearth.protocol import DEFAULT_DEPLOYMENT, MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire.messages.agent import Telemetry, WorkerStatus
-from hearth.wire.messages.base import ElementType, Message, Name, PublicKey, Shape, TensorName, Text, WireModel
+from hearth.wire.messages.base import (
+    MAX_LIST_ITEMS,
+    ElementType,
+    Message,
+    Name,
+    PublicKey,
+    Shape,
+    TensorName,
+    Text,
+    WireModel,
+)
 from hearth.wire.messages.worker import FinishReason, TraceEvent, WireStats
 
 
@@ -54,7 +64,7 @@ class Readiness(Message):
 class Embed(ModelRequest):
     """Compute normalised sentence embeddings. The answer is `Vectors` with payload [N,H] float32."""
 
-    texts: tuple[Text, ...] = Field(min_length=1, max_length=4096)
+    texts: tuple[Text, ...] = Field(min_length=1, max_length=4096, fail_fast=True)
     trace: bool = False
 
 
@@ -67,7 +77,7 @@ class DeviceTrace(WireModel):
 
     device: Name
     rank: Annotated[int, Field(ge=0, lt=1 << 16)]
-    events: tuple[TraceEvent, ...]
+    events: tuple[TraceEvent, ...] = Field(max_length=MAX_LIST_ITEMS, fail_fast=True)
 
 
 class Vectors(Message):
@@ -75,7 +85,7 @@ class Vectors(Message):
 
     latency_seconds: float  # from the start of the step to its last row; excludes the time in the queue
     num_tokens: int
-    traces: tuple[DeviceTrace, ...] = ()
+    traces: tuple[DeviceTrace, ...] = Field(default=(), max_length=MAX_LIST_ITEMS, fail_fast=True)
 
 
 class ChatMessage(WireModel):
@@ -103,7 +113,7 @@ class Generate(ModelRequest):
     """
 
     prompt: Text | None = None
-    messages: tuple[ChatMessage, ...] = Field(default=(), max_length=4096)
+    messages: tuple[ChatMessage, ...] = Field(default=(), max_length=4096, fail_fast=True)
     sampling: SamplingChoice = SamplingChoice()
     max_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None  # None: from generation_config.json, else 512
     stop: tuple[Text, ...] = Field(default=(), max_length=16)  # texts that end the answer and are not part of it
@@ -115,7 +125,7 @@ class Generate(ModelRequest):
 class TextGenerated(Message):
     """New tokens and the text that they add; empty while a character, or a possible stop text, is incomplete."""
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = Field(max_length=MAX_LIST_ITEMS, fail_fast=True)
     text: Text
 
 
@@ -154,8 +164,8 @@ class ModelInfo(Message):
     """The inputs and outputs of the served graph."""
 
     name: Name
-    inputs: tuple[ArrayInfo, ...]
-    outputs: tuple[ArrayInfo, ...]
+    inputs: tuple[ArrayInfo, ...] = Field(max_length=MAX_LIST_ITEMS, fail_fast=True)
+    outputs: tuple[ArrayInfo, ...] = Field(max_length=MAX_LIST_ITEMS, fail_fast=True)
 
 
 class Infer(ModelRequest):
@@ -170,7 +180,7 @@ class Inferred(Message):
 
     names: tuple[TensorName, ...] = Field(max_length=MAX_PAYLOAD_FRAMES // 2)
     latency_seconds: float  # from the start of the request to its last output; excludes the time in the queue
-    traces: tuple[DeviceTrace, ...] = ()
+    traces: tuple[DeviceTrace, ...] = Field(default=(), max_length=MAX_LIST_ITEMS, fail_fast=True)
 
 
 # ---- with an admin key --------------------------------------------------------------------------------------------
@@ -188,7 +198,7 @@ class DeviceInfo(WireModel):
     host: Name
     state: Literal["alive", "suspect", "dead", "busy", "refused"]
     reason: Text = ""
-    workers: tuple[WorkerStatus, ...] = ()
+    workers: tuple[WorkerStatus, ...] = Field(default=(), max_length=256)
     telemetry: Telemetry | None
 
     @property
@@ -200,8 +210,8 @@ class DeviceInfo(WireModel):
 class DeviceList(Message):
     """The answer to `ListDevices`: the devices, and the links that were measured."""
 
-    devices: tuple[DeviceInfo, ...]
-    links: tuple[Link, ...]
+    devices: tuple[DeviceInfo, ...] = Field(max_length=4096, fail_fast=True)
+    links: tuple[Link, ...] = Field(max_length=MAX_LIST_ITEMS, fail_fast=True)
 
 
 class GetStatus(ClientRequest):
@@ -275,5 +285,5 @@ class ListApps(ClientRequest):
 class AppList(Message):
     """The answer to `ListApps`: the names of admitted and of revoked apps."""
 
-    names: tuple[Name, ...]
-    revoked: tuple[Name, ...]
+    names: tuple[Name, ...] = Field(max_length=MAX_LIST_ITEMS, fail_fast=True)
+    revoked: tuple[Name, ...] = Field(max_length=MAX_LIST_ITEMS, fail_fast=True)

@@ -13,6 +13,7 @@ from hearth.plan.value_formats import ValueFormatName
 from hearth.protocol import MAX_PAYLOAD_FRAMES
 from hearth.wire.messages.agent import ChunkRef, Profile
 from hearth.wire.messages.base import (
+    MAX_LIST_ITEMS,
     Bytes,
     Command,
     ComputeDevice,
@@ -38,21 +39,21 @@ class ArrayChunks(WireModel):
     name: TensorName
     dtype: Name  # name in numpy or ml_dtypes
     shape: Shape
-    chunks: tuple[Hash, ...] = Field(min_length=1, max_length=4096)
+    chunks: tuple[Hash, ...] = Field(min_length=1, max_length=4096, fail_fast=True)
 
 
 class SegmentFiles(WireModel):
     """The chunks of one segment. `graph` is its ONNX protobuf, in which `initializers` are external data."""
 
-    graph: tuple[Hash, ...] = Field(min_length=1, max_length=4096)
-    initializers: tuple[ArrayChunks, ...] = Field(default=(), max_length=50_000)
+    graph: tuple[Hash, ...] = Field(min_length=1, max_length=4096, fail_fast=True)
+    initializers: tuple[ArrayChunks, ...] = Field(default=(), max_length=50_000, fail_fast=True)
 
 
 class ShardParts(WireModel):
     """The chunks of one rank's shard of a transformer."""
 
     kind: Literal["shard"] = "shard"
-    chunks: tuple[ChunkRef, ...] = Field(max_length=50_000)
+    chunks: tuple[ChunkRef, ...] = Field(max_length=50_000, fail_fast=True)
 
     @property
     def hashes(self) -> tuple[Hash, ...]:
@@ -64,7 +65,7 @@ class SegmentParts(WireModel):
     """The files of one rank's segments of a graph, in the plan's order."""
 
     kind: Literal["segments"] = "segments"
-    files: tuple[SegmentFiles, ...] = Field(min_length=1, max_length=4096)
+    files: tuple[SegmentFiles, ...] = Field(min_length=1, max_length=4096, fail_fast=True)
     max_in_flight: Annotated[int, Field(ge=1, le=4096)] = 16  # requests; a further one gets QueueFull
 
     @property
@@ -191,10 +192,10 @@ class RunDone(Message):
     began_seconds: float  # on the worker's monotonic clock, like the trace
     ended_seconds: float
     # Compute time of each segment of this rank, without waits for tiles; a transformer's shard counts as one segment.
-    compute_seconds: tuple[Annotated[float, Field(ge=0)], ...] = Field(max_length=4096)
+    compute_seconds: tuple[Annotated[float, Field(ge=0)], ...] = Field(max_length=4096, fail_fast=True)
     wire: WireStats  # since the plan was loaded
     dropped_messages: int
-    trace: tuple[TraceEvent, ...] = ()
+    trace: tuple[TraceEvent, ...] = Field(default=(), max_length=MAX_LIST_ITEMS, fail_fast=True)
 
 
 class Abort(PlanCommand):
@@ -241,7 +242,7 @@ class GenerateTokens(PlanCommand):
 class TokensGenerated(Message):
     """New tokens of an answer."""
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = Field(max_length=MAX_LIST_ITEMS, fail_fast=True)
 
 
 class GenerationEnded(Message):
@@ -331,7 +332,7 @@ class SequenceRows(WireModel):
     """The rows of one sequence in a step; they follow the rows in its KV cache."""
 
     sequence: Annotated[int, Field(ge=0)]
-    token_ids: tuple[int, ...] = Field(min_length=1)
+    token_ids: tuple[int, ...] = Field(min_length=1, max_length=MAX_LIST_ITEMS, fail_fast=True)
     sample: bool  # whether to sample a token after the last row
     new: NewSequence | None = None
 
@@ -340,5 +341,5 @@ class StepOrder(Message):
     """One step of a generation. `freed` sequences are dropped first. Without rows, nothing is computed."""
 
     kind: Literal["prefill", "decode"]
-    rows: tuple[SequenceRows, ...]
-    freed: tuple[int, ...] = ()
+    rows: tuple[SequenceRows, ...] = Field(max_length=4096, fail_fast=True)
+    freed: tuple[int, ...] = Field(default=(), max_length=4096, fail_fast=True)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgpack
 import pytest
+from annotated_types import MaxLen
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from support.messages import EXAMPLES, named_examples
 
 from hearth import errors
@@ -25,8 +29,21 @@ from hearth.errors import (
     UnknownMessage,
     error_from_wire,
 )
+from hearth.plan.transformer import SHARDED, LayerMode, TensorParallel
 from hearth.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from hearth.wire.messages import MESSAGE_TYPES, Done, Failed, Hello, Message, PutChunk, decode, encode
+from hearth.wire.messages import (
+    CLIENT_SIZES,
+    MESSAGE_TYPES,
+    Done,
+    Embed,
+    Failed,
+    Hello,
+    Message,
+    PutChunk,
+    decode,
+    encode,
+    message_type,
+)
 
 # Written once by `python tests/hearth/wire/test_messages.py`; a change here changes the protocol version.
 GOLDEN = Path(__file__).parent / "golden_messages.json"
@@ -142,9 +159,81 @@ def test_unknown_fields_are_ignored_and_unknown_tags_named() -> None:
 def test_oversized_messages_are_rejected_before_decoding() -> None:
     with pytest.raises(FrameTooLarge):
         decode(b"\x00" * (MAX_MESSAGE_BYTES + 1))
-    huge = Failed(code="X", details={f"{'k' * 200}{i}": "v" * 200 for i in range(12_000)})
+    huge = Embed(texts=("v" * 65_536,) * 65)
     with pytest.raises(FrameTooLarge):
         encode(huge)
+
+
+@pytest.mark.parametrize(
+    "order", [("v", "t", "code", "details"), ("details", "t", "code", "v"), ("code", "details", "t")]
+)
+def test_type_is_read_without_the_other_fields(order: tuple[str, ...]) -> None:
+    fields = {"v": PROTOCOL_VERSION, "t": "failed", "code": [[{}]] * 1000, "details": {"x" * 100_000: b"y" * 100_000}}
+    assert message_type(msgpack.packb({name: fields[name] for name in order})) is Failed
+
+
+def test_type_that_a_receiver_does_not_accept_is_unknown_to_it() -> None:
+    with pytest.raises(UnknownMessage, match="'embed'"):
+        message_type(encode(Embed(texts=("a",))), {"hello": Hello})
+
+
+def test_second_tag_in_a_message_does_not_change_its_type() -> None:
+    twice = b"\x83" + b"".join(map(msgpack.packb, ["v", PROTOCOL_VERSION, "t", "done", "t", "failed"]))
+    assert decode(twice, message_type(twice)) == Done()
+
+
+@pytest.mark.parametrize("bomb", [[None] * 4097, {str(i): None for i in range(65)}, "x" * 300_000, b"x" * 300_000])
+def test_parts_of_a_message_have_a_limited_size(bomb: Any) -> None:
+    data = msgpack.packb({"v": PROTOCOL_VERSION, "t": "done", "unknown": [bomb]})
+    assert decode(data) == Done()
+    with pytest.raises(BadMessage, match="too large a part"):
+        decode(data, Done, CLIENT_SIZES)
+
+
+def test_list_of_wrong_items_is_refused_at_once() -> None:
+    data = msgpack.packb({"v": PROTOCOL_VERSION, "t": "text_generated", "token_ids": [None] * 1_000_000, "text": ""})
+    began = time.process_time()
+    with pytest.raises(BadMessage):
+        decode(data)
+    assert time.process_time() - began < 1.0  # an error object for each item would take half a minute
+
+
+def test_large_plan_of_many_layers_is_checked_in_bounded_time() -> None:
+    body = TensorParallel(
+        seq_len=512, strategy="hmp", modes=(SHARDED, LayerMode(qkv="replicated")) * 512, generation=None,
+        heads=(1,) * 256, columns=(16,) * 256, vocabulary=(64,) * 256, row_weights=(1.0,) * 256,
+    )  # fmt: skip
+    began = time.process_time()
+    body._check_decoding()
+    assert time.process_time() - began < 0.5
+
+
+def test_every_list_of_a_message_has_a_limited_length() -> None:
+    seen, unlimited = set[Any](), list[str]()
+
+    def visit(kind: Any, where: str, limits: Sequence[Any] = ()) -> None:
+        origin, parts = get_origin(kind), get_args(kind)
+        if origin is Annotated:
+            return visit(
+                parts[0], where, [*limits, *(m for part in parts[1:] for m in getattr(part, "metadata", [part]))]
+            )
+        if isinstance(kind, TypeVar):
+            return visit(kind.__default__, where, limits)  # type: ignore[attr-defined]
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if kind not in seen:
+                seen.add(kind)
+                for name, field in kind.model_fields.items():
+                    visit(field.annotation, f"{kind.__name__}.{name}", field.metadata)
+            return None
+        if origin in (list, dict) or (origin is tuple and ... in parts):
+            unlimited.extend([] if any(isinstance(each, MaxLen) for each in limits) else [where])
+        for part in parts:
+            visit(part, where)
+
+    for message in MESSAGE_TYPES.values():
+        visit(message, message.__name__)
+    assert TensorParallel in seen
+    assert unlimited == []
 
 
 def test_false_length_allocates_no_memory() -> None:
