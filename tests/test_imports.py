@@ -40,6 +40,7 @@ PURE_MODULES = (
     "coordinator.models.onnx.flops",
     "coordinator.models.ordering",
     "coordinator.serve.drift",
+    "coordinator.serve.fairness",
     "coordinator.serve.retry",
     "hearth.errors",
     "hearth.platform.units",
@@ -48,6 +49,7 @@ PURE_MODULES = (
     "hearth.wire.codec",
     "hearth.wire.framing",
     "hearth.wire.messages",
+    "hearth.wire.quota",
 )
 IMPURE_LIBRARIES = {
     "asyncio", "concurrent", "ctypes", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "psutil", "secrets",

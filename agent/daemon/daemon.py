@@ -45,6 +45,12 @@ from hearth.wire.rpc import Caller, Reply, Response
 log = logging.getLogger(__name__)
 
 
+_CONTROL_TYPES = (
+    wire.Hello, wire.GetTelemetry, wire.Heartbeat, wire.OpenLinkProbe, wire.MeasureLink, wire.Profile, wire.Command,
+)  # fmt: skip
+CONTROL_MESSAGES = {tag: kind for tag, kind in wire.MESSAGE_TYPES.items() if issubclass(kind, _CONTROL_TYPES)}
+
+
 class AgentDaemon:
     """Handles requests of this home's coordinators. Admins may only read telemetry."""
 
@@ -86,14 +92,17 @@ class AgentDaemon:
         workers = (f"{deployment} {worker.state}" for deployment, worker in sorted(self._workers.items()))
         return f"works for {', '.join(sorted(holders)) or 'no coordinator'}; workers: {', '.join(workers) or 'none'}"
 
+    def authorise(self, public_key: str, kind: type[wire.Message]) -> None:
+        """Raise NotAuthorised unless this key may send messages of this type: an administrator may only read."""
+        if public_key != self._coordinator_public_key and not issubclass(kind, wire.Hello | wire.GetTelemetry):
+            raise NotAuthorised(role="admin", action=f"send {kind.__name__} to an agent")
+
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Handle one request. A HearthError that it raises is sent to the caller."""
         if isinstance(message, wire.Hello):
             return self._hello(message)
         if isinstance(message, wire.GetTelemetry):
             return self._telemetry.read(time.time())
-        if caller.public_key != self._coordinator_public_key:
-            raise NotAuthorised(role="admin", action=f"send {type(message).__name__} to an agent")
         if isinstance(message, wire.Command) and not isinstance(message, wire.AcquireLease):
             require_lease(self._leases.get(message.deployment), self.name, message.holder, loop_time())
         return await self._execute(message, payload)

@@ -22,7 +22,7 @@ from hearth.platform.asyncio_tools import all_or_first_error, loop_time
 from hearth.platform.security import Access, Gatekeeper, KeyPair
 from hearth.transport.base import Buffer
 from hearth.wire.messages import Done, FetchChunks, GetChunk, LinkMeasured, MeasureLink, Message, OpenLinkProbe
-from hearth.wire.rpc import Caller, Reply, RpcClient, RpcServer
+from hearth.wire.rpc import Caller, Policy, Reply, RpcClient, RpcServer
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ class LinkServer(RpcServer):
         self._read_chunk = read_chunk
         self._open_until: dict[str, float] = {}
         gatekeeper.admit(ZAP_DOMAIN, self._admits)
-        super().__init__(context, bind_host, port, keypair, ZAP_DOMAIN, self._answer, port_setting="--link-port")
+        policy = Policy({kind.tag: kind for kind in (Done, GetChunk)}, self._authorise)
+        super().__init__(context, bind_host, port, keypair, ZAP_DOMAIN, self._answer, "--link-port", policy)
 
     def open(self, request: OpenLinkProbe) -> None:
         """Admit a peer for the requested time."""
@@ -65,9 +66,11 @@ class LinkServer(RpcServer):
     def _admits(self, public_key: str) -> bool:
         return loop_time() < self._open_until.get(public_key, 0.0)
 
-    async def _answer(self, caller: Caller, message: Message, payload: object) -> Message | Reply:
-        if not self._admits(caller.public_key):
+    def _authorise(self, public_key: str, kind: type[Message]) -> None:
+        if not self._admits(public_key):
             raise WrongKey(endpoint="the link port")
+
+    async def _answer(self, caller: Caller, message: Message, payload: object) -> Message | Reply:
         if isinstance(message, GetChunk):
             return Reply(Done(), [await asyncio.to_thread(self._read_chunk, message.hash)])
         return Done()  # the burst has arrived

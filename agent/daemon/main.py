@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 import zmq.asyncio
 
 from agent.daemon.config import AgentSettings, add_arguments, load_agent_settings
-from agent.daemon.daemon import AgentDaemon
+from agent.daemon.daemon import CONTROL_MESSAGES, AgentDaemon
 from agent.daemon.gpu import GpuReader
 from agent.daemon.identity import load_identity
 from agent.daemon.links import LinkServer
@@ -26,7 +26,7 @@ from hearth.platform.discovery import AGENT_SERVICE, advertised
 from hearth.platform.interfaces import choose_address, current_address
 from hearth.platform.notify import Notifier
 from hearth.platform.security import DeviceKey, HomeKey, agent_trust, asyncio_gatekeeper, fingerprint, load_credential
-from hearth.wire.rpc import RpcServer
+from hearth.wire.rpc import Policy, RpcServer
 
 log = logging.getLogger("hearth.agent")
 
@@ -68,7 +68,7 @@ async def run_agent(settings: AgentSettings) -> None:
         )
         server = RpcServer(
             context, settings.bind_host, settings.control_port, agent_keys, ZAP_DOMAIN, daemon.handle,
-            port_setting="--control-port",
+            port_setting="--control-port", policy=Policy(CONTROL_MESSAGES, daemon.authorise),
         )  # fmt: skip
         stack.push_async_callback(server.close)
         stack.push_async_callback(daemon.close)

@@ -1,4 +1,4 @@
-"""Admission of requests to the current deployment, in the order of arrival, with exclusive slots for maintenance."""
+"""Admission of requests to the current deployment: keys take turns, with exclusive slots for maintenance."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import asyncio
 import bisect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from coordinator.serve.fairness import Turns, greediest
 from hearth.errors import HearthError, QueueFull
 
 _D = TypeVar("_D")
+
+# The public key that has sent the request of the current task; empty: the coordinator itself.
+CALLER: ContextVar[str] = ContextVar("CALLER", default="")
 
 
 @dataclass(eq=False)
 class Place:
     """A request's place in the order of arrival. It keeps the place when it returns to the queue."""
 
-    number: int
+    number: int  # in the order of arrival
+    turn: int = 0  # among the keys; see `Turns`
+    caller: str = ""  # public key
     alone: bool = False  # it must run alone, and goes before the others: it may have made a deployment fail
     was_admitted: bool = False
     maintenance: bool = False  # exclusive work of the coordinator's own, which does not count as a waiting request
@@ -28,15 +35,16 @@ class Place:
         return self.alone or self.maintenance
 
     @property
-    def order(self) -> tuple[bool, int]:
-        return not self.alone, self.number
+    def order(self) -> tuple[bool, int, int]:
+        return not self.alone, self.turn, self.number
 
 
 class Admission(Generic[_D]):
-    """Queue in the order of arrival. At most `capacity` requests run at once; while closed or paused, all wait.
+    """Queue in which keys take turns, and requests of one key keep their order of arrival.
 
-    At most `max_waiting` requests may wait; one more is refused, except one that was admitted before and returns. The caller
-    must call `leave` once for every `enter` that returned.
+    At most `capacity` requests run at once; while closed or paused, all wait. At most `max_waiting` requests may wait: if one
+    more arrives, the latest one of the key with the most waiting requests is refused, except one that was admitted before and
+    returns. The caller must call `leave` once for every `enter` that returned.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -49,6 +57,7 @@ class Admission(Generic[_D]):
         self._running_exclusive = False  # whether the running slot is exclusive
         self._queue: list[tuple[Place, asyncio.Future[_D]]] = []  # sorted by `Place.order`
         self._last_number = 0
+        self._turns = Turns()
         self._num_pauses = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -83,9 +92,10 @@ class Admission(Generic[_D]):
         self._admit_waiting()
 
     def arrive(self) -> Place:
-        """The place of a new request."""
+        """The place of a new request of the current caller."""
         self._last_number += 1
-        return Place(self._last_number)
+        caller = CALLER.get()
+        return Place(self._last_number, self._turns.next(caller), caller)
 
     async def enter(self, timeout_seconds: float, place: Place | None = None, resume: bool = False) -> _D:
         """Wait for a slot; returns the deployment to run on. Without `place`, the request arrives now.
@@ -118,8 +128,8 @@ class Admission(Generic[_D]):
 
         Raises asyncio.TimeoutError if running requests take longer; admission then continues.
         """
-        place = self.arrive()
-        place.maintenance = True
+        self._last_number += 1
+        place = Place(self._last_number, self._turns.last(), maintenance=True)
         await self._wait_for_slot(place, timeout_seconds)
         try:
             yield
@@ -138,7 +148,7 @@ class Admission(Generic[_D]):
         try:
             if not slot.done():
                 if not place.exclusive and not place.was_admitted and self.num_waiting > self._max_waiting:
-                    raise QueueFull(limit=self._max_waiting)
+                    self._refuse_one(place)
                 await asyncio.wait({slot}, timeout=timeout_seconds)
             if not slot.done():
                 raise asyncio.TimeoutError
@@ -152,6 +162,14 @@ class Admission(Generic[_D]):
                 self._queue.remove(entry)
                 self._admit_waiting()  # an exclusive entry may have blocked those behind it
 
+    def _refuse_one(self, newcomer: Place) -> None:
+        """Refuse the latest request of the key with the most waiting ones."""
+        new = [(place, slot) for place, slot in self._queue if not place.exclusive and not place.was_admitted]
+        caller = greediest((place.caller for place, _ in new), newcomer.caller)
+        entry = [each for each in new if each[0].caller == caller][-1]
+        self._queue.remove(entry)
+        entry[1].set_exception(QueueFull(limit=self._max_waiting))
+
     def _admit_waiting(self) -> None:
         """Admit from the front of the queue while slots are free."""
         while self._queue and self._deployment is not None and not self._num_pauses:
@@ -161,6 +179,7 @@ class Admission(Generic[_D]):
             del self._queue[0]
             self._running_exclusive = place.exclusive
             place.was_admitted = True
+            self._turns.serve(place.turn)
             self.num_running += 1
             self.num_admitted += 1
             self._idle.clear()

@@ -37,6 +37,10 @@ class CoordinatorSettings(BaseModel):
     devices: str = ""
     # Most requests that may wait; one more is refused at once with QueueFull.
     queue_limit: int = Field(default=64, ge=1, le=100_000)
+    # Most bytes of one request of an app, for example the arrays of an `infer`; administrators may send 64 MiB in each array.
+    app_request_bytes: int = Field(default=16 << 20, ge=1 << 20, le=1 << 30)
+    # Requests that one app may start per second, in the long run; more wait for their start.
+    app_requests_per_second: float = Field(default=200.0, gt=0, le=1e6)
     # Seconds without a new device before the first plan is made.
     settle_seconds: float = Field(default=2.0, ge=0, le=600)
     # Number of devices that the first plan waits for.

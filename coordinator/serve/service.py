@@ -20,6 +20,7 @@ from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
+from coordinator.serve.admission import CALLER
 from coordinator.serve.apps import AppRegistry
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
@@ -33,20 +34,32 @@ from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.notify import Notifier
-from hearth.platform.security import HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
+from hearth.platform.security import Gatekeeper, HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
 from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
 from hearth.wire import messages as wire
-from hearth.wire.rpc import Caller, Response, RpcServer
+from hearth.wire.quota import Limits
+from hearth.wire.rpc import Caller, Policy, Response, RpcServer
 
 log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "coordinator"
+# What clients may send.
+_CLIENT_MESSAGES = {
+    tag: kind for tag, kind in wire.MESSAGE_TYPES.items() if issubclass(kind, wire.Hello | wire.ClientRequest)
+}
 # Messages that an app key may send; all others need an admin key.
 _APP_MESSAGES = (wire.Hello, wire.GetReadiness, wire.ModelRequest)
 
 # Messages that change something: repeated by a client, they get the answer of the first one.
 _CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice)
 _ANSWER_SECONDS = 2.0  # for the last answers to leave after a stop; they are small, and the clients wait for them
+
+
+# Bytes of all requests of one app that wait or run: they stay in memory until they have been answered. That of one request
+# may be larger.
+_APP_TOTAL_BYTES = 64 << 20
+# An administrator may do more, but a program with an error must not exhaust the coordinator either.
+_ADMIN_LIMITS = Limits(total_bytes=512 << 20, request_bytes=512 << 20, per_second=2000.0, burst=2000.0)
 
 
 class Service:
@@ -74,6 +87,8 @@ class Service:
         self._services = SharedServices(self._fleet, profiler, settings, self._state, report, progress)
         self._controllers: dict[str, Controller] = {}
         self._repeats = RepeatedChanges()
+        self._server: RpcServer | None = None  # while running, as the gatekeeper
+        self._gatekeeper: Gatekeeper | None = None
 
     async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
         """Serve `goal`, or the saved deployments if it is None, until SIGTERM or SIGINT. A second signal skips draining.
@@ -94,8 +109,15 @@ class Service:
             gatekeeper.start()
             stack.callback(gatekeeper.stop)
             server = RpcServer(
-                context, self._settings.bind_host, self._settings.port, self._keypair, ZAP_DOMAIN, self.handle
+                context,
+                self._settings.bind_host,
+                self._settings.port,
+                self._keypair,
+                ZAP_DOMAIN,
+                self.handle,
+                policy=Policy(_CLIENT_MESSAGES, self._authorise, self._limits_of, wire.CLIENT_SIZES),
             )
+            self._server, self._gatekeeper = server, gatekeeper
             stack.push_async_callback(server.close)
             if self._settings.advertise:
                 own = fingerprint(self._keypair.public)
@@ -159,7 +181,7 @@ class Service:
 
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which the RPC server sends to the client."""
-        self._authorise(caller.public_key, message)
+        CALLER.set(caller.public_key)
         if isinstance(message, wire.Hello):
             if message.protocol != PROTOCOL_VERSION:
                 raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
@@ -200,7 +222,7 @@ class Service:
             case wire.AddApp():
                 self._apps.add(message.name, message.public_key)
             case wire.RevokeApp():
-                self._apps.revoke(message.name)
+                await self._revoke(message.name)
             case wire.AddDevice():
                 self._devices.add(message.name, message.public_key)
                 self._fleet.key_admitted()
@@ -218,7 +240,26 @@ class Service:
         apps = self._apps.current()
         return public_key in apps.keys or public_key in apps.revoked
 
-    def _authorise(self, public_key: str, message: wire.Message) -> None:
+    async def _revoke(self, app: str) -> None:
+        """Revoke an app, and end its requests, also its streams."""
+        keys = [key for key, name in self._apps.current().keys.items() if name == app]
+        self._apps.revoke(app)
+        if self._server is not None:
+            for key in keys:
+                await self._server.end_requests(key, AppRevoked(app=app))
+
+    def _limits_of(self, public_key: str) -> Limits:
+        if public_key in self._admins:
+            return _ADMIN_LIMITS
+        settings = self._settings
+        return Limits(
+            total_bytes=max(_APP_TOTAL_BYTES, settings.app_request_bytes),
+            request_bytes=settings.app_request_bytes,
+            per_second=settings.app_requests_per_second,
+            burst=2 * settings.app_requests_per_second,
+        )
+
+    def _authorise(self, public_key: str, kind: type[wire.Message]) -> None:
         if public_key in self._admins:
             return
         apps = self._apps.current()
@@ -226,8 +267,8 @@ class Service:
             raise AppRevoked(app=apps.revoked[public_key])
         if public_key not in apps.keys:
             raise NotAuthorised(role="none", action="ask this coordinator")
-        if not isinstance(message, _APP_MESSAGES):
-            raise NotAuthorised(role="app", action=f"send {type(message).__name__}")
+        if not issubclass(kind, _APP_MESSAGES):
+            raise NotAuthorised(role="app", action=f"send {kind.__name__}")
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
@@ -259,6 +300,8 @@ class Service:
             last_latency_seconds=requests.last_latency_seconds,
             wire=deployment.wire if deployment else wire.WireStats(),
             dropped_messages=deployment.dropped_messages if deployment else 0,
+            refused_requests=self._server.refusals.count if self._server else 0,
+            refused_connections=self._gatekeeper.refusals.count if self._gatekeeper else 0,
         )
 
     def _status_line(self) -> str:

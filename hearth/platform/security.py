@@ -26,6 +26,7 @@ from zmq.utils import z85
 from hearth.errors import BadKey, KeyExists, KeyMissing, NotAuthorised
 from hearth.files import write_atomically
 from hearth.platform.asyncio_tools import supervised
+from hearth.platform.refusals import Refusals
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 
 log = logging.getLogger(__name__)
@@ -306,13 +307,17 @@ AdmitRule = Callable[[str], bool]
 class _Callback:
     """A credentials provider as pyzmq expects it. A rule that fails refuses this key; the next one is decided anew."""
 
-    def __init__(self, admit: AdmitRule) -> None:
+    def __init__(self, admit: AdmitRule, refusals: Refusals) -> None:
         self._admit = admit
+        self._refusals = refusals
 
     def callback(self, domain: str, key: bytes) -> bool:
         public_key = key.decode()
         try:
-            return self._admit(public_key)
+            admitted = self._admit(public_key)
+            if not admitted:
+                self._refusals.note(f"the key {fingerprint(public_key)}")
+            return admitted
         except Exception:
             log.exception("whether %s may connect could not be decided; it is refused", fingerprint(public_key))
             return False
@@ -344,16 +349,20 @@ class _LoopAuthenticator(Authenticator):
 
 
 class Gatekeeper:
-    """The ZAP handler of a context. Each domain has its own rule; a domain without a rule admits no key."""
+    """The ZAP handler of a context. Each domain has its own rule; a domain without a rule admits no key.
+
+    `refusals` counts the keys that were not admitted.
+    """
 
     def __init__(self, authenticator: Authenticator) -> None:
+        self.refusals = Refusals("connections")
         self._authenticator = authenticator
         # Without any rule, pyzmq falls back to stored certificates; this rule for an unused domain prevents that.
-        self._authenticator.configure_curve_callback("-", _Callback(lambda key: False))
+        self._authenticator.configure_curve_callback("-", _Callback(lambda key: False, self.refusals))
 
     def admit(self, domain: str, rule: AdmitRule) -> None:
         """Set the rule of a domain. `rule(public_key)` is called at every handshake."""
-        self._authenticator.configure_curve_callback(domain, _Callback(rule))
+        self._authenticator.configure_curve_callback(domain, _Callback(rule, self.refusals))
 
     def start(self) -> None:
         """Start answering handshakes. Until then, no key is admitted."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import logging
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import zmq
@@ -28,18 +28,31 @@ from hearth.errors import (
     InternalError,
     PortInUse,
     ProtocolMismatch,
-    QueueFull,
+    UnknownMessage,
     Unreachable,
     WrongKey,
 )
-from hearth.platform.asyncio_tools import cancel_all, supervised, with_timeout
-from hearth.platform.security import Access, KeyPair, secure_client, secure_server, user_id
+from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised, with_timeout
+from hearth.platform.refusals import Refusals
+from hearth.platform.security import Access, KeyPair, fingerprint, secure_client, secure_server, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
-from hearth.wire.messages import Cancel, Failed, Hello, Message, decode, encode, expect_message
+from hearth.wire.messages import (
+    MESSAGE_TYPES,
+    PEER_SIZES,
+    Cancel,
+    Failed,
+    Hello,
+    Message,
+    Sizes,
+    decode,
+    encode,
+    expect_message,
+    message_type,
+)
+from hearth.wire.quota import Limits, Quota
 
 log = logging.getLogger(__name__)
 
-MAX_REQUESTS_PER_CALLER = 256  # concurrent requests, which bounds the memory; a further one is answered with QueueFull
 _ID_BYTES = 8  # length of a request id, a counter that never wraps
 _RECONNECT_MS = 100  # first reconnection interval; it grows, so that a lost peer costs little, up to the next value
 _RECONNECT_MAX_MS = 1000  # a server that has restarted is reached again within a second
@@ -49,6 +62,10 @@ _CHILD_RECONNECT_MS = 20  # short, because a child process that was just started
 _STALLED_SECONDS = 30.0
 # Interval of the attempts to send to such a caller: short compared with a pause of a reader.
 _STALLED_POLL_SECONDS = 0.05
+# A connection whose handshake takes longer is closed: idle ones must not use up the descriptors. A busy event loop answers
+# within a second or two; clients take several closed handshakes in a row for a wrong key.
+_HANDSHAKE_MS = 10_000
+_BACKLOG = 1024  # connections that the kernel accepts while ZeroMQ is busy; more than a home has
 _KEY_REFUSED = 400  # status of `EVENT_HANDSHAKE_FAILED_AUTH`: the server does not know our key
 # A server with another key than we expect closes the connection during the handshake. So does one that ends at that moment,
 # but not several times in a row.
@@ -80,8 +97,34 @@ Response: TypeAlias = Message | Reply | AsyncGenerator[Message | Reply, None]  #
 Handler = Callable[[Caller, Message, Sequence[Any]], Awaitable[Response]]
 
 
+class Policy(NamedTuple):
+    """What a server accepts, from whom, and how much. The default: every message of every caller that was admitted.
+
+    `authorise(public_key, kind)` raises the error that answers a request that this key may not send. It is called before the
+    message is decoded.
+    """
+
+    accepts: Mapping[str, type[Message]] = MappingProxyType(MESSAGE_TYPES)  # keyed by tag
+    authorise: Callable[[str, type[Message]], None] = lambda public_key, kind: None
+    limits: Callable[[str], Limits] = lambda public_key: Limits()
+    sizes: Sizes = PEER_SIZES
+
+
+ACCEPT_ALL = Policy()
+
+
+class _Request(NamedTuple):
+    """A request in progress."""
+
+    identity: bytes  # of the connection
+    request_id: bytes
+    caller: Caller
+    kind: type[Message]
+    num_bytes: int
+
+
 class RpcServer:
-    """A ROUTER socket that handles each request in its own task. `dropped` counts invalid messages.
+    """A ROUTER socket that handles each request in its own task. `refusals` counts refused and invalid messages.
 
     If the handler returns an async generator, the answer is a stream. The generator is closed, and its `finally` blocks run,
     when the caller cancels, stops reading, or is gone. The latter is noticed at the next answer; heartbeats close a silent
@@ -97,15 +140,20 @@ class RpcServer:
         domain: str,
         handler: Handler,
         port_setting: str = "--port",
+        policy: Policy = ACCEPT_ALL,
     ) -> None:
         """Bind and listen. Port 0: any free port. Raises PortInUse, whose advice names `port_setting`."""
-        self.dropped = 0
+        self.refusals = Refusals("messages", loop_time)
+        self.num_turns = 0  # of the receive loop, which shows that it is alive
         self._handler = handler
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._policy = policy
+        self._tasks: dict[asyncio.Task[None], _Request] = {}
         self._requests: dict[tuple[bytes, bytes], asyncio.Task[None]] = {}  # keyed by connection and request id
-        self._running: Counter[str] = Counter()
+        self._quotas: defaultdict[str, Quota] = defaultdict(Quota)  # keyed by public key; only admitted ones get here
         self._socket = context.socket(zmq.ROUTER)
         secure_server(self._socket, keypair, domain)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error for an answer to a caller that is gone
         host = f"[{bind_host}]" if ":" in bind_host else bind_host
         try:
@@ -121,7 +169,7 @@ class RpcServer:
     @property
     def num_running(self) -> int:
         """Number of requests whose handler runs or whose answer is being sent."""
-        return max(sum(self._running.values()), len(self._requests))
+        return len(self._tasks)
 
     async def finish(self, timeout_seconds: float) -> None:
         """Wait until all running requests are answered. `close` then leaves the answers time to be sent."""
@@ -134,73 +182,91 @@ class RpcServer:
         await cancel_all([self._loop_task, *self._tasks])
         self._socket.close()
 
+    async def end_requests(self, public_key: str, error: HearthError) -> None:
+        """End all requests of a key, also its streams, with this error."""
+        ending = [(task, each) for task, each in self._tasks.items() if each.caller.public_key == public_key]
+        await cancel_all([task for task, _ in ending])
+        for _, request in ending:
+            await self._send(request.identity, request.request_id, Failed.of(error))
+
     async def _receive_loop(self) -> None:
         while True:
             frames = await self._socket.recv_multipart(copy=False)
             try:
+                self.num_turns += 1
                 await self._receive(frames)
             except Exception:  # whatever a peer sends, the others are served
-                self.dropped += 1
+                self.refusals.count += 1
                 log.exception("a message could not be handled")
             # While messages wait, ZeroMQ's futures are done at once: without this, a flood would stop all other tasks.
             await asyncio.sleep(0)
 
     async def _receive(self, frames: list[zmq.Frame]) -> None:
         """Handle one message: start its request, cancel one, or refuse it."""
+        caller = Caller(user_id(frames[-1])) if frames else Caller("")
         if len(frames) < 3 or len(frames[1]) != _ID_BYTES:
-            self.dropped += 1
+            self.refusals.note(f"a message that is no request, by {fingerprint(caller.public_key)}")
             return
-        caller = Caller(user_id(frames[-1]))
         identity, request_id = frames[0].bytes, frames[1].bytes
         try:
-            message = self._decode_request(caller, frames)
+            kind = self._kind_of(frames)
+            if kind is Cancel:
+                cancel = expect_message(decode(frames[2].buffer, Cancel), Cancel, "a caller")
+                if (task := self._requests.get((identity, cancel.request))) is not None:
+                    task.cancel()
+                return
+            self._policy.authorise(caller.public_key, kind)
+            num_bytes = sum(map(len, frames))
+            delay_seconds = self._quotas[caller.public_key].enter(
+                self._policy.limits(caller.public_key), num_bytes, len(frames[2]), loop_time()
+            )
         except HearthError as error:
-            self.dropped += 1
+            self.refusals.note(f"{error.code} for {fingerprint(caller.public_key)}")
             await self._send(identity, request_id, Failed.of(error))
             return
-        if isinstance(message, Cancel):
-            if (task := self._requests.get((identity, message.request))) is not None:
-                task.cancel()
-            return
-        self._running[caller.public_key] += 1
-        task = asyncio.create_task(self._run(caller, identity, request_id, message, frames[3:]))
-        self._tasks.add(task)
+        request = _Request(identity, request_id, caller, kind, num_bytes)
+        task = asyncio.create_task(self._run(request, frames[2], frames[3:], delay_seconds))
+        self._tasks[task] = request
         self._requests[identity, request_id] = task
-        task.add_done_callback(functools.partial(self._task_done, caller, (identity, request_id)))
+        task.add_done_callback(self._task_done)
 
-    def _decode_request(self, caller: Caller, frames: list[zmq.Frame]) -> Message:
+    def _kind_of(self, frames: list[zmq.Frame]) -> type[Message]:
         if len(frames) - 3 > MAX_PAYLOAD_FRAMES:
             raise BadMessage(reason=f"{len(frames) - 3} payload frames, at most {MAX_PAYLOAD_FRAMES} are allowed")
-        message = decode(frames[2].buffer)
-        if self._running[caller.public_key] >= MAX_REQUESTS_PER_CALLER and not isinstance(message, Cancel):
-            raise QueueFull(limit=MAX_REQUESTS_PER_CALLER)
-        return message
+        kind = message_type(frames[2].buffer)
+        if kind is not Cancel and kind.tag not in self._policy.accepts:
+            raise UnknownMessage(tag=kind.tag)
+        return kind
 
-    def _task_done(self, caller: Caller, key: tuple[bytes, bytes], task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        request = self._tasks.pop(task)
+        key = (request.identity, request.request_id)
         if self._requests.get(key) is task:  # not a later request with the same id
             del self._requests[key]
-        self._running[caller.public_key] -= 1
-        if not self._running[caller.public_key]:
-            del self._running[caller.public_key]
+        self._quotas[request.caller.public_key].leave(request.num_bytes)
 
-    async def _run(
-        self, caller: Caller, identity: bytes, request_id: bytes, message: Message, payload: list[zmq.Frame]
-    ) -> None:
+    async def _run(self, request: _Request, body: zmq.Frame, payload: list[zmq.Frame], delay_seconds: float) -> None:
+        identity, request_id, caller, kind, _ = request
         try:
+            if delay_seconds:
+                await asyncio.sleep(delay_seconds)
+            message = decode(body.buffer, kind, self._policy.sizes)
             response = await self._handler(caller, message, [frame.buffer for frame in payload])
             if isinstance(response, AsyncGenerator):
                 async with aclosing(response) as replies:
                     async for reply in replies:
                         if not await self._send(identity, request_id, reply, _STALLED_SECONDS):
-                            log.info("the caller of a stream (%s) is gone", type(message).__name__)
+                            log.info("the caller of a stream (%s) is gone", kind.__name__)
                             return
             else:
-                await self._send(identity, request_id, response)
+                await self._send(identity, request_id, response, _STALLED_SECONDS)
+        except BadMessage as error:
+            self.refusals.note(f"{error.code} for {fingerprint(caller.public_key)}")
+            await self._send(identity, request_id, Failed.of(error))
         except HearthError as error:
             await self._send(identity, request_id, Failed.of(error))
         except Exception as error:
-            log.exception("%s failed", type(message).__name__)
+            log.exception("%s failed", kind.__name__)
             failure = InternalError(where="the other end", reason=f"{type(error).__name__}: {error}")
             await self._send(identity, request_id, Failed.of(failure))
 

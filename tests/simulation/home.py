@@ -241,7 +241,7 @@ def _decoded(data: bytes) -> wire.Message:
     return wire.decode(data)
 
 
-def _decode(data: bytes | memoryview) -> wire.Message:
+def _decode(data: bytes | memoryview, *_: Any) -> wire.Message:
     """The real decoding; equal messages, which are immutable, are decoded once."""
     return _decoded(bytes(data))
 

@@ -174,7 +174,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Status(
         name="home", version="0.1.0", phase="serving", state="serving", history=(_MOVE,),
         model_path="/srv/minilm", plan=_PLAN, queued_requests=0, served_requests=5, failed_requests=1,
-        last_error="", last_latency_seconds=0.25, wire=_WIRE, dropped_messages=0,
+        last_error="", last_latency_seconds=0.25, wire=_WIRE, dropped_messages=0, refused_requests=2, refused_connections=1,
     ),
     m.AddApp(**_ASKED, name="lamp", public_key=_KEY),
     m.RevokeApp(**_ASKED, name="lamp"),

@@ -51,6 +51,8 @@ def status(
             f"activations: {now.wire.num_tiles} tiles, {format_bytes(now.wire.sent_bytes)} sent "
             f"({saved:.0%} saved, {now.wire.lz4_tiles} tiles by lz4), {now.dropped_messages} messages dropped"
         )
+    if now.refused_requests or now.refused_connections:
+        out.print(f"refused: {now.refused_requests} requests, {now.refused_connections} connections")
     if now.last_error:
         out.print(f"last error: {now.last_error}", soft_wrap=True)
     if now.history:

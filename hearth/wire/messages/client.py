@@ -250,6 +250,8 @@ class Status(Message):
     last_latency_seconds: float | None
     wire: WireStats
     dropped_messages: int
+    refused_requests: int = 0
+    refused_connections: int = 0
 
 
 class AddApp(ClientRequest):

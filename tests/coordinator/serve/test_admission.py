@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Awaitable, Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.serve.admission import Admission
+from coordinator.serve.admission import CALLER, Admission
 from hearth.errors import NotServing, QueueFull
 
 FOREVER = 60.0
@@ -230,5 +231,33 @@ def test_random_sequences_respect_capacity_and_exclusiveness(steps: list[str], c
             end.set()
         await asyncio.gather(*asked, return_exceptions=True)
         assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+    scenario(main)
+
+
+def test_app_that_fills_the_queue_neither_delays_nor_shuts_out_another() -> None:
+    async def main() -> None:
+        admission, order = Admission[str](max_waiting=4), list[object]()
+
+        def ask(key: str, number: int) -> asyncio.Task[None]:
+            context = contextvars.copy_context()
+            context.run(CALLER.set, key)
+            return context.run(asyncio.create_task, enter(admission, order, (key, number)))
+
+        greedy = [ask("greedy", number) for number in range(5)]
+        await let_tasks_run()
+        with pytest.raises(QueueFull):
+            await greedy[4]
+        other = [ask("other", number) for number in range(2)]
+        await let_tasks_run()
+        for refused in (greedy[3], greedy[2]):
+            with pytest.raises(QueueFull):
+                await refused
+        admission.open("one", 1)
+        for _ in range(4):
+            await let_tasks_run()
+            admission.leave()
+        await asyncio.gather(*greedy[:2], *other)
+        assert [who for who, _ in order] == [("greedy", 0), ("other", 0), ("greedy", 1), ("other", 1)]
 
     scenario(main)

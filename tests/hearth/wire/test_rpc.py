@@ -16,12 +16,16 @@ from support.contexts import zmq_context
 from support.waiting import until
 
 from hearth.errors import (
+    AppRevoked,
     BadMessage,
     ConnectionLost,
     DeadlineExceeded,
+    FrameTooLarge,
     InternalError,
+    NotAuthorised,
     PortInUse,
     ProtocolMismatch,
+    QueueFull,
     TextTooLong,
     Unreachable,
 )
@@ -29,6 +33,7 @@ from hearth.platform.security import Access, asyncio_gatekeeper, new_keypair, se
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire import rpc
 from hearth.wire.messages import (
+    CLIENT_SIZES,
     AgentWelcome,
     Cancel,
     CoordinatorWelcome,
@@ -44,7 +49,8 @@ from hearth.wire.messages import (
     TextGenerated,
     encode,
 )
-from hearth.wire.rpc import Caller, Reply, Response, RpcClient, RpcServer
+from hearth.wire.quota import Limits
+from hearth.wire.rpc import ACCEPT_ALL, Caller, Policy, Reply, Response, RpcClient, RpcServer
 
 SERVER, CLIENT = new_keypair(), new_keypair()
 
@@ -88,13 +94,13 @@ async def echo(caller: Caller, message: Message, payload: Sequence[Any]) -> Resp
 
 
 @asynccontextmanager
-async def pair(port: int = 0, sndhwm: int = 1000) -> Any:
+async def pair(port: int = 0, sndhwm: int = 1000, policy: Policy = ACCEPT_ALL) -> Any:
     with zmq_context() as context, zmq_context() as client_context:
         context.setsockopt(zmq.SNDHWM, sndhwm)  # of the server's sockets
         gatekeeper = asyncio_gatekeeper(context)
         gatekeeper.admit("test", lambda key: key == CLIENT.public)
         gatekeeper.start()
-        server = RpcServer(context, "127.0.0.1", port, SERVER, "test", echo)
+        server = RpcServer(context, "127.0.0.1", port, SERVER, "test", echo, policy=policy)
         client = RpcClient(client_context, f"tcp://127.0.0.1:{server.port}", Access(CLIENT, SERVER.public), "test")
         try:
             yield server, client, client_context
@@ -113,9 +119,11 @@ def raw_client(context: zmq.asyncio.Context, endpoint: str, rcvhwm: int = 1000) 
     return socket
 
 
-def run(scenario: Callable[[RpcServer, RpcClient, Any], Awaitable[None]], sndhwm: int = 1000) -> None:
+def run(
+    scenario: Callable[[RpcServer, RpcClient, Any], Awaitable[None]], sndhwm: int = 1000, policy: Policy = ACCEPT_ALL
+) -> None:
     async def main() -> None:
-        async with pair(sndhwm=sndhwm) as (server, client, context):
+        async with pair(sndhwm=sndhwm, policy=policy) as (server, client, context):
             await asyncio.wait_for(scenario(server, client, context), 30)
 
     asyncio.run(main())
@@ -186,7 +194,7 @@ def test_malformed_and_oversized_frames_are_counted_and_dropped() -> None:
             await raw.send_multipart(frames)
         answers = [await asyncio.wait_for(raw.recv_multipart(), 30) for _ in range(2)]
         assert all(b"BadMessage" in answer[1] or b"UnknownMessage" in answer[1] for answer in answers)
-        assert server.dropped == 4
+        assert server.refusals.count == 4
         await raw.send_multipart([bytes(8), bytes(65 << 20)])  # over MAXMSGSIZE: closes this connection only
         raw.close()
         assert await client.call(Done(), timeout_seconds=30)
@@ -213,12 +221,12 @@ def test_flood_of_messages_leaves_time_for_other_tasks() -> None:
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
         raw = raw_client(context, client.endpoint)
         await raw.send_multipart([b"short", b""])
-        await until("the connection", lambda: server.dropped == 1)
+        await until("the connection", lambda: server.refusals.count == 1)
         num_messages, turns = 900, 0  # fewer than the socket buffers, so that all of them wait
         for _ in range(num_messages):
             raw.send_multipart([b"short", b""])
         time.sleep(0.5)  # the loop does not run until they have arrived
-        while server.dropped < num_messages:
+        while server.refusals.count < num_messages:
             turns += 1
             await asyncio.sleep(0)
         assert turns > num_messages / 2
@@ -251,6 +259,46 @@ def test_port_in_use_error_names_the_option() -> None:
             RpcServer(context, "127.0.0.1", server.port, SERVER, "test", echo)
 
     run(scenario)
+
+
+def test_request_is_authorised_before_it_is_decoded() -> None:
+    def authorise(public_key: str, kind: type[Message]) -> None:
+        if kind is not Hello:
+            raise NotAuthorised(role="app", action=f"send {kind.__name__}")
+
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        raw = raw_client(context, client.endpoint)
+        for tag, error in (("list_devices", b"NotAuthorised"), ("load", b"UnknownMessage"), ("hello", b"BadMessage")):
+            await raw.send_multipart(
+                [bytes(8), msgpack.packb({"v": PROTOCOL_VERSION, "t": tag, "name": [None] * 9000})]
+            )
+            assert error in (await asyncio.wait_for(raw.recv_multipart(), 30))[1]
+        raw.close()
+        assert server.refusals.count == 3
+
+    run(scenario, policy=Policy({kind.tag: kind for kind in (Hello, ListDevices)}, authorise, sizes=CLIENT_SIZES))
+
+
+def test_requests_of_a_key_start_at_a_limited_rate_and_others_are_not_delayed() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        began = time.monotonic()
+        await asyncio.gather(*(client.call(Done(), timeout_seconds=30) for _ in range(15)))
+        assert time.monotonic() - began > 0.4
+
+    run(scenario, policy=Policy(limits=lambda public_key: Limits(per_second=20.0, burst=5.0)))
+
+
+def test_key_whose_requests_hold_too_much_memory_is_refused() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        with pytest.raises(FrameTooLarge):
+            await client.call(Done(), [bytes(2 << 20)], timeout_seconds=30)
+        waiting = asyncio.create_task(client.call(ListDevices(), [bytes(1 << 19)], timeout_seconds=30))
+        await until("the request", lambda: server.num_running)
+        with pytest.raises(QueueFull):
+            await client.call(Done(), [bytes(700_000)], timeout_seconds=30)
+        waiting.cancel()
+
+    run(scenario, policy=Policy(limits=lambda public_key: Limits(total_bytes=1 << 20, request_bytes=1 << 20)))
 
 
 # ---- streams --------------------------------------------------------------------------------------------------------
@@ -423,3 +471,23 @@ def test_connection_loss_ends_a_stream() -> None:
                 await anext(stream(client, "nobody", 1, timeout_seconds=0.3))
 
     asyncio.run(main())
+
+
+def test_requests_of_a_revoked_key_end_at_once() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        async def read() -> None:
+            async for _ in stream(client, "revoked", ENDLESS):
+                pass
+
+        reading = asyncio.create_task(read())
+        waiting = asyncio.create_task(client.call(ListDevices(), timeout_seconds=30))
+        await until("both requests", lambda: server.num_running == 2)
+        await server.end_requests("another key", AppRevoked(app="lamp"))
+        assert server.num_running == 2
+        await server.end_requests(CLIENT.public, AppRevoked(app="lamp"))
+        for ended in (reading, waiting):
+            with pytest.raises(AppRevoked):
+                await asyncio.wait_for(ended, 30)
+        assert closed == ["revoked"]
+
+    run(scenario)
