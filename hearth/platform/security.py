@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -327,17 +328,17 @@ class _LoopAuthenticator(Authenticator):
     """pyzmq's authenticator in the running event loop. It survives a message that it cannot handle."""
 
     async def _answer_all(self) -> None:
+        poller = zmq.asyncio.Poller()
+        poller.register(self.zap_socket, zmq.POLLIN)
         while True:
-            poller = zmq.asyncio.Poller()
-            poller.register(self.zap_socket, zmq.POLLIN)
+            await poller.poll()
+            message = self.zap_socket.recv_multipart(zmq.NOBLOCK)
             try:
-                while True:
-                    await poller.poll()
-                    await self.handle_zap_message(self.zap_socket.recv_multipart(zmq.NOBLOCK))
-            except Exception:  # the socket must answer before it receives again: only a new one is sure to be usable
-                log.exception("a handshake could not be answered")
-                super().stop()
-                super().start()
+                await self.handle_zap_message(message)
+            except Exception:
+                log.exception("a handshake could not be decided; it must be tried again")
+                with suppress(zmq.ZMQError):  # it was answered before
+                    self._send_zap_reply(message[1], b"300", b"Internal error")  # temporary: the client tries again
 
     def start(self) -> None:
         super().start()
