@@ -21,6 +21,9 @@ _POWER_SECONDS = 15.0  # for which a device has no power
 _STOPPED_SECONDS = (10.0, 20.0)  # for which processes are stopped
 _FULL_SECONDS = 15.0  # for which a store is full
 _NEXT_PHASE_SECONDS = 20.0  # most time to wait for the phase in which the second fault happens
+_LOSSES = 10  # of devices, in a row
+_RECOVERY_SECONDS = 60.0  # most time to wait for the next plan between them
+_SERVED_SECONDS = 0.5  # for which the home serves between them: some tokens of each stream
 _DATA_PORTS = range(47810, 47830)
 _CONTROL_PORTS = range(47800, 47801)
 
@@ -202,6 +205,22 @@ def _lose_while_changing(home: FaultHome, target: str, chance: random.Random) ->
     return _kill_agent(home, other, chance)
 
 
+def _lose_ten(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    """Kill an agent ten times, each time as soon as the home has served for a moment; every agent starts again at once.
+
+    A stream of 100 tokens lives through several of them.
+    """
+    for _ in range(_LOSSES):
+        if not home.wait_for(lambda state: state.serves, _RECOVERY_SECONDS):
+            break
+        time.sleep(_SERVED_SECONDS)
+        lost = chance.choice(home.planned())
+        if (agent := agent_of(home.testbed, lost)) is not None:
+            _signal([agent.pid], signal.SIGKILL)
+            _restart(home, lost)
+    return []
+
+
 def _lose_all_but_one(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
     """The target is the one that is left."""
     lost = [name for name in home.names if name != target]
@@ -241,6 +260,7 @@ FAULTS: dict[str, Fault] = {
     "second loss": Fault(_lose_a_second),
     "loss while loading": Fault(_lose_while_loading),
     "loss while the plan changes": Fault(_lose_while_changing),
+    "ten losses in a row": Fault(_lose_ten),
     "all but one lost": Fault(_lose_all_but_one),
     "coordinator killed": Fault(_kill_coordinator, 5.0, 3.0),
     "coordinator stopped": Fault(_stop_coordinator, None, 3.0),

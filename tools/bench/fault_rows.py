@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict
 from hearth.platform.units import format_seconds
 from tools.bench.results import Summary, Table
 
+_MOST_HARMS = 10  # errors that the conclusions name
+
 # Seconds (monotonic), client, "answer", "token", "wrong" or "failed", and what was wrong.
 Happened = tuple[float, int, str, str]
 
@@ -122,6 +124,11 @@ def summarise_faults(rows: Sequence[FaultRow]) -> Summary:
     late = [row for row in rows if row.limit_seconds is not None and row.pause_seconds > row.limit_seconds]
     limited = sum(row.limit_seconds is not None for row in rows)
     disturbed = sum(bool(row.disturbed) for row in rows)
+    harms = [
+        f"{row.load}, {row.fault} of {row.target}: {(*row.failed, *row.wrong)[0]}"
+        for row in rows
+        if row.failed or row.wrong
+    ]
     conclusions = (
         f"{len(rows)} faults, {answers} correct answers, {failed} failed calls, {wrong} wrong answers; "
         f"{stuck} times the home did not recover",
