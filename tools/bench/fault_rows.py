@@ -52,8 +52,13 @@ class FaultRow(BaseModel):
         return sum(self.workers_after.get(device) == pid for device, pid in self.workers_before.items())
 
     @property
+    def harms(self) -> tuple[str, ...]:
+        """Errors of calls, and what was wrong with answers."""
+        return (*self.failed, *self.wrong)
+
+    @property
     def harmless(self) -> bool:
-        return self.recovered and not self.failed and not self.wrong
+        return self.recovered and not self.harms
 
 
 class Gap(NamedTuple):
@@ -124,11 +129,7 @@ def summarise_faults(rows: Sequence[FaultRow]) -> Summary:
     late = [row for row in rows if row.limit_seconds is not None and row.pause_seconds > row.limit_seconds]
     limited = sum(row.limit_seconds is not None for row in rows)
     disturbed = sum(bool(row.disturbed) for row in rows)
-    harms = [
-        f"{row.load}, {row.fault} of {row.target}: {(*row.failed, *row.wrong)[0]}"
-        for row in rows
-        if row.failed or row.wrong
-    ]
+    harms = [f"{row.load}, {row.fault} of {row.target}: {row.harms[0]}" for row in rows if row.harms]
     conclusions = (
         f"{len(rows)} faults, {answers} correct answers, {failed} failed calls, {wrong} wrong answers; "
         f"{stuck} times the home did not recover",
@@ -138,11 +139,8 @@ def summarise_faults(rows: Sequence[FaultRow]) -> Summary:
             if disturbed
             else ()
         ),
-        *(
-            f"{row.load}, {row.fault} of {row.target}: {error}"
-            for row in rows
-            for error in (*row.failed, *row.wrong)[:1]
-        ),
+        *harms[:_MOST_HARMS],
+        *([f"... and {len(harms) - _MOST_HARMS} more"] if len(harms) > _MOST_HARMS else ()),
     )
     harmless = all(row.harmless for row in rows)
     return Summary(
