@@ -6,6 +6,7 @@ A deployment ends when it fails or is closed. Subclasses add the requests of the
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -18,7 +19,7 @@ from coordinator.deploy.chunk_scheduler import Chunk
 from coordinator.deploy.distribution import Distribution, PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
-from hearth.errors import BadMessage, DeadlineExceeded, DeviceLost, HearthError, NotServing, WorkerDied
+from hearth.errors import BadMessage, ConnectionLost, DeadlineExceeded, DeviceLost, HearthError, NotServing, WorkerDied
 from hearth.plan.plan import Plan
 from hearth.plan.profile import Link
 from hearth.plan.value_formats import ValueFormatName
@@ -28,6 +29,8 @@ from hearth.trace import shift_to_common_clock
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays
 
+log = logging.getLogger(__name__)
+
 # For a worker to end the requests of the coordinator before: its control thread is always free.
 _TAKE_OVER_SECONDS = 3.0
 _UNLOAD_SECONDS = 5.0  # for an agent to confirm that its worker stopped, which frees its memory for the next plan
@@ -35,6 +38,8 @@ _UNLOAD_AFTER_LOSS_SECONDS = 0.5  # the same after a loss: requests wait for the
 # Wait after the first failure: another rank's error may be closer to the cause, or a heartbeat (every 0.5 s) may report a
 # lost device.
 _ROOT_CAUSE_WAIT_SECONDS = 0.5
+# Attempts of a step whose connection to an agent broke while the agent is well; a connection that breaks every time is lost.
+_STEP_ATTEMPTS = 3
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -200,6 +205,28 @@ class Deployment:
         A rank waits at most `peer_timeout_seconds` for a peer, the coordinator at most `reply_timeout_seconds` for a rank.
         Raises the error that caused a failure rather than its consequences on other ranks.
         """
+        for attempt in range(_STEP_ATTEMPTS):
+            try:
+                return await self._run_once(
+                    inputs, join, peer_timeout_seconds, reply_timeout_seconds, trace, output, values
+                )
+            except ConnectionLost as error:
+                log.warning("%s Step %d runs again.", error.explanation(), self._step)
+                if attempt == _STEP_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("there is at least one attempt")
+
+    async def _run_once(
+        self,
+        inputs: Sequence[Mapping[str, np.ndarray[Any, Any]]],
+        join: Callable[[Sequence[dict[str, np.ndarray[Any, Any]]]], R],
+        peer_timeout_seconds: float,
+        reply_timeout_seconds: float,
+        trace: bool,
+        output: Literal["hidden", "mean"],
+        values: ValueFormatName | None,
+    ) -> RunResult[R]:
+        """As `run`. Raises ConnectionLost if only the connection to an agent broke."""
         if self.failure is not None:
             raise self.failure
         self._step += 1
@@ -223,7 +250,12 @@ class Deployment:
             payload = [frame for array in inputs[rank].values() for frame in frames[id(array)]]
             sent = loop.time()
             device = self.plan.devices[rank].device_id
-            reply = await self._fleet.call(device, request, payload, timeout_seconds=reply_timeout_seconds)
+            try:
+                reply = await self._fleet.call(device, request, payload, timeout_seconds=reply_timeout_seconds)
+            except DeviceLost:
+                if await self._fleet.answers_again(device):
+                    raise ConnectionLost(endpoint=self.plan.devices[rank].name) from None
+                raise
             clocks[rank] = (sent, loop.time())
             done = reply.message
             if not isinstance(done, wire.RunDone):
@@ -297,10 +329,17 @@ class Deployment:
                 await cancel_all(aborts)
         await cancel_all(tasks)
         errors = [*([self.failure] if self.failure else []), *_task_errors(tasks), *_task_errors(aborts, reachable)]
-        return min(errors, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
+        return min(errors, key=_distance_from_cause)
 
     def _is_reachable(self, device_id: str) -> bool:
         return device_id in self._fleet.devices and self._fleet.devices[device_id].reachable
+
+
+def _distance_from_cause(error: HearthError) -> int:
+    """How far an error is from the cause, compared with other errors of the same request."""
+    if isinstance(error, WorkerDied | DeviceLost):
+        return 0
+    return 1 if isinstance(error, ConnectionLost) else 2
 
 
 def _task_errors(tasks: Sequence[asyncio.Future[Any]], ranks: Sequence[int] | None = None) -> list[HearthError]:

@@ -17,7 +17,7 @@ from coordinator.devices.fleet import Fleet
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
-from hearth.errors import BadMessage, HearthError
+from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import ValueFormatName
 from hearth.protocol import DEFAULT_DEPLOYMENT, coordinator_run_seconds
@@ -131,6 +131,9 @@ class TransformerDeployment(Deployment):
             try:
                 return await anext(replies)
             except HearthError as error:
+                first = self.plan.devices[0]
+                if isinstance(error, DeviceLost) and await self._fleet.answers_again(first.device_id):
+                    return StepFailed(device=first.name, reason="the connection to it broke; it has a new one")
                 if error.scope != "request":
                     raise
                 return error  # concerns this sequence alone: do not abort the others

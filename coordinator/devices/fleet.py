@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 _HELLO_SECONDS = 3.0  # timeout of a hello and of other small requests: as long as a device may be silent
 _RETRY_SECONDS = 1.0  # pause before the next hello: a returning agent is found soon, an absent one costs little traffic
 _RELEASE_SECONDS = 3.0  # timeout of releasing a lease, so that a dead agent does not delay the stop for longer
+# How long a request waits for the device that it was sent to when the connection broke. A new connection is tried after 0.1
+# and 0.3 s; the request of a device that is gone should not wait for longer.
+_ANSWER_AGAIN_SECONDS = 0.4
+_ANSWER_POLL_SECONDS = 0.02  # interval at which `answers_again` checks: short against the pause
 _SETTLE_POLL_SECONDS = 0.05  # interval at which `settle` checks: no user notices the delay, and checks are cheap
 
 _T = TypeVar("_T")
@@ -194,6 +198,16 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             self._replace(registry.after_connection_lost(self.devices[device_id], loop_time()))
             connection.broken.set()
             raise DeviceLost(device=name, reason=error.explanation()) from None
+
+    async def answers_again(self, device_id: str) -> bool:
+        """Whether a device whose connection has just broken answers over a new one, without having been restarted."""
+        before = self.devices.get(device_id)
+        if before is None:
+            return False
+        deadline = loop_time() + _ANSWER_AGAIN_SECONDS
+        while not (now := self.devices[device_id]).reachable and now.health != "dead" and loop_time() < deadline:
+            await asyncio.sleep(_ANSWER_POLL_SECONDS)
+        return now.reachable and now.welcome.boot_id == before.welcome.boot_id
 
     async def ask(self, device_id: str, message: wire.Message, expected: type[_T], timeout_seconds: float = 10.0) -> _T:
         """As `call`, but returns the message, and raises BadMessage if it is not of the type `expected`."""

@@ -71,7 +71,7 @@ class Controller:
             services.settings.queue_limit,
             lambda: self.state,
             self._report_loss,
-            lambda deployment: self.kind.probe(deployment),
+            self._probe,
         )
         self.kind = _open_kind(goal, services, self.requests)
         if plan is not None and goal.keep_plan:
@@ -154,16 +154,24 @@ class Controller:
                 if error is not None:
                     self._record_fault(error)
 
+    async def _probe(self, deployment: Deployment, error: HearthError) -> None:
+        """Run a small request after a failed step. Raises if the plan no longer works.
+
+        If a rank waited for another, their link is checked first, since the small request would wait for it, too.
+        """
+        if pair := [self._services.fleet.devices[each] for each in _suspect_pair(error, deployment.plan)]:
+            waiting, other = pair
+            if not await self._services.profiler.can_connect(waiting, other):
+                raise error
+        await self.kind.probe(deployment)
+
     def _record_fault(self, error: HearthError) -> None:
         """Have the next plan avoid the device or the link that the error names, or use a device that it cannot do without."""
         if isinstance(error, ModelDoesNotFit | NoPlacement):
             self._services.fleet.pardon()
         if self.deployment is None:
             return
-        if isinstance(error, StepFailed) and error.peer:
-            names = {device.name: device.device_id for device in self.deployment.plan.devices}
-            if {error.device, error.peer} <= names.keys():
-                self._services.profiler.forget_links([names[error.device], names[error.peer]])
+        self._services.profiler.forget_links(_suspect_pair(error, self.deployment.plan))
         for device_id in self._services.fleet.record_fault(self.deployment.plan.devices, error):
             if isinstance(error, WorkerDied | DeviceLost):
                 self._replanner.record_loss(device_id)
@@ -354,6 +362,14 @@ class Controller:
     def _report_loss(self, deployment: Deployment, error: HearthError) -> None:
         deployment.fail(error)
         self.handle(cycle.DeploymentLost(deployment.epoch, error))
+
+
+def _suspect_pair(error: HearthError, plan: Plan) -> list[str]:
+    """The ids of the device that waited and of the one that it waited for; empty if the error names no such pair."""
+    if not isinstance(error, StepFailed):
+        return []
+    ids = {device.name: device.device_id for device in plan.devices}
+    return [ids[error.device], ids[error.peer]] if {error.device, error.peer} <= ids.keys() else []
 
 
 def _runs(device: Device, expected_hash: str, rank: int) -> bool:

@@ -45,7 +45,7 @@ class Requests(Generic[D]):
 
     A request whose plan is lost returns to its place in the queue and runs on the next plan, within its own deadline
     (`coordinator.serve.retry` says how often). After a failed step the plan may still work: admission pauses while
-    `probe(deployment)` runs a small request, and only if that fails, too, the plan is lost.
+    `probe(deployment, error)` runs a small request, and only if that fails, too, the plan is lost.
 
     `describe_state` returns the text of NotServing errors. `on_loss(deployment, error)` is called when a plan is lost, and
     must close `admission`.
@@ -56,7 +56,7 @@ class Requests(Generic[D]):
         queue_limit: int,
         describe_state: Callable[[], str],
         on_loss: Callable[[D, HearthError], None],
-        probe: Callable[[D], Awaitable[None]],
+        probe: Callable[[D, HearthError], Awaitable[None]],
     ) -> None:
         self.admission: Admission[D] = Admission(queue_limit)
         self.num_served = 0
@@ -219,7 +219,7 @@ class Requests(Generic[D]):
 
     async def _run_probe(self, deployment: D, error: HearthError) -> bool:
         try:
-            await with_timeout(_PROBE_SECONDS, self._probe(deployment))
+            await with_timeout(_PROBE_SECONDS, self._probe(deployment, error))
         except asyncio.TimeoutError:
             self._on_loss(deployment, error)
         except Exception as failure:

@@ -97,6 +97,9 @@ class FakeFleet(ABC):
             self.devices[name] = registry.after_device_fault(self.devices[name], error, loop_time())
         return named
 
+    async def answers_again(self, device_id: str) -> bool:
+        return False
+
     def pardon(self) -> bool:
         needed = registry.needed_despite_quarantine(list(self.devices.values()), loop_time())
         for device in needed:

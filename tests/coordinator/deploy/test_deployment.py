@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 from support.fleets import TransformerFleet
 from support.plans import BERT_LARGE, make_plan
 
 from coordinator.deploy.deployment import Deployment
-from hearth.errors import HearthError, StepFailed
+from coordinator.deploy.transformer import TransformerDeployment
+from hearth.errors import ConnectionLost, DeviceLost, HearthError, StepFailed
 from hearth.plan.plan import TransformerPlan
-from hearth.wire.messages import Abort, Message, Unload
+from hearth.wire.messages import Abort, Load, Message, Run, Unload
 from hearth.wire.rpc import Reply
 
 
@@ -75,6 +77,39 @@ def test_errors_of_ranks_name_their_devices(error: StepFailed, device: str, peer
 
     raised = asyncio.run(fail())
     assert (raised.device_name, raised.details()["peer"]) == (device, peer)
+
+
+@pytest.mark.parametrize("num_resets", [1, 3])
+def test_step_runs_again_if_only_the_connection_to_a_device_broke(num_resets: int) -> None:
+    """The third time in a row the plan is lost."""
+
+    class Resetting(TransformerFleet):
+        num_broken = 0
+
+        async def call(self, device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
+            if isinstance(message, Run) and device_id == "b" and self.num_broken < num_resets:
+                self.num_broken += 1
+                raise DeviceLost(device="b", reason="the connection broke")
+            return await super().call(device_id, message, *arguments, **options)
+
+        async def answers_again(self, device_id: str) -> bool:
+            return device_id == "b"
+
+    async def main() -> None:
+        plan, fleet = plan_for("ab"), Resetting("ab")
+        for rank, name in enumerate("ab"):
+            fleet.loads[name] = Load.model_construct(plan=plan, rank=rank)
+        deployment = TransformerDeployment(fleet, plan)
+        lengths = np.array([0, 8], np.int32)
+        step = deployment.run_step(np.ones(8, np.int32), lengths, "hidden")
+        if num_resets < 3:
+            assert (await step).outputs.shape == (8, plan.model.hidden_size)
+        else:
+            with pytest.raises(ConnectionLost):
+                await step
+        assert deployment.failure is None
+
+    asyncio.run(main())
 
 
 def plan_for(names: str) -> TransformerPlan:

@@ -93,6 +93,25 @@ def test_device_whose_connection_breaks_is_out_of_plans_at_once_and_back_when_it
     run(scenario)
 
 
+def test_device_that_is_reached_over_a_new_connection_answers_again() -> None:
+    async def scenario(agent: FakeAgent) -> None:
+        async with agent.listening() as port:
+            fleet = fleet_of(port)
+            await fleet.__aenter__()
+            await until("the device is there", fleet.usable)
+            asked = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
+            await asyncio.sleep(0.1)
+        with pytest.raises(DeviceLost):
+            await asked
+        assert not await fleet.answers_again("a")
+        async with agent.listening(port):
+            await until("the device is back", fleet.usable)
+            assert await fleet.answers_again("a")
+            await fleet.__aexit__()
+
+    run(scenario)
+
+
 def test_calls_to_a_silent_device_end_once_it_is_dead() -> None:
     async def scenario(agent: FakeAgent) -> None:
         async with agent.listening() as port, fleet_of(port) as fleet:

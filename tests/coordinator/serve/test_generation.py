@@ -178,7 +178,7 @@ class Host(Requests[Any]):
     """Real admission; a failed deployment is replaced by the next one after a pause. A probe fails unless `plan_works`."""
 
     def __init__(self, *deployments: Script, pause_seconds: float = 0.0, plan_works: bool = False) -> None:
-        async def probe(deployment: Script) -> None:
+        async def probe(deployment: Script, error: HearthError) -> None:
             if not plan_works:
                 raise StepFailed(device="device0", reason="the probe failed")
 
