@@ -13,12 +13,12 @@ MAX_PAYLOAD_FRAMES = 64  # per message; 32 arrays of two frames each
 # All in seconds. Whoever waits for an answer waits longer than the one that it asked, so that the inner, more specific error
 # arrives first: worker < agent < coordinator < client.
 
-# Liveness: interval < timeout of one heartbeat < suspect < dead < lease. The coordinator gives up a silent device before the
+# Liveness: interval < timeout of one heartbeat < dead < lease. The coordinator gives up a silent device before the
 # device's lease ends, and one late heartbeat has no effect.
 HEARTBEAT_SECONDS = 0.5  # interval of heartbeats
 HEARTBEAT_TIMEOUT_SECONDS = 0.75  # of one heartbeat: several attempts fit before a device is dead
-SUSPECT_SECONDS = 1.5  # without an answer; Wi-Fi often loses a second, so a suspect device is still used
-DEAD_SECONDS = 3.0  # without an answer: too long for a short loss of Wi-Fi
+# Without an answer, until the coordinator knows how long the device is silent when it is well (`devices.registry`).
+DEAD_SECONDS = 3.0  # too long for a short loss of Wi-Fi
 LEASE_SECONDS = 5.0  # ten heartbeats; a second coordinator waits at most this long for the lease of a dead one
 # Interval at which an agent looks for expired leases; a stream of tokens outlives its lease by at most this.
 LEASE_CHECK_SECONDS = 1.0

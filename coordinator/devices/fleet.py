@@ -42,6 +42,7 @@ _RELEASE_SECONDS = 3.0  # timeout of releasing a lease, so that a dead agent doe
 # and 0.3 s; the request of a device that is gone should not wait for longer.
 _ANSWER_AGAIN_SECONDS = 0.4
 _ANSWER_POLL_SECONDS = 0.02  # interval at which `answers_again` checks: short against the pause
+_LATE_SECONDS = 0.05  # a timer of this process that fires later than this shows that the process itself is too busy
 _SETTLE_POLL_SECONDS = 0.05  # interval at which `settle` checks: no user notices the delay, and checks are cheap
 
 _T = TypeVar("_T")
@@ -337,6 +338,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             last_seen=loop_time(),
             telemetry=await _ask(connection.client, wire.GetTelemetry(), wire.Telemetry),
             quarantine=previous.quarantine if previous else None,
+            silences=registry.silences_at_return(previous, welcome, loop_time()),
+            watched_since=loop_time(),
         )
         if self._lease_name is not None:
             await self._acquire_lease(connection, welcome.device_id)
@@ -361,13 +364,19 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """Send heartbeats until the device is dead. Without a lease, read its telemetry instead."""
         while True:
             pause_seconds, timeout_seconds = registry.next_heartbeat(self.devices[device_id], loop_time())
+            began = loop_time()
+            connection.client.on_disconnect = connection.broken.set
             await _sleep_until_set(connection.broken, pause_seconds)
             connection.broken.clear()
+            if not connection.client.is_connected:
+                self._replace(registry.after_connection_lost(self.devices[device_id], loop_time()))
             device = self.devices[device_id]
+            asked = loop_time()
+            self._excuse(device_id, asked - began - pause_seconds)
             try:
                 if self._lease_name is None:
                     await _ask(connection.client, wire.GetTelemetry(), wire.Telemetry)
-                    self._update(device_id, last_seen=loop_time())
+                    self._replace(registry.after_answer(self.devices[device_id], loop_time()))
                 elif device.health == "busy":
                     if await self._acquire_lease(connection, device_id):
                         self._update(device_id, health="alive", reason="")
@@ -382,6 +391,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 if await self._acquire_lease(connection, device_id):
                     log.info("took the lease on %s again", device.name)
             except (Unreachable, ConnectionLost, DeadlineExceeded) as error:
+                self._excuse(device_id, loop_time() - asked - timeout_seconds)
                 after = self.devices[device_id]
                 if isinstance(error, ConnectionLost):
                     after = registry.after_connection_lost(after, loop_time())
@@ -392,6 +402,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 if after.health == "dead":
                     await self._end_calls(connection)
                     return
+
+    def _excuse(self, device_id: str, late_seconds: float) -> None:
+        """Do not count this coordinator's own lateness, if it is busy, as a silence of the device."""
+        if late_seconds > _LATE_SECONDS:
+            device = self.devices[device_id]
+            self.devices[device_id] = replace(device, last_seen=min(device.last_seen + late_seconds, loop_time()))
 
     async def _end_calls(self, connection: _Connection) -> None:
         """End all calls to a lost device at once, with DeviceLost, instead of at their deadlines."""

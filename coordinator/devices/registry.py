@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from coordinator.devices.quarantine import Quarantine, after_fault, pardoned
 from hearth.errors import DuplicateDevice, HearthError
-from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, SUSPECT_SECONDS
+from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS
 from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, RunningWorker, Telemetry, WorkerStatus
 
-# How long a device whose connection broke may take to accept a new one: the client tries again after 0.1, 0.3 and 0.7 s.
-RECONNECT_SECONDS = 1.0
+# How long a device whose connection broke may take to accept a new one: the client tries again after 0.1 and 0.3 s.
+RECONNECT_SECONDS = 0.6
+
+# How long a device may be silent, from its longest silence of the last minutes: a wired one rarely exceeds the interval of
+# heartbeats by much, and Wi-Fi or a busy computer soon show how long theirs are.
+_SILENCE_WINDOW_SECONDS = 300.0  # remembered; after a quiet time of this length a device counts as a fast one
+_SILENCE_FACTOR = 2.0  # times the longest silence: twice a normal interval on a wired link, which is 1 s
+MIN_DEAD_SECONDS = 1.0  # two heartbeats
+MAX_DEAD_SECONDS = 4.0  # shorter than the lease
+_LEARNING_SECONDS = 30.0  # a device that has answered for less than this has `DEAD_SECONDS`
+_SUSPECT_FRACTION = 0.6  # of that time, from which a device is suspect: longer than one interval
 
 Health = Literal["alive", "suspect", "dead", "busy", "refused"]
 
@@ -30,6 +40,9 @@ class Device:
     state: AgentState | None = None
     telemetry: Telemetry | None = None
     quarantine: Quarantine | None = None  # the last one, which may have ended
+    # Times and lengths of answers' delays, longest first: those that no later one has exceeded.
+    silences: tuple[tuple[float, float], ...] = ()
+    watched_since: float = -math.inf
     taken_over: RunningWorker | None = None  # the worker that ran here when this coordinator took its lease
     disconnected_at: float | None = None  # when its connection broke; None once it has answered again
 
@@ -92,7 +105,43 @@ def after_lease(device: Device, running: RunningWorker | None) -> Device:
 
 def after_heartbeat(device: Device, state: AgentState, now: float) -> Device:
     """The record after an answered heartbeat."""
-    return replace(device, state=state, last_seen=now, health="alive", reason="", disconnected_at=None)
+    return replace(after_answer(device, now), state=state)
+
+
+def after_answer(device: Device, now: float) -> Device:
+    """The record after any answer: alive."""
+    silences = _add_silence(device.silences, now, now - device.last_seen)
+    return replace(device, last_seen=now, health="alive", reason="", disconnected_at=None, silences=silences)
+
+
+def silences_at_return(previous: Device | None, welcome: AgentWelcome, now: float) -> tuple[tuple[float, float], ...]:
+    """The silences of a device that says hello again. If it was given up although it ran, that silence counts."""
+    if previous is None:
+        return ()
+    if previous.welcome.boot_id != welcome.boot_id:
+        return previous.silences
+    return _add_silence(previous.silences, now, now - previous.last_seen)
+
+
+def _add_silence(
+    silences: tuple[tuple[float, float], ...], now: float, seconds: float
+) -> tuple[tuple[float, float], ...]:
+    """The silences with a new one; those that are older than the window, or shorter than the new one, no longer matter."""
+    kept = ((at, length) for at, length in silences if length > seconds and now - at < _SILENCE_WINDOW_SECONDS)
+    return (*kept, (now, seconds))
+
+
+def dead_seconds(device: Device, now: float) -> float:
+    """Seconds without an answer after which the device is dead."""
+    if now - device.watched_since < _LEARNING_SECONDS or not device.silences:
+        return DEAD_SECONDS
+    longest = max((length for at, length in device.silences if now - at < _SILENCE_WINDOW_SECONDS), default=0.0)
+    return min(max(_SILENCE_FACTOR * longest, MIN_DEAD_SECONDS), MAX_DEAD_SECONDS)
+
+
+def suspect_seconds(device: Device, now: float) -> float:
+    """Seconds without an answer after which the device is suspect."""
+    return _SUSPECT_FRACTION * dead_seconds(device, now)
 
 
 def after_missed_heartbeat(device: Device, now: float) -> Device:
@@ -102,9 +151,9 @@ def after_missed_heartbeat(device: Device, now: float) -> Device:
         return device
     if device.disconnected_at is not None and now - device.disconnected_at >= RECONNECT_SECONDS:
         return replace(device, health="dead", reason="its connection broke, and it accepts no new one")
-    if silence_seconds < SUSPECT_SECONDS:
+    if silence_seconds < suspect_seconds(device, now):
         return device
-    health: Health = "dead" if silence_seconds >= DEAD_SECONDS else "suspect"
+    health: Health = "dead" if silence_seconds >= dead_seconds(device, now) else "suspect"
     return replace(device, health=health, reason=f"no answer for {silence_seconds:.1f} s")
 
 
@@ -122,7 +171,7 @@ def next_heartbeat(device: Device, now: float) -> tuple[float, float]:
     the device is dead.
     """
     silence_seconds = now - device.last_seen
-    remaining = DEAD_SECONDS - silence_seconds
+    remaining = dead_seconds(device, now) - silence_seconds
     if device.disconnected_at is not None:
         remaining = min(remaining, device.disconnected_at + RECONNECT_SECONDS - now)
     at_once = device.disconnected_at is not None or silence_seconds >= HEARTBEAT_SECONDS

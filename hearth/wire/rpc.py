@@ -315,6 +315,7 @@ class RpcClient:
         self._handshake_ended = asyncio.Event()  # set while connected, or once our key was refused
         self._refused = False
         self._num_closed_handshakes = 0  # in a row
+        self.on_disconnect: Callable[[], None] = lambda: None  # called when the connection breaks
         # Received answers by request. Queues are unbounded: a stream is finite and small (the tokens of one answer).
         self._pending: dict[bytes, asyncio.Queue[Reply | HearthError]] = {}
         self._last_id = 0
@@ -340,6 +341,11 @@ class RpcClient:
     def pending(self) -> tuple[bytes, ...]:
         """The ids of requests without a final answer."""
         return tuple(self._pending)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a request would be sent at once."""
+        return self._handshake_ended.is_set() and not self._refused
 
     async def close(self) -> None:
         """Close the connection; calls in flight raise ConnectionLost."""
@@ -473,6 +479,7 @@ class RpcClient:
                 self._handshake_ended.clear()
             if not connected:
                 self._fail_pending(ConnectionLost(endpoint=self.endpoint))
+                self.on_disconnect()
 
     def _fail_pending(self, error: HearthError) -> None:
         for replies in self._pending.values():

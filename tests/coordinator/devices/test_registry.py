@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from coordinator.devices import registry
-from coordinator.devices.registry import RECONNECT_SECONDS, Device
+from coordinator.devices.registry import MAX_DEAD_SECONDS, MIN_DEAD_SECONDS, RECONNECT_SECONDS, Device
 from hearth.errors import ChunkCorrupt, DeviceLost, DuplicateDevice, HearthError, StepFailed, StoreFull, WorkerDied
-from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, SUSPECT_SECONDS
+from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, LEASE_SECONDS
 from hearth.wire.messages import AgentState, AgentWelcome, WorkerStatus
 
 runner = CliRunner()
@@ -26,13 +30,52 @@ STATE = AgentState(boot_id="boot", workers=(WorkerStatus(state="ready", epoch=1)
 
 def test_silent_device_becomes_suspect_then_dead_and_recovers() -> None:
     known = device()
-    assert registry.after_missed_heartbeat(known, 100 + SUSPECT_SECONDS - 0.1).health == "alive"
-    suspect = registry.after_missed_heartbeat(known, 100 + SUSPECT_SECONDS)
+    assert registry.after_missed_heartbeat(known, 101.5).health == "alive"
+    suspect = registry.after_missed_heartbeat(known, 102.0)
     assert suspect.health == "suspect"
-    assert "no answer for 1.5 s" in suspect.reason
+    assert "no answer for 2.0 s" in suspect.reason
     assert registry.after_missed_heartbeat(suspect, 100 + DEAD_SECONDS).health == "dead"
     back = registry.after_heartbeat(suspect, STATE, 102.0)
     assert (back.health, back.reason, back.last_seen) == ("alive", "", 102.0)
+
+
+def watched(intervals: list[float]) -> tuple[Device, float]:
+    """A device that answered after these intervals, in seconds, and the time of its last answer."""
+    known, now = replace(device(), watched_since=100.0), 100.0
+    for interval in intervals:
+        now += interval
+        known = registry.after_heartbeat(known, STATE, now)
+    return known, now
+
+
+def test_device_that_always_answers_at_once_is_given_up_after_a_second_and_an_unknown_one_after_three() -> None:
+    known, now = watched([0.51] * 30)
+    assert registry.dead_seconds(known, now) == DEAD_SECONDS
+    known, now = watched([0.51] * 100)
+    assert MIN_DEAD_SECONDS <= registry.dead_seconds(known, now) < 1.1
+    known, now = watched([0.51] * 100 + [1.2] + [0.51] * 100)
+    assert registry.dead_seconds(known, now) == pytest.approx(2.4)
+    known, now = watched([0.51] * 100 + [1.2] + [0.51] * 600)
+    assert registry.dead_seconds(known, now) < 1.1
+
+
+def test_device_that_was_given_up_although_it_ran_gets_more_time() -> None:
+    known, now = watched([0.51] * 100)
+    assert registry.silences_at_return(known, known.welcome, now + 1.7)[-1] == (now + 1.7, pytest.approx(1.7))
+    assert registry.silences_at_return(known, device(boot_id="new").welcome, now + 9) == known.silences
+    assert registry.silences_at_return(None, known.welcome, now) == ()
+
+
+@given(st.lists(st.floats(0.05, 6.0), min_size=1, max_size=200))
+def test_time_until_death_covers_every_recent_silence(intervals: list[float]) -> None:
+    known, now = watched(intervals)
+    limit = registry.dead_seconds(known, now)
+    assert MIN_DEAD_SECONDS <= limit <= MAX_DEAD_SECONDS < LEASE_SECONDS
+    if now >= 130.0:
+        assert limit >= min(max(intervals[-49:]), MAX_DEAD_SECONDS)  # 49 intervals of at most 6 s are in the window
+    assert [length for _, length in known.silences] == sorted((length for _, length in known.silences), reverse=True)
+    assert registry.after_missed_heartbeat(known, now + limit).health == "dead"
+    assert registry.after_missed_heartbeat(known, now + limit / 2).health == "alive"
 
 
 def test_missed_heartbeat_is_retried_immediately() -> None:
