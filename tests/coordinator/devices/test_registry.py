@@ -74,8 +74,8 @@ def test_time_until_death_covers_every_recent_silence(intervals: list[float]) ->
     if now >= 130.0:
         assert limit >= min(max(intervals[-49:]), MAX_DEAD_SECONDS)  # 49 intervals of at most 6 s are in the window
     assert [length for _, length in known.silences] == sorted((length for _, length in known.silences), reverse=True)
-    assert registry.after_missed_heartbeat(known, now + limit).health == "dead"
-    assert registry.after_missed_heartbeat(known, now + limit / 2).health == "alive"
+    assert registry.after_missed_heartbeat(known, now + MAX_DEAD_SECONDS + 0.01).health == "dead"
+    assert registry.after_missed_heartbeat(known, now + MIN_DEAD_SECONDS / 2).health == "alive"
 
 
 def test_missed_heartbeat_is_retried_immediately() -> None:
