@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PART_SUFFIX = ".part"  # suffix of a file while it is being written; it lies in the same folder as the final file
@@ -54,16 +55,25 @@ class FolderInUse(Exception):
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Create a folder if needed and lock it for the duration of the block. Raises FolderInUse, OSError."""
+    """Create a folder if needed and lock it for the duration of the block. Raises FolderInUse, OSError.
+
+    A folder that was locked before can be locked again after its disk has become full or read-only.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        lock = os.open(folder / "lock", os.O_RDONLY)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise FolderInUse(os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown") from None
-        os.truncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # only the message to a second process needs the pid
+            os.truncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(lock)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from pydantic import BaseModel, Field
+import zmq
+from pydantic import BaseModel, Field, model_validator
 
 from hearth.errors import BadSetting
 from hearth.files import FolderInUse, locked_folder, write_atomically
@@ -32,10 +33,20 @@ _PERMANENT_ADDRESS = "0"  # NET_ADDR_PERM in the kernel's netdevice.h; other val
 class Identity(BaseModel, frozen=True, hide_input_in_errors=True):
     """The identity, saved in the state directory. `hardware` is the fingerprint of the board that it was made on."""
 
-    device_id: str
+    device_id: str = Field(min_length=1, max_length=256)
     hardware: str
     public_key: str
     secret_key: str = Field(repr=False)
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Identity:
+        try:
+            public = zmq.curve_public(self.secret_key.encode()).decode()
+        except zmq.ZMQError:
+            public = ""
+        if public != self.public_key:
+            raise ValueError("the keys are not a pair")
+        return self
 
     @property
     def keypair(self) -> KeyPair:

@@ -57,6 +57,7 @@ class ShardStore:
         self._writing_bytes = 0  # of chunks being written, which are not in `_sizes` yet
         self._pinned: dict[str, frozenset[str]] = {}  # keyed by deployment
         self._verified: dict[str, _Verified] = {}
+        self._last_used_ns = 0  # the newest time that was written for a use
         with suppress(OSError):  # reading what is there needs no write access; writing raises StoreFailed
             path.mkdir(parents=True, exist_ok=True)
         self._scan()
@@ -159,16 +160,18 @@ class ShardStore:
     def pin(self, deployment: str, hashes: Iterable[str]) -> None:
         """Protect the chunks of a deployment's plan from eviction, instead of its previous plan's.
 
-        The access times of their files record the use for the next start of the daemon.
+        The access times of their files record the use for the next start of the daemon. They never decrease, so that a clock
+        that was set back, or that a board without a battery lost, does not make the newest chunks the first to be evicted.
         """
         with self._lock:
+            self._last_used_ns = used_ns = max(time.time_ns(), self._last_used_ns + 1)
             self._pinned[deployment] = frozenset(hashes)
             for chunk in self._pinned[deployment]:
                 if self._has_chunk(chunk):
                     self._mark_used(chunk)
                     with suppress(OSError):  # a wrong time only changes the order of evictions
                         written_ns = self._file(chunk).stat().st_mtime_ns  # not changed by the use
-                        os.utime(self._file(chunk), ns=(time.time_ns(), written_ns))
+                        os.utime(self._file(chunk), ns=(used_ns, written_ns))
 
     def unpin(self, deployment: str) -> None:
         with self._lock:
@@ -252,6 +255,7 @@ class ShardStore:
                 status = file.stat()
                 chunks.append((status.st_atime_ns, file.name, status.st_size))
         self._sizes = {name: size for _, name, size in sorted(chunks)}
+        self._last_used_ns = max((used_ns for used_ns, _, _ in chunks), default=0)
 
 
 def _file_hash(path: Path) -> str:

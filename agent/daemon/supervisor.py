@@ -39,13 +39,17 @@ class WorkerProcess:
     """One worker process. After it has died, `failure` is the cause, and every call raises it."""
 
     def __init__(self, context: zmq.asyncio.Context, device: str, spawner: Spawner) -> None:
+        """Prepare a process, without starting it. Raises WorkerDied if there is no room for its socket."""
         self.epoch = 0
         self.failure: HearthError | None = None
         self.abandoned = False  # the process did not end when it was killed
         self._device = device
         self._spawner = spawner
         self._state_machine = WorkerStateMachine()
-        self._folder = tempfile.TemporaryDirectory(prefix="hearth-worker-")  # mode 0700: only this user has access
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="hearth-worker-")  # mode 0700: only this user has access
+        except OSError as error:  # a full or read-only disk
+            raise WorkerDied(device=device, reason=f"it could not be started: {error}") from None
         self._client = RpcClient(
             context, f"ipc://{Path(self._folder.name) / 'worker'}", None, f"the worker on {device}"
         )

@@ -91,6 +91,7 @@ class Device:
             state=self.health,
             reason=self.reason or (quarantine.describe(now) if quarantine else ""),
             workers=self.state.workers if self.state else (),
+            num_abandoned=self.state.num_abandoned if self.state else 0,
             telemetry=self.telemetry,
         )
 

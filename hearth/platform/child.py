@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 from collections import deque
@@ -10,8 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from hearth.platform.asyncio_tools import with_timeout
+from hearth.platform.asyncio_tools import cancel_all, with_timeout
 
+log = logging.getLogger(__name__)
+
+# From SIGKILL until a child is left behind: a process that is stuck in the kernel, on a dying disk for example, may stay for
+# ever, and its caller must not.
+_KILL_SECONDS = 5.0
 _STDERR_TAIL_LINES = 3  # lines of stderr that are kept: the end of a traceback
 
 
@@ -34,7 +40,7 @@ async def run_module(
     """Run `python -m MODULE` with `stdin_bytes` as its stdin, and wait for its end.
 
     `on_stderr_line` is called with each line of its stderr; without it, the child inherits our stderr. On cancellation or
-    timeout the child is killed. Raises asyncio.TimeoutError.
+    timeout the child is killed; one that does not end then is left behind. Raises asyncio.TimeoutError.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -69,9 +75,14 @@ async def run_module(
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            try:
+                await with_timeout(_KILL_SECONDS, process.wait())
+            except asyncio.TimeoutError:
+                log.error("%s (process %d) did not end when it was killed, and is left behind", module, process.pid)
         if stderr_task is not None:
-            await asyncio.gather(stderr_task, return_exceptions=True)
+            if process.returncode is not None:
+                await asyncio.wait({stderr_task}, timeout=_KILL_SECONDS)
+            await cancel_all([stderr_task])
     return ChildResult(output, process.returncode or 0, tuple(lines))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Column, Table
 
 from coordinator.plan.solution import PlanningResult
@@ -16,9 +17,10 @@ from hearth.plan.plan import Plan, TransformerPlan
 from hearth.plan.profile import ClusterProfile, Link
 from hearth.plan.transformer import Pipeline
 from hearth.platform.units import format_age, format_bytes, format_rate, format_seconds
-from hearth.wire.messages import DeviceInfo, PhaseEntered
+from hearth.wire.messages import DeviceInfo, PhaseEntered, WorkerStatus
 
 _HEALTH_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
+_SHOWN_SILENCE_SECONDS = 1.0  # of a worker: two signs of life are missing
 _MEMORY_HEADINGS = {
     "weights": "weights", "embeddings": "embed-\ndings", "activations": "activa-\ntions", "workspace": "work-\nspace",
     "kv_cache": "KV\ncache",
@@ -37,7 +39,12 @@ def device_table(devices: Sequence[DeviceInfo]) -> Table:
     name_column, free = Column("device", no_wrap=True, min_width=21), right_column("may use\n[dim]free[/]")
     table = make_table(name_column, "state", "processor", "load", free, "GPU, temp", title="Devices")
     for device in devices:
-        state = f"[{_HEALTH_COLOURS[device.state]}]{device.state}[/]" + (f": {device.reason}" if device.reason else "")
+        state = f"[{_HEALTH_COLOURS[device.state]}]{device.state}[/]"
+        if device.reason:
+            state += f": {escape(device.reason)}"
+        state += "".join(f"\n[dim]{escape(_worker_text(worker))}[/]" for worker in device.workers)
+        if device.num_abandoned:
+            state += f"\n[red]stuck after being killed: {device.num_abandoned}[/]"
         name = f"{device.name}\n[dim]{device.host}[/]"
         t = device.telemetry
         if t is None:
@@ -53,6 +60,16 @@ def device_table(devices: Sequence[DeviceInfo]) -> Table:
             ", ".join(filter(None, (t.gpu.name if t.gpu else "", temperature))) or "-",
         )
     return table
+
+
+def _worker_text(worker: WorkerStatus) -> str:
+    """One worker's state, what it computes, and why it may be in trouble."""
+    parts = [f"worker {worker.state}" + (f": {worker.failure}" if worker.failure else "")]
+    if worker.step is not None:
+        parts.append(f"step {worker.step} for {format_seconds(worker.step_seconds)}")
+    if worker.silent_seconds >= _SHOWN_SILENCE_SECONDS:
+        parts.append(f"silent for {format_seconds(worker.silent_seconds)}")
+    return ", ".join(parts)
 
 
 def history_table(history: Sequence[PhaseEntered]) -> Table:

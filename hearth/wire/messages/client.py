@@ -199,6 +199,7 @@ class DeviceInfo(WireModel):
     state: Literal["alive", "suspect", "dead", "busy", "refused"]
     reason: Text = ""
     workers: tuple[WorkerStatus, ...] = Field(default=(), max_length=256)
+    num_abandoned: Annotated[int, Field(ge=0)] = 0  # as in `AgentState`
     telemetry: Telemetry | None
 
     @property

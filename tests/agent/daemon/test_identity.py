@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,8 +97,49 @@ def test_state_directory_is_locked_by_one_agent(tmp_path: Path) -> None:
         pass
 
 
-def test_damaged_identity_file_is_renamed_and_replaced(tmp_path: Path) -> None:
-    (tmp_path / "identity.json").write_text("{")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda fields: "",
+        lambda fields: json.dumps(fields)[:-20],
+        lambda fields: json.dumps({**fields, "device_id": ""}),
+        lambda fields: json.dumps({**fields, "secret_key": "x"}),
+        lambda fields: json.dumps({**fields, "secret_key": "\N{SNOWMAN}" * 40}),
+        lambda fields: json.dumps({**fields, "secret_key": " " * 40}),
+        lambda fields: json.dumps({**fields, "public_key": "0" * 40}),
+    ],
+    ids=["empty", "truncated", "no-id", "short-key", "no-ascii", "no-z85", "no-pair"],
+)
+def test_damaged_identity_file_is_renamed_and_replaced(damage: Callable[[dict[str, str]], str], tmp_path: Path) -> None:
+    with load_identity(tmp_path) as first:
+        pass
+    damaged = damage(json.loads((tmp_path / "identity.json").read_text()))
+    (tmp_path / "identity.json").write_text(damaged)
     with load_identity(tmp_path) as identity:
-        assert identity.device_id
-    assert (tmp_path / "identity.unreadable").read_text() == "{"
+        assert identity.device_id != first.device_id
+    assert (tmp_path / "identity.unreadable").read_text() == damaged
+
+
+@pytest.mark.parametrize("failure", [errno.EROFS, errno.ENOSPC], ids=["read-only", "full"])
+def test_identity_is_loaded_from_a_disk_that_has_become_full_or_read_only(
+    failure: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load_identity(tmp_path) as first:
+        pass
+    opened = os.open
+
+    def open_(path: str | Path, flags: int, *mode: int) -> int:
+        if failure == errno.EROFS and flags & (os.O_CREAT | os.O_RDWR | os.O_WRONLY):
+            raise OSError(failure, os.strerror(failure))
+        return opened(path, flags, *mode)
+
+    def write(*_: object) -> None:
+        raise OSError(failure, os.strerror(failure))
+
+    monkeypatch.setattr(os, "open", open_)
+    for name in ("pwrite", "truncate"):
+        monkeypatch.setattr(os, name, write)
+    with load_identity(tmp_path) as again:
+        assert again == first
+        with pytest.raises(BadSetting, match="another agent"), load_identity(tmp_path):
+            pass

@@ -66,6 +66,24 @@ def test_last_deployed_chunks_survive_restart_and_eviction(tmp_path: Path) -> No
     assert again.missing([deployed[0], other[0], new[0]]) == (other[0],)
 
 
+@pytest.mark.parametrize("year_seconds", [365 * 86400, -365 * 86400])
+def test_last_deployed_chunks_stay_the_newest_if_the_clock_jumps(
+    year_seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ShardStore(tmp_path, 250, "d")
+    before, deployed, new = (chunk(i) for i in range(3))
+    store.put(*before)
+    store.put(*deployed)
+    store.pin("default", [before[0]])
+    now_ns = time.time_ns() + year_seconds * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns)
+    store = ShardStore(tmp_path, 250, "d")
+    store.pin("default", [deployed[0]])
+    again = ShardStore(tmp_path, 250, "d")
+    again.put(*new)
+    assert again.missing([before[0], deployed[0], new[0]]) == (before[0],)
+
+
 def test_only_hash_named_files_count_as_chunks(tmp_path: Path) -> None:
     for name in ("zz/" + "z" * 64, "ab/" + "f" * 64, "ab/notes"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

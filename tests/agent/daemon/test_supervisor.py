@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -313,4 +314,16 @@ def test_worker_that_exits_at_start_is_reported_immediately(monkeypatch: pytest.
             assert process.state == "failed"
             await process.stop()
 
+    asyncio.run(main())
+
+
+def test_disk_without_room_for_a_socket_is_a_fault_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    async def main() -> None:
+        with zmq_context() as context, pytest.raises(WorkerDied, match="Read-only file system"):
+            WorkerProcess(context, "kitchen", NEVER_FORK)
+
+    monkeypatch.setattr(supervisor.tempfile, "TemporaryDirectory", read_only)
     asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from coordinator.devices.profiling import Profiler, Workload
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from hearth.errors import DeviceLost, NoDevices, UnsupportedWeights
 from hearth.plan.profile import ClusterProfile
-from hearth.wire.messages import Message, Profile
+from hearth.wire.messages import MeasureLink, Message, Profile
 from hearth.wire.rpc import Reply
 
 INT4 = LLAMA_1B.model_copy(update={"weights": "int4"})
@@ -141,3 +142,32 @@ def test_gpu_without_int4_is_left_out_and_named(tmp_path: Path) -> None:
 def test_no_device_with_int4_raises_unsupported_weights(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedWeights, match="g cannot"):
         int4(with_gpu("g", "g"), tmp_path, [])
+
+
+@pytest.mark.parametrize("jump_seconds", [0, 365 * 86400, -365 * 86400])
+def test_cached_links_are_measured_again_after_a_jump_of_the_clock(
+    jump_seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("transformer", tmp_path)
+    devices = list(case.fleet.devices.values())
+    links = asyncio.run(case.profiler.measure_links(devices))
+    num_measured = len(measured_links(case.fleet))
+    now = time.time() + jump_seconds
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert asyncio.run(case.restarted().measure_links(devices)) == links
+    assert len(measured_links(case.fleet)) == (2 if jump_seconds else 1) * num_measured
+
+
+def measured_links(fleet: FakeFleet) -> list[MeasureLink]:
+    return [message for _, message in fleet.asked if isinstance(message, MeasureLink)]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"source": "a"}', "\N{SNOWMAN}"])
+def test_damaged_cache_files_are_measured_again(content: str, tmp_path: Path) -> None:
+    case = Case("transformer", tmp_path)
+    first = case.seconds()
+    for path in (tmp_path / "profiles").iterdir():
+        path.write_text(content)
+    case.restarted()
+    assert case.seconds() == first
+    assert sorted(profiled_on(case.fleet)) == ["a", "a", "b", "b"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
+from hearth.platform import child as child_module
 from hearth.platform.child import ChildResult, run_module
 
 
@@ -56,3 +58,24 @@ def test_child_is_killed_on_timeout_and_cancellation(module: Path) -> None:
 
     asyncio.run(cancel())
     assert not [child for child in psutil.Process().children() if "short_lived" in child.cmdline()]
+
+
+def test_child_that_does_not_end_when_killed_is_left_behind(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is stuck in the kernel: no signal has an effect."""
+    module.write_text("import sys, time; print('here', file=sys.stderr, flush=True); time.sleep(600)")
+    monkeypatch.setattr(child_module, "_KILL_SECONDS", 0.05)
+
+    async def run_it() -> None:
+        arrived = asyncio.Event()
+        running = asyncio.ensure_future(run_module("short_lived", b"", 60.0, lambda line: arrived.set()))
+        await asyncio.wait_for(arrived.wait(), 60.0)
+        stuck = [each for each in psutil.Process().children() if "short_lived" in each.cmdline()]
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.subprocess.Process, "kill", lambda self: None)
+            running.cancel()
+            await asyncio.wait({running}, timeout=20)
+        assert running.cancelled()
+        for each in stuck:
+            os.kill(each.pid, signal.SIGKILL)
+
+    asyncio.run(run_it())
