@@ -33,7 +33,6 @@ SERVING_SECONDS = 60.0  # from the end of all faults until the home must serve
 ALL_DEVICES_SECONDS = 400.0  # until all devices must be in use: quarantines and pauses between plans end
 STOP_SECONDS = 30.0  # from SIGTERM to the end of a process
 ABANDONED_SECONDS = 75.0  # until a worker has ended whose coordinator is gone: a lease, and the time for adoption
-STREAMS_RESUME = False  # whether a stream goes on after its connection to the coordinator broke
 SEEDS_PER_JOB = 50
 
 
@@ -144,8 +143,6 @@ class _Run:
         answer.ended = loop.time()
         if revoked_before or (self._revoking and call.client == "p1" and answer.result == "AppRevoked"):
             answer.deserved = "AppRevoked"
-        if answer.result == "ConnectionLost" and self.schedule.causal and not STREAMS_RESUME:
-            answer.deserved = answer.result
         self.home.note(f"{call.client}'s call {call.number}: {answer.result} {answer.detail}")
 
     async def _revoke(self, at: float) -> None:
