@@ -26,7 +26,6 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import Prediction
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile, DeviceProfile
-from hearth.plan.transformer import GenerationLimits
 from hearth.wire.messages import ChunkRef, Sampling, ShardParts
 
 NUM_CHUNKS = 6  # one for each KV group: with up to six devices every one holds at least one
@@ -34,7 +33,7 @@ VOCABULARY = 1000
 CONTEXT = 64  # tokens of a sequence
 STEP_SECONDS = 0.06  # predicted time of a step on one device
 
-_GENERATION = GenerationLimits(kv_tokens=64 * CONTEXT, max_sequences=64, prefill_rows=CONTEXT, context=CONTEXT)
+_GENERATION = GenerationRequest(CONTEXT, sequences=64)
 
 
 @lru_cache
@@ -114,8 +113,7 @@ def expected_answer(prompt: Sequence[int], sampling: Sampling, num_tokens: int) 
 def open_transformer(goal: TransformerGoal) -> TransformerModel:
     """Stands for `coordinator.serve.goal.open_transformer`; the goal's path names the kind of model."""
     causal = goal.model_dir == "decoder"
-    generation = GenerationRequest(CONTEXT, 64) if causal else None
-    return TransformerModel(Path(goal.model_dir), spec(causal), CONTEXT, None, generation)
+    return TransformerModel(Path(goal.model_dir), spec(causal), CONTEXT, None, _GENERATION if causal else None)
 
 
 @lru_cache
@@ -143,7 +141,9 @@ async def block_cluster(profiler: Profiler, devices: Sequence[Device], workload:
 def plan_for(devices: tuple[tuple[str, str], ...], causal: bool) -> TransformerPlan:
     """A plan with equal shares for these devices, given as pairs of id and name."""
     strategy: Any = "hmp" if len(devices) > 1 else "local"
-    plan = make_plan(spec(causal), strategy, [1.0] * len(devices), generation=_GENERATION if causal else None)
+    plan = make_plan(
+        spec(causal), strategy, [1.0] * len(devices), generation=_GENERATION.limits(CONTEXT) if causal else None
+    )
     named = tuple(
         planned.model_copy(update={"device_id": device_id, "name": name})
         for planned, (device_id, name) in zip(plan.devices, devices, strict=True)

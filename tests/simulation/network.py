@@ -568,6 +568,9 @@ class Gatekeeper:
     def stop(self) -> None:
         self._context.gatekeeper = None
 
+    async def close(self) -> None:
+        self.stop()
+
     def admits(self, domain: str, key: str) -> bool:
         rule = self._rules.get(domain)
         return rule is not None and bool(rule(key))
