@@ -23,6 +23,7 @@ from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadKey, HearthError
 from hearth.platform.asyncio_tools import cancel_all, supervised
 from hearth.platform.discovery import AGENT_SERVICE, advertised
+from hearth.platform.file_limit import raise_file_limit
 from hearth.platform.interfaces import choose_address, current_address
 from hearth.platform.notify import Notifier
 from hearth.platform.security import DeviceKey, HomeKey, agent_trust, asyncio_gatekeeper, fingerprint, load_credential
@@ -82,10 +83,13 @@ async def run_agent(settings: AgentSettings) -> None:
         notifier = Notifier(os.environ)
         notifier.send("READY=1")
         log.info("%s is ready on %s, control port %d", settings.name, address, server.port)
+        proofs = {
+            "the control port": server.has_worked, "the link port": links.has_worked, "the gatekeeper": gatekeeper.has_worked,
+        }  # fmt: skip
         tasks = [
             supervised(daemon.watch_leases(), "the watch of leases"),
             supervised(daemon.spawner.keep_template(), "the template of workers"),
-            supervised(notifier.keep_alive(daemon.status_line), "the watchdog"),
+            supervised(notifier.keep_alive(daemon.status_line, proofs), "the watchdog"),
         ]
         await stop.wait()
         notifier.send("STOPPING=1")
@@ -102,6 +106,7 @@ def main() -> None:
     try:
         settings = load_agent_settings(parser.parse_args(), os.environ)
         logging.basicConfig(level=settings.log_level.upper(), format="%(name)s %(levelname)s %(message)s")
+        raise_file_limit()
         asyncio.run(run_agent(settings))
     except HearthError as error:
         print(f"hearth-agent: {error}", file=sys.stderr)

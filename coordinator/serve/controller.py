@@ -100,6 +100,11 @@ class Controller:
     def history(self) -> tuple[PhaseEntered, ...]:
         return history_entries(self.lifecycle, self._clock())
 
+    def has_worked(self) -> bool:
+        """Whether the life cycle goes on: in a phase that must end, a task works towards its end."""
+        working = self._action_task is not None and not self._action_task.done()
+        return working or self._finished.done() or self.lifecycle.phase in ("idle", "serving")
+
     # ---- public API -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:

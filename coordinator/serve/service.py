@@ -130,7 +130,9 @@ class Service:
             self._services.report(f"listening on port {server.port}")
             notifier.send("READY=1")
             serving = asyncio.gather(*(deployment.run() for deployment in self._controllers.values()))
-            watchdog = asyncio.create_task(notifier.keep_alive(self._status_line))
+            proofs = {f"the deployment {name}": each.has_worked for name, each in self._controllers.items()}
+            proofs |= {"the client port": server.has_worked, "the gatekeeper": gatekeeper.has_worked}
+            watchdog = asyncio.create_task(notifier.keep_alive(self._status_line, proofs))
             saving = asyncio.create_task(self._save_later())
             futures: set[asyncio.Future[Any]] = {serving, watchdog, saving}
             try:

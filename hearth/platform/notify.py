@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable, Mapping
+
+log = logging.getLogger(__name__)
 
 _STATUS_CHARACTERS = 200  # length at which the status line is cut, so that `systemctl status` stays readable
 
@@ -24,8 +27,16 @@ class Notifier:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
             channel.sendto("\n".join(assignments).encode(), address)
 
-    async def keep_alive(self, status: Callable[[], str]) -> None:
-        """Send watchdog and status notifications until cancelled: three per watchdog interval, or one every 10 s."""
-        while True:
-            self.send("WATCHDOG=1", f"STATUS={status()}"[:_STATUS_CHARACTERS])
+    async def keep_alive(self, status: Callable[[], str], proofs: Mapping[str, Callable[[], bool]]) -> None:
+        """Send watchdog and status notifications until cancelled: three per watchdog interval, or one every 10 s.
+
+        `proofs` names the parts that must work. Each function says whether its part has worked since its last call; while one
+        has not, no watchdog notification is sent, and systemd restarts the process when the interval ends.
+        """
+        while self._address:
+            hung = [part for part, has_worked in proofs.items() if not has_worked()]
+            if hung:
+                log.error("%s has not worked since the last watchdog notification", ", ".join(hung))
+            self.send(*([] if hung else ["WATCHDOG=1"]), f"STATUS={status()}"[:_STATUS_CHARACTERS])
             await asyncio.sleep(self.watchdog_seconds / 3 or 10.0)
+        await asyncio.Event().wait()  # there is no systemd to notify

@@ -26,7 +26,7 @@ from zmq.utils import z85
 
 from hearth.errors import BadKey, KeyExists, KeyMissing, NotAuthorised
 from hearth.files import write_atomically
-from hearth.platform.asyncio_tools import supervised
+from hearth.platform.asyncio_tools import loop_time, supervised
 from hearth.platform.refusals import Refusals
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 Role = Literal["agent", "coordinator", "admin"]
 
 _CHECKSUM_BYTES = 4  # of the SHA-256 of a credential's text: misses one typing error in 2^32
+_DECISION_SECONDS = 5.0  # a rule reads a set of keys, or a small file: it takes milliseconds
 _HEARTBEAT_MS = 2000  # interval of ZeroMQ heartbeats, which detect a peer that vanished without closing its connection
 _HEARTBEAT_TIMEOUT_MS = 6000  # three intervals: bad Wi-Fi may lose two heartbeats
 
@@ -327,18 +328,26 @@ class _Callback:
 class _LoopAuthenticator(Authenticator):
     """pyzmq's authenticator in the running event loop. It survives a message that it cannot handle."""
 
+    _waiting_since: float | None = None  # since when a message is handled, in the loop's time
+
+    def has_worked(self) -> bool:
+        """Whether no handshake has waited for its decision for long."""
+        return self._waiting_since is None or loop_time() - self._waiting_since < _DECISION_SECONDS
+
     async def _answer_all(self) -> None:
         poller = zmq.asyncio.Poller()
         poller.register(self.zap_socket, zmq.POLLIN)
         while True:
             await poller.poll()
             message = self.zap_socket.recv_multipart(zmq.NOBLOCK)
+            self._waiting_since = loop_time()
             try:
                 await self.handle_zap_message(message)
             except Exception:
                 log.exception("a handshake could not be decided; it must be tried again")
                 with suppress(zmq.ZMQError):  # it was answered before
                     self._send_zap_reply(message[1], b"300", b"Internal error")  # temporary: the client tries again
+            self._waiting_since = None
 
     def start(self) -> None:
         super().start()
@@ -364,6 +373,10 @@ class Gatekeeper:
     def admit(self, domain: str, rule: AdmitRule) -> None:
         """Set the rule of a domain. `rule(public_key)` is called at every handshake."""
         self._authenticator.configure_curve_callback(domain, _Callback(rule, self.refusals))
+
+    def has_worked(self) -> bool:
+        """Whether handshakes are answered: since the last call, or none waits."""
+        return self._authenticator.has_worked() if isinstance(self._authenticator, _LoopAuthenticator) else True
 
     def start(self) -> None:
         """Start answering handshakes. Until then, no key is admitted."""

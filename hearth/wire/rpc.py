@@ -144,7 +144,8 @@ class RpcServer:
     ) -> None:
         """Bind and listen. Port 0: any free port. Raises PortInUse, whose advice names `port_setting`."""
         self.refusals = Refusals("messages", loop_time)
-        self.num_turns = 0  # of the receive loop, which shows that it is alive
+        self._num_turns = 0  # of the receive loop
+        self._num_turns_seen = 0  # by `has_worked`
         self._handler = handler
         self._policy = policy
         self._tasks: dict[asyncio.Task[None], _Request] = {}
@@ -182,6 +183,11 @@ class RpcServer:
         await cancel_all([self._loop_task, *self._tasks])
         self._socket.close()
 
+    def has_worked(self) -> bool:
+        """Whether the receive loop has handled a message since the last call, or none waits for it."""
+        seen, self._num_turns_seen = self._num_turns_seen, self._num_turns
+        return seen != self._num_turns or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN
+
     async def end_requests(self, public_key: str, error: HearthError) -> None:
         """End all requests of a key, also its streams, with this error."""
         ending = [(task, each) for task, each in self._tasks.items() if each.caller.public_key == public_key]
@@ -193,7 +199,7 @@ class RpcServer:
         while True:
             frames = await self._socket.recv_multipart(copy=False)
             try:
-                self.num_turns += 1
+                self._num_turns += 1
                 await self._receive(frames)
             except Exception:  # whatever a peer sends, the others are served
                 self.refusals.count += 1

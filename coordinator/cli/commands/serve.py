@@ -19,6 +19,7 @@ from coordinator.serve.service import Service
 from coordinator.serve.state import Goal
 from hearth.errors import BadKey, BadPlan
 from hearth.plan.plan import Plan, plan_from_json
+from hearth.platform.file_limit import raise_file_limit
 from hearth.platform.security import HomeKey, resolve_credential
 
 
@@ -102,4 +103,5 @@ def serve(
                 bars.remove_task(tasks.pop(device))
 
         service = Service(settings, home, report, progress)
+        raise_file_limit()
         asyncio.run(service.run(goal, saved))

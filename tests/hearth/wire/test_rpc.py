@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 import msgpack
@@ -29,6 +30,7 @@ from hearth.errors import (
     TextTooLong,
     Unreachable,
 )
+from hearth.platform.file_limit import raise_file_limit
 from hearth.platform.security import Access, asyncio_gatekeeper, new_keypair, secure_client
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire import rpc
@@ -213,6 +215,35 @@ def test_invalid_field_name_as_long_as_a_message_gets_a_short_answer() -> None:
         assert len(answer[1]) < 1000
         raw.close()
         assert await client.call(Done(), timeout_seconds=30)
+
+    run(scenario)
+
+
+def test_server_whose_messages_wait_has_not_worked() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        await client.call(Done(), timeout_seconds=30)
+        assert server.has_worked()
+        assert server.has_worked()  # nothing waits
+        server._loop_task.cancel()
+        raw = raw_client(context, client.endpoint)
+        await raw.send_multipart([b"short", b""])
+        await until("the message", lambda: not server.has_worked())
+        raw.close()
+
+    run(scenario)
+
+
+def test_idle_connections_leave_room_for_others() -> None:
+    raise_file_limit()
+
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        with ExitStack() as stack:
+            for _ in range(2000):
+                stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            late = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "late")
+            assert await late.call(Done(), timeout_seconds=10)
+            assert await client.call(Done(), timeout_seconds=10)
+            await late.close()
 
     run(scenario)
 
