@@ -19,7 +19,7 @@ from support.home import TestHome
 from support.waiting import wait_for
 
 from hearth.client.sync import Home
-from hearth.errors import BadRequest, DeviceLost, HearthError, NotServing, StepFailed, WorkerDied
+from hearth.errors import BadRequest, HearthError
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime has no wheel for this Python here")
 pytestmark = pytest.mark.processes
@@ -103,7 +103,7 @@ def test_killed_worker_is_reported_and_its_device_avoided(running_home: TestHome
         assert victim not in [device.name for device in after.devices]
 
 
-def test_device_loss_fails_only_requests_in_flight(running_home: TestHome, model: Path) -> None:
+def test_device_loss_fails_no_request(running_home: TestHome, model: Path) -> None:
     """Must be the last test of this home: it kills a device."""
     with running_home.connect() as home:
         plan = home.status().plan
@@ -113,14 +113,14 @@ def test_device_loss_fails_only_requests_in_flight(running_home: TestHome, model
             wait_for("answers", lambda: len(load.answers) > 10)
             victim = plan.devices[-1].name
             running_home.kill(victim)
-            wait_for("an error", lambda: load.errors)
-            wait_for("serving to go on", lambda: home.ready() and home.status().plan.epoch > plan.epoch)  # type: ignore[union-attr]
+            wait_for(
+                "serving to go on", lambda: load.errors or (home.ready() and home.status().plan.epoch > plan.epoch)
+            )  # type: ignore[union-attr]
             count = len(load.answers)
             wait_for("answers again", lambda: len(load.answers) > count + 10)
         finally:
             load.end()
-        assert all(isinstance(error, DeviceLost | WorkerDied | StepFailed | NotServing) for error in load.errors)
-        assert len(load.errors) <= load.threads * 3
+        assert load.errors == []
         after = home.status().plan
         assert after is not None
         assert victim not in [device.name for device in after.devices]
