@@ -75,7 +75,7 @@ class Deployment:
         self.wire = wire.WireStats()
         self.dropped_messages = 0
         self._fleet = fleet
-        self._parts: Sequence[wire.ShardParts | wire.SegmentParts] = ()
+        self.parts: Sequence[wire.ShardParts | wire.SegmentParts] = ()  # of each rank; its chunks are on its device
         self._step = 0
         self._failed: asyncio.Future[HearthError] = asyncio.get_running_loop().create_future()
 
@@ -108,7 +108,7 @@ class Deployment:
                 await distribution.run(dict(zip(ids, opened.chunks, strict=True)))
             finally:
                 self.sent_bytes, self.forwarded_bytes = distribution.sent_bytes, distribution.forwarded_bytes
-            self._parts = opened.parts
+            self.parts = opened.parts
 
     async def load(self, links: Mapping[tuple[str, str], Link], encrypt: bool) -> None:
         """Start the workers with the pushed weights; once all have bound their sockets, connect them.
@@ -123,7 +123,7 @@ class Deployment:
                 deployment=self.name,
                 plan=self.plan,
                 rank=rank,
-                parts=self._parts[rank],
+                parts=self.parts[rank],
                 encrypt_data_plane=encrypt,
                 plan_token=token,
             )

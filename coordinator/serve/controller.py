@@ -16,6 +16,8 @@ from coordinator.serve.goal import allowed_devices
 from coordinator.serve.graph import GraphKind
 from coordinator.serve.kind import ModelKind, SharedServices
 from coordinator.serve.lifecycle_text import describe_state, history_entries
+from coordinator.serve.prepared import PreparedPlan, Preparer
+from coordinator.serve.prepared import describe as describe_preparation
 from coordinator.serve.replanning import Replanner
 from coordinator.serve.requests import Requests, as_hearth_error
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
@@ -32,7 +34,7 @@ from hearth.errors import (
     WorkerDied,
 )
 from hearth.plan.plan import Plan, plan_hash
-from hearth.platform.asyncio_tools import loop_time, with_timeout
+from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.units import format_bytes
 from hearth.wire.messages import PhaseEntered
 
@@ -87,6 +89,8 @@ class Controller:
         self._services = services
         self._clock = clock
         self._replanner = Replanner(self.kind, services, self.requests.admission, clock)
+        self._preparer = Preparer(self.kind, services, self.requests.admission)
+        self._prepared: PreparedPlan | None = None  # the plan that is deployed next, if it was made ahead
         self._action_task: asyncio.Task[None] | None = None  # executes the actions of the current phase
         self._finished: asyncio.Future[HearthError | None] = asyncio.get_running_loop().create_future()
 
@@ -104,6 +108,16 @@ class Controller:
         """Whether the life cycle goes on: in a phase that must end, a task works towards its end."""
         working = self._action_task is not None and not self._action_task.done()
         return working or self._finished.done() or self.lifecycle.phase in ("idle", "serving")
+
+    @property
+    def redundancy(self) -> str:
+        """Whether the deployment survives the loss of any one device, in one line; empty while nothing is served."""
+        if self.lifecycle.phase != "serving" or self.deployment is None:
+            return ""
+        began = [move.at for move in self.lifecycle.history if move.phase == "loading"]
+        served = [move.at for move in self.lifecycle.history if move.phase == "serving"]
+        pause = served[-1] - began[-1] if began and served and served[-1] >= began[-1] else None
+        return describe_preparation(self._preparer.preparation, self.deployment.plan, pause)
 
     # ---- public API -----------------------------------------------------------------------------------------------
 
@@ -223,6 +237,10 @@ class Controller:
                 services.state.save(self.name, SavedDeployment(goal=self.goal, plan=plan), plan.epoch)
                 self.plan = plan
                 self.deployment = deployment = self.kind.deployment(plan, self.name)
+                prepared, self._prepared = self._prepared, None
+                if prepared is not None and prepared.plan.with_epoch(plan.epoch) == plan:
+                    deployment.parts = prepared.parts
+                    return cycle.ChunksPushed(plan.epoch)
                 await deployment.push(self.kind.weights(plan), services.progress)
                 services.report(
                     f"sent {format_bytes(deployment.sent_bytes)} of weights; devices forwarded "
@@ -332,9 +350,17 @@ class Controller:
             await asyncio.sleep(0.1)
         return False
 
-    async def _settle(self, recovering: bool) -> cycle.DevicesSettled:
-        """Wait for the fleet to settle. `recovering`: skip the quiet period and the minimum number of devices."""
+    async def _settle(self, recovering: bool) -> cycle.DevicesSettled | cycle.PreparedPlanFound:
+        """Wait for the fleet to settle, unless a plan was made ahead for the devices that are left.
+
+        `recovering`: skip the quiet period and the minimum number of devices.
+        """
         settings, fleet = self._services.settings, self._services.fleet
+        left = allowed_devices(self.goal, fleet.usable())
+        if (prepared := self._preparer.take(left)) is not None and recovering:
+            self._prepared = prepared
+            self._replanner.record_best_plan(left, prepared.plan)
+            return cycle.PreparedPlanFound(prepared.plan, fleet.last_epoch)
         quiet_seconds, min_devices = (0.0, 1) if recovering else (settings.settle_seconds, settings.min_devices)
         await fleet.settle(quiet_seconds, min_devices, _WAIT_FOR_DEVICES_SECONDS)
         devices = allowed_devices(self.goal, fleet.usable())
@@ -353,15 +379,18 @@ class Controller:
         monitor = DriftMonitor(deployment.plan)
         self.requests.monitored = (deployment, monitor)
         self.requests.admission.open(deployment, self.kind.capacity(deployment))
+        preparing = asyncio.create_task(self._preparer.run(self.goal, deployment))
         try:
             await self.kind.tune(deployment)
             if self.goal.keep_plan:
-                return None
+                await preparing
             better_plan = await self._replanner.run(self.goal, deployment, monitor)
         except Exception as error:
             failure = as_hearth_error(error)
             deployment.fail(failure)
             return cycle.DeploymentLost(deployment.epoch, failure)
+        finally:
+            await cancel_all([preparing])
         return cycle.BetterPlanMade(better_plan, deployment.epoch, self._services.fleet.last_epoch)
 
     def _report_loss(self, deployment: Deployment, error: HearthError) -> None:

@@ -73,6 +73,14 @@ class DevicesSettled:
 
 
 @dataclass(frozen=True)
+class PreparedPlanFound:
+    """A plan was made ahead for exactly the devices that are left. `last_epoch` is the newest that any agent has seen."""
+
+    plan: Plan
+    last_epoch: int
+
+
+@dataclass(frozen=True)
 class DevicesProfiled:
     """The devices are measured. `cluster` is the planner's input for this kind of model; failed devices are left out."""
 
@@ -154,7 +162,7 @@ class StopRequested:
 
 Event: TypeAlias = (
     GoalSet | WorkersTakenOver | TakeOverFailed
-    | SavedPlanAccepted | SavedPlanRejected | DevicesSettled | DevicesProfiled | PlanMade | ChunksPushed
+    | SavedPlanAccepted | SavedPlanRejected | DevicesSettled | PreparedPlanFound | DevicesProfiled | PlanMade | ChunksPushed
     | WorkersLoaded | WarmedUp | BetterPlanMade | DeploymentLost | ActionFailed | RetryDue | Drained | DrainTimedOut
     | StopRequested
 )  # fmt: skip
@@ -175,7 +183,7 @@ Action: TypeAlias = Literal[
     # Executed in the same way; each reports an event when done. Every phase except `idle` has one:
     "take_over",  # the running workers of the last deployment
     "await_devices",  # wait for those of the saved plan
-    "settle",  # wait until no new device joins; without the wait if requests were served before
+    "settle",  # wait until no new device joins; without the wait if requests were served before. Finds a prepared plan
     "profile",  # measure the devices
     "make_plan",  # with a short search if requests were served before, since clients are waiting
     "push",  # save goal, plan and epoch to disk before any device sees the epoch; then send the weights
@@ -300,6 +308,8 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
             return settle()
         case "settling", DevicesSettled(devices) if state.saved_plan is None:
             return to("profiling", "profile", devices=devices)
+        case "settling", PreparedPlanFound(plan, last_epoch) if state.saved_plan is None and state.has_served:
+            return deploy(plan, last_epoch)
         case "profiling", DevicesProfiled(cluster):
             return to("planning", "make_plan", cluster=cluster)
         case "planning", PlanMade(plan, last_epoch):

@@ -304,6 +304,7 @@ class Service:
             dropped_messages=deployment.dropped_messages if deployment else 0,
             refused_requests=self._server.refusals.count if self._server else 0,
             refused_connections=self._gatekeeper.refusals.count if self._gatekeeper else 0,
+            redundancy=controller.redundancy,
         )
 
     def _status_line(self) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.home import TestHome
 from support.models import save_random_model, small_bert
+from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
@@ -29,6 +30,7 @@ def test_survivors_of_a_killed_worker_keep_their_processes(
         running_home.start_coordinator("--strategy", "hmp", "--min-devices", "3")
         with running_home.ready() as home:
             before = home.hidden_states(TOKENS)
+            wait_for("plans made ahead", lambda: home.status().redundancy.startswith("yes, any one device"), 120)
             pids = {name: running_home.worker_pid(name) for name in ("a", "b", "c")}
             victim = pids["b"]
             assert victim is not None

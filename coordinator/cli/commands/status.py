@@ -41,6 +41,8 @@ def status(
         out.print(*graph_plan_tables(now.plan, peaks), sep="\n")
         out.print(prediction_line(now.plan), soft_wrap=True)
     out.print(device_table(devices.devices))
+    if now.redundancy:
+        out.print(f"loss of a device: {now.redundancy}", soft_wrap=True)
     latency = f", last {format_seconds(now.last_latency_seconds)}" if now.last_latency_seconds is not None else ""
     out.print(
         f"requests: {now.served_requests} served, {now.failed_requests} failed, {now.queued_requests} waiting{latency}"

@@ -253,6 +253,7 @@ class Status(Message):
     dropped_messages: int
     refused_requests: int = 0
     refused_connections: int = 0
+    redundancy: Text = ""  # whether the deployment survives the loss of any one device, as a sentence for users
 
 
 class AddApp(ClientRequest):

@@ -22,7 +22,7 @@ from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve import graph as graph_kind
-from coordinator.serve import lifecycle
+from coordinator.serve import lifecycle, prepared
 from coordinator.serve.drift import MIN_PRESENCE_SECONDS, REPLAN_SECONDS
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
 from hearth.errors import (
@@ -46,7 +46,18 @@ from hearth.errors import (
 from hearth.plan.plan import GraphPlan, plan_hash
 from hearth.platform.asyncio_tools import loop_time
 from hearth.wire.framing import pack_array
-from hearth.wire.messages import ConnectPeers, Infer, Load, MeasureLink, Message, PutChunk, Run, RunningWorker, Unload
+from hearth.wire.messages import (
+    ConnectPeers,
+    FindMissing,
+    Infer,
+    Load,
+    MeasureLink,
+    Message,
+    PutChunk,
+    Run,
+    RunningWorker,
+    Unload,
+)
 from hearth.wire.rpc import Reply
 
 KINDS = ("transformer", "graph")
@@ -418,6 +429,28 @@ def test_workers_that_survive_a_loss_go_on_in_the_next_plan(
             await home.until(lambda: any(isinstance(message, Unload) for _, message in case.fleet.asked[already:]))
             unloads = [message for _, message in case.fleet.asked[already:] if isinstance(message, Unload)]
             assert {message.epoch for message in unloads} == {lost.epoch}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
+    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "_POLL_SECONDS", 0.02)
+
+    async def main() -> None:
+        case = Case(kind, tmp_path, graph, "abc")
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            lost = home.plan.devices[-1].name
+            await home.until(lambda: home.controller.redundancy.startswith("yes, any one device"))
+            already = len(case.fleet.asked)
+            home.kill(lost)
+            await home.until(lambda: home.ready and lost not in home.names())
+            assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
+            since = [type(message) for _, message in case.fleet.asked[already:]]
+            assert FindMissing not in since[: since.index(Load)]  # the chunks are known to be there
+            await case.ask(home)
 
     asyncio.run(main())
 

@@ -30,6 +30,7 @@ from coordinator.serve.lifecycle import (
     IllegalEvent,
     Lifecycle,
     PlanMade,
+    PreparedPlanFound,
     RetryDue,
     SavedPlanAccepted,
     SavedPlanRejected,
@@ -119,6 +120,10 @@ TABLE: list[tuple[tuple[Event, ...], Event, DeploymentPhase, Actions, Any]] = [
         ("stop_admitting", "record_loss", "retire_workers", "settle"), None,
     ),
     (UP_TO_SERVING, StopRequested(), "draining", ("refuse_requests", "drain"), plan(epoch=1)),
+    (
+        (*UP_TO_SERVING, DeploymentLost(1, LOST)), PreparedPlanFound(plan("ahead"), 5), "pushing", ("push",),
+        plan("ahead", 6),
+    ),
     (UP_TO_STOP, Drained(), "idle", ("stop_workers", "finish"), None),
     (UP_TO_STOP, DrainTimedOut(), "idle", ("stop_workers", "finish"), None),
     (UP_TO_STOP, DeploymentLost(1, LOST), "idle", ("record_loss", "stop_workers", "finish"), None),
@@ -232,7 +237,8 @@ def test_every_event_has_a_description() -> None:
     examples: dict[type[Any], Event] = {
         TakeOverFailed: TakeOverFailed("gone"), SavedPlanRejected: SavedPlanRejected("gone"),
         DevicesSettled: DevicesSettled((ready_device("a"),)),
-        PlanMade: PlanMade(make_plan(BERT_LARGE, "hmp", (1, 1)), 0), ActionFailed: ActionFailed(FULL),
+        PlanMade: PlanMade(make_plan(BERT_LARGE, "hmp", (1, 1)), 0),
+        PreparedPlanFound: PreparedPlanFound(make_plan(BERT_LARGE, "hmp", (1, 1)), 0), ActionFailed: ActionFailed(FULL),
         BetterPlanMade: BetterPlanMade(make_plan(BERT_LARGE, "hmp", (1, 1)), 1, 0), DeploymentLost: DeploymentLost(1, LOST),
     }  # fmt: skip
     found = {kind: describe_cause(examples.get(kind) or object.__new__(kind)) for kind in get_args(Event)}
@@ -254,6 +260,7 @@ EVENTS = st.one_of(
     st.just(DevicesSettled(("a", "b"))),
     st.just(DevicesProfiled("cluster")),
     st.builds(PlanMade, PLANS, EPOCHS),
+    st.builds(PreparedPlanFound, PLANS, EPOCHS),
     st.builds(BetterPlanMade, PLANS, EPOCHS, EPOCHS),
     st.builds(DeploymentLost, EPOCHS, ERRORS),
     st.one_of(*(st.builds(event, EPOCHS) for event in (ChunksPushed, WorkersLoaded, WarmedUp, WorkersTakenOver))),
