@@ -20,6 +20,10 @@ HEARTBEAT_TIMEOUT_SECONDS = 0.75  # of one heartbeat: several attempts fit befor
 # Without an answer, until the coordinator knows how long the device is silent when it is well (`devices.registry`).
 DEAD_SECONDS = 3.0  # too long for a short loss of Wi-Fi
 LEASE_SECONDS = 5.0  # ten heartbeats; a second coordinator waits at most this long for the lease of a dead one
+# With a standby, which takes over when the leases have run out: four heartbeats.
+STANDBY_LEASE_SECONDS = 2.0
+# A coordinator counts on a lease for this much less than the agent grants it: for clocks that run at different rates.
+LEASE_MARGIN_SECONDS = 0.25
 # Interval at which an agent looks for expired leases; a stream of tokens outlives its lease by at most this.
 LEASE_CHECK_SECONDS = 1.0
 # A worker without a lease computes nothing, and waits this long for a coordinator to take it over: a restart takes seconds,

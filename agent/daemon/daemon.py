@@ -191,7 +191,8 @@ class AgentDaemon:
         self._leases[deployment] = acquire_lease(
             previous, self.name, message.holder, message.holder_name, message.seconds, loop_time()
         )
-        self._end_streams(deployment)  # their caller has lost its connection, or its lease
+        if previous is None or previous.holder != message.holder or not previous.is_live(loop_time()):
+            self._end_streams(deployment)
         worker = self._workers.get(deployment)
         if worker is not None and not keeps_worker(previous, message.holder, message.adopt, worker.epoch):
             await self._stop_worker(deployment)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import shutil
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import psutil
 
 from agent.daemon.config import AgentSettings
 from agent.daemon.gpu import GpuReader
+from hearth.platform.host import host_id
 from hearth.wire.messages import Telemetry
 
 _RESERVE_SHARE = 0.10  # fraction of all memory that is kept for the rest of the system if the user sets no limit
@@ -164,17 +164,6 @@ def temperature(root: Path = Path("/")) -> float | None:
         if (millidegrees := _read_int(zone)) is not None and -40_000 < millidegrees < 150_000
     ]
     return max(readings, default=None)
-
-
-def host_id(root: Path = Path("/")) -> str:
-    """An id that is the same for all agents on one machine: a hash of the machine-id, which is confidential itself."""
-    try:
-        machine = (root / "etc/machine-id").read_text().strip()
-    except OSError:
-        machine = ""
-    if machine in ("", "uninitialized"):  # an image before its first boot; see machine-id(5)
-        machine = platform.node()
-    return hashlib.sha256(f"hearth host {machine}".encode()).hexdigest()[:16]
 
 
 def _frequency() -> float | None:

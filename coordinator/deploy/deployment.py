@@ -19,7 +19,16 @@ from coordinator.deploy.chunk_scheduler import Chunk
 from coordinator.deploy.distribution import Distribution, PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
-from hearth.errors import BadMessage, ConnectionLost, DeadlineExceeded, DeviceLost, HearthError, NotServing, WorkerDied
+from hearth.errors import (
+    BadMessage,
+    ConnectionLost,
+    DeadlineExceeded,
+    DeviceLost,
+    HearthError,
+    LeaseLost,
+    NotServing,
+    WorkerDied,
+)
 from hearth.plan.plan import Plan
 from hearth.plan.profile import Link
 from hearth.plan.value_formats import ValueFormatName
@@ -96,6 +105,13 @@ class Deployment:
         """Mark the deployment as failed: running and later requests raise `error`. Only the first call counts."""
         if not self._failed.done():
             self._failed.set_result(error)
+
+    def check_may_run(self) -> None:
+        """Raise the error of a failed deployment; LeaseLost if another coordinator may have taken over."""
+        if self.failure is not None:
+            raise self.failure
+        if not self._fleet.may_compute():
+            raise LeaseLost(device="most devices of this home")
 
     # ---- bring-up -------------------------------------------------------------------------------------------------
 
@@ -227,8 +243,7 @@ class Deployment:
         values: ValueFormatName | None,
     ) -> RunResult[R]:
         """As `run`. Raises ConnectionLost if only the connection to an agent broke."""
-        if self.failure is not None:
-            raise self.failure
+        self.check_may_run()
         self._step += 1
         step = self._step
         # Pack an array that several ranks receive only once.

@@ -14,10 +14,11 @@ import numpy as np
 from coordinator.deploy.chunk_scheduler import Chunk
 from coordinator.deploy.deployment import Deployment, RunResult, Weights
 from coordinator.devices.fleet import Fleet
-from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
-from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed
+from hearth.errors import BadCheckpoint, BadMessage, DeviceLost, HearthError, StepFailed
+from hearth.plan.chunks import LAYER_CHUNK_KINDS
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import ValueFormatName
 from hearth.protocol import DEFAULT_DEPLOYMENT, coordinator_run_seconds
@@ -35,11 +36,19 @@ async def shard_weights(model_dir: Path, plan: TransformerPlan, cache_dir: Path)
 
         def chunk(ref: ChunkRef) -> Chunk:
             read = partial(chunk_bytes, checkpoint, plan.model, ref.kind, ref.layer, ref.grain)
+            if (model_dir.parent / COPY_MARKER).exists():
+                read = partial(_refuse_to_read, model_dir, ref)
             return Chunk(ref.hash, ref.num_bytes, read)
 
         yield Weights(
             [list(map(chunk, rank_refs)) for rank_refs in refs], [ShardParts(chunks=rank_refs) for rank_refs in refs]
         )
+
+
+def _refuse_to_read(model_dir: Path, ref: ChunkRef) -> bytes:
+    where = f"layer {ref.layer}" if ref.kind in LAYER_CHUNK_KINDS else ref.kind
+    reason = f"it is a standby's copy without weights, and no device holds the chunk {ref.hash[:12]} of {where}"
+    raise BadCheckpoint(path=str(model_dir), reason=reason)
 
 
 class TransformerDeployment(Deployment):
@@ -104,8 +113,7 @@ class TransformerDeployment(Deployment):
         `timeout_seconds` bounds the wait for each reply. Raises as `run` does; except for errors of scope `request`, a
         failure ends all running sequences.
         """
-        if self.failure is not None:
-            raise self.failure
+        self.check_may_run()
         request = GenerateTokens(
             **self.command_fields,
             sampling=sampling,

@@ -29,7 +29,7 @@ from hearth.plan.parts import PlannedDevice
 from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised, with_timeout
 from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers
 from hearth.platform.security import Access, fingerprint
-from hearth.protocol import LEASE_SECONDS, LINK_OPEN_MARGIN_SECONDS, REPLY_MARGIN_SECONDS
+from hearth.protocol import LEASE_MARGIN_SECONDS, LEASE_SECONDS, LINK_OPEN_MARGIN_SECONDS, REPLY_MARGIN_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
 
@@ -78,9 +78,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         device_keys: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.holder = holder or secrets.token_hex(8)
-        self.running_epoch = (
-            0  # of the deployment that is loaded, or that is to be taken over; workers of others are stopped
-        )
+        self.running_epoch = 0  # of the deployment that is loaded or to be taken over; agents stop workers of others
+        self.may_compute: Callable[[], bool] = lambda: True  # set by a coordinator with a standby
+        self.on_granted: Callable[[str, wire.Configuration | None], None] = lambda device_id, configuration: None
+        self.keep_workers = False  # whether to leave the workers to another coordinator at the end
+        self.lease_seconds = LEASE_SECONDS
+        self._leased_until: dict[str, float] = {}  # loop time at which the leases surely still held, by device
         self.devices: dict[str, Device] = {}
         self.last_epoch = 0  # the newest epoch that any agent has seen
         self._access = access
@@ -140,6 +143,16 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     def usable(self) -> list[Device]:
         return registry.usable(list(self.devices.values()), loop_time())
+
+    async def acquire_again(self, device_id: str) -> None:
+        """Acquire the lease on a device once more: with another duration, or to hear the configuration that it has stored."""
+        if (connection := self._by_device.get(device_id)) is not None:
+            with suppress(HearthError):  # the next heartbeat reports the device
+                await self._acquire_lease(connection, device_id)
+
+    def leased(self) -> set[str]:
+        """The devices whose leases this coordinator surely holds now."""
+        return {device_id for device_id, until in self._leased_until.items() if loop_time() < until}
 
     async def settle(self, quiet_seconds: float, min_devices: int, timeout_seconds: float) -> list[Device]:
         """Wait until `min_devices` are usable and none joined for `quiet_seconds`, at most `timeout_seconds`."""
@@ -349,13 +362,17 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def _acquire_lease(self, connection: _Connection, device_id: str) -> bool:
         request = wire.AcquireLease(
-            holder=self.holder, holder_name=self._lease_name or "", seconds=LEASE_SECONDS, adopt=self.running_epoch
+            holder=self.holder, holder_name=self._lease_name or "", seconds=self.lease_seconds, adopt=self.running_epoch
         )
+        sent = loop_time()
         try:
             granted = await _ask(connection.client, request, wire.LeaseGranted)
         except AgentBusy as error:
+            self._leased_until.pop(device_id, None)
             self._replace(registry.after_refusal(self.devices[device_id], "busy", error.explanation()))
             return False
+        self._leased_until[device_id] = sent + request.seconds - LEASE_MARGIN_SECONDS
+        self.on_granted(device_id, granted.configuration)
         self.last_epoch = max(self.last_epoch, granted.last_epoch)
         self.devices[device_id] = registry.after_lease(self.devices[device_id], granted.worker)
         return True
@@ -381,13 +398,16 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     if await self._acquire_lease(connection, device_id):
                         self._update(device_id, health="alive", reason="")
                 else:
+                    sent = loop_time()
                     state = await _ask(
                         connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, timeout_seconds
                     )
+                    self._leased_until[device_id] = sent + self.lease_seconds - LEASE_MARGIN_SECONDS
                     if state.boot_id != device.welcome.boot_id:
                         return  # the agent restarted between two heartbeats: say hello again
                     self._replace(registry.after_heartbeat(self.devices[device_id], state, loop_time()))
             except LeaseLost:
+                self._leased_until.pop(device_id, None)
                 if await self._acquire_lease(connection, device_id):
                     log.info("took the lease on %s again", device.name)
             except (Unreachable, ConnectionLost, DeadlineExceeded) as error:
@@ -428,7 +448,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._replace(replace(self.devices[device_id], **changes))
 
     async def _release_all(self) -> None:
-        release = wire.ReleaseLease(holder=self.holder)
+        release = wire.ReleaseLease(holder=self.holder, keep_worker=self.keep_workers)
         calls = (each.client.call(release, timeout_seconds=_RELEASE_SECONDS) for each in self._by_device.values())
         await asyncio.gather(*calls, return_exceptions=True)  # the lease of an unreachable agent expires
 

@@ -50,6 +50,15 @@ class CoordinatorSettings(BaseModel):
     # Off: workers exchange activations unencrypted, authenticated only by a random plan token. For measurements.
     encrypt_data_plane: bool = True
 
+    # Follow the leading coordinator of this home, and take over when it is gone.
+    standby: bool = False
+    # Addresses of coordinators to follow, separated by commas; empty: found over mDNS.
+    leader: str = ""
+
+    @property
+    def leader_addresses(self) -> list[str]:
+        return [part.strip() for part in self.leader.split(",") if part.strip()]
+
     @property
     def interfaces(self) -> list[str] | None:
         return [part.strip() for part in self.mdns_interfaces.split(",") if part.strip()] or None

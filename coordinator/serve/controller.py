@@ -26,6 +26,7 @@ from hearth.errors import (
     BadPlan,
     DeviceLost,
     HearthError,
+    LeaseLost,
     ModelDoesNotFit,
     NoDevices,
     NoPlacement,
@@ -84,6 +85,7 @@ class Controller:
         self.deployment: Deployment | None = None  # the current one; None once it is retired or its workers are stopped
         self._retired: Deployment | None = None  # the previous one, whose workers the next plan may keep
         self._closing: set[asyncio.Task[None]] = set()
+        self.keep_workers = False  # whether to leave the workers to another coordinator at the end
         self._goal_set = cycle.GoalSet(plan, running)
         services.fleet.running_epoch = running.epoch if running is not None else 0
         self._services = services
@@ -132,6 +134,10 @@ class Controller:
             if self._action_task is not None:
                 self._action_task.cancel()
                 await asyncio.wait({self._action_task})
+            if self.deployment is not None and self.keep_workers:
+                self.requests.admission.close(NotServing(state="another coordinator takes over"))
+                self.deployment.fail(LeaseLost(device="this home"))
+                self.deployment = None
             await self._stop_workers()
             await asyncio.gather(*self._closing, return_exceptions=True)
             await self.requests.close()
@@ -139,6 +145,11 @@ class Controller:
     def stop(self) -> None:
         """Drain running requests, then end. A second call ends at once."""
         self.handle(cycle.StopRequested())
+
+    def lose_deployment(self, error: HearthError) -> None:
+        """Report the deployment as lost, if there is one."""
+        if self.deployment is not None:
+            self._report_loss(self.deployment, error)
 
     def device_changed(self, device: Device) -> None:
         """Callback of the fleet: report the deployment as lost if this change breaks it."""
@@ -249,6 +260,7 @@ class Controller:
                 return cycle.ChunksPushed(plan.epoch)
             case "load" if deployment is not None:
                 services.fleet.running_epoch = deployment.epoch
+                deployment.check_may_run()
                 await deployment.load(services.profiler.links, services.settings.encrypt_data_plane)
                 if deployment.weight_error:
                     error_percent = f"{100 * deployment.weight_error:.2g} %"
@@ -311,7 +323,7 @@ class Controller:
         while True:
             here = [device for device in self._services.fleet.usable() if device.device_id in expected]
             running = [device for device in here if _runs(device, *expected[device.device_id])]
-            if len(here) == len(expected) or loop_time() >= deadline:
+            if (len(here) == len(expected) and self._services.fleet.may_compute()) or loop_time() >= deadline:
                 break
             await asyncio.sleep(_TAKE_OVER_POLL_SECONDS)
         if running:

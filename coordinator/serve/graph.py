@@ -60,6 +60,10 @@ class GraphKind:
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
+    @property
+    def files(self) -> Sequence[Path]:
+        return self.graph.model.file.paths() if self.graph.model is not None else ()
+
     def check(self, plan: Plan) -> None:
         if not is_graph_plan(plan):
             raise BadPlan(reason=f"it is for a transformer, and {self._goal.model_file} is a graph of operators")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from coordinator.deploy.deployment import Deployment, Weights
@@ -40,6 +41,10 @@ class ModelKind(Protocol[D]):
     usage: str  # tells a client that sent a request of another kind which requests the model answers
     workload: Workload[Any]  # measured on each device before planning
     handlers: Mapping[type[Message], RequestHandler]  # by type of request
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The model's files that a standby needs. Raises as opening the model does."""
 
     def check(self, plan: Plan) -> None:
         """Raise BadPlan if a plan is not for this model and these settings."""

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,27 +26,43 @@ from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
 from coordinator.serve.durable_file import RETRY_SECONDS
 from coordinator.serve.kind import SharedServices
+from coordinator.serve.leadership import AnotherLeads, Leadership
 from coordinator.serve.repeats import RepeatedChanges
+from coordinator.serve.replica import ReplicaFile, replica_files
+from coordinator.serve.standby import ALIVE_SECONDS
 from coordinator.serve.state import Goal, StateFile
-from hearth.errors import AppRevoked, BadPlan, BadRequest, BadSetting, NotAuthorised, NotServing, ProtocolMismatch
+from hearth.errors import (
+    AppRevoked,
+    BadPlan,
+    BadRequest,
+    BadSetting,
+    HearthError,
+    NotAuthorised,
+    NotServing,
+    ProtocolMismatch,
+)
 from hearth.files import FolderInUse, locked_folder
 from hearth.plan.plan import Plan
-from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.notify import Notifier
 from hearth.platform.security import Gatekeeper, HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
 from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
 from hearth.wire import messages as wire
 from hearth.wire.quota import Limits
-from hearth.wire.rpc import Caller, Policy, Response, RpcServer
+from hearth.wire.rpc import Caller, Policy, Reply, Response, RpcServer
 
 log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "coordinator"
 # What clients may send.
 _CLIENT_MESSAGES = {
-    tag: kind for tag, kind in wire.MESSAGE_TYPES.items() if issubclass(kind, wire.Hello | wire.ClientRequest)
+    tag: kind
+    for tag, kind in wire.MESSAGE_TYPES.items()
+    if issubclass(kind, wire.Hello | wire.ClientRequest | wire.Follow)
 }
+# Interval at which files for a standby are compared with those sent; the state itself is sent at once.
+_SCAN_SECONDS = 5.0
 # Messages that an app key may send; all others need an admin key.
 _APP_MESSAGES = (wire.Hello, wire.GetReadiness, wire.ModelRequest)
 
@@ -89,25 +105,28 @@ class Service:
         self._repeats = RepeatedChanges()
         self._server: RpcServer | None = None  # while running, as the gatekeeper
         self._gatekeeper: Gatekeeper | None = None
+        self._leadership = Leadership(self._fleet, self._state, self._lost_majority)
+        self._num_standbys = 0  # that follow now
+        self._handing_over = asyncio.Event()
 
     async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
         """Serve `goal`, or the saved deployments if it is None, until SIGTERM or SIGINT. A second signal skips draining.
 
-        Raises NotServing if nothing was served before, PortInUse, and the errors of `Controller` and `Controller.run`.
+        Raises NotServing if nothing was served before, PortInUse, AnotherLeads, and the errors of `Controller` and
+        `Controller.run`. If a standby follows, the first signal hands over to it instead of draining.
         """
         notifier = Notifier(os.environ)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, notifier)
         async with AsyncExitStack() as stack:
-            stack.enter_context(_lock_state(self._settings.state_dir))
             self._create_controllers(goal, plan)
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
             gatekeeper = asyncio_gatekeeper(context)
             gatekeeper.admit(ZAP_DOMAIN, self._admits_key)
             gatekeeper.start()
-            stack.callback(gatekeeper.stop)
+            stack.push_async_callback(gatekeeper.close)
             server = RpcServer(
                 context,
                 self._settings.bind_host,
@@ -133,12 +152,15 @@ class Service:
             proofs = {f"the deployment {name}": each.has_worked for name, each in self._controllers.items()}
             proofs |= {"the client port": server.has_worked, "the gatekeeper": gatekeeper.has_worked}
             watchdog = asyncio.create_task(notifier.keep_alive(self._status_line, proofs))
-            saving = asyncio.create_task(self._save_later())
-            futures: set[asyncio.Future[Any]] = {serving, watchdog, saving}
+            background = [self._save_later(), self._leadership.run(), self._handing_over.wait()]
+            futures: set[asyncio.Future[Any]] = {serving, watchdog, *map(asyncio.ensure_future, background)}
             try:
                 done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
                 for finished in done:
                     finished.result()
+            except AnotherLeads:
+                self._keep_workers()
+                raise
             finally:
                 notifier.send("STOPPING=1")
                 await cancel_all(futures)
@@ -174,8 +196,61 @@ class Service:
 
     def _stop(self, notifier: Notifier) -> None:
         notifier.send("STOPPING=1")
+        if self._num_standbys and not self._handing_over.is_set():
+            self._services.report("stopping: the standby takes over")
+            self._keep_workers()
+            self._handing_over.set()
+            return
         for controller in self._controllers.values():
             controller.stop()
+
+    def _keep_workers(self) -> None:
+        """Leave the workers to another coordinator at the end."""
+        self._fleet.keep_workers = True
+        for controller in self._controllers.values():
+            controller.keep_workers = True
+
+    def _lost_majority(self, error: HearthError) -> None:
+        """Callback of the leadership: another coordinator may have taken over."""
+        for controller in self._controllers.values():
+            controller.lose_deployment(error)
+
+    async def _replicate(self, standby: str) -> AsyncGenerator[Reply, None]:
+        """Send the state of this coordinator to a standby, as it changes."""
+        self._services.report(f"{standby} is the standby of this coordinator")
+        self._leadership.add_standby()
+        self._num_standbys += 1
+        stamps: dict[str, tuple[int, ...]] = {}
+        sent, scan_at = None, 0.0
+        try:
+            while True:
+                state = self._state.load()
+                if state is not sent or loop_time() >= scan_at:
+                    files = await asyncio.to_thread(self._replica_files)
+                    changed = any(stamps.get(file.path) != file.stamp for file in files)
+                    for file in files:
+                        if stamps.get(file.path) != file.stamp or (changed and file is files[-1]):
+                            for part, data in file.parts():
+                                yield Reply(part, [data])
+                            stamps[file.path] = file.stamp
+                    sent, scan_at = state, loop_time() + _SCAN_SECONDS
+                yield Reply(
+                    wire.LeaderAlive(
+                        name=self._settings.name, is_complete=True, configuration=self._leadership.quorum.current
+                    )
+                )
+                await asyncio.sleep(ALIVE_SECONDS)
+        finally:
+            self._num_standbys -= 1
+
+    def _replica_files(self) -> list[ReplicaFile]:
+        models: dict[str, Sequence[Path]] = {}
+        for name, controller in self._controllers.items():
+            try:
+                models[name] = controller.kind.files
+            except (OSError, HearthError) as error:
+                log.warning("%s cannot be copied to a standby: %s", controller.goal.path, error)
+        return replica_files(self._settings.state_dir, self._state.load(), models)
 
     def _device_changed(self, device: Device) -> None:
         for controller in self._controllers.values():
@@ -209,6 +284,8 @@ class Service:
             )
         if isinstance(message, wire.GetStatus):
             return self._status(self._controller_for(message))
+        if isinstance(message, wire.Follow):
+            return self._replicate(message.name)
         if isinstance(message, _CHANGES):
             return await self._repeats.once(caller.public_key, message.request_id, partial(self._change, message))
         if isinstance(message, wire.ListApps):
@@ -312,7 +389,7 @@ class Service:
 
 
 @contextmanager
-def _lock_state(state_dir: Path) -> Iterator[None]:
+def locked_state(state_dir: Path) -> Iterator[None]:
     """Lock the state directory, so that two coordinators do not hold the same leases. Raises BadSetting."""
     with ExitStack() as stack:
         try:

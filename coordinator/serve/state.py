@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from coordinator.devices.quorum import latest
 from coordinator.plan.limits import MemoryLimit
 from coordinator.serve.durable_file import DurableFile
 from hearth.plan.graph import Objective
@@ -15,6 +16,7 @@ from hearth.plan.model_spec import WeightFormat
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import Plan, migrate
 from hearth.protocol import DEFAULT_DEPLOYMENT
+from hearth.wire.messages import Configuration
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: new at each start of the computer
 
@@ -102,6 +104,7 @@ class SavedState(BaseModel):
     # leases back at once; one with a copy of this file, on another computer, does not.
     holder: str = ""
     boot_id: str = ""
+    configuration: Configuration | None = None  # the latest that this coordinator has made or heard of
 
     @model_validator(mode="before")
     @classmethod
@@ -134,6 +137,19 @@ class StateFile:
         """Save one deployment and leave the others unchanged. The saved epoch never decreases. Never fails (`DurableFile`)."""
         state = self.load()
         self._replace(deployments={**state.deployments, name: deployment}, last_epoch=max(state.last_epoch, last_epoch))
+
+    def save_configuration(self, configuration: Configuration | None) -> None:
+        """Save the configuration of voters. Never fails."""
+        self._replace(configuration=configuration)
+
+    def replicate(self, leader: SavedState) -> None:
+        """Save the state of the leader under this coordinator's own holder. Never fails."""
+        state = self.load()
+        self._replace(
+            deployments=leader.deployments,
+            last_epoch=max(state.last_epoch, leader.last_epoch),
+            configuration=latest([state.configuration, leader.configuration]),
+        )
 
     def retry(self) -> None:
         """Try again to write a state that could not be written."""

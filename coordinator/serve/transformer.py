@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from coordinator.serve.goal import open_transformer, plan_request
 from coordinator.serve.kind import RequestHandler, SharedServices
 from coordinator.serve.planner_process import solve_transformer
 from coordinator.serve.prompts import read_generation_defaults
+from coordinator.serve.replica import transformer_files
 from coordinator.serve.requests import ComputedReply, Requests
 from coordinator.serve.sentences import SentenceTokenizer, mean_pool, pack_sequences, step_batches
 from coordinator.serve.state import TransformerGoal
@@ -68,6 +70,10 @@ class TransformerKind:
         self._generation_runner = GenerationRunner(requests, services.settings.queue_limit, self._threads)
 
     # ---- plans ----------------------------------------------------------------------------------------------------
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return transformer_files(self.model.directory)
 
     def check(self, plan: Plan) -> None:
         model, spec = self.model, self.model.spec

@@ -26,7 +26,7 @@ from zmq.utils import z85
 
 from hearth.errors import BadKey, KeyExists, KeyMissing, NotAuthorised
 from hearth.files import write_atomically
-from hearth.platform.asyncio_tools import loop_time, supervised
+from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised
 from hearth.platform.refusals import Refusals
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 
@@ -353,6 +353,9 @@ class _LoopAuthenticator(Authenticator):
         super().start()
         self._task = supervised(self._answer_all(), "the gatekeeper")
 
+    async def end_task(self) -> None:
+        await cancel_all([self._task])
+
     def stop(self) -> None:
         self._task.cancel()
         super().stop()
@@ -384,6 +387,12 @@ class Gatekeeper:
 
     def stop(self) -> None:
         """Stop answering handshakes."""
+        self._authenticator.stop()
+
+    async def close(self) -> None:
+        """As `stop`, in an event loop that goes on: a later socket may get the file descriptor of the closed one."""
+        if isinstance(self._authenticator, _LoopAuthenticator):
+            await self._authenticator.end_task()
         self._authenticator.stop()
 
 

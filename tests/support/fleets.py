@@ -53,6 +53,10 @@ class FakeFleet(ABC):
 
     holder = "test"
     running_epoch = 0
+
+    def may_compute(self) -> bool:
+        return True
+
     last_epoch = 0
 
     def __init__(self, names: str, link_bytes_per_second: float) -> None:

@@ -15,7 +15,7 @@ from coordinator.cli.goals import goal_from_options
 from coordinator.cli.output import err, report
 from coordinator.models.file_kinds import read_json_file, why_wrong_kind
 from coordinator.serve.config import load_coordinator_settings
-from coordinator.serve.service import Service
+from coordinator.serve.roles import run_coordinator
 from coordinator.serve.state import Goal
 from hearth.errors import BadKey, BadPlan
 from hearth.plan.plan import Plan, plan_from_json
@@ -65,12 +65,20 @@ def serve(
             rich_help_panel="Data plane",
         ),
     ] = None,
+    standby: Annotated[
+        bool | None,
+        typer.Option("--standby", help="Follow the leading coordinator, and take over when it is gone."),
+    ] = None,
+    leader: Annotated[
+        str | None,
+        typer.Option(help="Addresses of coordinators to follow, if mDNS does not find them.", metavar="ADDRESS"),
+    ] = None,
     static: options.DevicesOption = None,
     mdns_interfaces: options.InterfacesOption = None,
     key: options.KeyPathOption = None,
 ) -> None:
     """Serve a model on the devices of this home until stopped. Without MODEL, serve the last one again."""
-    own = ("port", "state_dir", "name", "min_devices", "mdns_interfaces", "encrypt_data_plane")
+    own = ("port", "state_dir", "name", "min_devices", "mdns_interfaces", "encrypt_data_plane", "standby", "leader")
     settings = load_coordinator_settings({"devices": static, **{each: command.params[each] for each in own}})
     home = resolve_credential(key)
     if not isinstance(home, HomeKey):
@@ -102,6 +110,5 @@ def serve(
             if done == total:
                 bars.remove_task(tasks.pop(device))
 
-        service = Service(settings, home, report, progress)
         raise_file_limit()
-        asyncio.run(service.run(goal, saved))
+        asyncio.run(run_coordinator(settings, home, report, progress, goal, saved))

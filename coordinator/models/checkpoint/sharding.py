@@ -80,12 +80,17 @@ def build_manifest(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ChunkRef, .
     return tuple(refs)
 
 
-def cached_manifest(checkpoint: Checkpoint, spec: ModelSpec, cache_dir: Path) -> tuple[ChunkRef, ...]:
-    """Like `build_manifest`, but cached in `cache_dir` until a file of the checkpoint changes."""
+def manifest_path(checkpoint: Checkpoint, spec: ModelSpec, cache_dir: Path) -> Path:
+    """The file of the cached manifest."""
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files]
     shape = spec.model_dump(exclude={"name"})
     key = hashlib.sha256(json.dumps([_FORMAT_VERSION, stamps, shape], sort_keys=True).encode()).hexdigest()[:24]
-    path = cache_dir / f"manifest-{key}.json"
+    return cache_dir / f"manifest-{key}.json"
+
+
+def cached_manifest(checkpoint: Checkpoint, spec: ModelSpec, cache_dir: Path) -> tuple[ChunkRef, ...]:
+    """Like `build_manifest`, but cached in `cache_dir` until a file of the checkpoint changes."""
+    path = manifest_path(checkpoint, spec, cache_dir)
     try:
         return _MANIFEST.validate_json(read_cached(path))
     except (OSError, ValidationError):

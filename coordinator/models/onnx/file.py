@@ -96,13 +96,17 @@ class OnnxFile:
             return tensor
         return helper.make_tensor(tensor.name, tensor.data_type, tensor.dims, self.read(tensor).tobytes(), raw=True)
 
-    def digest(self) -> str:
-        """SHA-256 of the file and of the files of its external data, in the order of their names."""
+    def paths(self) -> list[Path]:
+        """The file and the files of its external data, in the order of their names."""
         paths = {
             self._locate(reference, tensor)[0] for tensor in tensors_of(self.proto) if (reference := _reference(tensor))
         }
+        return [self.path, *sorted(paths - {self.path})]
+
+    def digest(self) -> str:
+        """SHA-256 of the file and of the files of its external data, in the order of their names."""
         sha256 = hashlib.sha256()
-        for path in (self.path, *sorted(paths - {self.path})):
+        for path in self.paths():
             sha256.update(len(self._map(path)).to_bytes(8, "little"))
             with path.open("rb") as file:  # not through the mapping, whose pages would stay resident
                 while block := file.read(_HASH_BLOCK_BYTES):

@@ -22,6 +22,7 @@ from hearth.wire.messages.agent import *  # noqa: F403
 from hearth.wire.messages.base import *  # noqa: F403
 from hearth.wire.messages.base import MAX_LIST_ITEMS, MESSAGE_TYPES, Message
 from hearth.wire.messages.client import *  # noqa: F403
+from hearth.wire.messages.standby import *  # noqa: F403
 from hearth.wire.messages.worker import *  # noqa: F403
 
 _MAX_REASON_CHARACTERS = 500  # the name of an invalid field comes from the peer, and may be as long as the message

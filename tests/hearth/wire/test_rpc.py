@@ -109,7 +109,7 @@ async def pair(port: int = 0, sndhwm: int = 1000, policy: Policy = ACCEPT_ALL) -
         finally:
             await client.close()
             await server.close()
-            gatekeeper.stop()
+            await gatekeeper.close()
 
 
 def raw_client(context: zmq.asyncio.Context, endpoint: str, rcvhwm: int = 1000) -> zmq.asyncio.Socket:
@@ -522,3 +522,14 @@ def test_requests_of_a_revoked_key_end_at_once() -> None:
         assert closed == ["revoked"]
 
     run(scenario)
+
+
+def test_servers_can_follow_one_another_on_one_port() -> None:
+    async def main() -> None:
+        port = 0
+        for _ in range(4):
+            async with pair(port) as (server, client, _context):
+                await client.hello(CoordinatorWelcome, timeout_seconds=5.0)
+                port = server.port
+
+    asyncio.run(main())

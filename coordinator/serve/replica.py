@@ -1,0 +1,224 @@
+"""What a standby needs of its leader, as files: the state, keys of apps and devices, profiles, the model without weights.
+
+The leader sends each file in parts. Of a checkpoint it sends only the headers: the standby's copies are sparse files of the
+same size, from which the model can be opened and planned. Their weights are never read: the devices hold the chunks, which the
+manifest names. An ONNX file is sent whole, because its segments are cut from it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
+from coordinator.models.checkpoint.sharding import manifest_path
+from coordinator.serve.state import Goal, GraphGoal, SavedDeployment, SavedState
+from hearth.errors import HearthError
+from hearth.files import write_atomically
+from hearth.plan.plan import is_transformer_plan
+from hearth.wire.messages import ReplicaPart
+
+log = logging.getLogger(__name__)
+
+_PART_BYTES = 4 << 20  # of one message: small enough not to delay the leader's signs of life on a slow link
+# Files of a model directory above this size are not sent: tokenizers and configurations are far smaller.
+_MAX_SMALL_FILE_BYTES = 256 << 20
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
+_STATE = "serving.json"
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class ReplicaFile:
+    """A file to send: the content is `data`, or the first `sent_bytes` of the file `source`."""
+
+    path: str
+    num_bytes: int
+    sent_bytes: int
+    stamp: tuple[int, ...]  # changes with the content
+    data: bytes = b""
+    source: Path | None = None
+
+    def parts(self) -> Iterator[tuple[ReplicaPart, bytes]]:
+        """The messages, each with its payload. Raises OSError."""
+        for offset in range(0, max(self.sent_bytes, 1), _PART_BYTES):
+            size = min(_PART_BYTES, self.sent_bytes - offset)
+            is_last = offset + size >= self.sent_bytes
+            yield (
+                ReplicaPart(path=self.path, num_bytes=self.num_bytes, offset=offset, is_last=is_last),
+                self._read(offset, size),
+            )
+
+    def _read(self, offset: int, size: int) -> bytes:
+        if self.source is None:
+            return self.data[offset : offset + size]
+        with self.source.open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+
+# ---- the leader --------------------------------------------------------------------------------------------------------
+
+
+def replica_files(state_dir: Path, state: SavedState, model_files: Mapping[str, Iterable[Path]]) -> list[ReplicaFile]:
+    """All files of the replica. `model_files`: those of each deployment's model. Files that cannot be read are left out."""
+    files = []
+    for path in (state_dir / "apps.json", state_dir / "devices.json", *sorted((state_dir / "profiles").glob("*.json"))):
+        files += _file(path.relative_to(state_dir).as_posix(), path)
+    for name, deployment in state.deployments.items():
+        folder, goal = f"models/{_plain(name)}", deployment.goal
+        model = folder if isinstance(goal, GraphGoal) else f"{folder}/{_model_name(goal)}"  # a graph is a file
+        for path in model_files.get(name, ()):
+            files += _file(f"{model}/{path.name}", path)
+        files += _manifest(state_dir, deployment, f"{folder}/{_MANIFEST}")
+        origin = json.dumps({"path": _origin(deployment.goal)}).encode()
+        files.append(_content(f"{folder}/{COPY_MARKER}", origin))
+    content = state.model_dump_json(exclude={"holder", "boot_id"}).encode()
+    return [*files, _content(_STATE, content)]  # last: it refers to the others
+
+
+def transformer_files(model_dir: Path) -> list[Path]:
+    """The files of a model directory that a standby needs."""
+    small = [
+        path
+        for path in sorted(model_dir.iterdir())
+        if path.is_file() and path.suffix not in _WEIGHTS and path.stat().st_size <= _MAX_SMALL_FILE_BYTES
+    ]
+    with Checkpoint(model_dir) as checkpoint:
+        return [*small, *checkpoint.files]
+
+
+def _file(path: str, source: Path) -> list[ReplicaFile]:
+    try:
+        status = source.stat()
+        num_bytes = status.st_size
+        sent_bytes = _header_bytes(source) if source.suffix == ".safetensors" else num_bytes
+    except OSError:
+        return []
+    return [ReplicaFile(path, num_bytes, sent_bytes, (status.st_mtime_ns, num_bytes), source=source)]
+
+
+def _content(path: str, data: bytes) -> ReplicaFile:
+    return ReplicaFile(path, len(data), len(data), (hash(data),), data=data)
+
+
+def _header_bytes(path: Path) -> int:
+    """The size of a safetensors file's header: its length, 8 bytes little-endian, then JSON."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def _manifest(state_dir: Path, deployment: SavedDeployment, path: str) -> list[ReplicaFile]:
+    if not is_transformer_plan(deployment.plan):
+        return []
+    try:
+        with Checkpoint(Path(deployment.goal.path)) as checkpoint:
+            return _file(path, manifest_path(checkpoint, deployment.plan.model, state_dir / "manifests"))
+    except (OSError, HearthError) as error:
+        log.warning("the manifest of %s cannot be sent to a standby: %s", deployment.goal.path, error)
+        return []
+
+
+def _origin(goal: Goal) -> str:
+    """Where the first leader has the model itself."""
+    folder = Path(goal.path).parent
+    try:
+        return str(json.loads((folder / COPY_MARKER).read_text())["path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(Path(goal.path).absolute())
+
+
+def _model_name(goal: Goal) -> str:
+    """The name of the model's directory or file, which is the model's name."""
+    return _plain(Path(goal.path).absolute().name)
+
+
+def _plain(name: str) -> str:
+    """A name that a `ReplicaPath` may contain."""
+    plain = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "_.+-") else "_" for letter in name)
+    return plain if plain[:1].isalnum() else f"_{plain}"
+
+
+# ---- the standby -------------------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """A standby's copy, in the coordinator's state directory. `state` is that of the leader, once it is complete."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+        self._receiving: dict[str, Path] = {}
+        self.state: SavedState | None = None
+
+    def receive(self, part: ReplicaPart, data: bytes | memoryview) -> None:
+        """Store a part. Raises OSError if it cannot be written, ValueError if the state cannot be read."""
+        target = self._state_dir / part.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        growing = target.with_name(f"{target.name}.new")
+        with growing.open("wb" if part.offset == 0 else "r+b") as file:
+            if part.offset == 0:
+                file.truncate(part.num_bytes)
+            file.seek(part.offset)
+            file.write(data)
+            if part.is_last:
+                file.flush()
+                os.fsync(file.fileno())
+        if not part.is_last:
+            return
+        if part.path == _STATE:  # kept under this coordinator's own name and holder
+            self.state = self._localised(SavedState.model_validate_json(growing.read_bytes()))
+            growing.unlink()
+        elif target.name in ("apps.json", "devices.json"):
+            write_atomically(target, growing.read_bytes(), durable=True)
+            write_atomically(target.with_name(f"{target.name}.bak"), growing.read_bytes(), durable=True)
+            growing.unlink()
+        else:
+            growing.replace(target)
+
+    def _localised(self, state: SavedState) -> SavedState:
+        """The state with the paths of this computer: the model itself where there is one, else the copy."""
+        return state.model_copy(
+            update={
+                "deployments": {
+                    name: deployment.model_copy(update={"goal": self._local_goal(name, deployment)})
+                    for name, deployment in state.deployments.items()
+                }
+            }
+        )
+
+    def _local_goal(self, name: str, deployment: SavedDeployment) -> Goal:
+        goal, folder = deployment.goal, self._state_dir / "models" / _plain(name)
+        copy = folder / _model_name(goal)
+        try:
+            origin = Path(json.loads((folder / COPY_MARKER).read_text())["path"])
+        except (OSError, ValueError, KeyError, TypeError):
+            origin = copy
+        path = origin if _same_files(origin, copy) else copy
+        if path is copy:
+            self._store_manifest(deployment, copy, folder / _MANIFEST)
+        changed = {"model_file": str(path)} if isinstance(goal, GraphGoal) else {"model_dir": str(path)}
+        return goal.model_copy(update=changed)
+
+    def _store_manifest(self, deployment: SavedDeployment, copy: Path, manifest: Path) -> None:
+        """Put the manifest where the copy of the checkpoint finds it: its weights cannot be hashed."""
+        if not is_transformer_plan(deployment.plan) or not manifest.exists():
+            return
+        with Checkpoint(copy) as checkpoint:
+            target = manifest_path(checkpoint, deployment.plan.model, self._state_dir / "manifests")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(manifest, target)
+
+
+def _same_files(origin: Path, copy: Path) -> bool:
+    """Whether this computer has the model itself: files with the names and sizes of those of the copy."""
+    if origin == copy or not origin.exists():
+        return False
+    files: list[Path] = sorted(copy.iterdir()) if copy.is_dir() else [copy]
+    pairs: list[tuple[Path, Any]] = [(each, origin / each.name if copy.is_dir() else origin) for each in files]
+    return all(theirs.is_file() and theirs.stat().st_size == ours.stat().st_size for ours, theirs in pairs)

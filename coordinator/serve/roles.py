@@ -1,0 +1,42 @@
+"""The two roles of a coordinator process, one after the other: it leads (`service`) or stands by (`standby`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coordinator.deploy.distribution import PushProgress
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.leadership import AnotherLeads
+from coordinator.serve.service import Service, locked_state
+from coordinator.serve.standby import Standby
+from coordinator.serve.state import Goal
+from hearth.plan.plan import Plan
+from hearth.platform.security import HomeKey
+
+
+async def run_coordinator(
+    settings: CoordinatorSettings,
+    home: HomeKey,
+    report: Callable[[str], None],
+    progress: PushProgress,
+    goal: Goal | None,
+    plan: Plan | None = None,
+) -> None:
+    """Lead, or stand by with the setting `standby`, until stopped. Raises as `Service.run` does.
+
+    A standby that takes over leads, and a leader whose devices work for another coordinator becomes its standby.
+    """
+    stands_by, leading = settings.standby, settings
+    with locked_state(settings.state_dir):
+        while True:
+            if stands_by:
+                taking_over = await Standby(settings, home, report, settings.leader_addresses).run()
+                if taking_over is None:
+                    return
+                goal, plan, leading = None, None, taking_over  # it serves what the leader served
+            try:
+                await Service(leading, home, report, progress).run(goal, plan)
+                return
+            except AnotherLeads:
+                report("another coordinator of this home leads; this one is its standby from now on")
+                stands_by = True
