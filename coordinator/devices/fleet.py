@@ -43,6 +43,12 @@ _RELEASE_SECONDS = 3.0  # timeout of releasing a lease, so that a dead agent doe
 _ANSWER_AGAIN_SECONDS = 0.4
 _ANSWER_POLL_SECONDS = 0.02  # interval at which `answers_again` checks: short against the pause
 _LATE_SECONDS = 0.05  # a timer of this process that fires later than this shows that the process itself is too busy
+# Connections to agents found by mDNS that do not answer, at most. Anyone on the network can advertise agents; each connection
+# takes three of ZeroMQ's 1023 sockets. A home has fewer devices.
+_MAX_SILENT_CONNECTIONS = 64
+_MAX_WAITING = 256  # addresses that wait for such a connection, at most: bounds the memory
+_TURN_SECONDS = 30.0  # how long one of them may try before another discovered address takes its place: several hellos
+_TURN_CHECK_SECONDS = 1.0  # interval at which places are given to waiting addresses
 _SETTLE_POLL_SECONDS = 0.05  # interval at which `settle` checks: no user notices the delay, and checks are cheap
 
 _T = TypeVar("_T")
@@ -55,6 +61,8 @@ class _Connection:
     address: tuple[str, int]
     client: RpcClient
     server_keys: list[str]  # possible public keys of the agent; the first one is tried now
+    is_static: bool  # named by the user: never closed
+    opened_at: float  # loop time
     task: asyncio.Task[None] | None = None
     bulk: set[RpcClient] = field(default_factory=set)  # further connections to the same agent
     broken: asyncio.Event = field(default_factory=asyncio.Event)  # a call lost the connection: send a heartbeat now
@@ -98,19 +106,26 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._by_device: dict[str, _Connection] = {}
         self._refusals: dict[tuple[str, int], HearthError] = {}  # by address, until that agent is accepted
         self._browser: Browser | None = None
+        self._waiting: dict[
+            tuple[str, int], str
+        ] = {}  # discovered addresses without a connection, by turn: the agent's key
+        self._turns_task: asyncio.Task[None] | None = None
         self._last_joined = -math.inf  # loop time
 
     async def __aenter__(self) -> Fleet:
         if self._browse:
             self._browser = Browser(AGENT_SERVICE, self._on_discovered, self._interfaces, follow_addresses=True)
             await self._browser.start()
+            self._turns_task = supervised(self._give_turns(), "the search for agents")
         for host, port in self._static_addresses:
-            self._connect(host, port, None)
+            self._connect(host, port, self._server_keys(), is_static=True)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._browser is not None:
             await self._browser.stop()
+        if self._turns_task is not None:
+            await cancel_all([self._turns_task])
         # First, since a heartbeat after the release would take the lease again.
         await cancel_all([connection.task for connection in self._connections.values() if connection.task])
         if self._lease_name is not None:
@@ -276,37 +291,70 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def drop_revoked(self) -> None:
         """End the connections to agents whose key is no longer admitted, and take them out of plans."""
         admitted = set(self._server_keys())
-        for address, connection in list(self._connections.items()):
+        for connection in list(self._connections.values()):
             if admitted.intersection(connection.server_keys):
                 continue
-            del self._connections[address]
             for device_id in [each for each, used in self._by_device.items() if used is connection]:
-                del self._by_device[device_id]
                 self._replace(registry.after_refusal(self.devices[device_id], "refused", "its key was revoked"))
-            if connection.task is not None:
-                await cancel_all([connection.task])
-            await connection.client.close()
+            await self._disconnect(connection)
 
     # ---- one agent ------------------------------------------------------------------------------------------------
 
     def _on_discovered(self, service: DiscoveredService) -> None:
         keys = {fingerprint(key): key for key in self._server_keys()}
         if (key := keys.get(service.fingerprint)) is not None:  # None: another home's agent, or a revoked one
-            self._connect(service.hosts[0], service.port, key)
+            address = (service.hosts[0], service.port)
+            if (known := self._connections.get(address)) is not None:
+                known.server_keys = [key]  # the agent may have another one since its restart
+            elif len(self._waiting) < _MAX_WAITING:
+                self._waiting[address] = key
+                self._connect_waiting()
+
+    def _connect_waiting(self) -> None:
+        """Connect to waiting addresses in turn, while fewer than `_MAX_SILENT_CONNECTIONS` do not answer."""
+        num_free = _MAX_SILENT_CONNECTIONS - len(self._silent_connections())
+        for host, port in list(self._waiting)[: max(num_free, 0)]:
+            self._connect(host, port, [self._waiting.pop((host, port))])
+
+    def _silent_connections(self) -> list[_Connection]:
+        """Connections by discovery whose agent has never answered, or is dead; oldest first."""
+        answering = {id(used) for each, used in self._by_device.items() if self.devices[each].health != "dead"}
+        return [each for each in self._connections.values() if not each.is_static and id(each) not in answering]
+
+    async def _give_turns(self) -> None:
+        """Let waiting addresses take the places of those that do not answer, until cancelled."""
+        while True:
+            await asyncio.sleep(_TURN_CHECK_SECONDS)
+            if not self._waiting:
+                continue
+            now = loop_time()
+            ended = [each for each in self._silent_connections() if now - each.opened_at >= _TURN_SECONDS]
+            for connection in ended[: len(self._waiting)]:
+                await self._disconnect(connection)
+            self._connect_waiting()
+            # Those that had their turn wait for the next one, as long as they are still advertised.
+            for service in self._browser.services.values() if self._browser is not None else ():
+                if (service.hosts[0], service.port) not in self._connections:
+                    self._on_discovered(service)
+
+    async def _disconnect(self, connection: _Connection) -> None:
+        """Close the connection to an agent and forget it; what is known of the device stays."""
+        del self._connections[connection.address]
+        for device_id in [each for each, used in self._by_device.items() if used is connection]:
+            del self._by_device[device_id]
+        if connection.task is not None:
+            await cancel_all([connection.task])
+        await connection.client.close()
 
     def _server_keys(self) -> list[str]:
         """Public keys of this home's agents: the one that agents with the home key share, and those of admitted devices."""
         return [self._access.server_public, *self._device_keys()]
 
-    def _connect(self, host: str, port: int, server_key: str | None) -> None:
-        """Keep a connection to this address. `server_key`: the agent's public key, None: not known."""
-        if (known := self._connections.get((host, port))) is not None:
-            if server_key is not None:
-                known.server_keys = [server_key]
-            return
-        server_keys = [server_key] if server_key is not None else self._server_keys()
+    def _connect(self, host: str, port: int, server_keys: list[str], is_static: bool = False) -> None:
+        """Keep a connection to this address, whose agent has one of these public keys."""
         client = self._new_client(f"tcp://{host}:{port}", server_keys[0])
-        connection = self._connections[host, port] = _Connection((host, port), client, server_keys)
+        connection = _Connection((host, port), client, server_keys, is_static, loop_time())
+        self._connections[host, port] = connection
         connection.task = supervised(self._maintain(connection), f"the connection to {host}:{port}")
 
     def _new_client(self, endpoint: str, server_key: str) -> RpcClient:

@@ -32,6 +32,8 @@ AGENT_PORT = 47800  # default TCP port of an agent
 # found again within seconds, and the comparison takes a few milliseconds.
 _ADDRESS_POLL_SECONDS = 5.0
 _RESOLVE_MS = 3000  # timeout of a query for a service's address; it is repeated at the next announcement
+# Records that a browser keeps and looks up at the same time, at most; the oldest go first. Anyone on the network can send them.
+_MAX_RECORDS = 256
 _MAX_FIELD_BYTES = 64  # kept of one field of a record, whose sender is untrusted; Hearth's own fields are shorter
 
 
@@ -196,7 +198,8 @@ class Browser:
         if state_change is ServiceStateChange.Removed:
             self.services.pop(name.partition(".")[0], None)
             return
-        self._add_task(self._resolve(zeroconf, name))
+        if len(self._tasks) < _MAX_RECORDS:
+            self._add_task(self._resolve(zeroconf, name))
 
     async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
         from zeroconf.asyncio import AsyncServiceInfo
@@ -206,7 +209,10 @@ class Browser:
             return
         service = _parse_record(info)
         if service is not None and self.services.get(service.id) != service:
+            self.services.pop(service.id, None)
             self.services[service.id] = service
+            while len(self.services) > _MAX_RECORDS:
+                del self.services[next(iter(self.services))]
             self._on_found(service)
 
 

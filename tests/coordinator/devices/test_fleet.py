@@ -12,11 +12,13 @@ from support.contexts import zmq_context
 from support.devices import ready_device
 from support.waiting import until
 
+from coordinator.devices import fleet as fleet_module
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import RECONNECT_SECONDS
 from hearth.errors import DeviceLost
 from hearth.platform.asyncio_tools import loop_time
-from hearth.platform.security import Access, asyncio_gatekeeper, new_keypair
+from hearth.platform.discovery import Browser, DiscoveredService
+from hearth.platform.security import Access, asyncio_gatekeeper, fingerprint, new_keypair
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response, RpcServer
 
@@ -125,3 +127,33 @@ def test_calls_to_a_silent_device_end_once_it_is_dead() -> None:
             await until("the device is back", fleet.usable)
 
     run(scenario)
+
+
+def test_forged_records_neither_use_up_sockets_nor_keep_a_real_agent_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anyone on the network can advertise agents with the fingerprint of this home."""
+    monkeypatch.setattr(fleet_module, "_MAX_SILENT_CONNECTIONS", 8)
+    monkeypatch.setattr(fleet_module, "_TURN_SECONDS", 0.2)
+    monkeypatch.setattr(fleet_module, "_TURN_CHECK_SECONDS", 0.05)
+    records = [DiscoveredService(f"{n}", ("127.0.0.9",), 10_000 + n, 2, fingerprint(AGENT.public)) for n in range(80)]
+    monkeypatch.setattr(Browser, "start", _no_network)
+    monkeypatch.setattr(Browser, "stop", _no_network)
+
+    async def scenario() -> None:
+        async with FakeAgent().listening() as port, FakeAgent().listening() as static_port:
+            access = Access(COORDINATOR, AGENT.public)
+            async with Fleet(access, None, static_devices=f"127.0.0.1:{static_port}") as fleet:
+                for record in records:
+                    fleet._on_discovered(record)
+                real = DiscoveredService("real", ("127.0.0.1",), port, 2, fingerprint(AGENT.public))
+                assert fleet._browser is not None
+                fleet._browser.services["real"] = real
+                while not any(device.port == port for device in fleet.devices.values()):
+                    assert len(fleet._connections) <= 8 + 2
+                    await asyncio.sleep(0.02)
+                assert ("127.0.0.1", static_port) in fleet._connections
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+async def _no_network(self: Browser) -> None:
+    return
