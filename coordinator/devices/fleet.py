@@ -433,6 +433,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             connection.client.on_disconnect = connection.broken.set
             await _sleep_until_set(connection.broken, pause_seconds)
             connection.broken.clear()
+            if self._by_device.get(device_id) is not connection:
+                return await self._stand_by(device_id)
             if not connection.client.is_connected:
                 self._replace(registry.after_connection_lost(self.devices[device_id], loop_time()))
             device = self.devices[device_id]
@@ -459,6 +461,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 if await self._acquire_lease(connection, device_id):
                     log.info("took the lease on %s again", device.name)
             except (Unreachable, ConnectionLost, DeadlineExceeded) as error:
+                if self._by_device.get(device_id) is not connection:
+                    continue
                 self._excuse(device_id, loop_time() - asked - timeout_seconds)
                 after = self.devices[device_id]
                 if isinstance(error, ConnectionLost):
@@ -470,6 +474,11 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 if after.health == "dead":
                     await self._end_calls(connection)
                     return
+
+    async def _stand_by(self, device_id: str) -> None:
+        """Wait while the device answers at another address, for instance a new one."""
+        while self.devices[device_id].health != "dead":
+            await asyncio.sleep(_RETRY_SECONDS)
 
     def _excuse(self, device_id: str, late_seconds: float) -> None:
         """Do not count this coordinator's own lateness, if it is busy, as a silence of the device."""

@@ -19,6 +19,7 @@ from hearth.errors import DeviceLost
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.discovery import Browser, DiscoveredService
 from hearth.platform.security import Access, asyncio_gatekeeper, fingerprint, new_keypair
+from hearth.protocol import HEARTBEAT_SECONDS, PROTOCOL_VERSION
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response, RpcServer
 
@@ -157,3 +158,29 @@ def test_forged_records_neither_use_up_sockets_nor_keep_a_real_agent_out(monkeyp
 
 async def _no_network(self: Browser) -> None:
     return
+
+
+def found_at(port: int) -> DiscoveredService:
+    return DiscoveredService(f"record-{port}", ("127.0.0.1",), port, PROTOCOL_VERSION, fingerprint(AGENT.public))
+
+
+def test_device_with_a_new_address_is_asked_there_and_its_old_one_no_longer_matters() -> None:
+    async def scenario(agent: FakeAgent) -> None:
+        healths: list[str] = []
+        access = Access(COORDINATOR, AGENT.public)
+        async with (
+            Fleet(access, "test", browse=False, on_change=lambda device: healths.append(device.health)) as fleet,
+            agent.listening() as new_port,
+        ):
+            async with agent.listening() as old_port:
+                fleet._on_discovered(found_at(old_port))
+                await until("the device is there", fleet.usable)
+                fleet._on_discovered(found_at(new_port))
+                await until("its new address is known", lambda: fleet.devices["a"].port == new_port)
+                await asyncio.sleep(HEARTBEAT_SECONDS + 0.1)  # the old address takes its last heartbeat
+            await asyncio.sleep(3 * HEARTBEAT_SECONDS)
+            await fleet.call("a", wire.Heartbeat(holder="test"))
+            assert set(healths) == {"alive"}
+            assert fleet.refusals == []
+
+    run(scenario)
