@@ -24,6 +24,7 @@ from coordinator.serve.admission import CALLER
 from coordinator.serve.apps import AppRegistry
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
+from coordinator.serve.disclosure import error_for_app, response_for_app
 from coordinator.serve.durable_file import RETRY_SECONDS
 from coordinator.serve.kind import SharedServices
 from coordinator.serve.leadership import AnotherLeads, Leadership
@@ -259,6 +260,14 @@ class Service:
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which the RPC server sends to the client."""
         CALLER.set(caller.public_key)
+        if caller.public_key in self._admins:
+            return await self._answer(caller, message, payload)
+        try:
+            return response_for_app(await self._answer(caller, message, payload))
+        except HearthError as error:
+            raise error_for_app(error) from error
+
+    async def _answer(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         if isinstance(message, wire.Hello):
             if message.protocol != PROTOCOL_VERSION:
                 raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
