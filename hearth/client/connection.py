@@ -14,6 +14,7 @@ from typing import Any
 import zmq.asyncio
 
 from hearth.errors import (
+    AppRevoked,
     ConnectionLost,
     DeadlineExceeded,
     HearthError,
@@ -172,7 +173,7 @@ class Connection:
                 await cancel_all([*tasks, all_failed])
         if answer.done():
             return answer.result()
-        for kind in (ProtocolMismatch, WrongKey):
+        for kind in (ProtocolMismatch, AppRevoked, WrongKey):
             for error in errors:
                 if isinstance(error, kind):
                     raise error
