@@ -108,7 +108,20 @@ class Quorum:
 
     def may_store(self, device: str, held: Collection[str]) -> bool:
         """Whether to store the configuration on a device that this coordinator holds."""
-        return self.current is not None and (device in self.voting or self.may_compute(held))
+        return self.current is not None and (
+            device in self.voting or self.may_compute(held) or self._is_joining(device, held)
+        )
+
+    def _is_joining(self, device: str, held: Collection[str]) -> bool:
+        """Whether the device becomes a voter by a change that the leader may make. It has no vote yet that it could forget."""
+        current = self.current
+        return (
+            current is not None
+            and self.leads
+            and bool(current.previous_voters)
+            and device not in current.previous_voters
+            and _is_majority(current.previous_voters, current.previous_tie_breaker, self.voting & set(held))
+        )
 
     def stored(self, device: str, number: int) -> Quorum:
         """A device has stored the configuration `number` of this coordinator."""

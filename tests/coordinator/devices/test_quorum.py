@@ -108,6 +108,17 @@ def test_all_devices_but_one_may_be_lost_one_after_the_other() -> None:
         assert quorum.may_compute(left)
 
 
+def test_devices_that_never_voted_can_join_a_leader_with_a_majority_of_the_previous_voters() -> None:
+    quorum = leader_of("b", "b")
+    for device in "acd":
+        quorum = quorum.granted(device, None)
+    quorum = quorum.change("abcd", "b")
+    assert not quorum.may_compute("abcd")
+    assert lacking(quorum, dict.fromkeys("acd")) == []  # without the previous voter
+    assert lacking(quorum, dict.fromkeys("abcd")) == ["a", "b", "c", "d"]
+    assert stored_by_all(quorum, "abcd").may_compute("abc")
+
+
 def test_forgetful_device_is_told_by_a_leader_that_has_a_majority_without_it() -> None:
     quorum = leader_of("abc", "a").granted("c", None)
     assert lacking(quorum, dict.fromkeys("abc")) == ["c"]
