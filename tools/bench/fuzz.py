@@ -1,6 +1,7 @@
 """Kind `fuzz`: damaged frames, floods and idle connections at every socket of a home, beside clients that behave.
 
-Each attack runs for some seconds after as many without: the clients' rates of both are paired.
+Each attack runs for some seconds after as many without: the clients' rates of both are paired. A worker of the plan is trusted
+with its values, so wrong answers do not count while one is malicious.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _WORKER_PORT = 47810
 
 
 class FuzzRow(BaseModel):
-    """One attack. Rates: correct answers per second of the clients that behave."""
+    """One attack. Rates: answers per second of the clients that behave."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -119,7 +120,7 @@ class Fuzz(Experiment):
         if attack == _MALICIOUS:  # counted by those who receive them
             counts["frames"] = max(state.dropped - dropped, 0)
         after = take_census(home.testbed, time.monotonic())
-        during = sum(kind == "answer" for _, _, kind, _ in happened)
+        during = sum(kind in ("answer", "wrong") for _, _, kind, _ in happened)
         return FuzzRow(
             attack=attack, round=number, seconds=self.seconds, **counts, quiet_rate=quiet / self.seconds,
             rate=during / self.seconds, failed=_details(happened, "failed"), wrong=_details(happened, "wrong"),
@@ -132,7 +133,7 @@ class Fuzz(Experiment):
         findings = [
             equal("programs that ended", sum(len(row.ended) for row in rows), 0, COUNT),
             equal("calls that failed, of clients that behave", sum(len(row.failed) for row in rows), 0, COUNT),
-            equal("wrong answers", sum(len(row.wrong) for row in rows), 0, COUNT),
+            equal("wrong answers", sum(len(row.wrong) for row in rows if row.attack != _MALICIOUS), 0, COUNT),
             equal("attacks after which the home did not serve", sum(not row.serves for row in rows), 0, COUNT),
             equal("new clients shut out", sum(row.new_client_seconds is None for row in rows), 0, COUNT),
             *_growth(rows),
