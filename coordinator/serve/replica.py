@@ -75,7 +75,7 @@ def replica_files(state_dir: Path, state: SavedState, model_files: Mapping[str, 
         folder, goal = f"models/{_plain(name)}", deployment.goal
         model = folder if isinstance(goal, GraphGoal) else f"{folder}/{_model_name(goal)}"  # a graph is a file
         for path in model_files.get(name, ()):
-            files += _file(f"{model}/{path.name}", path)
+            files += _file(f"{model}/{_plain(path.name)}", path)
         files += _manifest(state_dir, deployment, f"{folder}/{_MANIFEST}")
         origin = json.dumps({"path": _origin(deployment.goal)}).encode()
         files.append(_content(f"{folder}/{COPY_MARKER}", origin))

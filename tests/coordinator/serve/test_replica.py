@@ -78,8 +78,19 @@ def test_standby_uses_the_model_itself_where_it_is(tmp_path: Path) -> None:
     assert there.deployments["default"].goal == goal
 
 
-def test_standby_has_the_whole_graph(tmp_path: Path) -> None:
-    path = save_two_branch_model(tmp_path / "model.onnx", channels=8)
+@pytest.mark.parametrize("name", [".gitattributes", "read me.txt", "größe.json"])
+def test_files_of_any_name_beside_the_model_do_not_keep_the_standby_from_copying(tmp_path: Path, name: str) -> None:
+    directory = write_model(tmp_path / "model")
+    (directory / name).write_text("{}")
+    state = SavedState(deployments={"default": SavedDeployment(goal=TransformerGoal(model_dir=str(directory)))})
+    copied(tmp_path / "leader", state, transformer_files(directory), tmp_path / "standby")
+    (copy,) = (tmp_path / "standby").glob("**/config.json")
+    assert copy.read_bytes() == (directory / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "my model.onnx"])
+def test_standby_has_the_whole_graph(tmp_path: Path, name: str) -> None:
+    path = save_two_branch_model(tmp_path / name, channels=8)
     graph = read_graph_file(path, {})
     assert graph.model is not None
     state = SavedState(deployments={"default": SavedDeployment(goal=GraphGoal(model_file=str(path)))})
