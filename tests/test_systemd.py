@@ -96,8 +96,8 @@ def test_service_restarts_automatically(service: str) -> None:
     assert int(directives["WatchdogSec"][0]) > 0
     assert directives["OOMPolicy"] == ["continue"]
     assert directives["StateDirectory"] == [service]
-    # Slow enough that systemd's limit of 5 starts in 10 s, after which it gives up, is never reached.
-    assert int(directives["RestartSec"][0]) > 2
+    assert directives["StartLimitIntervalSec"] == ["0"]  # systemd never gives up
+    assert directives["RestartSec"] == ["1"]  # part of the pause after a crash
 
 
 def test_agent_may_use_the_gpu_and_executable_memory() -> None:
