@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -46,26 +45,22 @@ class History:
 
 
 def exclusive_epochs(history: History) -> list[str]:
-    """At most one plan of a deployment computes at any time: an epoch that has computed is never followed by an older one."""
-    found = []
-    complete: dict[tuple[str, bytes, int, int], list[StepComputed]] = defaultdict(list)
+    """At most one plan of a deployment computes: no step of a plan begins after a step of a newer plan has ended."""
+    ranks: dict[tuple[str, bytes, int, int], list[StepComputed]] = defaultdict(list)
     for step in history.steps:
-        complete[step.deployment, step.plan_token, step.epoch, step.step].append(step)
-    spans = sorted(
-        (max(each.ended for each in ranks), min(each.began for each in ranks), epoch, step, ranks[0].holder)
-        for (_, _, epoch, step), ranks in complete.items()
-        if len({each.rank for each in ranks}) == ranks[0].num_ranks
-    )
-    for (ended, _, epoch, step, holder), (later, began, next_epoch, next_step, next_holder) in pairwise(spans):
-        if next_epoch < epoch:
+        ranks[step.deployment, step.plan_token, step.epoch, step.step].append(step)
+    complete = [each for each in ranks.values() if len({step.rank for step in each}) == each[0].num_ranks]
+    found: list[str] = []
+    newest: StepComputed | None = None  # of the newest epoch that has ended a step so far
+    began = [(max(step.began for step in each), 1, each[0]) for each in complete]
+    ended = [(max(step.ended for step in each), 0, each[0]) for each in complete]
+    for at, is_begin, step in sorted(began + ended, key=lambda event: event[:2]):
+        if not is_begin and (newest is None or step.epoch > newest.epoch):
+            newest = step
+        elif is_begin and newest is not None and step.epoch < newest.epoch:
             found.append(
-                f"step {next_step} of epoch {next_epoch} ({next_holder}) ended at {later:.3f} s, after step {step} of "
-                f"epoch {epoch} ({holder}) at {ended:.3f} s"
-            )
-        elif (next_epoch, next_holder) != (epoch, holder) and began < ended:
-            found.append(
-                f"step {next_step} of epoch {next_epoch} ({next_holder}) began at {began:.3f} s, before step {step} of "
-                f"epoch {epoch} ({holder}) ended at {ended:.3f} s"
+                f"step {step.step} of epoch {step.epoch} ({step.holder}) began at {at:.3f} s, "
+                f"after a step of epoch {newest.epoch} ({newest.holder}) had ended"
             )
     return found
 

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +31,9 @@ import agent.daemon.main
 import agent.daemon.store
 import agent.daemon.supervisor
 import coordinator.devices.fleet
+import coordinator.serve.roles
 import coordinator.serve.service
+import coordinator.serve.standby
 import coordinator.serve.transformer
 import hearth.wire.rpc
 from agent.daemon.config import AgentSettings
@@ -40,6 +42,7 @@ from agent.daemon.identity import Identity
 from agent.daemon.main import run_agent
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.prompts import GenerationDefaults
+from coordinator.serve.roles import run_coordinator
 from coordinator.serve.service import Service
 from coordinator.serve.state import TransformerGoal
 from hearth.client.home import AsyncHome, connect_async
@@ -72,18 +75,24 @@ class Home:
     """All hosts, and what is started on them. Faults are methods of `network` and of this class."""
 
     def __init__(
-        self, loop: VirtualLoop, random: Random, folder: Path, num_devices: int, causal: bool, step_seconds: float
+        self,
+        loop: VirtualLoop,
+        random: Random,
+        folder: Path,
+        devices: Sequence[str],
+        coordinators: Sequence[str],
+        causal: bool,
+        step_seconds: float,
     ) -> None:
         self.loop = loop
         self.random = random
         self.history = History()
         self.network = Network(loop, random, folder)
-        self.devices = [f"d{number}" for number in range(num_devices)]
-        self.coordinators = ["c0"]
+        self.devices = list(devices)
+        self.coordinators = list(coordinators)  # the first leads at the beginning, the others stand by
         self.clients: list[str] = []
         self.agents: dict[str, Process] = {}
         self.serving: dict[str, Process] = {}
-        self.services: dict[str, Service] = {}
         self._causal = causal
         self._step_seconds = step_seconds
         for name in (*self.devices, *self.coordinators):
@@ -125,16 +134,20 @@ class Home:
     async def _run_coordinator(self, host: Host, restart: bool) -> None:
         await asyncio.sleep(COORDINATOR_START_SECONDS)
         devices = ",".join(f"{name}:{CONTROL_PORT}" for name in self.devices)
+        others = ",".join(f"{name}:{COORDINATOR_PORT}" for name in self.coordinators if name != host.name)
         settings = CoordinatorSettings(
             name=host.name, state_dir=host.disk.folder, port=COORDINATOR_PORT, advertise=False, devices=devices,
-            settle_seconds=0.5, min_devices=1,
+            settle_seconds=0.5, min_devices=1, standby=host.name != self.coordinators[0], leader=others,
         )  # fmt: skip
-        service = self.services[host.name] = Service(
-            settings, HOME, lambda line: self.note(f"{host.name}: {line}"), lambda name, done, total: None
-        )
         goal = TransformerGoal(model_dir="decoder" if self._causal else "encoder")
-        saved = (host.disk.folder / "serving.json").exists()
-        await service.run(None if restart and saved else goal)
+        saved = restart and (host.disk.folder / "serving.json").exists()
+        await run_coordinator(
+            settings,
+            HOME,
+            lambda line: self.note(f"{host.name}: {line}"),
+            lambda name, done, total: None,
+            None if saved or settings.standby else goal,
+        )
 
     def _coordinator_ended(self, name: str, running: asyncio.Task[None]) -> None:
         """systemd starts a program again that has failed."""
@@ -147,6 +160,15 @@ class Home:
     def _restart_coordinator(self, name: str) -> None:
         if not self.serving[name].alive:
             self.start_coordinator(name, restart=True)
+
+    @property
+    def leading(self) -> dict[str, Service]:
+        """The services of the coordinators that lead, or have led, by host."""
+        return {
+            name: process.variables["service"]
+            for name, process in self.serving.items()
+            if process.alive and "service" in process.variables
+        }
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
@@ -197,6 +219,9 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (zmq.asyncio, "Context", Context),
         (main, "asyncio_gatekeeper", Gatekeeper),
         (service, "asyncio_gatekeeper", Gatekeeper),
+        (coordinator.serve.standby, "asyncio_gatekeeper", Gatekeeper),
+        (coordinator.serve.standby, "Browser", _Browser),
+        (coordinator.serve.roles, "Service", _service),
         (main, "load_credential", lambda path: HOME),
         (main, "load_identity", _load_identity),
         (main, "GpuReader", _Gpu),
@@ -226,6 +251,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (transformer, "build_plan", model.build_plan),
         (transformer, "request_seconds", model.request_seconds),
         (transformer, "shard_weights", model.shard_weights),
+        (transformer, "transformer_files", lambda directory: []),
         (transformer, "read_generation_defaults", lambda directory: GenerationDefaults()),
         (hearth.wire.rpc, "decode", _decode),
     ]
@@ -261,6 +287,14 @@ def _daemon(*arguments: Any) -> AgentDaemon:
     assert process is not None
     daemon = process.host.variables["daemon"] = AgentDaemon(*arguments)
     return daemon
+
+
+def _service(*arguments: Any) -> Service:
+    """The real service, which the checks at the end of a run look at."""
+    process = CURRENT_PROCESS.get()
+    assert process is not None
+    service = process.variables["service"] = Service(*arguments)
+    return service
 
 
 class _Gpu:

@@ -63,7 +63,8 @@ class _Run:
         home, schedule = self.home, self.schedule
         for name in home.devices:
             home.start_agent(name)
-        home.start_coordinator("c0")
+        for name in home.coordinators:
+            home.start_coordinator(name)
         running = [home.run_world(self._inject(fault)) for fault in schedule.faults]
         calls = []
         for name in schedule.clients:
@@ -212,16 +213,16 @@ class _Run:
                 if chunks:
                     host.disk.damage(chunks[network.random.randrange(len(chunks))], network.random)
             case "kill coordinator":
-                home.serving["c0"].kill()
+                home.serving[fault.host].kill()
                 await asyncio.sleep(fault.seconds)
-                if not home.serving["c0"].alive:
-                    home.start_coordinator("c0", restart=True)
+                if not home.serving[fault.host].alive:
+                    home.start_coordinator(fault.host, restart=True)
             case "hang worker":
                 for worker in workers:
                     if "worker" in worker.variables:
                         worker.variables["worker"].hangs = True
             case "stop coordinator":
-                await self._pause([home.serving["c0"]], fault.seconds)
+                await self._pause([home.serving[fault.host]], fault.seconds)
         home.note(f"END OF {fault}")
 
     async def _pause(self, processes: Sequence[Process], seconds: float) -> None:
@@ -252,7 +253,7 @@ class _Run:
         asking = process.run(ask())
         await asyncio.wait({asking}, timeout=SERVING_SECONDS)
         if not asking.done():
-            state = {name: service._status_line() for name, service in home.services.items()}
+            state = {name: service._status_line() for name, service in home.leading.items()}
             self.violated("serving after all faults", f"not served {SERVING_SECONDS:g} s later: {state}")
             asking.cancel()
 
@@ -261,17 +262,20 @@ class _Run:
         deadline = home.loop.time() + ALL_DEVICES_SECONDS
         used = 0
         while home.loop.time() < deadline:
-            controller = next(iter(home.services["c0"]._controllers.values()))
-            used = controller.plan.num_ranks if controller.plan else 0
-            if used == len(home.devices) and controller.lifecycle.phase == "serving":
-                return
+            for service in home.leading.values():
+                for controller in service._controllers.values():
+                    used = controller.plan.num_ranks if controller.plan else 0
+                    if used == len(home.devices) and controller.lifecycle.phase == "serving":
+                        return
             await asyncio.sleep(1.0)
         self.violated("all devices in use", f"{used} of {len(home.devices)} after {ALL_DEVICES_SECONDS:g} s")
 
     async def _stop(self) -> None:
-        """Stop the coordinator, then the agents, and look for what they leave behind."""
+        """Stop the coordinators, then the agents, and look for what they leave behind."""
         home = self.home
-        await self._terminate(home.serving["c0"])
+        for name in home.random.sample(home.coordinators, len(home.coordinators)):
+            home.note(f"stopping {name}")
+            await self._terminate(home.serving[name])
         deadline = home.loop.time() + ABANDONED_SECONDS
         while workers := [
             process
@@ -283,6 +287,7 @@ class _Run:
                 self.violated("nothing leaks", f"{workers} still run {ABANDONED_SECONDS:g} s after the coordinator")
                 break
             await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # for the agents to clean up
         for name in home.devices:
             daemon = home.network.hosts[name].variables["daemon"]
             status = home.agents[name].context.copy().run(daemon.status_line)
@@ -292,12 +297,14 @@ class _Run:
 
     async def _terminate(self, process: Process) -> None:
         """SIGTERM; the process must end its tasks."""
+        deadline = self.home.loop.time() + STOP_SECONDS
+        while "signal 15" not in process.variables and self.home.loop.time() < deadline:
+            await asyncio.sleep(0.1)  # it is starting
         handler = process.variables.get("signal 15")
         if not process.alive or handler is None:
             self.violated("nothing leaks", f"{process} was not running at the end")
             return
         handler()
-        deadline = self.home.loop.time() + STOP_SECONDS
         while process.tasks and self.home.loop.time() < deadline:
             await asyncio.sleep(0.1)
         if process.tasks:
@@ -324,7 +331,9 @@ def run_seed(seed: int) -> Outcome:
 
 def run_schedule(schedule: Schedule) -> Outcome:
     with simulated(schedule.seed) as (loop, random, folder):
-        home = Home(loop, random, folder, schedule.num_devices, schedule.causal, schedule.step_seconds)
+        home = Home(
+            loop, random, folder, schedule.devices, schedule.coordinators, schedule.causal, schedule.step_seconds
+        )
         run = _Run(home, schedule)
         handler = _ErrorLog(run)
         logging.root.addHandler(handler)

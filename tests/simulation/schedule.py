@@ -62,11 +62,16 @@ class Schedule:
     faults: tuple[Fault, ...]
     step_seconds: float  # compute time of one step
     revoke_at: float | None  # when the app of the client `p1` is revoked
+    standby: bool  # whether a second coordinator stands by
     thorough: bool  # whether to wait until all devices are in use again, which takes minutes of virtual time
 
     @property
     def devices(self) -> list[str]:
         return [f"d{number}" for number in range(self.num_devices)]
+
+    @property
+    def coordinators(self) -> list[str]:
+        return ["c0", "c1"] if self.standby else ["c0"]
 
     @property
     def clients(self) -> list[str]:
@@ -75,8 +80,9 @@ class Schedule:
     def __str__(self) -> str:
         kind = "decoder" if self.causal else "encoder"
         revoked = f", p1 revoked at {self.revoke_at:.2f} s" if self.revoke_at is not None else ""
+        standby = ", a standby" if self.standby else ""
         steps = f"{kind} with steps of {self.step_seconds:g} s"
-        lines = [f"seed {self.seed}: {self.num_devices} devices, {steps}, {len(self.calls)} calls{revoked}"]
+        lines = [f"seed {self.seed}: {self.num_devices} devices{standby}, {steps}, {len(self.calls)} calls{revoked}"]
         return "\n".join([*lines, *(f"  {fault}" for fault in self.faults)])
 
 
@@ -87,11 +93,13 @@ def generate(seed: int) -> Schedule:
     causal = random.random() < 0.5
     devices = [f"d{number}" for number in range(num_devices)]
     clients = ["p0", "p1"][: random.choice((1, 2))]
+    standby = random.random() < 0.4
+    coordinators = ["c0", "c1"] if standby else ["c0"]
     faults: list[Fault] = []
     for _ in range(random.choice((0, 1, 1, 1, 2, 2, 3, 4))):
         # Half of the further faults hit the recovery from another one.
         near = random.choice(faults).at if faults and random.random() < 0.5 else None
-        faults.append(_fault(random, devices, clients, near))
+        faults.append(_fault(random, devices, coordinators, clients, near))
     faults.sort(key=lambda fault: fault.at)
     calls = []
     for client in clients:
@@ -102,10 +110,12 @@ def generate(seed: int) -> Schedule:
     revoke_at = random.uniform(3.0, 11.0) if "p1" in clients and random.random() < 0.2 else None
     step_seconds = random.choice((0.004, 0.05, 0.15) if causal else (0.004, 0.1, 0.6))
     thorough = random.random() < 0.05
-    return Schedule(seed, num_devices, causal, tuple(calls), tuple(faults), step_seconds, revoke_at, thorough)
+    return Schedule(seed, num_devices, causal, tuple(calls), tuple(faults), step_seconds, revoke_at, standby, thorough)
 
 
-def _fault(random: Random, devices: list[str], clients: list[str], near: float | None) -> Fault:
+def _fault(
+    random: Random, devices: list[str], coordinators: list[str], clients: list[str], near: float | None
+) -> Fault:
     kind = random.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     at = random.uniform(FIRST_FAULT_SECONDS, LAST_FAULT_SECONDS)
     if near is not None:
@@ -113,11 +123,11 @@ def _fault(random: Random, devices: list[str], clients: list[str], near: float |
     seconds = min(random.choice((0.3, 1.0, 2.5, 5.0, 9.0)) * random.uniform(0.7, 1.3), FAULTS_END_SECONDS - at)
     host, other = random.choice(devices), ""
     if kind in ("cut", "reset", "slow link"):
-        host, other = random.sample(["c0", *devices, *clients], 2)
+        host, other = random.sample([*coordinators, *devices, *clients], 2)
     elif kind == "isolate":
-        host = random.choice(["c0", *devices, *clients])
+        host = random.choice([*coordinators, *devices, *clients])
     elif kind.startswith("disk"):
-        host = random.choice(["c0", *devices])
+        host = random.choice([*coordinators, *devices])
     elif kind.endswith("coordinator"):
-        host = "c0"
+        host = random.choice(coordinators)
     return Fault(at, kind, host, other, seconds)
