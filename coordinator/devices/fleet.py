@@ -98,7 +98,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._device_keys = device_keys
         self._lease_name = lease_name
         self._interfaces = interfaces
-        self._static_addresses = parse_static_peers(static_devices) if static_devices else ()
+        # Each address once: a second connection to an agent would outlive the fleet.
+        self._static_addresses = tuple(dict.fromkeys(parse_static_peers(static_devices))) if static_devices else ()
         self._browse = browse
         self._on_change = on_change or (lambda device: None)
         self._context = zmq.asyncio.Context()

@@ -184,3 +184,13 @@ def test_device_with_a_new_address_is_asked_there_and_its_old_one_no_longer_matt
             assert fleet.refusals == []
 
     run(scenario)
+
+
+def test_an_address_that_is_given_twice_gets_one_connection() -> None:
+    async def leave() -> set[str]:
+        access = Access(COORDINATOR, AGENT.public)
+        async with Fleet(access, "test", static_devices="127.0.0.1:1,127.0.0.1:1", browse=False):
+            await asyncio.sleep(0.01)
+        return {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+
+    assert asyncio.run(leave()) == set()
