@@ -76,6 +76,7 @@ class AgentDaemon:
         self._leases: dict[str, Lease] = {}  # keyed by deployment, like the following
         self._workers: dict[str, WorkerProcess] = {}
         self._last_epochs: dict[str, int] = {}
+        self._requested_epochs: dict[str, int] = {}  # of the newest plan, which may still wait for an older one to load
         self.spawner = Spawner(settings.spare_worker, telemetry.has_room)
         self._num_abandoned = 0  # workers that did not end when they were killed
         self._running: dict[str, wire.RunningWorker] = {}  # what another coordinator needs to take a worker over
@@ -295,6 +296,7 @@ class AgentDaemon:
         )
         if (worker := self._workers.get(deployment)) is not None and worker.state in ("starting", "loading"):
             await self._stop_worker(deployment)  # do not wait for it: its plan has been replaced
+        self._requested_epochs[deployment] = max(plan.epoch, self._requested_epochs.get(deployment, 0))
         async with self._load_locks[deployment]:
             self._check_load(message)
             self._last_epochs[deployment] = plan.epoch
@@ -308,7 +310,7 @@ class AgentDaemon:
             return None
         self._store.pin(deployment, start.load.parts.hashes)
         await self._verify_chunks(worker.added_chunks(start))
-        require_lease(self._leases.get(deployment), self.name, start.load.holder, loop_time())
+        self._check_still_wanted(start.load)
         if self._workers.get(deployment) is not worker or not worker.can_reload(start):
             return None  # it ended meanwhile
         self._record_running(start)
@@ -325,8 +327,7 @@ class AgentDaemon:
         await self._stop_worker(deployment)
         self._store.pin(deployment, start.load.parts.hashes)
         await self._verify_chunks(start.load.parts.hashes)
-        # Hashing takes seconds: meanwhile the lease may have ended, and nobody would stop the worker.
-        require_lease(self._leases.get(deployment), self.name, start.load.holder, loop_time())
+        self._check_still_wanted(start.load)
         self._record_running(start)
         worker = self._workers[deployment] = WorkerProcess(self._context, self.name, self.spawner)
         return await worker.start(start)
@@ -350,6 +351,14 @@ class AgentDaemon:
         last_epoch = self._last_epochs.get(message.deployment, 0)
         if message.plan.epoch <= last_epoch:
             raise BadRequest(reason=f"epoch {message.plan.epoch} is not newer than {last_epoch}")
+
+    def _check_still_wanted(self, message: wire.Load) -> None:
+        """As `_check_load`, after the chunks were hashed, which takes seconds: nobody would stop this plan's worker."""
+        require_lease(self._leases.get(message.deployment), self.name, message.holder, loop_time())
+        if (newest := self._requested_epochs[message.deployment]) > message.plan.epoch:
+            raise BadRequest(
+                reason=f"the plan of epoch {message.plan.epoch} has been replaced by that of epoch {newest}"
+            )
 
     def _worker_of(self, message: wire.PlanCommand) -> WorkerProcess:
         worker = self._workers.get(message.deployment)

@@ -193,16 +193,19 @@ class Deployment:
         return False
 
     async def close(self) -> None:
-        """Stop the workers, which frees their memory for the next plan. Lost devices are not asked; errors are ignored."""
+        """Stop the workers, which frees their memory for the next plan. Lost devices are not asked; errors are ignored.
+
+        A device whose connection has just broken may answer over a new one; its worker would keep its memory otherwise.
+        """
         seconds = _UNLOAD_SECONDS if self.failure is None else _UNLOAD_AFTER_LOSS_SECONDS
         self.fail(NotServing(state="the plan was unloaded"))
         request = wire.Unload(**self.command_fields)
-        calls = (
-            self._fleet.call(device.device_id, request, timeout_seconds=seconds)
-            for device in self.plan.devices
-            if self._is_reachable(device.device_id)
-        )
-        await asyncio.gather(*calls, return_exceptions=True)
+
+        async def unload(device_id: str) -> None:
+            if self._is_reachable(device_id) or await self._fleet.answers_again(device_id):
+                await self._fleet.call(device_id, request, timeout_seconds=seconds)
+
+        await asyncio.gather(*(unload(device.device_id) for device in self.plan.devices), return_exceptions=True)
 
     # ---- requests -------------------------------------------------------------------------------------------------
 

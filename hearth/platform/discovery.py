@@ -116,6 +116,8 @@ class _Record:
                     log.info("now advertised at %s instead of %s", ", ".join(self._addresses), before)
             except (OSError, BadSetting) as error:  # for instance an interface that has just gone
                 log.warning("the addresses cannot be advertised, trying again: %s", error)
+            except Exception:  # a library's: without this task, nobody would find this program at a new address
+                log.exception("the addresses cannot be advertised, trying again")
 
     async def withdraw(self) -> None:
         """Withdraw the record."""
@@ -177,15 +179,16 @@ class Browser:
         addresses = _addresses_of(self._interfaces)
         while True:
             await asyncio.sleep(_ADDRESS_POLL_SECONDS)
-            if (found := _addresses_of(self._interfaces)) == addresses and self._browser is not None:
-                continue
-            await self._close()
             try:
+                if (found := _addresses_of(self._interfaces)) == addresses and self._browser is not None:
+                    continue
+                await self._close()
                 self._open()
+                addresses = found
             except OSError as error:
                 log.warning("browsing failed, trying again: %s", error)
-                continue
-            addresses = found
+            except Exception:  # a library's: without this task, no device at a new address would be found
+                log.exception("browsing failed, trying again")
 
     def _add_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from support.plans import BERT_LARGE, make_plan
 
 from coordinator.deploy.deployment import Deployment
 from coordinator.deploy.transformer import TransformerDeployment
+from coordinator.devices import registry
 from hearth.errors import ConnectionLost, DeviceLost, HearthError, StepFailed
 from hearth.plan.plan import TransformerPlan
+from hearth.platform.asyncio_tools import loop_time
 from hearth.wire.messages import Abort, Load, Message, Run, Unload
 from hearth.wire.rpc import Reply
 
@@ -25,6 +28,24 @@ def test_close_skips_devices_that_this_coordinator_has_never_met() -> None:
         met = plan.devices[0].model_copy(update={"device_id": "a"})
         deployment = Deployment(fleet, plan.model_copy(update={"devices": (met, plan.devices[1])}))
         await deployment.close()
+        return [device for device, message in fleet.asked if isinstance(message, Unload)]
+
+    assert asyncio.run(close()) == ["a"]
+
+
+def test_close_stops_a_worker_whose_agent_answers_over_a_new_connection() -> None:
+    class Reconnects(TransformerFleet):
+        async def answers_again(self, device_id: str) -> bool:
+            if device_id in self.devices and self.devices[device_id].health != "dead":
+                self.devices[device_id] = replace(self.devices[device_id], disconnected_at=None)
+                return True
+            return False
+
+    async def close() -> list[str]:
+        fleet = Reconnects("ab")
+        fleet.devices["a"] = registry.after_connection_lost(fleet.devices["a"], loop_time())
+        fleet.kill("b")
+        await Deployment(fleet, plan_for("ab")).close()
         return [device for device, message in fleet.asked if isinstance(message, Unload)]
 
     assert asyncio.run(close()) == ["a"]

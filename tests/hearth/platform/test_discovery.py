@@ -79,6 +79,30 @@ def test_address_that_changes_is_advertised_again(monkeypatch: pytest.MonkeyPatc
     asyncio.run(scenario())
 
 
+def test_addresses_that_could_not_be_advertised_are_advertised_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.01)
+    published: list[list[str]] = []
+    failures: list[Exception] = [OSError("the interface is gone"), BadSetting(setting="x", reason="y"), RuntimeError()]
+
+    async def publish(self: discovery._Record, interfaces: list[str]) -> None:
+        await self.withdraw()
+        if published and failures:
+            raise failures.pop()
+        self._addresses = interfaces
+        published.append(interfaces)
+
+    async def scenario() -> None:
+        addresses = ["127.0.0.1"]
+        async with advertised(AGENT_SERVICE, 4714, "d" * 16, "90abcdef", lambda: list(addresses)):
+            addresses[:] = ["10.0.0.2"]
+            while len(published) < 2:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(discovery._Record, "publish", publish)
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert published == [["127.0.0.1"], ["10.0.0.2"]]
+
+
 def test_browser_opens_new_sockets_when_an_address_appears(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
     addresses = ["127.0.0.1"]

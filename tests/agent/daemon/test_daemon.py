@@ -1,0 +1,136 @@
+"""The daemon with a fake worker and store: what happens to a plan while its chunks are hashed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.devices import ready_device
+from support.messages import EXAMPLES
+from support.waiting import until
+
+pytest.importorskip("psutil")
+
+from agent.daemon import daemon as daemon_module
+from agent.daemon.config import AgentSettings
+from agent.daemon.daemon import AgentDaemon
+from hearth.errors import BadRequest, LeaseLost
+from hearth.wire import messages as wire
+from hearth.wire.rpc import Caller, Response
+
+LOAD = next(message for message in EXAMPLES if isinstance(message, wire.Load))
+
+
+class SlowStore:
+    """Hashes chunks until `finish` is called."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_verified = 0
+        self._loop = asyncio.get_running_loop()
+        self._finished = asyncio.Event()
+
+    def finish(self) -> None:
+        self._finished.set()
+
+    def verify(self, hashes: Iterable[str]) -> tuple[str, ...]:
+        self.num_verified += 1
+        asyncio.run_coroutine_threadsafe(self._finished.wait(), self._loop).result(20)
+        return ()
+
+    def pin(self, deployment: str, hashes: Iterable[str]) -> None:
+        pass
+
+    def unpin(self, deployment: str) -> None:
+        pass
+
+
+class Worker:
+    """Stands for the supervisor of a process. `started` lists the epochs of all plans that were loaded."""
+
+    started: list[int]
+    abandoned = False
+    state = "loading"
+
+    def __init__(self, *_: Any) -> None:
+        self.epoch = 0
+
+    async def start(self, request: wire.Start) -> wire.WorkerBound:
+        self.epoch = request.load.plan.epoch
+        self.started.append(self.epoch)
+        return wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0)
+
+    def can_reload(self, request: wire.Start) -> bool:
+        return False
+
+    async def stop(self) -> None:
+        pass
+
+
+class Agent:
+    """A daemon of which a coordinator holds the lease."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = AgentSettings(name="kitchen", state_dir=folder, store_dir=folder, key_path=folder / "key")
+        self.store = SlowStore(folder)
+        telemetry = SimpleNamespace(read=lambda now: ready_device("a").telemetry, has_room=lambda num_bytes: True)
+        parts: list[Any] = [SimpleNamespace(), self.store, telemetry, SimpleNamespace(), None]
+        self.daemon = AgentDaemon(settings, *parts, coordinator_public_key="c")
+
+    async def ask(self, message: wire.Message) -> Response:
+        return await self.daemon.handle(Caller("c"), message, [])
+
+    def load(self, epoch: int) -> asyncio.Task[Response]:
+        plan = LOAD.plan.model_copy(update={"epoch": epoch})
+        return asyncio.create_task(self.ask(LOAD.model_copy(update={"plan": plan})))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Agent], Awaitable[None]]], list[int]]:
+    """Run a scenario; returns the epochs of the plans that were loaded."""
+    monkeypatch.setattr(daemon_module, "WorkerProcess", Worker)
+    monkeypatch.setattr(Worker, "started", [], raising=False)
+
+    def run_it(scenario: Callable[[Agent], Awaitable[None]]) -> list[int]:
+        async def main() -> None:
+            agent = Agent(tmp_path)
+            await agent.ask(wire.AcquireLease(holder=LOAD.holder, holder_name="c", seconds=30.0))
+            await scenario(agent)
+
+        asyncio.run(asyncio.wait_for(main(), 30))
+        return Worker.started
+
+    return run_it
+
+
+Run = Callable[[Callable[[Agent], Awaitable[None]]], list[int]]
+
+
+def test_lease_that_ends_while_chunks_are_hashed_leaves_no_worker(run: Run) -> None:
+    async def scenario(agent: Agent) -> None:
+        loading = agent.load(epoch=1)
+        await until("hashing has begun", lambda: agent.store.num_verified == 1)
+        await agent.ask(wire.ReleaseLease(holder=LOAD.holder))
+        agent.store.finish()
+        with pytest.raises(LeaseLost):
+            await loading
+
+    assert run(scenario) == []
+
+
+def test_newer_plan_does_not_wait_for_the_older_one_to_load(run: Run) -> None:
+    async def scenario(agent: Agent) -> None:
+        older = agent.load(epoch=1)
+        await until("hashing has begun", lambda: agent.store.num_verified == 1)
+        newer = agent.load(epoch=2)
+        await asyncio.sleep(0)
+        agent.store.finish()
+        with pytest.raises(BadRequest, match="replaced by that of epoch 2"):
+            await older
+        assert isinstance(await newer, wire.WorkerBound)
+
+    assert run(scenario) == [2]
