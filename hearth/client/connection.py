@@ -141,7 +141,8 @@ class Connection:
             await greet(client, deadline - loop.time())
 
         async def greet_endpoint(endpoint: str, seconds: float) -> HearthError | None:
-            return await greet(RpcClient(self._context, endpoint, self._access, name="client"), seconds)
+            client = RpcClient(self._context, endpoint, self._access, name="client", quick=True)
+            return await greet(client, seconds)
 
         async def greet_found(endpoints: asyncio.Queue[str]) -> None:
             """Greet the endpoints of a queue in turn, until cancelled."""

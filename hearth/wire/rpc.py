@@ -34,7 +34,7 @@ from hearth.errors import (
 )
 from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised, with_timeout
 from hearth.platform.refusals import Refusals
-from hearth.platform.security import Access, KeyPair, fingerprint, secure_client, secure_server, user_id
+from hearth.platform.security import Access, KeyPair, detect_silence, fingerprint, secure_client, secure_server, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire.messages import (
     MESSAGE_TYPES,
@@ -312,7 +312,10 @@ class RpcClient:
     connection is not monitored: the owner calls `fail` when the process has ended.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, access: Access | None, name: str) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, endpoint: str, access: Access | None, name: str, quick: bool = False
+    ) -> None:
+        """`quick`: notice a silent server within 3 s; for callers that repeat their calls elsewhere."""
         self.endpoint = endpoint
         self.server_key = access.server_public if access else ""  # public key that the server must have
         self._name = name
@@ -334,6 +337,8 @@ class RpcClient:
             self._handshake_ended.set()
         else:
             secure_client(self._socket, access.own, access.server_public)
+            if quick:
+                detect_silence(self._socket)
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
             self._socket.reconnect_ivl = _RECONNECT_MS
             self._socket.reconnect_ivl_max = _RECONNECT_MAX_MS

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
@@ -30,6 +33,7 @@ from hearth.errors import (
     TextTooLong,
     Unreachable,
 )
+from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.file_limit import raise_file_limit
 from hearth.platform.security import Access, asyncio_gatekeeper, new_keypair, secure_client
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
@@ -533,3 +537,56 @@ def test_servers_can_follow_one_another_on_one_port() -> None:
                 port = server.port
 
     asyncio.run(main())
+
+
+def test_stopped_server_is_noticed_sooner_by_a_client_that_can_go_elsewhere() -> None:
+    """A process that is stopped keeps its TCP connections open."""
+    code = """
+import asyncio, sys, zmq.asyncio
+from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.security import KeyPair, asyncio_gatekeeper
+from hearth.wire.messages import Done
+from hearth.wire.rpc import RpcServer
+
+async def handle(caller, message, payload):
+    await asyncio.sleep(60)
+    return Done()
+
+async def main():
+    context = zmq.asyncio.Context()
+    gatekeeper = asyncio_gatekeeper(context)
+    gatekeeper.admit("d", lambda key: True)
+    gatekeeper.start()
+    print(RpcServer(context, "127.0.0.1", 0, KeyPair(*sys.argv[1:]), "d", handle).port, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    server_keys = new_keypair()
+    with subprocess.Popen([sys.executable, "-c", code, *server_keys], stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+
+            async def scenario() -> None:
+                context = zmq.asyncio.Context()
+                access = Access(new_keypair(), server_keys.public)
+                endpoint = f"tcp://127.0.0.1:{port}"
+                clients = [RpcClient(context, endpoint, access, "client", quick=quick) for quick in (True, False)]
+                quick, patient = [asyncio.ensure_future(each.call(Done(), timeout_seconds=50)) for each in clients]
+                try:
+                    while not all(each.pending for each in clients):
+                        await asyncio.sleep(0.01)
+                    server.send_signal(signal.SIGSTOP)
+                    with pytest.raises(ConnectionLost):
+                        await quick
+                    assert not patient.done()
+                finally:
+                    await cancel_all([quick, patient])
+                    for each in clients:
+                        await each.close()
+                    context.destroy(linger=0)
+
+            asyncio.run(scenario())
+        finally:
+            server.kill()
