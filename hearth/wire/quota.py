@@ -12,6 +12,10 @@ from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, MAX_PAYLOAD_FRAMES
 _BYTES_PER_TOKEN = 64 << 10
 
 
+# Refused requests of one key that are answered: all of a program that sends a few thousand at once. In a flood, the answers
+# would cost as much time as the requests.
+_REFUSALS_PER_SECOND = 200.0
+_REFUSAL_BURST = 4096.0
 MAX_REQUESTS_PER_CALLER = 256  # in progress, which bounds the memory; a further one is answered with QueueFull
 
 
@@ -25,14 +29,33 @@ class Limits(NamedTuple):
     burst: float = 1.0  # requests that may start at once
 
 
+class _Bucket:
+    """A token bucket: tokens come at a rate, up to `burst`. Below 0, takers wait."""
+
+    def __init__(self) -> None:
+        self._tokens = math.inf
+        self._counted_at = 0.0
+
+    def take(self, num_tokens: float, per_second: float, burst: float, now: float) -> float:
+        """Take tokens. Returns the seconds until all of them are there."""
+        gained = (now - self._counted_at) * per_second
+        self._tokens = min(burst, self._tokens + gained) - num_tokens
+        self._counted_at = now
+        return max(0.0, -self._tokens / per_second)
+
+    def give_back(self, num_tokens: float) -> None:
+        """Return tokens that were taken."""
+        self._tokens += num_tokens
+
+
 class Quota:
-    """What one key uses at present: a token bucket, and the requests in progress with their bytes."""
+    """What one key uses at present: the requests in progress with their bytes, and two token buckets."""
 
     def __init__(self) -> None:
         self.num_requests = 0
         self.num_bytes = 0
-        self._tokens = math.inf  # below 0: requests that wait for their start
-        self._counted_at = 0.0
+        self._starts = _Bucket()
+        self._refusals = _Bucket()
 
     def enter(self, limits: Limits, num_bytes: int, message_bytes: int, now: float) -> float:
         """Count a request of `num_bytes`, of which `message_bytes` must be decoded. Returns the seconds until it may start.
@@ -49,10 +72,14 @@ class Quota:
         self.num_bytes += num_bytes
         if limits.per_second == math.inf:
             return 0.0
-        gained = (now - self._counted_at) * limits.per_second
-        self._tokens = min(limits.burst, self._tokens + gained) - 1 - message_bytes / _BYTES_PER_TOKEN
-        self._counted_at = now
-        return max(0.0, -self._tokens / limits.per_second)
+        return self._starts.take(1 + message_bytes / _BYTES_PER_TOKEN, limits.per_second, limits.burst, now)
+
+    def answers_refusal(self, now: float) -> bool:
+        """Whether one more refusal of this key is answered; a flood that is refused is not."""
+        if self._refusals.take(1, _REFUSALS_PER_SECOND, _REFUSAL_BURST, now) == 0.0:
+            return True
+        self._refusals.give_back(1)
+        return False
 
     def leave(self, num_bytes: int) -> None:
         """A request has ended."""

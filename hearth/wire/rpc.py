@@ -228,7 +228,8 @@ class RpcServer:
             )
         except HearthError as error:
             self.refusals.note(f"{error.code} for {fingerprint(caller.public_key)}")
-            await self._send(identity, request_id, Failed.of(error))
+            if self._quotas[caller.public_key].answers_refusal(loop_time()):
+                await self._send(identity, request_id, Failed.of(error))
             return
         request = _Request(identity, request_id, caller, kind, num_bytes)
         task = asyncio.create_task(self._run(request, frames[2], frames[3:], delay_seconds))

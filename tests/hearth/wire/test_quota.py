@@ -43,3 +43,11 @@ def test_requests_and_bytes_in_progress_are_limited_until_they_leave() -> None:
 def test_trusted_peer_never_waits() -> None:
     quota = Quota()
     assert [quota.enter(Limits(), 1 << 20, 1 << 20, now=0.0) for _ in range(200)] == [0.0] * 200
+
+
+def test_flood_of_refused_requests_is_not_answered() -> None:
+    quota = Quota()
+    assert all(quota.answers_refusal(0.0) for _ in range(4000))
+    assert not all(quota.answers_refusal(0.0) for _ in range(200))
+    assert sum(quota.answers_refusal(1.0) for _ in range(4000)) == pytest.approx(200, abs=1)
+    assert quota.answers_refusal(2.0)
