@@ -15,7 +15,7 @@ from hearth.errors import InternalError
 from tools.bench.fault_home import FaultHome
 from tools.bench.watch import agent_of, template_of, worker_of
 
-_RESTART_SECONDS = 3.0  # RestartSec of the systemd units
+_RESTART_SECONDS = 1.0  # RestartSec of the systemd units
 _CUT_SECONDS = 10.0  # for which a link is cut
 _POWER_SECONDS = 15.0  # for which a device has no power
 _STOPPED_SECONDS = (10.0, 20.0)  # for which processes are stopped
