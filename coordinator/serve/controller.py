@@ -83,7 +83,7 @@ class Controller:
         services.state.save(name, SavedDeployment(goal=goal, plan=plan or running), self.lifecycle.last_epoch)
         self.plan: Plan | None = None  # of the current deployment, or of the last one
         self.deployment: Deployment | None = None  # the current one; None once it is retired or its workers are stopped
-        self._retired: Deployment | None = None  # the previous one, whose workers the next plan may keep
+        self._retired: list[Deployment] = []  # previous ones, oldest first, whose workers the next plan may keep
         self._closing: set[asyncio.Task[None]] = set()
         self.keep_workers = False  # whether to leave the workers to another coordinator at the end
         self._goal_set = cycle.GoalSet(plan, running)
@@ -240,7 +240,7 @@ class Controller:
             case "profile":
                 return cycle.DevicesProfiled(await self.kind.profile(state.devices))
             case "make_plan":
-                held = self._retired.plan if self._retired is not None else None
+                held = self._retired[-1].plan if self._retired else None
                 plan = await self.kind.plan(state.cluster, state.has_served, held)
                 self._replanner.record_best_plan(state.devices, plan)
                 return cycle.PlanMade(plan, services.fleet.last_epoch)
@@ -280,13 +280,14 @@ class Controller:
             case "retire_workers":
                 if deployment is not None:
                     deployment.fail(NotServing(state="the plan is being replaced"))
-                    self.deployment, self._retired = None, deployment
+                    self.deployment = None
+                    self._retired.append(deployment)
             case "release_workers":
-                if self._retired is not None:  # a worker that goes on has the new epoch, and this does not concern it
-                    closing = asyncio.create_task(self._retired.close())
+                for retired in self._retired:  # a worker that goes on has the new epoch, and this does not concern it
+                    closing = asyncio.create_task(retired.close())
                     self._closing.add(closing)
                     closing.add_done_callback(self._closing.discard)
-                    self._retired = None
+                self._retired = []
             case "stop_workers":
                 await self._stop_workers()
             case "wait_to_retry":
@@ -300,9 +301,9 @@ class Controller:
         return None
 
     async def _stop_workers(self) -> None:
-        """Stop the workers of the deployment and of the previous one."""
-        running = [each for each in (self.deployment, self._retired) if each is not None]
-        self.deployment = self._retired = None
+        """Stop the workers of the deployment and of the previous ones."""
+        running = [*self._retired, *([self.deployment] if self.deployment is not None else [])]
+        self.deployment, self._retired = None, []
         await asyncio.gather(*(each.close() for each in running))
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from hearth.errors import HearthError
+from hearth.errors import DeviceLost, HearthError, WorkerDied
 from hearth.plan.plan import Plan
 from hearth.wire.messages import DeploymentPhase
 
@@ -177,8 +177,8 @@ Action: TypeAlias = Literal[
     "record_loss",  # remember the device that failed, if one did, so that plans avoid it for a while
     # Executed in order, after the previous actions have ended:
     "retire_workers",  # the deployment serves no more; its workers run on, since the next plan may keep them
-    "release_workers",  # stop workers of the previous deployment that the new one has not kept, in the background
-    "stop_workers",  # stop all workers, of the deployment and of the previous one
+    "release_workers",  # stop workers of previous deployments that the new one has not kept, in the background
+    "stop_workers",  # stop all workers, of the deployment and of the previous ones
     "finish",  # end `run`; in the phase `failed`, with an error that retrying cannot fix
     # Executed in the same way; each reports an event when done. Every phase except `idle` has one:
     "take_over",  # the running workers of the last deployment
@@ -221,6 +221,7 @@ class Lifecycle:
     next_plan: Plan | None = None  # while draining: the plan to deploy next; None: stop
     last_epoch: int = 0  # the newest of all deployments of this home
     has_served: bool = False
+    lost: frozenset[str] = frozenset()  # names of devices lost during the bring-up since the deployment last served
     finished: bool = False  # final state
     history: tuple[Transition, ...] = ()
 
@@ -283,6 +284,17 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
         last: Action = "finish" if error.contradiction else "wait_to_retry"
         return to("failed", *first, "stop_workers", last, plan=None, saved_plan=None, finished=error.contradiction)
 
+    def repair(error: HearthError, *first: Action) -> tuple[Lifecycle, Actions]:
+        """Plan again at once after the loss of a device; the other workers run on.
+
+        Once per device: without a pause, a device that fails at every attempt would keep the coordinator busy.
+        """
+        nonlocal state
+        if not isinstance(error, DeviceLost | WorkerDied) or error.device in state.lost:
+            return fail(error, "record_loss")
+        state = replace(state, lost=state.lost | {error.device})
+        return settle("record_loss", *first)
+
     def end(*first: Action) -> tuple[Lifecycle, Actions]:
         return to("idle", *first, "stop_workers", "finish", plan=None, saved_plan=None, next_plan=None, finished=True)
 
@@ -319,7 +331,7 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
         case "loading", WorkersLoaded():
             return to("warming", "warm_up")
         case "warming", WarmedUp():
-            return to("serving", "release_workers", "serve", has_served=True)
+            return to("serving", "release_workers", "serve", has_served=True, lost=frozenset())
 
         case "serving", BetterPlanMade(plan, _, last_epoch):
             last_epoch = max(state.last_epoch, last_epoch)
@@ -327,8 +339,10 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
         case "draining", Drained() | DrainTimedOut():
             return deploy(state.next_plan, 0, "retire_workers") if state.next_plan is not None else end()
 
-        case "pushing" | "loading" | "warming", DeploymentLost(_, error):
-            return fail(error, "record_loss")
+        case "pushing", DeploymentLost(_, error) | ActionFailed(error):
+            return repair(error)  # this plan has no workers yet
+        case "loading" | "warming", DeploymentLost(_, error) | ActionFailed(error):
+            return repair(error, "retire_workers")
         case "serving", DeploymentLost():
             return settle("stop_admitting", "record_loss", "retire_workers")
         case "draining", DeploymentLost() if state.next_plan is not None:
@@ -363,7 +377,7 @@ def retry_seconds(state: Lifecycle) -> float:
 
 def _append_to_history(history: tuple[Transition, ...], transition: Transition) -> tuple[Transition, ...]:
     """The history with the newest move, bounded. A failure that repeats the last one only increases its count."""
-    if isinstance(transition.cause, ActionFailed):
+    if isinstance(transition.cause, ActionFailed) and transition.phase == "failed":
         earlier = list(history)
         while earlier and earlier[-1].phase in _BRING_UP:
             earlier.pop()

@@ -32,7 +32,7 @@ def describe_state(state: cycle.Lifecycle) -> str:
             return "stopped"
         case "adopting", _:
             return "taking over the workers of the last plan"
-        case "settling", cycle.DeploymentLost(_, error):
+        case "settling", cycle.DeploymentLost(_, error) | cycle.ActionFailed(error):
             return f"planning again: {error.explanation()}"
         case "settling", _ if state.saved_plan is not None:
             return "waiting for the devices of the last plan"

@@ -434,6 +434,37 @@ def test_workers_that_survive_a_loss_go_on_in_the_next_plan(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("during", [FindMissing, Load, ConnectPeers, Run], ids=lambda message: message.__name__)
+def test_workers_that_survive_a_loss_during_a_repair_go_on_in_the_plan_after_it(
+    kind: str, during: type[Message], tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case = Case(kind, tmp_path, graph, "abc")
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            first, already = home.plan, len(case.fleet.asked)
+            working = case.fleet.call
+
+            async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
+                if isinstance(message, during) and device_id == "c" and home.controller.lifecycle.phase != "serving":
+                    home.kill("c")
+                return await working(device_id, message, *arguments, **options)
+
+            case.fleet.call = call  # type: ignore[method-assign]
+            home.kill("b")
+            await home.until(lambda: home.ready and home.names() == "a")
+            assert "failed" not in home.phases()
+            since = [message for _, message in case.fleet.asked[already:]]
+            last_load = max(index for index, message in enumerate(since) if isinstance(message, Load))
+            assert not any(isinstance(message, Unload) for message in since[:last_load])
+            retired = {first.epoch} if during is FindMissing else {first.epoch, first.epoch + 1}
+            await home.until(
+                lambda: {m.epoch for _, m in case.fleet.asked[already:] if isinstance(m, Unload)} == retired
+            )
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,9 +43,10 @@ from coordinator.serve.lifecycle import (
     step,
 )
 from coordinator.serve.lifecycle_text import describe_cause
-from hearth.errors import BadPlan, BadSetting, DeviceLost, HearthError, NoDevices, StoreFull
+from hearth.errors import BadPlan, BadSetting, DeviceLost, HearthError, NoDevices, StoreFull, WorkerDied
 
 LOST = DeviceLost(device="b", reason="no answer")
+DIED = WorkerDied(device="b", reason="killed")
 FULL = StoreFull(device="b", needed_bytes=2, free_bytes=1)
 WRONG = BadSetting(setting="--strategy", reason="no")
 
@@ -76,7 +77,9 @@ def run(*events: Event, state: Lifecycle | None = None) -> tuple[Lifecycle, list
 
 
 UP_TO_PLANNING = (GoalSet(), DevicesSettled(("a",)), DevicesProfiled("cluster"))
-UP_TO_WARMING = (*UP_TO_PLANNING, PlanMade(plan(), 0), ChunksPushed(1), WorkersLoaded(1))
+UP_TO_PUSHING = (*UP_TO_PLANNING, PlanMade(plan(), 0))
+UP_TO_LOADING = (*UP_TO_PUSHING, ChunksPushed(1))
+UP_TO_WARMING = (*UP_TO_LOADING, WorkersLoaded(1))
 UP_TO_SERVING = (*UP_TO_WARMING, WarmedUp(1))
 UP_TO_SWAP = (*UP_TO_SERVING, BetterPlanMade(plan("better"), 1, 0))
 UP_TO_STOP = (*UP_TO_SERVING, StopRequested())
@@ -107,8 +110,8 @@ TABLE: list[tuple[tuple[Event, ...], Event, DeploymentPhase, Actions, Any]] = [
         ("retire_workers", "settle"), None,
     ),
     (
-        (GoalSet(None, plan("old", 7)), WorkersTakenOver(7)), DeploymentLost(7, LOST), "failed",
-        ("record_loss", "stop_workers", "wait_to_retry"), None,
+        (GoalSet(None, plan("old", 7)), WorkersTakenOver(7)), DeploymentLost(7, LOST), "settling",
+        ("record_loss", "retire_workers", "settle"), None,
     ),
     (UP_TO_SERVING, BetterPlanMade(plan("better"), 1, 5), "draining", ("stop_admitting", "drain"), plan(epoch=1)),
     (UP_TO_SWAP, Drained(), "pushing", ("retire_workers", "push"), plan("better", 2)),
@@ -129,7 +132,13 @@ TABLE: list[tuple[tuple[Event, ...], Event, DeploymentPhase, Actions, Any]] = [
     (UP_TO_STOP, DeploymentLost(1, LOST), "idle", ("record_loss", "stop_workers", "finish"), None),
     (UP_TO_STOP, StopRequested(), "idle", ("refuse_requests", "stop_workers", "finish"), None),
     (UP_TO_PLANNING, StopRequested(), "idle", ("refuse_requests", "stop_workers", "finish"), None),
-    (UP_TO_WARMING, DeploymentLost(1, LOST), "failed", ("record_loss", "stop_workers", "wait_to_retry"), None),
+    (UP_TO_PUSHING, DeploymentLost(1, LOST), "settling", ("record_loss", "settle"), None),
+    (UP_TO_PUSHING, ActionFailed(LOST), "settling", ("record_loss", "settle"), None),
+    (UP_TO_LOADING, DeploymentLost(1, LOST), "settling", ("record_loss", "retire_workers", "settle"), None),
+    (UP_TO_LOADING, ActionFailed(DIED), "settling", ("record_loss", "retire_workers", "settle"), None),
+    (UP_TO_WARMING, DeploymentLost(1, LOST), "settling", ("record_loss", "retire_workers", "settle"), None),
+    (UP_TO_WARMING, DeploymentLost(1, FULL), "failed", ("record_loss", "stop_workers", "wait_to_retry"), None),
+    (UP_TO_PLANNING, ActionFailed(LOST), "failed", ("record_loss", "stop_workers", "wait_to_retry"), None),
     (UP_TO_WARMING, ActionFailed(FULL), "failed", ("record_loss", "stop_workers", "wait_to_retry"), None),
     (UP_TO_PLANNING, ActionFailed(NoDevices(seconds=1)), "failed", ("record_loss", "stop_workers", "wait_to_retry"),
      None),
@@ -166,6 +175,24 @@ def test_pause_after_a_failure_grows_and_is_short_at_first_if_a_device_failed() 
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, RETRY_SECONDS, RETRY_SECONDS]
     state, _ = run(*UP_TO_PLANNING, ActionFailed(NoDevices(seconds=1)))
     assert retry_seconds(state) == RETRY_SECONDS
+
+
+def test_devices_that_are_lost_one_after_another_are_repaired_at_once_and_each_once() -> None:
+    state, _ = run(*UP_TO_SERVING, DeploymentLost(1, LOST))
+    again = (DevicesSettled(("a",)), DevicesProfiled("cluster"), PlanMade(plan(), 0))
+    phases = []
+    for epoch, name in enumerate("bcdbe", start=2):
+        error = WorkerDied(device=name, reason="killed")
+        state, taken = run(*again, ChunksPushed(epoch), DeploymentLost(epoch, error), state=state)
+        phases.append(state.phase)
+        assert ("stop_workers" in taken[-1]) == (state.phase == "failed")
+        if state.phase == "failed":
+            assert retry_seconds(state) == 0.1
+            state, _ = run(RetryDue(), state=state)
+    assert phases == ["settling", "settling", "settling", "failed", "settling"]
+    state, _ = run(*again, ChunksPushed(7), WorkersLoaded(7), WarmedUp(7), DeploymentLost(7, LOST), state=state)
+    state, _ = run(*again, ChunksPushed(8), ActionFailed(DIED), state=state)
+    assert state.phase == "settling"  # the deployment has served since b was lost
 
 
 def test_epochs_exceed_all_epochs_known_to_agents() -> None:
@@ -251,7 +278,7 @@ def test_every_event_has_a_description() -> None:
 
 EPOCHS = st.integers(1, 6)
 PLANS = st.sampled_from("xyz").map(plan)
-ERRORS = st.sampled_from([LOST, FULL, WRONG])
+ERRORS = st.sampled_from([LOST, DIED, FULL, WRONG])
 EVENTS = st.one_of(
     st.builds(GoalSet, st.none() | PLANS, st.none() | st.builds(plan, st.sampled_from("xyz"), EPOCHS)),
     st.builds(TakeOverFailed, st.just("no worker"), st.booleans()),
@@ -298,7 +325,7 @@ def test_random_events_keep_all_invariants(data: st.DataObject) -> None:
     state = Lifecycle()
     completed: list[type[Event]] = []  # of the current epoch
     epochs: list[int] = []
-    admitting = worker_runs = retired = False
+    admitting = worker_runs = False
     lost_plan: Any = None
     for now in range(data.draw(st.integers(1, 60))):
         # Mostly reports of the executor, so that sequences reach late phases; or a completion at a wrong time.
@@ -330,16 +357,11 @@ def test_random_events_keep_all_invariants(data: st.DataObject) -> None:
                 assert event == WarmedUp(after.epoch or 0)
             elif action in ("stop_admitting", "refuse_requests"):
                 admitting = False
-            elif action == "stop_workers":
+            elif action in ("stop_workers", "retire_workers"):
                 assert not admitting
-                worker_runs = retired = False
-            elif action == "retire_workers":
-                assert not admitting
-                assert not retired  # those of the plan before were released when this plan began to serve
-                worker_runs, retired = False, True
+                worker_runs = False
             elif action == "release_workers":
                 assert after.phase == "serving"
-                retired = False
             elif action in ("load", "take_over"):
                 worker_runs = True
             elif action == "push":
