@@ -7,7 +7,6 @@ the daemon ends.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import queue
@@ -21,12 +20,12 @@ from agent.worker import sandbox
 from agent.worker.runtime import Runtime, create_runtime
 from agent.worker.server import WorkerServer, failed_message
 from hearth.errors import StepFailed
+from hearth.platform.parent_death import die_with_parent
 from hearth.wire.messages import Abort, ConnectPeers, Done, Message, Start, WorkerProgress
 
 log = logging.getLogger("hearth.worker")
 
 _OOM_SCORE_ADJUST = "500"  # so that the kernel kills the worker, not the daemon, when memory runs out
-_PR_SET_PDEATHSIG = 1  # prctl option, from <linux/prctl.h>
 
 # From `Start` of another plan until the process gives up and ends, because a step does not: longer than the longest step
 # without a tile to wait for, and short enough for a new process to begin within the coordinator's patience.
@@ -132,14 +131,6 @@ def set_up_process(endpoint: str, log_level: str, store: str) -> None:
     tempfile.tempdir = str(folder)
     compiled_kernels = Path.home() / ".nv"  # of CUDA
     sandbox.confine(readable=(), writable=(Path(store), folder, compiled_kernels))
-
-
-def die_with_parent(parent: int) -> None:
-    """Have Linux send SIGKILL when the parent dies. If that is no longer the process `parent`, exit at once."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

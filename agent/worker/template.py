@@ -18,7 +18,8 @@ import socket
 import sys
 from pathlib import Path
 
-from agent.worker.main import Worker, die_with_parent, set_up_process
+from agent.worker.main import Worker, set_up_process
+from hearth.platform.parent_death import die_with_parent
 from hearth.wire.messages import Done, ForkWorker, Message, WorkerExited, WorkerForked, decode, encode
 
 log = logging.getLogger("hearth.worker")

@@ -392,6 +392,7 @@ class Controller:
         monitor = DriftMonitor(deployment.plan)
         self.requests.monitored = (deployment, monitor)
         self.requests.admission.open(deployment, self.kind.capacity(deployment))
+        self._services.spare_planners.keep(self.kind.planner)
         preparing = asyncio.create_task(self._preparer.run(self.goal, deployment))
         try:
             await self.kind.tune(deployment)

@@ -24,6 +24,7 @@ from coordinator.serve.goal import graph_request
 from coordinator.serve.kind import RequestHandler, SharedServices
 from coordinator.serve.planner_process import solve_graph
 from coordinator.serve.requests import ComputedReply, Requests
+from coordinator.serve.spare_planners import PlannerKind
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadPlan, BadRequest, BadSetting
 from hearth.plan.graph_spec import Tensor
@@ -43,6 +44,7 @@ class GraphKind:
     """A `ModelKind`. Raises BadModelFile, BadSetting, UnsupportedOperator, ..."""
 
     usage = "the model is a graph of operators; ask it with `hearth infer` or home.infer()"
+    planner: PlannerKind = "graph"
 
     def __init__(self, goal: GraphGoal, services: SharedServices, requests: Requests[GraphDeployment]) -> None:
         GRAPH_METHODS.check(goal.strategy, goal.objective)
@@ -81,7 +83,7 @@ class GraphKind:
         if recovering:
             goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, _MAX_RECOVERY_SECONDS)})
         request = graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits, held))
-        plan = (await solve_graph(request)).plan
+        plan = (await solve_graph(request, spares=self._services.spare_planners)).plan
         self._services.report(
             f"planned by {plan.planner}: {format_seconds(objective_seconds(plan))} "
             f"{'for one request' if plan.body.objective == 'latency' else 'per request of a full pipeline'}"
@@ -91,7 +93,7 @@ class GraphKind:
     async def revise(self, cluster: GraphCluster, deployment: GraphDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan
         request = graph_request(self._goal, self.graph, graph_cluster_with_limits(cluster, self._goal.limits, deployed))
-        new = (await solve_graph(request)).plan
+        new = (await solve_graph(request, spares=self._services.spare_planners)).plan
         return new, objective_seconds(new), current_objective_seconds(request, deployed)
 
     # ---- deployments ----------------------------------------------------------------------------------------------

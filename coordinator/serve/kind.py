@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -14,6 +14,7 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler, Workload
 from coordinator.devices.registry import Device
 from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.spare_planners import PlannerKind, SparePlanners
 from coordinator.serve.state import StateFile
 from hearth.plan.plan import Plan
 from hearth.wire.messages import Message
@@ -33,12 +34,14 @@ class SharedServices:
     state: StateFile
     report: Callable[[str], None]
     progress: PushProgress
+    spare_planners: SparePlanners = field(default_factory=SparePlanners)
 
 
 class ModelKind(Protocol[D]):
     """An opened model, with the planning, deployment and request handlers of its kind."""
 
     usage: str  # tells a client that sent a request of another kind which requests the model answers
+    planner: PlannerKind  # the process that makes its plans
     workload: Workload[Any]  # measured on each device before planning
     handlers: Mapping[type[Message], RequestHandler]  # by type of request
 

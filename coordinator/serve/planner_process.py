@@ -1,13 +1,15 @@
 """Planning in a child process, so that a long search does not delay requests and ends with its caller.
 
-The child runs this module. It reads one JSON object from standard input and writes one to standard output. It writes the
-name of each strategy to standard error, one per line, when it starts that strategy.
+The child runs this module; an idle one that is ready (`spare_planners`) is used instead of a fresh one. It reads one JSON
+object from standard input and writes one to standard output. It writes the name of each strategy to standard error, one per
+line, when it starts that strategy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,10 +20,12 @@ from pydantic import TypeAdapter
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import PlanningResult
 from coordinator.plan.transformer.request import PlanRequest
+from coordinator.serve.spare_planners import PlannerKind, SparePlanners
 from coordinator.serve.state import GraphGoal
 from hearth.errors import DeadlineExceeded, HearthError, InternalError, error_from_wire
 from hearth.plan.plan import GraphPlan, TransformerPlan
-from hearth.platform.child import run_module
+from hearth.platform.child import ChildResult, run_module
+from hearth.platform.parent_death import die_with_parent
 
 # Timeout of the child: the factor times the time limit of the search, plus the seconds. The limit covers the search
 # alone, not starting the interpreter, building the problem and the heuristics. Generous: it only ends a child that hangs.
@@ -29,7 +33,7 @@ _GRACE_SECONDS = 300.0
 _GRACE_FACTOR = 3.0
 _STRATEGY_PREFIX = "planning: "  # prefix of a strategy's name on the child's standard error
 ReportStrategy = Callable[[str], None]
-_Kind = Literal["transformer", "graph", "instance"]
+_Kind = PlannerKind | Literal["instance"]
 # Types of request and answer. "instance" is a placement problem in the file that the goal names.
 _TYPES: dict[_Kind, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
     "transformer": (TypeAdapter(PlanRequest), TypeAdapter(PlanningResult[TransformerPlan])),
@@ -38,38 +42,44 @@ _TYPES: dict[_Kind, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
 }
 
 
-async def solve_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:
+async def solve_transformer(
+    request: PlanRequest, spares: SparePlanners | None = None
+) -> PlanningResult[TransformerPlan]:
     """`plan_transformer` in a child process, which is killed if this call is cancelled. Also raises DeadlineExceeded."""
-    planned: PlanningResult[TransformerPlan] = await _run_child("transformer", request, 0.0)
+    planned: PlanningResult[TransformerPlan] = await _plan_in_child("transformer", request, 0.0, spares=spares)
     return planned
 
 
 async def solve_graph(
-    request: GraphRequest, report_strategy: ReportStrategy = lambda line: None
+    request: GraphRequest, report_strategy: ReportStrategy = lambda line: None, spares: SparePlanners | None = None
 ) -> PlanningResult[GraphPlan]:
     """`plan_graph` in a child process. `report_strategy` is called with each strategy. Also raises DeadlineExceeded."""
-    planned: PlanningResult[GraphPlan] = await _run_child("graph", request, request.time_limit_seconds, report_strategy)
+    planned: PlanningResult[GraphPlan] = await _plan_in_child(
+        "graph", request, request.time_limit_seconds, report_strategy, spares
+    )
     return planned
 
 
 async def solve_instance(goal: GraphGoal, report_strategy: ReportStrategy) -> PlanningResult[GraphPlan]:
     """`plan_instance` in a child process, for the placement problem in a file. Also raises DeadlineExceeded, BadGraph."""
-    planned: PlanningResult[GraphPlan] = await _run_child("instance", goal, goal.time_limit_seconds, report_strategy)
+    planned: PlanningResult[GraphPlan] = await _plan_in_child(
+        "instance", goal, goal.time_limit_seconds, report_strategy
+    )
     return planned
 
 
-async def _run_child(
-    kind: _Kind, request: Any, time_limit_seconds: float, report_strategy: ReportStrategy = lambda line: None
+async def _plan_in_child(
+    kind: _Kind,
+    request: Any,
+    time_limit_seconds: float,
+    report_strategy: ReportStrategy = lambda line: None,
+    spares: SparePlanners | None = None,
 ) -> Any:
-    def on_stderr_line(line: str) -> None:
-        if line.startswith(_STRATEGY_PREFIX):
-            report_strategy(line.removeprefix(_STRATEGY_PREFIX))
-
     request_type, result_type = _TYPES[kind]
     seconds = _GRACE_FACTOR * time_limit_seconds + _GRACE_SECONDS
     task = json.dumps({"kind": kind, "request": request_type.dump_python(request, mode="json")}).encode()
     try:
-        child = await run_module(__name__, task, seconds, on_stderr_line)
+        child = await _run_child(kind, task, seconds, report_strategy, spares)
     except asyncio.TimeoutError:
         raise DeadlineExceeded(action="planning", seconds=seconds) from None
     try:
@@ -82,12 +92,32 @@ async def _run_child(
     return result_type.validate_python(reply)
 
 
+async def _run_child(
+    kind: _Kind, task: bytes, seconds: float, report_strategy: ReportStrategy, spares: SparePlanners | None
+) -> ChildResult:
+    """Run the task in the idle process of this kind, or in a fresh one. Raises asyncio.TimeoutError."""
+
+    def on_stderr_line(line: str) -> None:
+        if line.startswith(_STRATEGY_PREFIX):
+            report_strategy(line.removeprefix(_STRATEGY_PREFIX))
+
+    if spares is None or kind == "instance":
+        return await run_module(__name__, task, seconds, on_stderr_line)
+    try:
+        spare = spares.take(kind)
+        if spare is not None and (ended := await spare.run(task, seconds, on_stderr_line)).output:
+            return ended  # one without an answer had died while it was idle
+        return await run_module(__name__, task, seconds, on_stderr_line)
+    finally:
+        spares.replace(kind)
+
+
 # ---- the child ------------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Entry point of the child: read a request, plan, write the result or the error."""
-    task = json.load(sys.stdin)
+def main(stdin_bytes: bytes) -> None:
+    """Entry point of the child: plan what the bytes of its stdin ask for, write the result or the error."""
+    task = json.loads(stdin_bytes)
     request_type, result_type = _TYPES[task["kind"]]
     try:
         planned = _plan(task["kind"], request_type.validate_python(task["request"]))
@@ -118,4 +148,5 @@ def _plan(kind: _Kind, request: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    die_with_parent(os.getppid())
+    main(sys.stdin.buffer.read())

@@ -146,6 +146,7 @@ class Service:
                         COORDINATOR_SERVICE, server.port, own, secrets.token_hex(8), lambda: self._settings.interfaces
                     )
                 )
+            stack.push_async_callback(self._services.spare_planners.close)
             await stack.enter_async_context(self._fleet)
             self._services.report(f"listening on port {server.port}")
             notifier.send("READY=1")

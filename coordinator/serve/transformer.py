@@ -24,6 +24,7 @@ from coordinator.serve.prompts import read_generation_defaults
 from coordinator.serve.replica import transformer_files
 from coordinator.serve.requests import ComputedReply, Requests
 from coordinator.serve.sentences import SentenceTokenizer, mean_pool, pack_sequences, step_batches
+from coordinator.serve.spare_planners import PlannerKind
 from coordinator.serve.state import TransformerGoal
 from coordinator.serve.text_threads import TextThreads
 from hearth.errors import BadPlan, BadRequest, BadSetting, TextTooLong
@@ -42,6 +43,7 @@ class TransformerKind:
     """A `ModelKind`. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
 
     usage = "the model is a transformer; it embeds (home.embed()) or generates (home.generate())"
+    planner: PlannerKind = "transformer"
 
     def __init__(
         self, goal: TransformerGoal, services: SharedServices, requests: Requests[TransformerDeployment]
@@ -95,13 +97,14 @@ class TransformerKind:
 
     async def plan(self, cluster: ClusterProfile, recovering: bool, held: Plan | None = None) -> Plan:
         deployed = held if held is not None and is_transformer_plan(held) else None
-        return (await solve_transformer(plan_request(self._goal, self.model, cluster, self._values, deployed))).plan
+        request = plan_request(self._goal, self.model, cluster, self._values, deployed)
+        return (await solve_transformer(request, self._services.spare_planners)).plan
 
     async def revise(self, cluster: ClusterProfile, deployment: TransformerDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan
         request = plan_request(self._goal, self.model, cluster, self._values, deployed)
         members = tuple(device.device_id for device in deployed.devices)
-        new = (await solve_transformer(request)).plan
+        new = (await solve_transformer(request, self._services.spare_planners)).plan
         old = build_plan(on_subset(request, members), deployed.body, deployed.planner)
         return new, request_seconds(new), request_seconds(old)
 

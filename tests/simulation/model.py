@@ -155,7 +155,7 @@ def plan_for(devices: tuple[tuple[str, str], ...], causal: bool) -> TransformerP
     return plan.model_copy(update={"devices": named, "predicted": predicted})
 
 
-async def solve_transformer(request: Any) -> Any:
+async def solve_transformer(request: Any, *_: Any) -> Any:
     """Stands for `coordinator.serve.planner_process.solve_transformer`."""
     return SimpleNamespace(plan=build_plan(request))
 

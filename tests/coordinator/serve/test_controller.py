@@ -93,7 +93,7 @@ class Case:
 def plan_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan in this process; the planner process is tested with the plans."""
 
-    async def here(request: GraphRequest) -> PlanningResult[GraphPlan]:
+    async def here(request: GraphRequest, **_: Any) -> PlanningResult[GraphPlan]:
         return plan_graph(request, lambda: 0.0)  # stops when proven, however busy the machine
 
     monkeypatch.setattr(graph_kind, "solve_graph", here)

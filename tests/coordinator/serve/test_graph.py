@@ -164,7 +164,7 @@ async def serving_graph(
     **wishes: Any,
 ) -> AsyncIterator[ServedController]:  # fmt: skip
     async def here(
-        request: GraphRequest,
+        request: GraphRequest, **_: Any
     ) -> PlanningResult[GraphPlan]:  # the planner's process is tested with the plans
         return plan_graph(request, lambda: 0.0)  # stops when proven, however busy the machine
 

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from hearth.platform import child as child_module
-from hearth.platform.child import ChildResult, run_module
+from hearth.platform.child import Child, ChildResult, run_module
+from hearth.platform.spare_child import READY_LINE
 
 
 @pytest.fixture
@@ -79,3 +80,52 @@ def test_child_that_does_not_end_when_killed_is_left_behind(module: Path, monkey
             os.kill(each.pid, signal.SIGKILL)
 
     asyncio.run(run_it())
+
+
+# ---- children that import before they get their task --------------------------------------------------------------------
+
+
+async def start_spare() -> Child:
+    spare = await Child.start("hearth.platform.spare_child", "short_lived", pipe_stderr=True)
+    assert await asyncio.wait_for(spare.wait_for_line(READY_LINE), 60.0)
+    return spare
+
+
+def test_spare_child_imports_with_low_priority_and_runs_its_task_with_normal_priority(module: Path) -> None:
+    module.write_text(
+        "import os\nimporting = os.getpriority(os.PRIO_PROCESS, 0)\n"
+        "def main(task): print(task.decode(), importing, os.getpriority(os.PRIO_PROCESS, 0))\n"
+    )
+
+    async def main() -> ChildResult:
+        return await (await start_spare()).run(b"task", 60.0, lambda line: None)
+
+    now = os.getpriority(os.PRIO_PROCESS, 0)
+    assert asyncio.run(main()).output.decode().split() == ["task", str(max(10, now)), str(now)]
+
+
+def test_spare_child_is_killed_on_cancellation_and_ends_without_a_task(module: Path) -> None:
+    module.write_text("import time\ndef main(task): time.sleep(600)\n")
+
+    async def main() -> None:
+        spare = await start_spare()
+        running = asyncio.ensure_future(spare.run(b"task", 60.0, lambda line: None))
+        await asyncio.sleep(0.1)
+        running.cancel()
+        await asyncio.wait({running})
+        assert not psutil.pid_exists(spare.pid)
+        idle = await start_spare()
+        assert (await idle.run(b"", 60.0, lambda line: None)).code == 0
+
+    asyncio.run(main())
+
+
+def test_spare_child_whose_import_fails_ends(module: Path) -> None:
+    module.write_text("raise ValueError('not here')")
+
+    async def main() -> None:
+        spare = await Child.start("hearth.platform.spare_child", "short_lived", pipe_stderr=True)
+        assert not await asyncio.wait_for(spare.wait_for_line(READY_LINE), 60.0)
+        await spare.kill()
+
+    asyncio.run(main())
