@@ -40,7 +40,8 @@ from hearth.platform.security import (
 )
 from hearth.protocol import DEFAULT_DEPLOYMENT, STANDBY_LEASE_SECONDS
 from hearth.wire import messages as wire
-from hearth.wire.rpc import Caller, Response, RpcClient, RpcServer
+from hearth.wire.quota import Limits
+from hearth.wire.rpc import Caller, Policy, Response, RpcClient, RpcServer
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ _SILENCE_SECONDS = 1.0
 _CONNECT_SECONDS = 3.0  # timeout of the connection to a leader
 _ATTEMPT_PAUSE_SECONDS = 0.1  # between two attempts to get the leases, and to reach a leader
 _LEASE_TIMEOUT_SECONDS = 1.0  # of one request for a lease: a device that is slower is not needed for a majority
+# Of each client's key: its requests are refused at once, so few are in progress.
+_LIMITS = Limits(total_bytes=64 << 20, request_bytes=64 << 20, per_second=200.0, burst=400.0)
 
 
 class Standby:
@@ -107,8 +110,9 @@ class Standby:
             gatekeeper.start()
             stack.push_async_callback(gatekeeper.close)
             server = RpcServer(
-                context, self._settings.bind_host, self._settings.port, self._keypair, "coordinator", self.handle
-            )
+                context, self._settings.bind_host, self._settings.port, self._keypair, "coordinator", self.handle,
+                policy=Policy(limits=lambda public_key: _LIMITS, sizes=wire.CLIENT_SIZES),
+            )  # fmt: skip
             stack.push_async_callback(server.close)
             await stack.enter_async_context(self._fleet)
             if not self._leaders:
