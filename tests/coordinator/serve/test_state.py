@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from support.plans import BERT_LARGE, make_plan
 from typer.testing import CliRunner
 
 from coordinator.serve.config import load_coordinator_settings
+from coordinator.serve.service import locked_state
 from coordinator.serve.state import GraphGoal, SavedDeployment, StateFile, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.plan import is_graph_plan, plan_from_json
@@ -58,6 +61,18 @@ def test_state_is_kept_in_memory_while_the_disk_cannot_be_written(
     assert StateFile(tmp_path).load().last_epoch == 0
     file.retry()
     assert StateFile(tmp_path).load() == file.load()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
+def test_coordinator_starts_although_its_folder_cannot_be_locked(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", fail)
+    with locked_state(tmp_path / "new"):
+        pass
 
 
 @pytest.mark.parametrize("kind", ["transformer", "graph"])
