@@ -243,6 +243,8 @@ class Controller:
                 held = self._retired[-1].plan if self._retired else None
                 plan = await self.kind.plan(state.cluster, state.has_served, held)
                 self._replanner.record_best_plan(state.devices, plan)
+                if summary := self.kind.summary(plan):
+                    services.report(summary)
                 return cycle.PlanMade(plan, services.fleet.last_epoch)
             case "push" if plan is not None:
                 services.state.save(self.name, SavedDeployment(goal=self.goal, plan=plan), plan.epoch)

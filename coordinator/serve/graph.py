@@ -83,12 +83,12 @@ class GraphKind:
         if recovering:
             goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, _MAX_RECOVERY_SECONDS)})
         request = graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits, held))
-        plan = (await solve_graph(request, spares=self._services.spare_planners)).plan
-        self._services.report(
-            f"planned by {plan.planner}: {format_seconds(objective_seconds(plan))} "
-            f"{'for one request' if plan.body.objective == 'latency' else 'per request of a full pipeline'}"
-        )
-        return plan
+        return (await solve_graph(request, spares=self._services.spare_planners)).plan
+
+    def summary(self, plan: Plan) -> str:
+        assert is_graph_plan(plan)
+        unit = "for one request" if plan.body.objective == "latency" else "per request of a full pipeline"
+        return f"planned by {plan.planner}: {format_seconds(objective_seconds(plan))} {unit}"
 
     async def revise(self, cluster: GraphCluster, deployment: GraphDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan

@@ -61,6 +61,9 @@ class ModelKind(Protocol[D]):
         `held`: the memory that the workers of this plan hold counts as free, because they go on in the new plan or end.
         """
 
+    def summary(self, plan: Plan) -> str:
+        """One line about a new plan for the log; empty if the line of the phase says all."""
+
     async def revise(self, cluster: Any, deployment: D) -> tuple[Plan, float, float]:
         """Plan again, counting the memory that `deployment` holds as free.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from hearth.errors import DeviceLost, HearthError, WorkerDied
+from hearth.errors import ChunkMissing, DeviceLost, HearthError, WorkerDied
 from hearth.plan.plan import Plan
 from hearth.wire.messages import DeploymentPhase
 
@@ -221,7 +221,9 @@ class Lifecycle:
     next_plan: Plan | None = None  # while draining: the plan to deploy next; None: stop
     last_epoch: int = 0  # the newest of all deployments of this home
     has_served: bool = False
-    lost: frozenset[str] = frozenset()  # names of devices lost during the bring-up since the deployment last served
+    lost: frozenset[str] = (
+        frozenset()
+    )  # names of devices for whose fault the bring-up began again at once, since the last service
     finished: bool = False  # final state
     history: tuple[Transition, ...] = ()
 
@@ -285,12 +287,12 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
         return to("failed", *first, "stop_workers", last, plan=None, saved_plan=None, finished=error.contradiction)
 
     def repair(error: HearthError, *first: Action) -> tuple[Lifecycle, Actions]:
-        """Plan again at once after the loss of a device; the other workers run on.
+        """Plan again at once after the loss of a device, or of chunks that were sent ahead; the other workers run on.
 
         Once per device: without a pause, a device that fails at every attempt would keep the coordinator busy.
         """
         nonlocal state
-        if not isinstance(error, DeviceLost | WorkerDied) or error.device in state.lost:
+        if not isinstance(error, DeviceLost | WorkerDied | ChunkMissing) or error.device in state.lost:
             return fail(error, "record_loss")
         state = replace(state, lost=state.lost | {error.device})
         return settle("record_loss", *first)

@@ -100,6 +100,9 @@ class TransformerKind:
         request = plan_request(self._goal, self.model, cluster, self._values, deployed)
         return (await solve_transformer(request, self._services.spare_planners)).plan
 
+    def summary(self, plan: Plan) -> str:
+        return ""
+
     async def revise(self, cluster: ClusterProfile, deployment: TransformerDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan
         request = plan_request(self._goal, self.model, cluster, self._values, deployed)

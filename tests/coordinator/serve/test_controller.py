@@ -29,6 +29,7 @@ from hearth.errors import (
     BadCheckpoint,
     BadPlan,
     BadSetting,
+    ChunkMissing,
     DeadlineExceeded,
     DeviceLost,
     HearthError,
@@ -48,6 +49,7 @@ from hearth.platform.asyncio_tools import loop_time
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import (
     ConnectPeers,
+    FetchChunks,
     FindMissing,
     Infer,
     Load,
@@ -475,6 +477,7 @@ def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
         async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
             lost = home.plan.devices[-1].name
             await home.until(lambda: home.controller.redundancy.startswith("yes, any one device"))
+            assert home.count_lines("planned by") == (kind == "graph")  # not for the plans made ahead
             already = len(case.fleet.asked)
             home.kill(lost)
             await home.until(lambda: home.ready and lost not in home.names())
@@ -482,6 +485,32 @@ def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
             since = [type(message) for _, message in case.fleet.asked[already:]]
             assert FindMissing not in since[: since.index(Load)]  # the chunks are known to be there
             await case.ask(home)
+
+    asyncio.run(main())
+
+
+def test_chunks_that_were_sent_ahead_and_evicted_are_sent_again(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "_POLL_SECONDS", 0.02)
+
+    async def main() -> None:
+        case = Case("transformer", tmp_path, graph, "abc")
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            await home.until(lambda: home.controller.redundancy.startswith("yes, any one device"))
+            already, working = len(case.fleet.asked), case.fleet.call
+
+            async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
+                if isinstance(message, Load) and not set(message.parts.hashes) <= case.fleet.stored[device_id]:
+                    raise ChunkMissing(chunk="0", device=device_id)
+                return await working(device_id, message, *arguments, **options)
+
+            case.fleet.call = call  # type: ignore[method-assign]
+            case.fleet.stored["a"].clear()
+            home.kill("b")
+            await home.until(lambda: home.ready and "b" not in home.names())
+            assert "failed" not in home.phases()
+            assert any(isinstance(message, PutChunk | FetchChunks) for _, message in case.fleet.asked[already:])
 
     asyncio.run(main())
 

@@ -43,10 +43,11 @@ from coordinator.serve.lifecycle import (
     step,
 )
 from coordinator.serve.lifecycle_text import describe_cause
-from hearth.errors import BadPlan, BadSetting, DeviceLost, HearthError, NoDevices, StoreFull, WorkerDied
+from hearth.errors import BadPlan, BadSetting, ChunkMissing, DeviceLost, HearthError, NoDevices, StoreFull, WorkerDied
 
 LOST = DeviceLost(device="b", reason="no answer")
 DIED = WorkerDied(device="b", reason="killed")
+EVICTED = ChunkMissing(chunk="ab12", device="a")
 FULL = StoreFull(device="b", needed_bytes=2, free_bytes=1)
 WRONG = BadSetting(setting="--strategy", reason="no")
 
@@ -135,6 +136,7 @@ TABLE: list[tuple[tuple[Event, ...], Event, DeploymentPhase, Actions, Any]] = [
     (UP_TO_PUSHING, DeploymentLost(1, LOST), "settling", ("record_loss", "settle"), None),
     (UP_TO_PUSHING, ActionFailed(LOST), "settling", ("record_loss", "settle"), None),
     (UP_TO_LOADING, DeploymentLost(1, LOST), "settling", ("record_loss", "retire_workers", "settle"), None),
+    (UP_TO_LOADING, ActionFailed(EVICTED), "settling", ("record_loss", "retire_workers", "settle"), None),
     (UP_TO_LOADING, ActionFailed(DIED), "settling", ("record_loss", "retire_workers", "settle"), None),
     (UP_TO_WARMING, DeploymentLost(1, LOST), "settling", ("record_loss", "retire_workers", "settle"), None),
     (UP_TO_WARMING, DeploymentLost(1, FULL), "failed", ("record_loss", "stop_workers", "wait_to_retry"), None),
