@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 
 from coordinator.deploy.chunk_scheduler import Chunk
-from coordinator.deploy.distribution import Distribution, PushProgress
+from coordinator.deploy.distribution import Distribution, PushPause, PushProgress, no_pause
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
 from hearth.errors import (
@@ -115,10 +115,12 @@ class Deployment:
 
     # ---- bring-up -------------------------------------------------------------------------------------------------
 
-    async def push(self, weights: AbstractAsyncContextManager[Weights], progress: PushProgress) -> None:
+    async def push(
+        self, weights: AbstractAsyncContextManager[Weights], progress: PushProgress, pause: PushPause = no_pause
+    ) -> None:
         """Send every device the chunks that it needs and lacks. Raises BadCheckpoint, StoreFull, DeviceLost, ..."""
         async with weights as opened:
-            distribution = Distribution(self._fleet, progress)
+            distribution = Distribution(self._fleet, progress, pause)
             try:
                 ids = [device.device_id for device in self.plan.devices]
                 await distribution.run(dict(zip(ids, opened.chunks, strict=True)))

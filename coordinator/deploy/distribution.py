@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 
@@ -21,6 +21,12 @@ from hearth.wire.messages import ChunksFetched, ChunksMissing, FetchChunks, Find
 from hearth.wire.rpc import RpcClient
 
 PushProgress = Callable[[str, int, int], None]  # device name, bytes received, bytes needed in total
+PushPause = Callable[[], Awaitable[None]]  # awaited before each chunk and each batch between devices
+
+
+async def no_pause() -> None:
+    """The pause of a push that is not to wait."""
+
 
 # Limits of the bytes in flight from the coordinator. Per device: enough to hide the round trip and its disk writes. In
 # total: bounds the coordinator's memory. A device with nothing in flight always gets a chunk.
@@ -38,11 +44,12 @@ _TARGET_BATCH_SECONDS = 3.0  # intended time of a batch: hides the round trip, a
 class Distribution:
     """Distributes the chunks of one plan. `sent_bytes`: sent by the coordinator; `forwarded_bytes`: forwarded by devices."""
 
-    def __init__(self, fleet: Fleet, progress: PushProgress) -> None:
+    def __init__(self, fleet: Fleet, progress: PushProgress, pause: PushPause = no_pause) -> None:
         self.sent_bytes = 0
         self.forwarded_bytes = 0
         self._fleet = fleet
         self._progress = progress
+        self._pause = pause
         self._needed_bytes: dict[str, int] = {}
         self._received_bytes: dict[str, int] = defaultdict(int)
         self._in_flight_bytes: dict[str, int] = defaultdict(int)  # bytes in flight from the coordinator, by device
@@ -148,6 +155,7 @@ class Distribution:
 
     async def _put(self, connection: RpcClient, target: str, chunk: Chunk) -> None:
         try:
+            await self._pause()
             data = await asyncio.to_thread(chunk.read)
             request = PutChunk(holder=self._fleet.holder, hash=chunk.hash)
             await connection.call(request, [data], timeout_seconds=_CHUNK_SECONDS)
@@ -166,6 +174,7 @@ class Distribution:
             if not batch:
                 await self._changed.wait()
                 continue
+            await self._pause()
             began = loop_time()
             missing = await self._fetch(source, target, batch)
             seconds = loop_time() - began

@@ -22,6 +22,9 @@ from hearth.wire import messages as wire
 _POLL_SECONDS = 5.0
 _IDLE_POLL_SECONDS = 0.1  # interval of looking for a moment without requests
 _MAX_IDLE_WAIT_SECONDS = 10.0  # for such a moment; under constant load, a plan is made beside the requests
+# For a moment in which no request waits, before each chunk: then the chunk is sent beside the requests. Short, since a model
+# has hundreds of chunks.
+_MAX_CHUNK_WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,19 @@ class Preparer:
             cluster = await self._kind.profile(survivors)
             plan = await self._kind.plan(cluster, True, deployment.plan)
             ahead = self._kind.deployment(plan, deployment.name)
-            await ahead.push(self._kind.weights(plan), self._services.progress)
+            await ahead.push(self._kind.weights(plan), self._services.progress, self._wait_for_queue)
         except Exception as error:
             self.preparation = self.preparation.refused(lost, as_hearth_error(error).explanation())
             return
         made_for = frozenset(device.device_id for device in survivors)
         self.preparation = self.preparation.prepared(lost, PreparedPlan(made_for, plan, ahead.parts))
+
+    async def _wait_for_queue(self) -> None:
+        """Wait until no request waits, up to a limit."""
+        for _ in range(round(_MAX_CHUNK_WAIT_SECONDS / _IDLE_POLL_SECONDS)):
+            if not self._admission.num_waiting:
+                return
+            await asyncio.sleep(_IDLE_POLL_SECONDS)
 
     async def _wait_for_idleness(self) -> None:
         for _ in range(round(_MAX_IDLE_WAIT_SECONDS / _IDLE_POLL_SECONDS)):

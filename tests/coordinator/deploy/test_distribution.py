@@ -1,16 +1,21 @@
-"""Distribution of chunks: each leaves the coordinator once, owners pass it on, and every device gets all. Pure."""
+"""Distribution of chunks: each leaves the coordinator once, owners pass it on, and every device gets all."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fleets import TransformerFleet
+from support.waiting import let_tasks_run
 
 from coordinator.deploy.chunk_scheduler import Chunk, ChunkScheduler
+from coordinator.deploy.distribution import Distribution
 
 LEAST, MOST = 250, 600  # bytes of a batch; a chunk has about 100
 
@@ -135,3 +140,25 @@ def test_every_device_gets_all_chunks_from_owners(
     if not broken:
         assert max(sent.values(), default=1) == 1
         assert not set(sent) & {chunk(index).hash for indexes in has.values() for index in indexes}
+
+
+def test_paused_distribution_sends_no_chunk() -> None:
+    async def main() -> None:
+        data = [str(index).encode() for index in range(20)]
+        chunks = [Chunk(hashlib.sha256(each).hexdigest(), len(each), partial(bytes, each)) for each in data]
+        fleet, paused, resumed = TransformerFleet("ab"), asyncio.Event(), asyncio.Event()
+
+        async def pause() -> None:
+            paused.set()
+            await resumed.wait()
+
+        distribution = Distribution(fleet, lambda *_: None, pause)  # type: ignore[arg-type]
+        running = asyncio.create_task(distribution.run({"a": chunks, "b": chunks}))
+        await paused.wait()
+        await let_tasks_run()
+        assert not any(fleet.stored.values())
+        resumed.set()
+        await asyncio.wait_for(running, 60)
+        assert fleet.stored["a"] == fleet.stored["b"] == {each.hash for each in chunks}
+
+    asyncio.run(main())
