@@ -323,6 +323,9 @@ class FakeFleet:
         self.steps: list[int] = []
         self.epochs: set[int] = set()
 
+    def may_compute(self) -> bool:
+        return True
+
     async def ask(self, device_id: str, message: Message, expected: type, timeout_seconds: float = 0.0) -> Any:
         return (await self.call(device_id, message)).message
 
@@ -371,7 +374,7 @@ def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int |
 
     async def main() -> list[PlanTimes]:
         work = asyncio.ensure_future(comparer.time_plans(planning, plans, live, 3))
-        while stop_after is not None and len(fleet.steps) < stop_after:
+        while stop_after is not None and len(fleet.steps) < stop_after and not work.done():
             await asyncio.sleep(0)
         if stop_after is not None:
             work.cancel()

@@ -590,6 +590,9 @@ class Agents:
         self._script = script
         self._knows = knows
 
+    def may_compute(self) -> bool:
+        return True
+
     async def stream(
         self,
         device_id: str,
