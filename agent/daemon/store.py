@@ -29,8 +29,8 @@ _CHUNK_NAME = re.compile(r"[0-9a-f]{64}")  # a SHA-256 in hex; other names could
 # How long a chunk that was hashed counts as intact: a push and the load that follows hash it once. Much longer would let a
 # chunk that the disk damages meanwhile be served.
 _VERIFIED_SECONDS = 60.0
-_READ_BYTES = 1 << 20  # read at once while hashing: large enough that system calls cost little
-_HASH_THREADS = 4  # that hash chunks at the same time; more would only compete for the disk
+_READ_BYTES = 1 << 17  # read at once while hashing: system calls cost little, and the idle daemon keeps little memory
+_HASH_THREADS = 2  # that hash chunks at the same time: more compete for the disk, and each keeps an arena of memory
 
 
 class _Verified(NamedTuple):
@@ -260,7 +260,8 @@ class ShardStore:
 
 def _file_hash(path: Path) -> str:
     digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
+        while num_bytes := file.readinto(buffer):
+            digest.update(buffer[:num_bytes])
     return digest.hexdigest()
