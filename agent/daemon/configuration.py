@@ -45,7 +45,6 @@ class StoredConfiguration:
             log.warning("%s cannot be written: %s", self._path, error)
             try:
                 self._path.unlink(missing_ok=True)
-            except (
-                OSError
-            ):  # a read-only disk: after a restart, an older vote counts, as that of a device that was away
+            except OSError:
+                # A read-only disk: after a restart, an older vote counts, as that of a device that was away.
                 log.warning("%s cannot be removed", self._path)

@@ -25,9 +25,8 @@ from hearth.wire.messages import Done, ForkWorker, Message, WorkerExited, Worker
 log = logging.getLogger("hearth.worker")
 
 _MAX_REQUEST_BYTES = 1 << 14  # two paths and a log level
-_ARGUMENTS_FIELD = (
-    45  # of /proc/self/stat after the command's name: begin and end of the arguments in memory; see proc(5)
-)
+# Of /proc/self/stat, counted after the command's name: begin and end of the arguments in memory; see proc(5).
+_ARGUMENTS_FIELD = 45
 
 
 class Template:

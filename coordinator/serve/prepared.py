@@ -21,9 +21,8 @@ from hearth.wire import messages as wire
 # device, or that changes, has better use for its processors.
 _POLL_SECONDS = 5.0
 _IDLE_POLL_SECONDS = 0.1  # interval of looking for a moment without requests
-_MAX_IDLE_WAIT_SECONDS = (
-    1.0  # for such a moment; under constant load, a plan is made beside the requests: it takes 0.1 s
-)
+# For such a moment. Under constant load, a plan is made beside the requests: it takes 0.1 s.
+_MAX_IDLE_WAIT_SECONDS = 1.0
 # For a moment in which no request waits, before each chunk: then the chunk is sent beside the requests. Short, since a model
 # has hundreds of chunks.
 _MAX_CHUNK_WAIT_SECONDS = 1.0

@@ -21,11 +21,11 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.serve.admission import CALLER
-from coordinator.serve.apps import AppRegistry
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
 from coordinator.serve.disclosure import error_for_app, response_for_app
 from coordinator.serve.durable_file import RETRY_SECONDS
+from coordinator.serve.key_registry import KeyRegistry
 from coordinator.serve.kind import SharedServices
 from coordinator.serve.leadership import AnotherLeads, Leadership
 from coordinator.serve.repeats import RepeatedChanges
@@ -88,9 +88,9 @@ class Service:
         self._settings = settings
         self._keypair = derive_keypair(home.key_bytes(), "coordinator")
         self._admins = {self._keypair.public, derive_keypair(home.key_bytes(), "admin").public}
-        self._apps = AppRegistry(settings.state_dir / "apps.json")
+        self._apps = KeyRegistry(settings.state_dir / "apps.json")
         self._state = StateFile(settings.state_dir)
-        self._devices = AppRegistry(settings.state_dir / "devices.json", "device")
+        self._devices = KeyRegistry(settings.state_dir / "devices.json", "device")
         self._fleet = Fleet(
             agent_access(home),
             settings.name,

@@ -21,8 +21,8 @@ import zmq.asyncio
 import hearth
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.quorum import Quorum
-from coordinator.serve.apps import AppRegistry
 from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.key_registry import KeyRegistry, device_keys
 from coordinator.serve.replica import Replica
 from coordinator.serve.state import StateFile
 from hearth.client.connection import endpoints_of
@@ -68,15 +68,14 @@ class Standby:
         self._report = report
         self._leaders = leaders
         self._state = StateFile(settings.state_dir)
-        self._apps = AppRegistry(settings.state_dir / "apps.json")
-        device_keys = AppRegistry(settings.state_dir / "devices.json", "device")
+        self._apps = KeyRegistry(settings.state_dir / "apps.json")
         self._fleet = Fleet(
             agent_access(home),
             None,
             settings.interfaces,
             settings.devices,
             holder=self._state.load().holder,
-            device_keys=lambda: device_keys.current().keys,
+            device_keys=device_keys(settings.state_dir),
         )
         self._quorum = Quorum(secrets.token_hex(8), self._state.load().configuration)
         self._leader_name = ""

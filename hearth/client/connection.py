@@ -76,9 +76,7 @@ class Connection:
         if (client := self._usable(failed)) is not None:
             return client
         try:
-            return await with_timeout(
-                timeout_seconds + 1.0, change()
-            )  # 1 s later than `_change`, whose error says more
+            return await with_timeout(timeout_seconds + 1.0, change())  # 1 s after `_change`, whose error says more
         except asyncio.TimeoutError:
             raise self._not_found(timeout_seconds) from None
         except asyncio.CancelledError:

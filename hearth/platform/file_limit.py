@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import resource
 
-_MAX_FILES = (
-    65_536  # as in the systemd units: far more than a home needs, so that idle connections do not shut others out
-)
+# As in the systemd units: far more than a home needs, so that idle connections do not shut others out.
+_MAX_FILES = 65_536
 
 
 def raise_file_limit() -> None:

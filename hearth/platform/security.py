@@ -1,8 +1,8 @@
 """Keys and authentication: the home key, derived key pairs, credential files, CURVE sockets and ZAP.
 
 The home key is 32 random bytes. One CURVE key pair each for agents, coordinators and admins is derived from it, so a holder
-of the home key can authenticate in every role. Apps have separate key pairs; `coordinator.serve.apps` stores their public
-keys.
+of the home key can authenticate in every role. Apps and devices can have separate key pairs;
+`coordinator.serve.key_registry` stores their public keys.
 """
 
 from __future__ import annotations
@@ -265,8 +265,13 @@ def agent_trust(credential: HomeKey | DeviceKey) -> AgentTrust:
 
 def new_device_key(home: HomeKey, name: str) -> DeviceKey:
     """Generate the key of one agent of this home."""
-    coordinator, admin = (derive_keypair(home.key_bytes(), role).public for role in ("coordinator", "admin"))
-    return DeviceKey(name=name, secret=new_keypair().secret, coordinator_public=coordinator, admin_public=admin)
+    shared = agent_trust(home)
+    return DeviceKey(
+        name=name,
+        secret=new_keypair().secret,
+        coordinator_public=shared.coordinator_public,
+        admin_public=shared.admin_public,
+    )
 
 
 # ---- sockets --------------------------------------------------------------------------------------------------------

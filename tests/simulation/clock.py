@@ -79,11 +79,13 @@ class Process:
         return f"{self.name}[{self.pid}]"
 
 
-class _Task(asyncio.Task):  # type: ignore[type-arg]
-    """A task whose hash, and so its order in sets, does not depend on memory addresses."""
+class _Numbered:
+    """Its hash, and so its order in sets, does not depend on memory addresses."""
 
-    def __new__(cls, *_: Any, loop: VirtualLoop, **__: Any) -> _Task:
-        self: _Task = super().__new__(cls)
+    number: int
+
+    def __new__(cls, *_: Any, loop: VirtualLoop, **__: Any) -> Any:
+        self = super().__new__(cls)
         self.number = loop.next_number()
         return self
 
@@ -94,19 +96,12 @@ class _Task(asyncio.Task):  # type: ignore[type-arg]
         return self is other
 
 
-class _Future(asyncio.Future):  # type: ignore[type-arg]
-    """A future with such a hash."""
+class _Task(_Numbered, asyncio.Task):  # type: ignore[type-arg]
+    """A task whose order in sets repeats."""
 
-    def __new__(cls, *_: Any, loop: VirtualLoop, **__: Any) -> _Future:
-        self: _Future = super().__new__(cls)
-        self.number = loop.next_number()
-        return self
 
-    def __hash__(self) -> int:
-        return self.number
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+class _Future(_Numbered, asyncio.Future):  # type: ignore[type-arg]
+    """A future whose order in sets repeats."""
 
 
 class VirtualLoop(asyncio.base_events.BaseEventLoop):

@@ -340,10 +340,9 @@ def _fill(
             continue
         path = path_of(chunk.hash)
         try:
+            # The daemon has verified only the chunks that are new here.
             if held is not None and held.holds(chunk) and hashlib.sha256(path.read_bytes()).hexdigest() != chunk.hash:
-                raise RuntimeError(
-                    "its content has changed"
-                )  # the daemon has verified only the chunks that are new here
+                raise RuntimeError("its content has changed")
             with safe_open(path, framework="pt", device="cpu") as stored:
                 _copy_chunk(spec, part, chunk, stored.get_tensor)
         except (SafetensorError, RuntimeError, OSError) as error:

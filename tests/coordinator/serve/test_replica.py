@@ -13,8 +13,8 @@ from support.plans import make_plan
 
 from coordinator.deploy.transformer import shard_weights
 from coordinator.models.graph_file import read_graph_file
-from coordinator.serve.apps import AppRegistry
 from coordinator.serve.goal import open_transformer
+from coordinator.serve.key_registry import KeyRegistry
 from coordinator.serve.replica import Replica, replica_files, transformer_files
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment, SavedState, StateFile, TransformerGoal
 from hearth.errors import BadCheckpoint
@@ -46,7 +46,7 @@ def test_standby_opens_and_plans_the_model_without_its_weights(tmp_path: Path) -
     model = open_transformer(goal)
     plan = make_plan(model.spec, "hmp", (1, 1))
     hashes = chunk_hashes(model.directory, plan, leader / "manifests")
-    AppRegistry(leader / "apps.json").add("lamp", "k1")
+    KeyRegistry(leader / "apps.json").add("lamp", "k1")
     state = SavedState(deployments={"default": SavedDeployment(goal=goal, plan=plan)}, last_epoch=7, holder="leader")
     (tmp_path / "model").rename(tmp_path / "away")
     (tmp_path / "model").symlink_to(tmp_path / "away")
@@ -55,7 +55,7 @@ def test_standby_opens_and_plans_the_model_without_its_weights(tmp_path: Path) -
     there = copied(leader, state, transformer_files(tmp_path / "away"), standby)
 
     assert (there.last_epoch, there.holder) == (7, "")
-    assert AppRegistry(standby / "apps.json").current().keys == {"k1": "lamp"}
+    assert KeyRegistry(standby / "apps.json").current().keys == {"k1": "lamp"}
     copy = open_transformer(there.deployments["default"].goal)  # type: ignore[arg-type]
     assert copy.spec == model.spec
     assert copy.directory.is_relative_to(standby)

@@ -6,27 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.serve.apps import AppRegistry, Apps
+from coordinator.serve.key_registry import KeyRegistry, RegisteredKeys
 from hearth.errors import BadRequest
 
 
 def test_apps_are_admitted_revoked_and_persisted(tmp_path: Path) -> None:
-    apps = AppRegistry(tmp_path / "apps.json")
+    apps = KeyRegistry(tmp_path / "apps.json")
     apps.add("lamp", "k1")
-    assert "k1" in AppRegistry(tmp_path / "apps.json").current().keys
+    assert "k1" in KeyRegistry(tmp_path / "apps.json").current().keys
     for bad in ("lamp", "Lamp", "", "a b", "x" * 33):
         with pytest.raises(BadRequest):
             apps.add(bad, "k2")
     apps.revoke("lamp")
-    assert apps.current() == Apps(revoked={"k1": "lamp"})
+    assert apps.current() == RegisteredKeys(revoked={"k1": "lamp"})
     with pytest.raises(BadRequest, match="no key of the app 'lamp'"):
         apps.revoke("lamp")
     apps.add("lamp", "k3")
-    assert apps.current() == Apps(keys={"k3": "lamp"}, revoked={"k1": "lamp"})
+    assert apps.current() == RegisteredKeys(keys={"k3": "lamp"}, revoked={"k1": "lamp"})
 
 
 def test_file_changes_take_effect_at_the_next_request(tmp_path: Path) -> None:
-    first, second = (AppRegistry(tmp_path / "apps.json") for _ in range(2))
+    first, second = (KeyRegistry(tmp_path / "apps.json") for _ in range(2))
     first.add("lamp", "k1")
     assert "k1" in second.current().keys
     first.revoke("lamp")
@@ -34,25 +34,25 @@ def test_file_changes_take_effect_at_the_next_request(tmp_path: Path) -> None:
 
 
 def test_damaged_list_is_replaced_by_its_second_copy(tmp_path: Path) -> None:
-    apps = AppRegistry(tmp_path / "apps.json")
+    apps = KeyRegistry(tmp_path / "apps.json")
     apps.add("lamp", "k1")
     (tmp_path / "apps.json").write_text("{")
-    assert apps.current() == AppRegistry(tmp_path / "apps.json").current() == Apps(keys={"k1": "lamp"})
+    assert apps.current() == KeyRegistry(tmp_path / "apps.json").current() == RegisteredKeys(keys={"k1": "lamp"})
     for name in ("apps.json", "apps.json.bak"):
         (tmp_path / name).write_text("{")
-    assert apps.current() == Apps(keys={"k1": "lamp"})  # the last list stays in force
+    assert apps.current() == RegisteredKeys(keys={"k1": "lamp"})  # the last list stays in force
 
 
 def test_revocation_holds_while_the_disk_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    apps = AppRegistry(tmp_path / "apps.json")
+    apps = KeyRegistry(tmp_path / "apps.json")
     apps.add("lamp", "k1")
     with monkeypatch.context() as patched:
         patched.setattr("coordinator.serve.durable_file.write_atomically", _disk_full)
         apps.revoke("lamp")
-        assert apps.current() == Apps(revoked={"k1": "lamp"})
-    assert "k1" in AppRegistry(tmp_path / "apps.json").current().keys
+        assert apps.current() == RegisteredKeys(revoked={"k1": "lamp"})
+    assert "k1" in KeyRegistry(tmp_path / "apps.json").current().keys
     apps.retry()
-    assert AppRegistry(tmp_path / "apps.json").current() == Apps(revoked={"k1": "lamp"})
+    assert KeyRegistry(tmp_path / "apps.json").current() == RegisteredKeys(revoked={"k1": "lamp"})
 
 
 def _disk_full(*_: object, **__: object) -> None:

@@ -15,7 +15,7 @@ from hearth.errors import BadRequest
 _NAME = re.compile(r"^[a-z0-9-]{1,32}$")
 
 
-class Apps(BaseModel):
+class RegisteredKeys(BaseModel):
     """Public keys, mapped to the names of their apps or devices."""
 
     model_config = ConfigDict(frozen=True)
@@ -26,11 +26,11 @@ class Apps(BaseModel):
 
 def device_keys(state_dir: Path) -> Callable[[], Collection[str]]:
     """Returns a function that returns the admitted device keys of a coordinator with this state directory."""
-    devices = AppRegistry(state_dir / "devices.json", "device")
+    devices = KeyRegistry(state_dir / "devices.json", "device")
     return lambda: devices.current().keys
 
 
-class AppRegistry:
+class KeyRegistry:
     """Reads and changes the file. Changes are written to disk before the request is answered.
 
     While the disk cannot be written, changes are kept in memory. If no copy can be read, the last list stays in force.
@@ -38,39 +38,39 @@ class AppRegistry:
 
     def __init__(self, path: Path, holder: Literal["app", "device"] = "app") -> None:
         self._holder = holder
-        self._file = DurableFile(path, Apps.model_validate_json)
+        self._file = DurableFile(path, RegisteredKeys.model_validate_json)
         self._file_stamp: tuple[int, int] | None = None  # None: not read yet
-        self._apps = Apps()
+        self._keys = RegisteredKeys()
 
     def add(self, name: str, public_key: str) -> None:
         """Admit a key. Raises BadRequest for an invalid name or one in use."""
-        apps = self.current()
+        known = self.current()
         if not _NAME.match(name):
             raise BadRequest(
                 reason=f"the {self._holder} name '{name}' may hold only a-z, 0-9 and -, at most 32 characters"
             )
-        if name in apps.keys.values():
+        if name in known.keys.values():
             raise BadRequest(reason=f"there is a key of the {self._holder} '{name}' already; revoke it first")
-        self._write(Apps(keys={**apps.keys, public_key: name}, revoked=apps.revoked))
+        self._write(RegisteredKeys(keys={**known.keys, public_key: name}, revoked=known.revoked))
 
     def revoke(self, name: str) -> None:
         """Revoke a key. Raises BadRequest if no key has this name."""
-        apps = self.current()
-        revoked = {key: app for key, app in apps.keys.items() if app == name}
+        known = self.current()
+        revoked = {key: app for key, app in known.keys.items() if app == name}
         if not revoked:
-            names = ", ".join(sorted(apps.keys.values())) or "none"
+            names = ", ".join(sorted(known.keys.values())) or "none"
             raise BadRequest(reason=f"there is no key of the {self._holder} '{name}'; admitted are: {names}")
-        remaining = {key: app for key, app in apps.keys.items() if app != name}
-        self._write(Apps(keys=remaining, revoked={**apps.revoked, **revoked}))
+        remaining = {key: app for key, app in known.keys.items() if app != name}
+        self._write(RegisteredKeys(keys=remaining, revoked={**known.revoked, **revoked}))
 
-    def current(self) -> Apps:
+    def current(self) -> RegisteredKeys:
         """The keys; reads the file if it has changed."""
         if not self._file.is_saved:
-            return self._apps
+            return self._keys
         if self._stamp() != self._file_stamp:
-            self._apps = self._file.read() or self._apps
+            self._keys = self._file.read() or self._keys
             self._file_stamp = self._stamp()
-        return self._apps
+        return self._keys
 
     def retry(self) -> None:
         """Try again to write a change that could not be written."""
@@ -84,7 +84,7 @@ class AppRegistry:
             return 0, 0
         return status.st_mtime_ns, status.st_size
 
-    def _write(self, apps: Apps) -> None:
-        self._apps = apps
-        self._file.write(apps.model_dump_json(indent=1))
+    def _write(self, known: RegisteredKeys) -> None:
+        self._keys = known
+        self._file.write(known.model_dump_json(indent=1))
         self._file_stamp = self._stamp()
