@@ -381,7 +381,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 await self._register(connection, welcome)
                 await self._send_heartbeats(connection, welcome.device_id)
             except (Unreachable, ConnectionLost, DeadlineExceeded):
-                pass
+                await self._miss_hello(connection)
             except HearthError as error:  # for instance another version or home key, or a duplicate device id
                 if str(error) != str(self._refusals.get(connection.address)):
                     log.warning("%s", error)
@@ -391,6 +391,16 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             await self._try_next_key(connection)
             await asyncio.sleep(_RETRY_SECONDS)
 
+    async def _miss_hello(self, connection: _Connection) -> None:
+        """Record that a known device has not answered a hello, or the requests that follow it."""
+        for device_id in [
+            each for each, used in self._by_device.items() if used is connection and each in self.devices
+        ]:
+            before = self.devices[device_id]
+            self._replace(registry.after_missed_heartbeat(before, loop_time()))
+            if before.health != "dead" and self.devices[device_id].health == "dead":
+                await self._end_calls(connection)
+
     async def _register(self, connection: _Connection, welcome: wire.AgentWelcome) -> None:
         previous = self.devices.get(welcome.device_id)
         self._by_device[welcome.device_id] = connection
@@ -398,6 +408,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             welcome,
             *connection.address,
             last_seen=loop_time(),
+            health="alive" if self._lease_name is None else "busy",  # not in plans until it has granted the lease
             telemetry=await _ask(connection.client, wire.GetTelemetry(), wire.Telemetry),
             quarantine=previous.quarantine if previous else None,
             silences=registry.silences_at_return(previous, welcome, loop_time()),
@@ -447,7 +458,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     self._replace(registry.after_answer(self.devices[device_id], loop_time()))
                 elif device.health == "busy":
                     if await self._acquire_lease(connection, device_id):
-                        self._update(device_id, health="alive", reason="")
+                        self._on_change(self.devices[device_id])
                 else:
                     sent = loop_time()
                     state = await _ask(

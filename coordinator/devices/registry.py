@@ -98,10 +98,11 @@ class Device:
 
 def after_lease(device: Device, running: RunningWorker | None) -> Device:
     """The record after this coordinator took the lease. `running` is the worker that it found running."""
+    leased = replace(device, health="alive", reason="", taken_over=running)
     if running is None:
-        return replace(device, taken_over=None)
+        return leased
     ready = WorkerStatus(state="ready", epoch=running.epoch)
-    return replace(device, taken_over=running, state=AgentState(boot_id=device.welcome.boot_id, workers=(ready,)))
+    return replace(leased, state=AgentState(boot_id=device.welcome.boot_id, workers=(ready,)))
 
 
 def after_heartbeat(device: Device, state: AgentState, now: float) -> Device:

@@ -31,6 +31,8 @@ class FakeAgent:
 
     def __init__(self) -> None:
         self.silent = False
+        self.grants = True
+        self.boot_id = "b"  # of its heartbeats; nothing is answered after one that is new
 
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         device = ready_device("a")
@@ -43,9 +45,12 @@ class FakeAgent:
                 assert device.telemetry is not None
                 return device.telemetry
             case wire.AcquireLease():
+                if not self.grants:
+                    await asyncio.sleep(60)
                 return wire.LeaseGranted(last_epoch=0)
             case wire.Heartbeat():
-                return wire.AgentState(boot_id="b")
+                self.silent = self.silent or self.boot_id != "b"
+                return wire.AgentState(boot_id=self.boot_id)
         return wire.Done()
 
     @asynccontextmanager
@@ -126,6 +131,34 @@ def test_calls_to_a_silent_device_end_once_it_is_dead() -> None:
             assert fleet.devices["a"].health == "dead"
             agent.silent = False
             await until("the device is back", fleet.usable)
+
+    run(scenario)
+
+
+def test_device_that_falls_silent_before_it_grants_its_lease_is_in_no_plan() -> None:
+    async def scenario(agent: FakeAgent) -> None:
+        agent.grants = False
+        async with agent.listening() as port, fleet_of(port) as fleet:
+            await until("the device is known", lambda: fleet.devices)
+            assert fleet.usable() == []
+            agent.grants = True
+            await until("the device is there", fleet.usable)
+
+    run(scenario)
+
+
+def test_device_that_is_silent_when_its_agent_starts_again_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last heartbeat shows another boot, and the hello that follows has no answer."""
+    monkeypatch.setattr(fleet_module, "_HELLO_SECONDS", 0.5)
+
+    async def scenario(agent: FakeAgent) -> None:
+        async with agent.listening() as port, fleet_of(port) as fleet:
+            await until("the device is there", fleet.usable)
+            asked = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
+            agent.boot_id = "another"
+            with pytest.raises(DeviceLost):
+                await asked
+            assert fleet.devices["a"].health == "dead"
 
     run(scenario)
 
