@@ -22,6 +22,7 @@ import hearth
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.quorum import Quorum
 from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.disclosure import error_for_app, response_for_app
 from coordinator.serve.key_registry import KeyRegistry, device_keys
 from coordinator.serve.replica import Replica
 from coordinator.serve.state import StateFile
@@ -149,9 +150,12 @@ class Standby:
         """Answer one request: a standby says what it is, and refuses everything else with NotServing."""
         if isinstance(message, wire.Hello):
             return wire.CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
+        is_admin = caller.public_key in self._admins
         if isinstance(message, wire.GetReadiness):
-            return wire.Readiness(ready=False, state=f"this is {self.state}", model="")
-        raise NotServing(state=f"this is {self.state}")
+            readiness = wire.Readiness(ready=False, state=f"this is {self.state}", model="")
+            return readiness if is_admin else response_for_app(readiness)
+        refusal = NotServing(state=f"this is {self.state}")
+        raise refusal if is_admin else error_for_app(refusal)
 
     # ---- following a leader -------------------------------------------------------------------------------------------
 
