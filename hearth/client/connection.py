@@ -34,6 +34,9 @@ COORDINATOR_PORT = 47830  # default TCP port of a coordinator: the first after a
 _HEAD_START_SECONDS = 0.3
 # Greetings at once in a search over mDNS. Each takes a few sockets, and each forged record costs one.
 _MAX_GREETINGS = 32
+# A search over mDNS goes on for this long after a coordinator has refused our key: anybody on the network can forge a refusal,
+# and the coordinator itself answers its greeting meanwhile.
+_REFUSED_SECONDS = 2.0
 _GREETING_SECONDS = 1.0  # of one greeting in a search over mDNS; an answer takes milliseconds, and the next turn comes
 _MAX_KNOWN = 8  # endpoints that are remembered from earlier searches; a home has one to three coordinators
 
@@ -118,6 +121,7 @@ class Connection:
         deadline = loop.time() + timeout_seconds
         present = self._client
         answer: asyncio.Future[RpcClient] = loop.create_future()
+        ended = asyncio.Event()  # our key was refused
         errors: list[HearthError] = []
 
         async def greet(client: RpcClient, seconds: float) -> HearthError | None:
@@ -128,6 +132,12 @@ class Connection:
                     answer.set_result(client)
             except HearthError as error:
                 errors.append(error)
+                if isinstance(
+                    error, AppRevoked
+                ):  # only the coordinator itself can say so, over the encrypted connection
+                    ended.set()
+                elif isinstance(error, WrongKey) and not self._given:
+                    loop.call_later(_REFUSED_SECONDS, ended.set)
                 return error
             finally:
                 if client is not present and not (answer.done() and answer.result() is client):
@@ -161,7 +171,8 @@ class Connection:
                 calls.append(greet_present(present))
             tasks = [asyncio.create_task(call) for call in calls]
             all_failed = asyncio.gather(*tasks)
-            futures: set[asyncio.Future[Any]] = {answer, all_failed}
+            refusal = asyncio.create_task(ended.wait())
+            futures: set[asyncio.Future[Any]] = {answer, all_failed, refusal}
             try:
                 await asyncio.wait(futures, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
             except BaseException:
@@ -169,7 +180,7 @@ class Connection:
                     await answer.result().close()
                 raise
             finally:
-                await cancel_all([*tasks, all_failed])
+                await cancel_all([*tasks, all_failed, refusal])
         if answer.done():
             return answer.result()
         for kind in (ProtocolMismatch, AppRevoked, WrongKey):

@@ -13,13 +13,22 @@ import pytest
 import zmq
 from support.contexts import zmq_context
 
+from hearth.client import connection as connection_module
 from hearth.client.connection import Connection
 from hearth.client.home import AsyncHome
-from hearth.errors import ConnectionLost, DeadlineExceeded, NoCoordinator, Unreachable, WrongKey
+from hearth.errors import (
+    AppRevoked,
+    ConnectionLost,
+    DeadlineExceeded,
+    HearthError,
+    NoCoordinator,
+    Unreachable,
+    WrongKey,
+)
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.security import Access, HomeKey, asyncio_gatekeeper, derive_keypair, fingerprint, new_home_key
 from hearth.wire import messages as wire
-from hearth.wire.rpc import Caller, Response, RpcServer
+from hearth.wire.rpc import ACCEPT_ALL, Caller, Policy, Response, RpcServer
 
 KEY = new_home_key()
 LOOPBACK = ["127.0.0.1"]
@@ -38,13 +47,16 @@ async def handle(caller: Caller, message: wire.Message, payload: Sequence[Any]) 
 
 
 @asynccontextmanager
-async def coordinator(key: HomeKey = KEY, admits: bool = True, port: int = 0) -> AsyncIterator[int]:
+async def coordinator(
+    key: HomeKey = KEY, admits: bool = True, port: int = 0, policy: Policy = ACCEPT_ALL
+) -> AsyncIterator[int]:
     """A coordinator; yields its port."""
     with zmq_context() as context:
         gatekeeper = asyncio_gatekeeper(context)
         gatekeeper.admit("test", lambda _: admits)
         gatekeeper.start()
-        server = RpcServer(context, "127.0.0.1", port, derive_keypair(key.key_bytes(), "coordinator"), "test", handle)
+        keys = derive_keypair(key.key_bytes(), "coordinator")
+        server = RpcServer(context, "127.0.0.1", port, keys, "test", handle, policy=policy)
         try:
             yield server.port
         finally:
@@ -98,6 +110,40 @@ def test_refused_key_is_reported_before_the_timeout() -> None:
                 with pytest.raises(WrongKey):
                     await asyncio.wait_for(connection.client(None, 600.0), FOUND_WITHIN_SECONDS)
                 await connection.close()
+
+    asyncio.run(main())
+
+
+def _refuse(public_key: str, kind: type[wire.Message]) -> None:
+    raise AppRevoked(app="lamp")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "error"), [({"admits": False}, WrongKey), ({"policy": Policy(authorise=_refuse)}, AppRevoked)]
+)
+def test_search_over_mdns_ends_when_the_key_is_refused(
+    refusal: dict[str, Any], error: type[HearthError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "_REFUSED_SECONDS", 0.2)
+
+    async def main() -> None:
+        async with coordinator(**refusal) as port, record(port):
+            connection = Connection(access(), None, LOOPBACK)
+            with pytest.raises(error):
+                await asyncio.wait_for(connection.client(None, 600.0), FOUND_WITHIN_SECONDS)
+            await connection.close()
+
+    asyncio.run(main())
+
+
+def test_coordinator_is_found_beside_one_that_refuses_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "_REFUSED_SECONDS", FOUND_WITHIN_SECONDS)
+
+    async def main() -> None:
+        async with coordinator(admits=False) as forged, record(forged), coordinator() as port, record(port):
+            connection = Connection(access(), None, LOOPBACK)
+            assert (await connection.client(None, FOUND_WITHIN_SECONDS)).endpoint == f"tcp://127.0.0.1:{port}"
+            await connection.close()
 
     asyncio.run(main())
 
