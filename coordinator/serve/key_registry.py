@@ -43,8 +43,12 @@ class KeyRegistry:
         self._keys = RegisteredKeys()
 
     def add(self, name: str, public_key: str) -> None:
-        """Admit a key. Raises BadRequest for an invalid name or one in use."""
+        """Admit a key; a repetition has no effect. Raises BadRequest for an invalid name or one in use, or a revoked key."""
         known = self.current()
+        if known.keys.get(public_key) == name:
+            return
+        if public_key in known.revoked:
+            raise BadRequest(reason=f"this key of the {self._holder} '{known.revoked[public_key]}' was revoked")
         if not _NAME.match(name):
             raise BadRequest(
                 reason=f"the {self._holder} name '{name}' may hold only a-z, 0-9 and -, at most 32 characters"
@@ -54,9 +58,11 @@ class KeyRegistry:
         self._write(RegisteredKeys(keys={**known.keys, public_key: name}, revoked=known.revoked))
 
     def revoke(self, name: str) -> None:
-        """Revoke a key. Raises BadRequest if no key has this name."""
+        """Revoke a key; a repetition has no effect. Raises BadRequest if no key has or had this name."""
         known = self.current()
         revoked = {key: app for key, app in known.keys.items() if app == name}
+        if not revoked and name in known.revoked.values():
+            return
         if not revoked:
             names = ", ".join(sorted(known.keys.values())) or "none"
             raise BadRequest(reason=f"there is no key of the {self._holder} '{name}'; admitted are: {names}")

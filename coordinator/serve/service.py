@@ -226,8 +226,8 @@ class Service:
         sent, scan_at = None, 0.0
         try:
             while True:
-                state = self._state.load()
-                if state is not sent or loop_time() >= scan_at:
+                state = self._state.load(), self._apps.current(), self._devices.current()
+                if state != sent or loop_time() >= scan_at:
                     files = await asyncio.to_thread(self._replica_files)
                     changed = any(stamps.get(file.path) != file.stamp for file in files)
                     for file in files:

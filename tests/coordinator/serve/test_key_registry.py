@@ -19,10 +19,35 @@ def test_apps_are_admitted_revoked_and_persisted(tmp_path: Path) -> None:
             apps.add(bad, "k2")
     apps.revoke("lamp")
     assert apps.current() == RegisteredKeys(revoked={"k1": "lamp"})
-    with pytest.raises(BadRequest, match="no key of the app 'lamp'"):
-        apps.revoke("lamp")
+    with pytest.raises(BadRequest, match="no key of the app 'lam'"):
+        apps.revoke("lam")
     apps.add("lamp", "k3")
     assert apps.current() == RegisteredKeys(keys={"k3": "lamp"}, revoked={"k1": "lamp"})
+
+
+def test_change_that_a_client_repeats_at_another_coordinator_has_no_further_effect(tmp_path: Path) -> None:
+    """After a restart or a hand-over, the coordinator does not know which requests were answered."""
+    for number, change in enumerate((("add", "lamp", "k1"), ("revoke", "lamp"), ("add", "lamp", "k2"))):
+        for _ in range(2):
+            apps = KeyRegistry(tmp_path / "apps.json")
+            getattr(apps, change[0])(*change[1:])
+        assert (
+            apps.current()
+            == [
+                RegisteredKeys(keys={"k1": "lamp"}),
+                RegisteredKeys(revoked={"k1": "lamp"}),
+                RegisteredKeys(keys={"k2": "lamp"}, revoked={"k1": "lamp"}),
+            ][number]
+        )
+
+
+def test_revoked_key_is_not_admitted_again(tmp_path: Path) -> None:
+    apps = KeyRegistry(tmp_path / "apps.json")
+    apps.add("lamp", "k1")
+    apps.revoke("lamp")
+    for name in ("lamp", "another"):
+        with pytest.raises(BadRequest, match="key of the app 'lamp' was revoked"):
+            apps.add(name, "k1")
 
 
 def test_file_changes_take_effect_at_the_next_request(tmp_path: Path) -> None:
