@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from coordinator.serve.state import GraphGoal
 from hearth.errors import DeadlineExceeded, HearthError, InternalError, error_from_wire
 from hearth.plan.plan import GraphPlan, TransformerPlan
 from hearth.platform.child import ChildResult, run_module
-from hearth.platform.parent_death import die_with_parent
 
 # Timeout of the child: the factor times the time limit of the search, plus the seconds. The limit covers the search
 # alone, not starting the interpreter, building the problem and the heuristics. Generous: it only ends a child that hangs.
@@ -148,5 +146,4 @@ def _plan(kind: _Kind, request: Any) -> Any:
 
 
 if __name__ == "__main__":
-    die_with_parent(os.getppid())
     main(sys.stdin.buffer.read())

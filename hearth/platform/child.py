@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections import deque
@@ -35,7 +36,7 @@ class ChildResult(NamedTuple):
 
 
 class Child:
-    """A running `python -m MODULE`, which gets all its input at once."""
+    """A running `python -m MODULE`, which gets all its input at once. It ends with this process, however that ends."""
 
     def __init__(self, module: str, process: asyncio.subprocess.Process) -> None:
         self.pid = process.pid
@@ -46,7 +47,8 @@ class Child:
     async def start(cls, module: str, *arguments: str, pipe_stderr: bool) -> Child:
         """Start the module. Without `pipe_stderr`, it inherits our stderr. Raises OSError."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            sys.executable, "-m", "hearth.platform.parent_death", str(os.getpid()), module, *arguments,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE if pipe_stderr else None,
         )  # fmt: skip
         return cls(module, process)

@@ -15,8 +15,6 @@ import signal
 import sys
 import threading
 
-from hearth.platform.parent_death import die_with_parent
-
 READY_LINE = "ready"
 _IMPORT_NICENESS = 10  # of 19: the imports get about a tenth of a processor that others want, too
 
@@ -49,5 +47,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent(os.getppid())
     main(sys.argv[1:])

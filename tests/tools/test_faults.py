@@ -180,6 +180,10 @@ def census(seconds: float = 0.0, cpu_seconds: float = 0.0, memory: int = 100 << 
         (["python", "/x/bin/hearth", "serve", "model"], "hearth serve"),
         (["python", "-m", "agent.worker.main", "ipc://x"], "agent.worker.main"),
         (["python", "-m", "tools.bench.load_clients"], ""),
+        (
+            ["python", "-m", "hearth.platform.parent_death", "7", "hearth.platform.spare_child"],
+            "hearth.platform.spare_child",
+        ),
         (["sh", "-c", "mount"], ""),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -80,6 +82,23 @@ def test_child_that_does_not_end_when_killed_is_left_behind(module: Path, monkey
             os.kill(each.pid, signal.SIGKILL)
 
     asyncio.run(run_it())
+
+
+_PARENT = """
+import asyncio, sys
+from hearth.platform.child import run_module
+asyncio.run(run_module("short_lived", b"", 600.0, lambda line: print(line, flush=True)))
+"""
+
+
+def test_child_ends_when_its_parent_is_killed(module: Path) -> None:
+    """Also while it imports: a profiler spends seconds on torch."""
+    module.write_text("import os, sys, time; print(os.getpid(), file=sys.stderr, flush=True); time.sleep(600)")
+    with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    child.wait(timeout=60)
 
 
 # ---- children that import before they get their task --------------------------------------------------------------------
