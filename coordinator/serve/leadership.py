@@ -41,6 +41,7 @@ class Leadership:
         self._fleet = fleet
         self._state = state
         self._on_lost = on_lost
+        self._host_id = host_id()
         fleet.may_compute = self.may_compute
         fleet.on_granted = self._granted
 
@@ -99,7 +100,7 @@ class Leadership:
         """The agent on this computer, else the present tie breaker, else the first voter."""
         here = [
             device_id for device_id in sorted(voters)
-            if device_id in self._fleet.devices and self._fleet.devices[device_id].host_id == host_id()
+            if device_id in self._fleet.devices and self._fleet.devices[device_id].host_id == self._host_id
         ]  # fmt: skip
         present = self.quorum.current.tie_breaker if self.quorum.current is not None else ""
         return here[0] if here else present if present in voters else min(voters, default="")

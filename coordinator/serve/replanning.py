@@ -24,6 +24,7 @@ from coordinator.serve.requests import as_hearth_error
 from coordinator.serve.state import Goal
 from hearth.errors import DeviceLost, HearthError
 from hearth.plan.plan import Plan
+from hearth.platform.asyncio_tools import with_timeout
 from hearth.platform.units import format_seconds
 
 # Interval at which to check for reasons to plan again; short compared with the pauses between plans.
@@ -134,6 +135,6 @@ class Replanner:
                 continue
             try:
                 async with self._admission.exclusively(_MAX_LINK_PAUSE_SECONDS):
-                    await asyncio.wait_for(profiler.measure_links([one, other]), _MAX_LINK_PAUSE_SECONDS)
+                    await with_timeout(_MAX_LINK_PAUSE_SECONDS, profiler.measure_links([one, other]))
             except asyncio.TimeoutError:
                 pass  # `profile` measures the pair later, concurrently with requests

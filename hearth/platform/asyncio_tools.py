@@ -40,10 +40,15 @@ def _exit_unless_cancelled(task: asyncio.Task[Any]) -> None:
 
 async def cancel_all(futures: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel the futures and wait until they have ended; their exceptions are dropped."""
-    ending = list(futures)
-    for future in ending:
-        future.cancel()
-    await asyncio.gather(*ending, return_exceptions=True)
+    ending = []
+    for future in futures:
+        if not future.done():
+            future.cancel()
+            ending.append(future)
+        elif not future.cancelled():
+            future.exception()  # asyncio reports an exception that nobody has read
+    if ending:
+        await asyncio.gather(*ending, return_exceptions=True)
 
 
 async def with_timeout(timeout_seconds: float | None, awaitable: Awaitable[_T]) -> _T:
@@ -62,10 +67,17 @@ async def with_timeout(timeout_seconds: float | None, awaitable: Awaitable[_T]) 
 
 
 async def all_or_first_error(awaitables: Any) -> list[Any]:
-    """As `asyncio.gather`, but if one call fails, the others are cancelled and awaited before its error is raised."""
+    """As `asyncio.gather`, but if one call fails, the others are cancelled and awaited before its error is raised.
+
+    `asyncio.gather` drops a cancellation that arrives at the moment when a call has failed; this function does not.
+    """
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()  # raises the error of a call that has failed
+        return [task.result() for task in tasks]
+    finally:
         await cancel_all(tasks)
-        raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from types import MappingProxyType
@@ -303,6 +303,38 @@ class RpcServer:
                 return False
 
 
+class _Answers:
+    """Received answers to one request, for one reader. Unbounded: a stream is finite and small (the tokens of one answer)."""
+
+    def __init__(self) -> None:
+        self._received: deque[Reply | HearthError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, answer: Reply | HearthError) -> None:
+        self._received.append(answer)
+        _wake(self._waiter)
+
+    async def get(self, timeout_seconds: float) -> Reply | HearthError:
+        """The next answer. Raises asyncio.TimeoutError. It starts no task, since every call of this program waits here."""
+        if not self._received:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_seconds, _wake, self._waiter)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        if not self._received:
+            raise asyncio.TimeoutError
+        return self._received.popleft()
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
 class RpcClient:
     """A DEALER socket connected to one server. Any number of calls may be in flight; ZeroMQ reconnects automatically.
 
@@ -326,8 +358,7 @@ class RpcClient:
         self._refused = False
         self._num_closed_handshakes = 0  # in a row
         self.on_disconnect: Callable[[], None] = lambda: None  # called when the connection breaks
-        # Received answers by request. Queues are unbounded: a stream is finite and small (the tokens of one answer).
-        self._pending: dict[bytes, asyncio.Queue[Reply | HearthError]] = {}
+        self._pending: dict[bytes, _Answers] = {}  # by request
         self._last_id = 0
         self._failure: HearthError | None = None
         self._monitor: zmq.asyncio.Socket | None = None
@@ -395,8 +426,7 @@ class RpcClient:
         deadline = loop.time() + timeout_seconds
         request_id, replies = await self._send(message, payload, timeout_seconds)
         try:
-            remaining = max(deadline - loop.time(), 0.001)
-            reply = await with_timeout(remaining, replies.get())
+            reply = await replies.get(max(deadline - loop.time(), 0.001))
         except asyncio.TimeoutError:
             raise self._deadline_exceeded(message, timeout_seconds) from None
         finally:
@@ -423,7 +453,7 @@ class RpcClient:
         try:
             while not ended:
                 try:
-                    reply = await with_timeout(timeout_seconds, replies.get())
+                    reply = await replies.get(timeout_seconds)
                 except asyncio.TimeoutError:
                     raise self._deadline_exceeded(message, timeout_seconds) from None
                 timeout_seconds = next_timeout_seconds or timeout_seconds
@@ -437,17 +467,15 @@ class RpcClient:
                 with suppress(zmq.ZMQError):  # no connection: the server notices that by itself
                     await self._socket.send_multipart(frames, zmq.NOBLOCK)
 
-    async def _send(
-        self, message: Message, payload: Sequence[Any], timeout_seconds: float
-    ) -> tuple[bytes, asyncio.Queue[Reply | HearthError]]:
-        """Wait for the connection, send, and register the request id. Returns the id and the queue of its answers."""
+    async def _send(self, message: Message, payload: Sequence[Any], timeout_seconds: float) -> tuple[bytes, _Answers]:
+        """Wait for the connection, send, and register the request id. Returns the id and its answers."""
         body = encode(message)
         await self._wait_connected(timeout_seconds)
         if self._failure is not None:
             raise self._failure
         self._last_id += 1
         request_id = self._last_id.to_bytes(_ID_BYTES, "little")
-        self._pending[request_id] = asyncio.Queue()
+        self._pending[request_id] = _Answers()
         try:
             await self._socket.send_multipart([request_id, body, *payload], zmq.NOBLOCK, copy=False)
         except BaseException as error:
@@ -495,7 +523,7 @@ class RpcClient:
 
     def _fail_pending(self, error: HearthError) -> None:
         for replies in self._pending.values():
-            replies.put_nowait(error)
+            replies.put(error)
 
     async def _receive_loop(self) -> None:
         while True:
@@ -504,9 +532,9 @@ class RpcClient:
             if replies is None:
                 continue  # the caller no longer waits
             try:
-                replies.put_nowait(Reply(decode(frames[1].buffer), [frame.buffer for frame in frames[2:]]))
+                replies.put(Reply(decode(frames[1].buffer), [frame.buffer for frame in frames[2:]]))
             except HearthError as error:
-                replies.put_nowait(error)
+                replies.put(error)
 
 
 def _reply_or_raise(reply: Reply | HearthError) -> Reply:

@@ -16,6 +16,7 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 THREAD_SECONDS = 0.001  # virtual time that a function in a worker thread takes
+_MIN_TASKS_CHECKED = 64  # a process drops its ended tasks when it has this many more than before
 MAX_CALLBACKS_AT_ONCE = 100_000  # callbacks at one virtual time; more are an endless loop without a wait
 
 CURRENT_PROCESS: ContextVar[Process | None] = ContextVar("CURRENT_PROCESS", default=None)
@@ -37,15 +38,27 @@ class Process:
         self.stopped = False
         self.exit_code: int | None = None
         self.children: list[Process] = []
-        self.tasks: set[asyncio.Task[Any]] = set()  # strong references: a killed process must not run `finally` blocks
+        self._tasks: list[asyncio.Task[Any]] = []  # strong references: a killed process must not run `finally` blocks
+        self._num_tasks_checked = _MIN_TASKS_CHECKED
         self.at_exit: list[Callable[[], None]] = []  # the kernel's part: closes sockets, tells the parent
         self.variables: dict[str, Any] = {}
         self._loop = loop
-        self._waiting: deque[asyncio.Handle] = deque()  # callbacks of a stopped process
+        self._waiting: deque[_Handle] = deque()  # callbacks of a stopped process
         self.context: Context = copy_context()
         self.context.run(CURRENT_PROCESS.set, self)
         if parent is not None and parent.host is host:
             parent.children.append(self)
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """The tasks of the process that have not ended."""
+        self._tasks = [task for task in self._tasks if not task.done()]
+        return self._tasks
+
+    def add_task(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.append(task)
+        if len(self._tasks) > self._num_tasks_checked:  # drop those that have ended
+            self._num_tasks_checked = 2 * len(self.tasks) + _MIN_TASKS_CHECKED
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start a task of this process."""
@@ -72,7 +85,7 @@ class Process:
         for callback in self.at_exit:
             callback()
 
-    def hold(self, handle: asyncio.Handle) -> None:
+    def hold(self, handle: _Handle) -> None:
         self._waiting.append(handle)
 
     def __repr__(self) -> str:
@@ -80,16 +93,13 @@ class Process:
 
 
 class _Numbered:
-    """Its hash, and so its order in sets, does not depend on memory addresses."""
+    """Its hash, and so its order in sets, does not depend on memory addresses: a number in the order of the first use."""
 
-    number: int
-
-    def __new__(cls, *_: Any, loop: VirtualLoop, **__: Any) -> Any:
-        self = super().__new__(cls)
-        self.number = loop.next_number()
-        return self
+    number = 0  # none yet
 
     def __hash__(self) -> int:
+        if not self.number:
+            self.number = self.get_loop().next_number()  # type: ignore[attr-defined]
         return self.number
 
     def __eq__(self, other: object) -> bool:
@@ -104,6 +114,31 @@ class _Future(_Numbered, asyncio.Future):  # type: ignore[type-arg]
     """A future whose order in sets repeats."""
 
 
+class _Handle:
+    """A callback that was scheduled; less than `asyncio.Handle`, since a run creates thousands."""
+
+    __slots__ = ("_args", "_callback", "_cancelled", "_context", "_when")
+
+    def __init__(self, callback: Callable[..., object], args: Any, context: Context, when: float = 0.0) -> None:
+        self._callback = callback
+        self._args = args
+        self._context = context
+        self._when = when
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def when(self) -> float:
+        return self._when
+
+    def __repr__(self) -> str:
+        return f"{self._callback}{self._args}"
+
+
 class VirtualLoop(asyncio.base_events.BaseEventLoop):
     """An event loop without I/O."""
 
@@ -114,7 +149,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         self._numbers = itertools.count(1)
         self._pids = itertools.count(5_000_000)  # above the kernel's largest pid: /proc has none of them
         self._num_at_once = 0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # ties fire in the order of their creation
+        self._timers: list[tuple[float, int, _Handle]] = []  # ties fire in the order of their creation
         self.set_task_factory(self._make_task)
 
     def next_number(self) -> int:
@@ -129,12 +164,12 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
     def create_future(self) -> asyncio.Future[Any]:
         return _Future(loop=self)
 
-    def add_ready(self, handle: asyncio.Handle) -> None:
+    def add_ready(self, handle: _Handle) -> None:
         self._ready.append(handle)
 
     def call_in(
         self, process: Process | None, delay_seconds: float, callback: Callable[..., object], *args: Any
-    ) -> asyncio.TimerHandle:
+    ) -> _Handle:
         """Call back after a delay as a part of `process`; None: as a part of the simulated world."""
         context = process.context if process is not None else _WORLD
         return self.call_later(delay_seconds, callback, *args, context=context)
@@ -167,24 +202,23 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         task = _Task(coroutine, loop=loop, **options)
         process = CURRENT_PROCESS.get()
         if process is not None:
-            process.tasks.add(task)
-            task.add_done_callback(process.tasks.discard)
+            process.add_task(task)
         return task
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> _Handle:
+        handle = _Handle(callback, args, copy_context() if context is None else context)
         self._ready.append(handle)
         return handle
 
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> _Handle:
         return self.call_at(self.virtual_time + delay, callback, *args, context=context)
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+    ) -> _Handle:
+        timer = _Handle(callback, args, copy_context() if context is None else context, when)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
@@ -206,19 +240,20 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         self._num_at_once += len(ready)
         if self._num_at_once > MAX_CALLBACKS_AT_ONCE:
             raise Stuck(f"{self._num_at_once} callbacks at {self.virtual_time:.3f} s: an endless loop without a wait")
+        self.num_callbacks += len(ready)
+        take, current = ready.popleft, CURRENT_PROCESS
         for _ in range(len(ready)):
-            handle = ready.popleft()
+            handle = take()
             if handle._cancelled:
                 continue
             context = handle._context
-            process = context.get(CURRENT_PROCESS)
+            process = context.get(current)
             if process is not None:
                 if not process.alive:
                     continue
                 if process.stopped:
                     process.hold(handle)
                     continue
-            self.num_callbacks += 1
             try:
                 context.run(handle._callback, *handle._args)
             except KeyboardInterrupt:
@@ -235,9 +270,6 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         pass
 
     def _write_to_self(self) -> None:
-        pass
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         pass
 
 

@@ -233,6 +233,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (agent.daemon.daemon, "measure_link", _measure_link),
         (agent.daemon.supervisor, "tempfile", SimpleNamespace(TemporaryDirectory=_TemporaryDirectory)),
         (agent.daemon.supervisor, "_sample", sample),
+        (agent.daemon.supervisor.WorkerProcess, "peak_bytes", 0),
         (agent.daemon.store, "ThreadPoolExecutor", _InlinePool),
         (asyncio, "create_subprocess_exec", _start_process),
         (shutil, "disk_usage", lambda path: SimpleNamespace(free=disk.current_disk().free_bytes())),

@@ -1,4 +1,4 @@
-"""Tasks that last as long as their process."""
+"""Tasks that last as long as their process, and groups of calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from hearth.platform.asyncio_tools import cancel_all, supervised
+from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, supervised, with_timeout
 
 
 async def _end(error: Exception | None) -> None:
@@ -41,3 +41,55 @@ def test_supervised_task_may_be_cancelled() -> None:
         return "goes on"
 
     assert asyncio.run(main()) == "goes on"
+
+
+async def _fail_when_set(event: asyncio.Event) -> None:
+    await event.wait()
+    raise ConnectionError("the device is gone")
+
+
+@pytest.mark.parametrize("num_turns", range(1, 4))
+def test_cancellation_is_not_lost_when_a_call_fails_at_the_same_moment(num_turns: int) -> None:
+    async def work(event: asyncio.Event) -> str:
+        try:
+            await all_or_first_error([_fail_when_set(event), asyncio.sleep(60)])
+        except ConnectionError:
+            return "goes on"
+        return "ended"
+
+    async def main() -> None:
+        event = asyncio.Event()
+        working = asyncio.create_task(work(event))
+        await asyncio.sleep(0)
+        event.set()
+        for _ in range(num_turns):  # of the loop, since the failure
+            await asyncio.sleep(0)
+        if working.cancel():
+            await asyncio.wait({working})
+            assert working.cancelled()
+
+    asyncio.run(main())
+
+
+def test_all_calls_return_or_the_first_error_ends_them() -> None:
+    async def main() -> None:
+        assert await all_or_first_error([asyncio.sleep(0, "a"), asyncio.sleep(0.01, "b")]) == ["a", "b"]
+        assert await all_or_first_error([]) == []
+        slow = asyncio.ensure_future(asyncio.sleep(60))
+        with pytest.raises(ConnectionError):
+            await all_or_first_error([slow, _end(ConnectionError())])
+        assert slow.cancelled()
+
+    asyncio.run(main())
+
+
+def test_timeout_ends_the_call_and_keeps_its_error() -> None:
+    async def main() -> None:
+        slow = asyncio.ensure_future(asyncio.sleep(60))
+        with pytest.raises(asyncio.TimeoutError):
+            await with_timeout(0.001, slow)
+        assert slow.cancelled()
+        with pytest.raises(ConnectionError):
+            await with_timeout(60, _end(ConnectionError()))
+
+    asyncio.run(main())
