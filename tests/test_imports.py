@@ -46,6 +46,7 @@ PURE_MODULES = (
     "hearth.platform.units",
     "hearth.protocol",
     "hearth.trace",
+    "hearth.transport.recent",
     "hearth.wire.codec",
     "hearth.wire.framing",
     "hearth.wire.messages",

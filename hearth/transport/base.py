@@ -36,7 +36,10 @@ class PeerAddress(Protocol):
 
 
 class Transport(Protocol):
-    """Sends multi-frame messages between the ranks of one plan: ordered per pair, reliable while both ends are alive."""
+    """Sends multi-frame messages between the ranks of one plan: ordered per pair, reliable while both ends are alive.
+
+    After a connection broke, the newest messages may arrive a second time.
+    """
 
     rank: int
     num_ranks: int

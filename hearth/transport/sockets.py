@@ -2,6 +2,9 @@
 
 A worker that goes on in a new plan keeps its port and its key pair.
 
+A TCP connection that breaks takes along what its buffers held. ZeroMQ connects again within milliseconds, and the sender then
+sends its newest messages once more: a step goes on as if nothing had happened.
+
 Encrypted (CURVE): keys are ephemeral, ZAP admits only the plan's peers, and the authenticated User-Id identifies the source.
 Unencrypted, only if the user asks for it: the source is sent as a leading frame, and the plan's token in each tile header is
 the only protection.
@@ -9,20 +12,54 @@ the only protection.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from hearth.errors import PortInUse
 from hearth.platform.security import KeyPair, harden, secure_client, secure_server, thread_gatekeeper, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, WORKER_CONNECT_SECONDS
 from hearth.transport.base import Buffer, PeerAddress, Received
+from hearth.transport.recent import RecentMessages
 
 MAX_FRAMES = 8  # per tile message; a tile has a header and one or two buffers
 _DOMAIN = "data"
+# First interval between attempts to connect again, in milliseconds: short, because a step waits. It grows up to the second one,
+# so that a lost peer costs little.
+_RECONNECT_MS = 20
+_RECONNECT_MAX_MS = 1000
+_JOIN_SECONDS = 5.0  # longest wait for the watching thread at the end, which stops at once
+_LINK_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+
+
+class _Link:
+    """The outgoing connection to one peer. `lock` guards the socket and `recent`."""
+
+    def __init__(self, socket: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
+        self.socket = socket
+        self.monitor = monitor  # receives the socket's events; only the watching thread uses it
+        self.lock = threading.Lock()
+        self.recent = RecentMessages()
+        self.broken_at: float | None = None  # monotonic time of the first break since the connection was last there
+        self.has_connected = False
+
+    def write(self, frames: Sequence[Buffer], copied_bytes: int) -> None:
+        last = len(frames) - 1
+        for index, frame in enumerate(frames):
+            self.socket.send(frame, zmq.SNDMORE if index < last else 0, copy=len(frame) <= copied_bytes)
+
+    def close(self) -> None:
+        """Close the socket, and end the thread that watches it."""
+        with self.lock:
+            if not self.socket.closed:
+                self.socket.disable_monitor()
+                self.socket.close(linger=0)
 
 
 class SocketTransport:
@@ -65,7 +102,9 @@ class SocketTransport:
             harden(self._pull)
         self._pull.rcvhwm = 0  # unlimited: a plan bounds the data in flight, and a full queue would stall the ring
         self.port = self._bind(bind_host, ports)
-        self._push: dict[int, tuple[zmq.Socket[Any], threading.Lock]] = {}
+        self._links: dict[int, _Link] = {}  # keyed by rank
+        self._watching: threading.Thread | None = None
+        self._monitor_numbers = itertools.count()
         # An empty message over this inproc address, which is private to the process, wakes the receiver.
         self._pull.bind("inproc://wake")
         self._wake = self._context.socket(zmq.PUSH)
@@ -83,32 +122,34 @@ class SocketTransport:
                 secure_client(push, self._keypair, peer.public_key)
             else:
                 harden(push)
+            push.reconnect_ivl, push.reconnect_ivl_max = _RECONNECT_MS, _RECONNECT_MAX_MS
             push.sndhwm = 0  # unlimited: sending never blocks the compute thread, and a plan bounds the data in flight
             host = f"[{peer.host}]" if ":" in peer.host else peer.host
+            self._links[peer.rank] = _Link(push, self._monitor(push))
             push.connect(f"tcp://{host}:{peer.port}")
-            self._push[peer.rank] = (push, threading.Lock())
         self._peers_known.set()
+        self._watching = threading.Thread(
+            target=self._watch, args=(list(self._links.values()),), name="connections", daemon=True
+        )
+        self._watching.start()
 
     def leave(self, rank: int, num_ranks: int) -> None:
         """Disconnect from all peers and take this rank in the next plan. No other thread may use the transport."""
         self._peers_known.clear()
         self._rank_of_key = {}
-        for push, _ in self._push.values():
-            push.close(linger=0)
-        self._push = {}
+        self._close_links()
         self.rank, self.num_ranks, self.dropped = rank, num_ranks, 0
 
     def send(self, target: int, frames: Sequence[Buffer]) -> None:
         """Queue a message for a peer; after `close`, drop it. See `Transport.send`."""
         if self._keypair is None:
             frames = [bytes([self.rank]), *frames]
-        push, lock = self._push[target]
-        last = len(frames) - 1
-        with lock:
+        link = self._links[target]
+        with link.lock:
             if self._closed.is_set():
                 return
-            for index, frame in enumerate(frames):
-                push.send(frame, zmq.SNDMORE if index < last else 0, copy=len(frame) <= self._copied_bytes)
+            link.recent.add(frames, time.monotonic())
+            link.write(frames, self._copied_bytes)
 
     def receive(self, timeout_seconds: float) -> Received | None:
         """Return the next valid message; None after the timeout, when closed, or if the message was refused."""
@@ -133,9 +174,7 @@ class SocketTransport:
         self._closed.set()
         self._peers_known.set()
         self.interrupt()
-        for push, lock in self._push.values():
-            with lock:
-                push.close()
+        self._close_links()
         if self._keypair is not None:
             self._gatekeeper.stop()
 
@@ -144,6 +183,54 @@ class SocketTransport:
         self._pull.close()
         self._wake.close(linger=0)
         self._context.term()
+
+    # ---- connections that break --------------------------------------------------------------------------------------
+
+    def _monitor(self, socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
+        """A socket that receives the events of the connection of `socket`."""
+        address = f"inproc://connection-{next(self._monitor_numbers)}"
+        socket.monitor(address, _LINK_EVENTS)
+        monitor: zmq.Socket[Any] = self._context.socket(zmq.PAIR)
+        monitor.connect(address)
+        return monitor
+
+    def _watch(self, links: Iterable[_Link]) -> None:
+        """Send again what may be lost whenever a connection is back, until all links are closed."""
+        by_monitor = {link.monitor: link for link in links}
+        poller = zmq.Poller()
+        for monitor in by_monitor:
+            poller.register(monitor, zmq.POLLIN)
+        while by_monitor:
+            for monitor, _ in poller.poll():
+                event = parse_monitor_message(monitor.recv_multipart())["event"]
+                link = by_monitor[monitor]
+                if event == zmq.EVENT_MONITOR_STOPPED:
+                    poller.unregister(monitor)
+                    del by_monitor[monitor]
+                    monitor.close(linger=0)
+                elif event == zmq.EVENT_DISCONNECTED:
+                    link.broken_at = link.broken_at or time.monotonic()
+                else:
+                    self._connected(link)
+
+    def _connected(self, link: _Link) -> None:
+        broken_at, link.broken_at = link.broken_at, None
+        if link.has_connected and broken_at is not None:
+            with link.lock:
+                if not link.socket.closed:
+                    for frames in link.recent.sent_between(time.monotonic(), broken_at):
+                        link.write(frames, self._copied_bytes)
+        link.has_connected = True
+
+    def _close_links(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._links = {}
+        if self._watching is not None:
+            self._watching.join(_JOIN_SECONDS)
+            self._watching = None
+
+    # ---- receiving ----------------------------------------------------------------------------------------------------
 
     def _drop_received(self) -> None:
         with suppress(zmq.Again):
@@ -160,7 +247,7 @@ class SocketTransport:
             source = self._rank_of_key.get(user_id(frames[0]))
         else:
             leading = frames.pop(0).buffer
-            source = leading[0] if len(leading) == 1 and leading[0] in self._push else None
+            source = leading[0] if len(leading) == 1 and leading[0] in self._links else None
         if source is None or not frames:
             self.dropped += 1
             return None

@@ -22,6 +22,10 @@ class MemoryHub:
         self._transports = [MemoryTransport(self, rank) for rank in range(num_ranks)]
         self._free_at = [0.0] * num_ranks  # time at which each sender's link is free again
         self._cut: set[tuple[int, int]] = set()
+        self.repeats = (
+            False  # as if connections broke again and again: each message comes a second time, after its successor
+        )
+        self._last: dict[tuple[int, int], Received] = {}
         self._due: list[tuple[float, int, int, Received]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
@@ -55,6 +59,9 @@ class MemoryHub:
         received = Received(source, copies)
         if self._rate is None and not self.latency_seconds:
             self._transports[target]._put(received)
+            if self.repeats and (last := self._last.get((source, target))) is not None:
+                self._transports[target]._put(last)
+            self._last[source, target] = received
             return
         num_bytes = sum(len(frame) for frame in copies)
         with self._changed:

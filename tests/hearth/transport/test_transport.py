@@ -9,10 +9,13 @@ from contextlib import contextmanager
 import pytest
 import zmq
 from support.memory_transport import MemoryHub
+from support.tcp_proxy import TcpProxy
+from support.waiting import wait_for
 
 from hearth.errors import PortInUse
 from hearth.platform.security import KeyPair, new_keypair, secure_client
 from hearth.transport.base import Transport
+from hearth.transport.recent import MAX_BYTES, MAX_SECONDS, RecentMessages
 from hearth.transport.sockets import MAX_FRAMES, SocketTransport
 from hearth.wire.messages import Peer
 
@@ -171,3 +174,67 @@ def test_memory_transport_limits_rate_and_can_be_cut() -> None:
         assert hub.transport(1).receive(0.05) is None
     finally:
         hub.close()
+
+
+@contextmanager
+def proxied(encrypted: bool) -> Iterator[tuple[SocketTransport, SocketTransport, TcpProxy]]:
+    """A sender (rank 1), a receiver (rank 0), and the proxy between them."""
+    receiver, sender = (
+        SocketTransport(rank, 2, "127.0.0.1", (0, 0), new_keypair() if encrypted else None) for rank in range(2)
+    )
+    proxy = TcpProxy(receiver.port)
+    try:
+        receiver.connect([peer_of(1, sender)])
+        sender.connect([peer_of(0, receiver).model_copy(update={"port": proxy.port})])
+        sender.send(0, [b"first"])
+        received = receiver.receive(10)
+        assert received is not None
+        yield sender, receiver, proxy
+    finally:
+        for transport in (receiver, sender):
+            transport.close()
+            transport.release()
+        proxy.close()
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_messages_lost_with_a_connection_are_sent_again_at_once(encrypted: bool) -> None:
+    with proxied(encrypted) as (sender, receiver, proxy):
+        proxy.swallow()
+        sender.send(0, [b"lost", bytes(100_000)])
+        assert receiver.receive(0.2) is None
+        began = time.monotonic()
+        proxy.reset()
+        arrived = []
+        while b"lost" not in arrived:
+            assert time.monotonic() - began < 5
+            if (received := receiver.receive(1)) is not None:
+                arrived.append(bytes(received.frames[0]))
+        assert arrived == [b"first", b"lost"]  # the first one a second time, since it might have been lost, too
+        assert time.monotonic() - began < 1
+        sender.send(0, [b"later"])
+        received = receiver.receive(10)
+        assert received is not None
+        assert bytes(received.frames[0]) == b"later"
+
+
+def test_a_broken_connection_is_made_again_when_nothing_was_lost() -> None:
+    with proxied(encrypted=True) as (sender, receiver, proxy):
+        for count in range(2, 5):
+            proxy.reset()
+            wait_for("the connection", lambda count=count: proxy.num_connections == count)
+            sender.send(0, [bytes([count])])
+            while (received := receiver.receive(10)) is not None and bytes(received.frames[0]) != bytes([count]):
+                pass
+            assert received is not None
+
+
+def test_only_the_newest_messages_are_kept_and_no_old_or_large_ones() -> None:
+    recent = RecentMessages()
+    for second in range(5):
+        recent.add([bytes([second]), memoryview(bytes(MAX_BYTES // 4))], float(second))
+    assert [frames[0] for frames in recent.sent_between(4.0, 4.0)] == [b"\x02", b"\x03", b"\x04"]
+    recent.add([bytes(MAX_BYTES + 1)], 5.0)
+    assert len(recent.sent_between(5.0, 5.0)) == 3
+    assert [frames[0] for frames in recent.sent_between(5.0, 3.5)] == [b"\x02", b"\x03"]  # the rest was sent later
+    assert [frames[0] for frames in recent.sent_between(MAX_SECONDS + 3.5, 20.0)] == [b"\x04"]

@@ -55,17 +55,25 @@ def feeds_of(seed: int) -> dict[str, Array]:
 
 
 @given(
-    st.integers(0, 2**32), st.integers(6, 24), st.integers(1, 8), st.integers(1, 4), st.integers(1, 4)
+    st.integers(0, 2**32), st.integers(6, 24), st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.booleans()
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_random_cuts_equal_one_session(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, operators: int, segments: int, ranks: int, requests: int
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    operators: int,
+    segments: int,
+    ranks: int,
+    requests: int,
+    repeats: bool,
 ) -> None:
+    """`repeats`: tensors arrive twice, as after a connection broke."""
     rng = random.Random(seed)
     model = random_model(rng, operators)
     plan = random_cut(model, rng, max(segments, ranks), ranks)
     feeds = [feeds_of(index) for index in range(requests)]
     with GraphCluster(plan, model, tmp_path_factory.mktemp("stores")) as cluster:
+        cluster.hub.repeats = repeats
         for step, fed in enumerate(feeds):  # all requests are in flight at once
             cluster.start(step, fed)
         for step, fed in enumerate(feeds):

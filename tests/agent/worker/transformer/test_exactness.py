@@ -62,6 +62,18 @@ def test_every_strategy_and_split_equals_transformers(
             assert np.abs(rows - hidden_states(model_dir, sequences)).max() < TOLERANCE, lengths
 
 
+@pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp", "pipeline"])
+def test_tiles_that_arrive_twice_change_nothing(strategy: str, bert: Path) -> None:
+    """After a connection broke, the newest tiles are sent again."""
+    spec = read_spec(bert)
+    sequences = random_sequences([21, 9], spec.vocab_size)
+    with EngineCluster(bert, make_plan(spec, strategy, (1, 1) if strategy == "pipeline" else (1, 1, 1))) as cluster:
+        cluster.hub.repeats = True
+        for _ in range(3):
+            rows, _ = cluster.run(sequences)
+            assert np.abs(rows - hidden_states(bert, sequences)).max() < TOLERANCE
+
+
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
 def test_devices_without_rows_or_heads(strategy: str, bert: Path) -> None:
     spec = read_spec(bert)

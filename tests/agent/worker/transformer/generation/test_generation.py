@@ -78,6 +78,20 @@ def test_greedy_tokens_equal_transformers(family: str, strategy: str, split: tup
         assert cluster.executors[0].num_sequences == 0
 
 
+@pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp", "pipeline"])
+def test_tiles_that_arrive_twice_change_no_token(strategy: str, models: Any) -> None:
+    """After a connection broke, the newest tiles are sent again."""
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 1))) as cluster:
+        cluster.hub.repeats = True
+        home = GenerationCluster(cluster)
+        prompts = prompts_of(spec, [1, 7, 61])
+        requests = [home.submit(prompt, 12) for prompt in prompts]
+        home.run()
+        assert [home.answers[request] for request in requests] == [greedy(model_dir, each, 12) for each in prompts]
+
+
 MODES = [LayerMode(qkv=R), LayerMode(out=R, mlp=R), LayerMode(qkv=R, out=R, mlp=R), SEQUENCE]
 
 
