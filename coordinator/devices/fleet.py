@@ -26,7 +26,7 @@ from hearth.errors import (
     Unreachable,
 )
 from hearth.plan.parts import PlannedDevice
-from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised, with_timeout
+from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervised
 from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers
 from hearth.platform.security import Access, fingerprint
 from hearth.protocol import LEASE_MARGIN_SECONDS, LEASE_SECONDS, LINK_OPEN_MARGIN_SECONDS, REPLY_MARGIN_SECONDS
@@ -65,7 +65,7 @@ class _Connection:
     opened_at: float  # loop time
     task: asyncio.Task[None] | None = None
     bulk: set[RpcClient] = field(default_factory=set)  # further connections to the same agent
-    broken: asyncio.Event = field(default_factory=asyncio.Event)  # a call lost the connection: send a heartbeat now
+    broken: Signal = field(default_factory=Signal)  # a call lost the connection: send a heartbeat now
 
 
 class Fleet(AbstractAsyncContextManager["Fleet"]):
@@ -443,7 +443,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             pause_seconds, timeout_seconds = registry.next_heartbeat(self.devices[device_id], loop_time())
             began = loop_time()
             connection.client.on_disconnect = connection.broken.set
-            await _sleep_until_set(connection.broken, pause_seconds)
+            await connection.broken.wait(pause_seconds)
             connection.broken.clear()
             if self._by_device.get(device_id) is not connection:
                 return await self._stand_by(device_id)
@@ -520,12 +520,6 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         release = wire.ReleaseLease(holder=self.holder, keep_worker=self.keep_workers)
         calls = (each.client.call(release, timeout_seconds=_RELEASE_SECONDS) for each in self._by_device.values())
         await asyncio.gather(*calls, return_exceptions=True)  # the lease of an unreachable agent expires
-
-
-async def _sleep_until_set(event: asyncio.Event, seconds: float) -> None:
-    """Sleep, but not longer than until the event is set."""
-    with suppress(asyncio.TimeoutError):
-        await with_timeout(seconds, event.wait())
 
 
 async def _ask(client: RpcClient, message: wire.Message, expected: type[_T], seconds: float = _HELLO_SECONDS) -> _T:

@@ -38,6 +38,41 @@ def _exit_unless_cancelled(task: asyncio.Task[Any]) -> None:
         raise SystemExit(_EXIT_STATUS)  # asyncio passes it on to the caller of `asyncio.run`
 
 
+class Signal:
+    """An event for one waiter. A wait with a timeout starts no task, unlike that for an `asyncio.Event`."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """Set the signal, which ends a wait for it."""
+        self._is_set = True
+        _wake(self._waiter)
+
+    def clear(self) -> None:
+        """Make the next wait last until the signal is set again."""
+        self._is_set = False
+
+    async def wait(self, timeout_seconds: float) -> bool:
+        """Wait until the signal is set; returns whether it is."""
+        if not self._is_set:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_seconds, _wake, self._waiter)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        return self._is_set
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
 async def cancel_all(futures: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel the futures and wait until they have ended; their exceptions are dropped."""
     ending = []

@@ -32,7 +32,7 @@ from hearth.errors import (
     Unreachable,
     WrongKey,
 )
-from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised, with_timeout
+from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervised, with_timeout
 from hearth.platform.refusals import Refusals
 from hearth.platform.security import Access, KeyPair, detect_silence, fingerprint, secure_client, secure_server, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
@@ -308,31 +308,20 @@ class _Answers:
 
     def __init__(self) -> None:
         self._received: deque[Reply | HearthError] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._arrival = Signal()
 
     def put(self, answer: Reply | HearthError) -> None:
         self._received.append(answer)
-        _wake(self._waiter)
+        self._arrival.set()
 
     async def get(self, timeout_seconds: float) -> Reply | HearthError:
-        """The next answer. Raises asyncio.TimeoutError. It starts no task, since every call of this program waits here."""
-        if not self._received:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = loop.call_later(timeout_seconds, _wake, self._waiter)
-            try:
-                await self._waiter
-            finally:
-                timer.cancel()
-                self._waiter = None
-        if not self._received:
+        """The next answer. Raises asyncio.TimeoutError."""
+        if not self._received and not await self._arrival.wait(timeout_seconds):
             raise asyncio.TimeoutError
-        return self._received.popleft()
-
-
-def _wake(waiter: asyncio.Future[None] | None) -> None:
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)
+        answer = self._received.popleft()
+        if not self._received:
+            self._arrival.clear()
+        return answer
 
 
 class RpcClient:

@@ -148,7 +148,6 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         self.num_callbacks = 0
         self._numbers = itertools.count(1)
         self._pids = itertools.count(5_000_000)  # above the kernel's largest pid: /proc has none of them
-        self._num_at_once = 0
         self._timers: list[tuple[float, int, _Handle]] = []  # ties fire in the order of their creation
         self.set_task_factory(self._make_task)
 
@@ -223,27 +222,18 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         return timer
 
     def _run_once(self) -> None:
-        ready, timers = self._ready, self._timers
-        if not ready:
-            while timers and timers[0][2]._cancelled:
-                heapq.heappop(timers)
-            if not timers:
-                raise Stuck(f"nothing can happen any more at {self.virtual_time:.3f} s")
-            when = timers[0][0]
-            if when > self.virtual_time:
-                self.virtual_time = when
-                self._num_at_once = 0
-            while timers and timers[0][0] <= when:
-                handle = heapq.heappop(timers)[2]
-                if not handle._cancelled:
-                    ready.append(handle)
-        self._num_at_once += len(ready)
-        if self._num_at_once > MAX_CALLBACKS_AT_ONCE:
-            raise Stuck(f"{self._num_at_once} callbacks at {self.virtual_time:.3f} s: an endless loop without a wait")
-        self.num_callbacks += len(ready)
-        take, current = ready.popleft, CURRENT_PROCESS
-        for _ in range(len(ready)):
-            handle = take()
+        """Run callbacks until the loop is stopped: more than one, since a call of this method costs as much as a callback."""
+        ready, timers, current = self._ready, self._timers, CURRENT_PROCESS
+        num_at_once = 0
+        while not self._stopping:
+            if not ready:
+                self.num_callbacks += num_at_once
+                num_at_once = 0
+                self._jump_to_next_timer(timers, ready)
+            num_at_once += 1
+            if num_at_once > MAX_CALLBACKS_AT_ONCE:
+                raise Stuck(f"{num_at_once} callbacks at {self.virtual_time:.3f} s: an endless loop without a wait")
+            handle = ready.popleft()
             if handle._cancelled:
                 continue
             context = handle._context
@@ -265,6 +255,19 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
                 self.call_exception_handler({"message": f"{process} exited", "exception": error})
             except BaseException as error:
                 self.call_exception_handler({"message": f"exception in {handle}", "exception": error})
+        self.num_callbacks += num_at_once
+
+    def _jump_to_next_timer(self, timers: list[tuple[float, int, _Handle]], ready: deque[_Handle]) -> None:
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not timers:
+            raise Stuck(f"nothing can happen any more at {self.virtual_time:.3f} s")
+        when = timers[0][0]
+        self.virtual_time = max(when, self.virtual_time)
+        while timers and timers[0][0] <= when:
+            handle = heapq.heappop(timers)[2]
+            if not handle._cancelled:
+                ready.append(handle)
 
     def _process_events(self, event_list: Any) -> None:
         pass

@@ -23,13 +23,16 @@ class Disk:
         self.folder = folder
         self.fault: Fault | None = None
         self._loop = loop
+        self._folders: set[Path] = set()  # that exist
         self._last_writes: dict[Path, tuple[float, bytes | None]] = {}  # time, and the content before
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, path: Path, data: Any, durable: bool = False) -> None:
         if self.fault is not None:
             raise OSError(_ERRORS[self.fault], f"the simulated disk is {self.fault}", str(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent not in self._folders:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._folders.add(path.parent)
         before = path.read_bytes() if path.exists() else None
         path.write_bytes(data.encode() if isinstance(data, str) else bytes(data))
         if not durable:

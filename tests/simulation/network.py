@@ -48,6 +48,7 @@ class Connection:
     up: dict[Socket, bool]
     last_arrival: dict[Socket, float]
     held: dict[Socket, deque[tuple[bytes, ...]]]  # messages to this end that a cut link holds back
+    client_key: str
 
     def other(self, end: Socket) -> Socket:
         return self.server if end is self.client else self.client
@@ -89,6 +90,8 @@ class Network:
 
     def connected(self, one: str, other: str) -> bool:
         """Whether packets pass between two hosts."""
+        if not (self._cut or self._isolated):
+            return self.hosts[one].powered and self.hosts[other].powered
         if one == other:
             return self.hosts[one].powered
         return (
@@ -132,7 +135,8 @@ class Network:
     def delay(self, one: str, other: str, num_bytes: int = 0) -> float:
         if one == other:
             return 20e-6
-        return 0.3e-3 + self.random.random() * 1e-3 + num_bytes / 50e6 + self._slow.get(frozenset((one, other)), 0.0)
+        slow = self._slow.get(frozenset((one, other)), 0.0) if self._slow else 0.0
+        return 0.3e-3 + self.random.random() * 1e-3 + num_bytes / 50e6 + slow
 
     # ---- connections ----------------------------------------------------------------------------------------------
 
@@ -160,6 +164,7 @@ class Network:
             {client: False, server: False},
             {client: 0.0, server: 0.0},
             {client: deque(), server: deque()},
+            client.options.get("curve_publickey", b"").decode(),
         )
         self.connections[connection] = None
         client.connection = connection
@@ -458,7 +463,7 @@ class Socket:
         return [frame.bytes for frame in frames] if copy else frames
 
     async def send_multipart(self, frames: Sequence[Any], flags: int = 0, copy: bool = True, **_: Any) -> None:
-        parts = tuple(bytes(frame) if not isinstance(frame, Frame) else frame.bytes for frame in frames)
+        parts = tuple([frame.bytes if isinstance(frame, Frame) else bytes(frame) for frame in frames])
         if self.kind == zmq.ROUTER:
             route = self.routes.get(parts[0])
             if route is None:
@@ -517,7 +522,7 @@ class Socket:
                 )
 
     def arrived(self, connection: Connection, parts: tuple[bytes, ...]) -> None:
-        key = connection.client.options.get("curve_publickey", b"").decode() if self.routes else ""
+        key = connection.client_key if self.routes else ""
         frames = [Frame(part, key) for part in parts]
         if self.kind == zmq.ROUTER:
             frames.insert(0, Frame(connection.identity, key))

@@ -23,7 +23,7 @@ from simulation import model
 from simulation.clock import Process, Stuck
 from simulation.history import Answer, exclusive_epochs, no_request_lost
 from simulation.home import HOME, Home, app_key, simulated
-from simulation.schedule import FAULTS_END_SECONDS, REQUEST_SECONDS, Call, Fault, Schedule, generate
+from simulation.schedule import REQUEST_SECONDS, Call, Fault, Schedule, generate
 
 from hearth.client.home import AsyncHome
 from hearth.errors import HearthError
@@ -34,6 +34,7 @@ ALL_DEVICES_SECONDS = 400.0  # until all devices must be in use: quarantines and
 STOP_SECONDS = 30.0  # from SIGTERM to the end of a process
 ABANDONED_SECONDS = 75.0  # until a worker has ended whose coordinator is gone: a lease, and the time for adoption
 SEEDS_PER_JOB = 50
+SEEDS_PER_COLLECTION = 25  # each leaves about 5 MB of garbage
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class _Run:
             calls.append(process.run(self._revoke(schedule.revoke_at)))
         if running:
             await asyncio.wait(running)
-        await asyncio.sleep(max(FAULTS_END_SECONDS - home.loop.time(), 0.0))
+        await asyncio.sleep(max(schedule.seconds - home.loop.time(), 0.0))
         home.network.heal_all()
         home.note("all faults have ended")
         await self._converge()
@@ -209,6 +210,11 @@ class _Run:
                 await asyncio.sleep(fault.seconds)
                 host.disk.fault = None
             case "rot":
+                # What an agent has hashed stays in the kernel's page cache until its worker has read it, a moment later.
+                while "daemon" in host.variables and any(
+                    lock.locked() for lock in host.variables["daemon"]._load_locks.values()
+                ):
+                    await asyncio.sleep(0.1)
                 chunks = sorted((host.disk.folder / "store").glob("??/*"))
                 if chunks:
                     host.disk.damage(chunks[network.random.randrange(len(chunks))], network.random)
@@ -276,6 +282,8 @@ class _Run:
         for name in home.random.sample(home.coordinators, len(home.coordinators)):
             home.note(f"stopping {name}")
             await self._terminate(home.serving[name])
+            # A leader that hands over to a standby that has just ended leaves its workers for a minute: often enough.
+            await asyncio.sleep(home.random.choice((0.0, 3.0, 3.0, 3.0)))
         deadline = home.loop.time() + ABANDONED_SECONDS
         while workers := [
             process
@@ -377,10 +385,11 @@ def run_seeds(seeds: Sequence[int]) -> list[Outcome]:
     logging.disable(logging.CRITICAL)
     sys.unraisablehook = lambda _: None  # abandoned tasks of killed processes
     gc.disable()
+    gc.freeze()  # what was imported is not looked at again
     outcomes = []
     for count, seed in enumerate(seeds, start=1):
         outcomes.append(run_seed(seed))
-        if count % 20 == 0:
+        if count % SEEDS_PER_COLLECTION == 0:
             gc.collect()
     gc.enable()
     return outcomes
@@ -449,5 +458,6 @@ def _in_processes(parts: Sequence[Sequence[int]], jobs: int) -> Any:
 if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings must not differ between runs
         os.environ["PYTHONHASHSEED"] = "0"
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would wait busily for work that never comes
         os.execv(sys.executable, [sys.executable, "-W", "ignore", "-m", "simulation.run", *sys.argv[1:]])
     sys.exit(main())

@@ -18,9 +18,12 @@ WEIGHTS: dict[FaultKind, float] = {
     "kill coordinator": 1.5, "stop coordinator": 1, "hang worker": 0.5,
 }  # fmt: skip
 
-FIRST_FAULT_SECONDS = 3.0  # the home serves by then, if nothing goes wrong
-FAULTS_END_SECONDS = 12.0  # from here on nothing goes wrong
-LAST_FAULT_SECONDS = FAULTS_END_SECONDS - 2.0
+FIRST_FAULT_SECONDS = 1.5  # workers load by then; the home serves at about 3 s, if nothing goes wrong
+# From here on nothing goes wrong. Most homes are watched for a short time, so that there can be many of them; a few for long
+# enough that a fault of any length, and what follows it, ends before the next one.
+SHORT_SECONDS, LONG_SECONDS = 6.0, 12.0
+LONG_FRACTION = 0.2
+LAST_FAULT_MARGIN_SECONDS = 1.0  # between the last fault and the end of all
 REQUEST_SECONDS = 100.0  # deadline of a call: ample
 MAX_DEVICES = 5
 
@@ -56,6 +59,7 @@ class Schedule:
     """Everything that a run does by itself."""
 
     seed: int
+    seconds: float  # from here on nothing goes wrong
     num_devices: int
     causal: bool
     calls: tuple[Call, ...]
@@ -89,8 +93,9 @@ class Schedule:
 def generate(seed: int) -> Schedule:
     """The schedule of a seed."""
     random = Random(f"schedule {seed}")
-    num_devices = min(random.choice((1, 2, 2, 3, 3, 3, 4, 5)), MAX_DEVICES)
+    num_devices = min(random.choice((1, 2, 2, 2, 3, 3, 3, 3, 4, 5)), MAX_DEVICES)
     causal = random.random() < 0.5
+    seconds = LONG_SECONDS if random.random() < LONG_FRACTION else SHORT_SECONDS
     devices = [f"d{number}" for number in range(num_devices)]
     clients = ["p0", "p1"][: random.choice((1, 2))]
     standby = random.random() < 0.4
@@ -99,28 +104,31 @@ def generate(seed: int) -> Schedule:
     for _ in range(random.choice((0, 1, 1, 1, 2, 2, 3, 4))):
         # Half of the further faults hit the recovery from another one.
         near = random.choice(faults).at if faults and random.random() < 0.5 else None
-        faults.append(_fault(random, devices, coordinators, clients, near))
+        faults.append(_fault(random, seconds, devices, coordinators, clients, near))
     faults.sort(key=lambda fault: fault.at)
     calls = []
     for client in clients:
-        times = sorted(random.uniform(2.0, FAULTS_END_SECONDS) for _ in range(random.randint(2, 6)))
+        times = sorted(random.uniform(1.0, seconds) for _ in range(random.randint(2, 5)))
         for number, at in enumerate(times):
-            length = random.choice((1, 4, 15)) if causal else random.randint(1, 12)
+            length = random.choice((1, 3, 10)) if causal else random.randint(1, 12)
             calls.append(Call(at, client, number, length, random.randrange(1, 900)))
-    revoke_at = random.uniform(3.0, 11.0) if "p1" in clients and random.random() < 0.2 else None
+    revoke_at = random.uniform(2.0, seconds - 1.0) if "p1" in clients and random.random() < 0.2 else None
     step_seconds = random.choice((0.004, 0.05, 0.15) if causal else (0.004, 0.1, 0.6))
     thorough = random.random() < 0.05
-    return Schedule(seed, num_devices, causal, tuple(calls), tuple(faults), step_seconds, revoke_at, standby, thorough)
+    return Schedule(
+        seed, seconds, num_devices, causal, tuple(calls), tuple(faults), step_seconds, revoke_at, standby, thorough
+    )
 
 
 def _fault(
-    random: Random, devices: list[str], coordinators: list[str], clients: list[str], near: float | None
+    random: Random, end: float, devices: list[str], coordinators: list[str], clients: list[str], near: float | None
 ) -> Fault:
     kind = random.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-    at = random.uniform(FIRST_FAULT_SECONDS, LAST_FAULT_SECONDS)
+    last = end - LAST_FAULT_MARGIN_SECONDS
+    at = random.uniform(FIRST_FAULT_SECONDS, last)
     if near is not None:
-        at = min(near + random.uniform(0.0, 2.5), LAST_FAULT_SECONDS)
-    seconds = min(random.choice((0.3, 1.0, 2.5, 5.0, 9.0)) * random.uniform(0.7, 1.3), FAULTS_END_SECONDS - at)
+        at = min(near + random.uniform(0.0, 2.5), last)
+    seconds = min(random.choice((0.3, 1.0, 2.5, 5.0, 9.0)) * random.uniform(0.7, 1.3), end - at)
     host, other = random.choice(devices), ""
     if kind in ("cut", "reset", "slow link"):
         host, other = random.sample([*coordinators, *devices, *clients], 2)

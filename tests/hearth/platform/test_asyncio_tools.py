@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, supervised, with_timeout
+from hearth.platform.asyncio_tools import Signal, all_or_first_error, cancel_all, supervised, with_timeout
 
 
 async def _end(error: Exception | None) -> None:
@@ -91,5 +91,31 @@ def test_timeout_ends_the_call_and_keeps_its_error() -> None:
         assert slow.cancelled()
         with pytest.raises(ConnectionError):
             await with_timeout(60, _end(ConnectionError()))
+
+    asyncio.run(main())
+
+
+def test_wait_for_a_signal_ends_when_it_is_set_or_in_time() -> None:
+    async def main() -> None:
+        signal = Signal()
+        assert not await signal.wait(0.001)
+        asyncio.get_running_loop().call_soon(signal.set)
+        assert await signal.wait(60)
+        assert await signal.wait(0)
+        signal.clear()
+        assert not await signal.wait(0.001)
+
+    asyncio.run(main())
+
+
+def test_wait_for_a_signal_may_be_cancelled() -> None:
+    async def main() -> None:
+        signal = Signal()
+        waiting = asyncio.create_task(signal.wait(60))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        signal.set()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled()
 
     asyncio.run(main())
