@@ -36,6 +36,10 @@ GRAPH_REPLY_MARGIN_SECONDS = 5.0  # requests to an ONNX graph: shorter, since us
 
 # Liveness of a worker, as its agent sees it.
 WORKER_SIGN_SECONDS = 0.5  # interval of a worker's signs of life; each is one small message over a private socket
+# The same while it computes: a wait for a peer that lasts too long is known to the coordinator almost at once.
+WORKER_STEP_SIGN_SECONDS = 0.1
+# An agent reports the states of its workers at least that often while a coordinator watches them, and each change at once.
+WATCH_SECONDS = 5.0
 
 # Start of a worker. Importing torch takes 20 s from a Raspberry Pi's SD card; reading a large shard adds to that.
 WORKER_LOAD_SECONDS = 300.0  # the agent waits for its worker to start and load
@@ -49,6 +53,15 @@ LINK_OPEN_MARGIN_SECONDS = 5.0  # the port stays open for longer than the reques
 MAX_LINK_OPEN_SECONDS = 60.0  # limit of the protocol for one grant
 # One batch of chunks; missing ones come from elsewhere.
 FETCH_SECONDS = MAX_LINK_OPEN_SECONDS - LINK_OPEN_MARGIN_SECONDS
+
+
+def late_seconds(timeout_seconds: float) -> float:
+    """How long a worker waits for a tile until it reports the rank that should have sent it.
+
+    `timeout_seconds` bounds the wait: at least 5 s, and 20 times the predicted duration of the whole step. So this is at least
+    0.75 s, and three times that duration; a false report costs one message to that device, and a check of the link to it.
+    """
+    return 0.15 * timeout_seconds
 
 
 def hung_step_seconds(timeout_seconds: float) -> float:

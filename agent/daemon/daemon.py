@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from hearth.errors import (
     StepFailed,
 )
 from hearth.plan.plan import plan_hash
-from hearth.platform.asyncio_tools import cancel_all, loop_time
-from hearth.protocol import LEASE_CHECK_SECONDS, PROTOCOL_VERSION
+from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
+from hearth.protocol import LEASE_CHECK_SECONDS, PROTOCOL_VERSION, WATCH_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Reply, Response
 
@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 
 
 _CONTROL_TYPES = (
-    wire.Hello, wire.GetTelemetry, wire.Heartbeat, wire.OpenLinkProbe, wire.MeasureLink, wire.Profile, wire.Command,
+    wire.Hello, wire.GetTelemetry, wire.Heartbeat, wire.WatchWorkers, wire.OpenLinkProbe, wire.MeasureLink,
+    wire.Profile, wire.Command,
 )  # fmt: skip
 CONTROL_MESSAGES = {tag: kind for tag, kind in wire.MESSAGE_TYPES.items() if issubclass(kind, _CONTROL_TYPES)}
 
@@ -78,6 +79,7 @@ class AgentDaemon:
         self._last_epochs: dict[str, int] = {}
         self._requested_epochs: dict[str, int] = {}  # of the newest plan, which may still wait for an older one to load
         self.spawner = Spawner(settings.spare_worker, telemetry.has_room)
+        self._watchers: set[asyncio.Event] = set()  # set when a worker's state changes: one for each `WatchWorkers`
         self._num_abandoned = 0  # workers that did not end when they were killed
         self._running: dict[str, wire.RunningWorker] = {}  # what another coordinator needs to take a worker over
         self._streams_end: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # when their lease ends
@@ -123,6 +125,8 @@ class AgentDaemon:
                 self._configuration.store(message.configuration)
             case wire.Heartbeat():
                 return self._heartbeat(message)
+            case wire.WatchWorkers():
+                return self._watch_workers(message)
             case wire.OpenLinkProbe():
                 self._links.open(message)
             case wire.MeasureLink():
@@ -245,6 +249,30 @@ class AgentDaemon:
         if not live:
             raise LeaseLost(device=self.name)
         self._leases |= {name: lease.renewed(now) for name, lease in live.items()}
+        return self._state()
+
+    async def _watch_workers(self, message: wire.WatchWorkers) -> AsyncGenerator[wire.Message, None]:
+        """Report the workers' states at every change. Raises LeaseLost when this holder has no lease."""
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                if not any(
+                    lease.holder == message.holder and lease.is_live(loop_time()) for lease in self._leases.values()
+                ):
+                    raise LeaseLost(device=self.name)
+                yield self._state()
+                with suppress(asyncio.TimeoutError):
+                    await with_timeout(WATCH_SECONDS, changed.wait())
+        finally:
+            self._watchers.discard(changed)
+
+    def _workers_changed(self) -> None:
+        for changed in self._watchers:
+            changed.set()
+
+    def _state(self) -> wire.AgentState:
         return wire.AgentState(
             boot_id=self.boot_id,
             workers=tuple(worker.status(deployment) for deployment, worker in self._workers.items()),
@@ -329,7 +357,9 @@ class AgentDaemon:
         await self._verify_chunks(start.load.parts.hashes)
         self._check_still_wanted(start.load)
         self._record_running(start)
-        worker = self._workers[deployment] = WorkerProcess(self._context, self.name, self.spawner)
+        worker = self._workers[deployment] = WorkerProcess(
+            self._context, self.name, self.spawner, self._workers_changed
+        )
         return await worker.start(start)
 
     def _record_running(self, start: wire.Start) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,23 @@ _TOKEN_SECONDS = 120.0
 class WorkerProcess:
     """One worker process. After it has died, `failure` is the cause, and every call raises it."""
 
-    def __init__(self, context: zmq.asyncio.Context, device: str, spawner: Spawner) -> None:
-        """Prepare a process, without starting it. Raises WorkerDied if there is no room for its socket."""
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        device: str,
+        spawner: Spawner,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare a process, without starting it. Raises WorkerDied if there is no room for its socket.
+
+        `on_change` is called when the worker's state changes, and when it begins or ceases to wait for a late rank.
+        """
         self.epoch = 0
         self.failure: HearthError | None = None
         self.abandoned = False  # the process did not end when it was killed
         self._device = device
         self._spawner = spawner
+        self._on_change = on_change
         self._state_machine = WorkerStateMachine()
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="hearth-worker-")  # mode 0700: only this user has access
@@ -79,6 +89,7 @@ class WorkerProcess:
             step=progress.step,
             step_seconds=progress.step_seconds,
             silent_seconds=self._liveness.silent_seconds,
+            late_rank=progress.late_rank,
         )
 
     @property
@@ -218,7 +229,9 @@ class WorkerProcess:
             async with aclosing(stream):
                 async for reply in stream:
                     sign = wire.expect_message(reply.message, wire.WorkerProgress, "a worker")
-                    self._liveness = self._liveness.after_sign(sign)
+                    before, self._liveness = self._liveness, self._liveness.after_sign(sign)
+                    if sign.late_rank != before.progress.late_rank:
+                        self._on_change()
 
     async def _watch_life(self, process: ChildProcess) -> None:
         """Kill the process if it hangs."""
@@ -244,6 +257,7 @@ class WorkerProcess:
 
     def _transition(self, event: WorkerEvent) -> None:
         self._state_machine = self._state_machine.after(event)
+        self._on_change()
 
 
 def _failure_reason(failure: HearthError) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import zmq
 
 from hearth.errors import HearthError, InternalError, StepFailed
+from hearth.protocol import WORKER_STEP_SIGN_SECONDS
 from hearth.wire.messages import Cancel, Failed, Message, ReportProgress, WorkerProgress, decode, encode
 
 log = logging.getLogger("hearth.worker")
@@ -65,8 +66,9 @@ class WorkerServer:
             ready = dict(poller.poll(self._milliseconds_until(next_report)))
             if self._report is not None and (now := time.monotonic()) >= next_report:
                 request, interval = self._report
-                daemon.send_multipart([request, encode(self._progress())])
-                next_report = now + interval
+                progress = self._progress()
+                daemon.send_multipart([request, encode(progress)])
+                next_report = now + (interval if progress.step is None else min(interval, WORKER_STEP_SIGN_SECONDS))
             if answers in ready:
                 daemon.send_multipart(answers.recv_multipart())
             if daemon in ready:

@@ -23,13 +23,20 @@ from hearth.errors import (
     DeviceLost,
     HearthError,
     LeaseLost,
+    UnknownMessage,
     Unreachable,
 )
 from hearth.plan.parts import PlannedDevice
 from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervised
 from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers
 from hearth.platform.security import Access, fingerprint
-from hearth.protocol import LEASE_MARGIN_SECONDS, LEASE_SECONDS, LINK_OPEN_MARGIN_SECONDS, REPLY_MARGIN_SECONDS
+from hearth.protocol import (
+    LEASE_MARGIN_SECONDS,
+    LEASE_SECONDS,
+    LINK_OPEN_MARGIN_SECONDS,
+    REPLY_MARGIN_SECONDS,
+    WATCH_SECONDS,
+)
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
 
@@ -379,7 +386,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 registry.check_device_id_unique(self.devices.get(welcome.device_id), welcome, *connection.address)
                 connection.server_keys = [connection.client.server_key]
                 await self._register(connection, welcome)
-                await self._send_heartbeats(connection, welcome.device_id)
+                await self._watch(connection, welcome.device_id)
             except (Unreachable, ConnectionLost, DeadlineExceeded):
                 await self._miss_hello(connection)
             except HearthError as error:  # for instance another version or home key, or a duplicate device id
@@ -436,6 +443,37 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self.last_epoch = max(self.last_epoch, granted.last_epoch)
         self.devices[device_id] = registry.after_lease(self.devices[device_id], granted.worker)
         return True
+
+    async def _watch(self, connection: _Connection, device_id: str) -> None:
+        """Send heartbeats, and hear about the device's workers meanwhile, until the device is dead."""
+        if self._lease_name is None:
+            return await self._send_heartbeats(connection, device_id)
+        hearing = asyncio.create_task(self._hear_of_workers(connection, device_id))
+        try:
+            await self._send_heartbeats(connection, device_id)
+        finally:
+            await cancel_all([hearing])
+
+    async def _hear_of_workers(self, connection: _Connection, device_id: str) -> None:
+        """Take note of changes of the device's workers at once; heartbeats report them as well, but later."""
+        request = wire.WatchWorkers(holder=self.holder)
+        while True:
+            try:
+                stream = connection.client.stream(
+                    request, timeout_seconds=WATCH_SECONDS + REPLY_MARGIN_SECONDS, last=wire.Done
+                )
+                async with aclosing(stream) as replies:
+                    async for reply in replies:
+                        state = reply.message
+                        if isinstance(state, wire.AgentState) and self._by_device.get(device_id) is connection:
+                            self._replace(registry.after_report(self.devices[device_id], state))
+            except UnknownMessage:  # an older agent
+                return
+            except HearthError as error:
+                log.debug("%s reports no changes of its workers: %s", device_id, error)
+            except Exception:  # a bug must not end the reports for good
+                log.exception("a report of the workers of %s could not be handled", device_id)
+            await asyncio.sleep(_RETRY_SECONDS)
 
     async def _send_heartbeats(self, connection: _Connection, device_id: str) -> None:
         """Send heartbeats until the device is dead. Without a lease, read its telemetry instead."""
@@ -529,8 +567,9 @@ async def _ask(client: RpcClient, message: wire.Message, expected: type[_T], sec
     return reply.message
 
 
-def _worker_states(device: Device) -> list[tuple[str, str]] | None:
-    return [(worker.deployment, worker.state) for worker in device.state.workers] if device.state else None
+def _worker_states(device: Device) -> list[tuple[str, str, int | None]] | None:
+    workers = device.state.workers if device.state else None
+    return [(each.deployment, each.state, each.late_rank) for each in workers] if workers is not None else None
 
 
 async def ask_with_listener(

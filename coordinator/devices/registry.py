@@ -110,6 +110,12 @@ def after_heartbeat(device: Device, state: AgentState, now: float) -> Device:
     return replace(after_answer(device, now), state=state)
 
 
+def after_report(device: Device, state: AgentState) -> Device:
+    """The record after a report of the workers' states, which says nothing about how long the device was silent."""
+    same_run = state.boot_id == device.welcome.boot_id
+    return replace(device, state=state) if same_run and device.health in ("alive", "suspect") else device
+
+
 def after_answer(device: Device, now: float) -> Device:
     """The record after any answer: alive."""
     silences = _add_silence(device.silences, now, now - device.last_seen)

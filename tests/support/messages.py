@@ -41,7 +41,9 @@ _LOAD_GRAPH = m.Load(
     ),
 )
 _PROFILE = m.Profile(subject=m.BlocksOf(model=BERT_LARGE, seq_len=284), timeout_seconds=120.0)
-_WORKER = m.WorkerStatus(state="ready", epoch=3, peak_bytes=1 << 30, step=9, step_seconds=0.25, silent_seconds=0.5)
+_WORKER = m.WorkerStatus(
+    state="ready", epoch=3, peak_bytes=1 << 30, step=9, step_seconds=0.25, silent_seconds=0.5, late_rank=2
+)
 _ASKED = {"request_id": "r1", "deployment": "minilm"}
 _ARRAY = m.ArrayInfo(name="x", dtype="float32", shape=(1, 3, 224, 224))
 _SAMPLING = m.Sampling(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.1, seed=7)
@@ -68,6 +70,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.StoreConfiguration(holder="c", configuration=_CONFIGURATION),
     m.ReleaseLease(holder="c"),
     m.Heartbeat(holder="c"),
+    m.WatchWorkers(holder="c"),
     m.AgentState(boot_id="b", workers=(_WORKER,)),
     m.OpenLinkProbe(peer_public_key=_KEY, seconds=5.0),
     m.MeasureLink(host="10.0.0.2", port=47801, peer_public_key=_KEY, max_bytes=1 << 20, max_seconds=1.0),
@@ -124,7 +127,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.ForkWorker(endpoint="ipc:///tmp/hearth-worker-1/worker", log_level="INFO", store="/var/cache/hearth-agent"),
     m.WorkerForked(pid=4711),
     m.WorkerExited(pid=4711, code=-9),
-    m.WorkerProgress(step=9, step_seconds=0.25, busy_seconds=0.125, limit_seconds=15.0),
+    m.WorkerProgress(step=9, step_seconds=0.25, busy_seconds=0.125, limit_seconds=15.0, late_rank=2),
     m.Start(
         load=_LOAD, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,
         compute_device="cpu",

@@ -142,6 +142,12 @@ class Heartbeat(Message):
     holder: Name
 
 
+class WatchWorkers(Message):
+    """Report the workers' states, and each change at once. The answers are `AgentState`, at least every 5 s while leased."""
+
+    holder: Name
+
+
 WorkerState: TypeAlias = Literal["none", "starting", "loading", "bound", "ready", "failed", "stopped"]
 
 
@@ -156,6 +162,7 @@ class WorkerStatus(WireModel):
     step: StepNumber | None = None  # the step that it computes, since `step_seconds`
     step_seconds: Annotated[float, Field(ge=0)] = 0.0
     silent_seconds: Annotated[float, Field(ge=0)] = 0.0  # since its last sign of life, which it gives every 0.5 s
+    late_rank: Annotated[int, Field(ge=0)] | None = None  # it waits unusually long for a tile of this rank
 
 
 class AgentState(Message):

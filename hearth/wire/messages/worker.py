@@ -283,6 +283,9 @@ class WorkerProgress(Message):
     step_seconds: Annotated[float, Field(ge=0)] = 0.0  # since the step began
     busy_seconds: Annotated[float, Field(ge=0)] = 0.0  # the same without waits for peers
     limit_seconds: Annotated[float, Field(ge=0)] = 0.0  # the worker counts as hung once `busy_seconds` is that long
+    late_rank: Annotated[int, Field(ge=0)] | None = (
+        None  # it waits for a tile of this rank, unusually long (`protocol.late_seconds`)
+    )
 
 
 class ForkWorker(Message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,8 +56,13 @@ class Worker:
     abandoned = False
     state = "loading"
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self.epoch = 0
+        self.late_rank: int | None = None
+        self.change: Callable[[], None] = arguments[-1]
+
+    def status(self, deployment: str) -> wire.WorkerStatus:
+        return wire.WorkerStatus(state="ready", epoch=self.epoch, late_rank=self.late_rank)
 
     async def start(self, request: wire.Start) -> wire.WorkerBound:
         self.epoch = request.load.plan.epoch
@@ -134,3 +139,28 @@ def test_newer_plan_does_not_wait_for_the_older_one_to_load(run: Run) -> None:
         assert isinstance(await newer, wire.WorkerBound)
 
     assert run(scenario) == [2]
+
+
+def test_changes_of_a_worker_are_reported_at_once_while_the_lease_lasts(run: Run) -> None:
+    async def scenario(agent: Agent) -> None:
+        reports = await agent.ask(wire.WatchWorkers(holder=LOAD.holder))
+        assert isinstance(reports, AsyncGenerator)
+        assert await anext(reports) == wire.AgentState(boot_id=agent.daemon.boot_id)
+        agent.store.finish()
+        await agent.load(epoch=1)
+        worker = agent.daemon._workers[LOAD.deployment]
+        assert isinstance(worker, Worker)
+        for late_rank in (2, None):
+            following = asyncio.ensure_future(anext(reports))
+            await asyncio.sleep(0)
+            worker.late_rank = late_rank
+            worker.change()
+            state = await asyncio.wait_for(following, 1)
+            assert isinstance(state, wire.AgentState)
+            assert [each.late_rank for each in state.workers] == [late_rank]
+        await agent.ask(wire.ReleaseLease(holder=LOAD.holder))
+        worker.change()
+        with pytest.raises(LeaseLost):
+            await anext(reports)
+
+    run(scenario)

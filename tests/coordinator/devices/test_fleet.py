@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from support.waiting import until
 
 from coordinator.devices import fleet as fleet_module
 from coordinator.devices.fleet import Fleet
-from coordinator.devices.registry import RECONNECT_SECONDS
+from coordinator.devices.registry import RECONNECT_SECONDS, Device
 from hearth.errors import DeviceLost
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.discovery import Browser, DiscoveredService
@@ -33,6 +33,7 @@ class FakeAgent:
         self.silent = False
         self.grants = True
         self.boot_id = "b"  # of its heartbeats; nothing is answered after one that is new
+        self.worker_failed = asyncio.Event()  # reported to those that watch, but not with heartbeats
 
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         device = ready_device("a")
@@ -51,7 +52,15 @@ class FakeAgent:
             case wire.Heartbeat():
                 self.silent = self.silent or self.boot_id != "b"
                 return wire.AgentState(boot_id=self.boot_id)
+            case wire.WatchWorkers():
+                return self._report()
         return wire.Done()
+
+    async def _report(self) -> AsyncGenerator[wire.Message, None]:
+        yield wire.AgentState(boot_id="b")
+        await self.worker_failed.wait()
+        yield wire.AgentState(boot_id="b", workers=(wire.WorkerStatus(state="failed", epoch=1, failure="killed"),))
+        await asyncio.sleep(60)
 
     @asynccontextmanager
     async def listening(self, port: int = 0) -> AsyncIterator[int]:
@@ -227,3 +236,22 @@ def test_an_address_that_is_given_twice_gets_one_connection() -> None:
         return {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}
 
     assert asyncio.run(leave()) == set()
+
+
+def test_worker_that_dies_is_known_before_the_next_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(agent: FakeAgent) -> None:
+        heard: list[str] = []
+
+        def note(device: Device) -> None:
+            heard.extend(each.state for each in device.state.workers) if device.state is not None else None
+
+        async with agent.listening() as port:
+            monkeypatch.setattr("coordinator.devices.registry.HEARTBEAT_SECONDS", 20.0)
+            access = Access(COORDINATOR, AGENT.public)
+            fleet = Fleet(access, "test", static_devices=f"127.0.0.1:{port}", browse=False, on_change=note)
+            async with fleet:
+                await until("the device is there", fleet.usable)
+                agent.worker_failed.set()
+                await until("the report", lambda: heard == ["failed"], seconds=5)
+
+    run(scenario)
