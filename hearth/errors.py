@@ -315,6 +315,15 @@ class ChunkMissing(HearthError, scope="worker"):
 # ---- models, plans and requests -----------------------------------------------------------------------------------
 
 
+class DiskHung(HearthError, scope="plan"):
+    """A disk of the coordinator's computer does not answer."""
+
+    path: str
+    seconds: float
+    summary = "The disk that holds {path} has not answered for {seconds:g} s."
+    advice = "Check that disk and its cable, or the network file system: `dmesg` shows its errors."
+
+
 class BadCheckpoint(HearthError, scope="request"):
     """A checkpoint cannot be read."""
 

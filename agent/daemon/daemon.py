@@ -10,10 +10,10 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq.asyncio
 
@@ -30,20 +30,25 @@ from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import (
     BadRequest,
     ChunkCorrupt,
+    DiskHung,
     HearthError,
     LeaseLost,
     NotAuthorised,
     ProtocolMismatch,
     StepFailed,
+    StoreFailed,
 )
 from hearth.plan.plan import plan_hash
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
+from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk, read_seconds
 from hearth.protocol import LEASE_CHECK_SECONDS, PROTOCOL_VERSION, WATCH_SECONDS
+from hearth.transport.base import Buffer
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Reply, Response
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 
 _CONTROL_TYPES = (
     wire.Hello, wire.GetTelemetry, wire.Heartbeat, wire.WatchWorkers, wire.OpenLinkProbe, wire.MeasureLink,
@@ -139,9 +144,11 @@ class AgentDaemon:
             case wire.PutChunk():
                 if len(payload) != 1:
                     raise BadRequest(reason=f"a chunk is one frame, not {len(payload)}")
-                await asyncio.to_thread(self._store.put, message.hash, payload[0])
+                await self._store_chunk(message.hash, payload[0])
             case wire.FetchChunks():
-                return wire.ChunksFetched(missing=await fetch_chunks(message, self._identity.keypair, self._store.put))
+                return wire.ChunksFetched(
+                    missing=await fetch_chunks(message, self._identity.keypair, self._store_chunk)
+                )
             case wire.Load():
                 return await self._load(message)
             case wire.ConnectPeers():
@@ -277,14 +284,29 @@ class AgentDaemon:
             boot_id=self.boot_id,
             workers=tuple(worker.status(deployment) for deployment, worker in self._workers.items()),
             num_abandoned=self._num_abandoned,
+            num_hung=len(hung_paths()),
         )
 
     async def _missing_chunks(self, message: wire.FindMissing) -> tuple[str, ...]:
-        missing = self._store.missing(message.hashes)
+        missing = await self._on_disk(FILE_SECONDS, self._store.missing, message.hashes)
         if message.verify:
             present = set(message.hashes).difference(missing)
-            missing += await asyncio.to_thread(self._store.verify, present)
+            missing += await self._verify(present)
         return missing
+
+    async def _store_chunk(self, chunk: str, data: Buffer) -> None:
+        await self._on_disk(FILE_SECONDS, self._store.put, chunk, data)
+
+    async def _verify(self, hashes: Collection[str]) -> tuple[str, ...]:
+        return await self._on_disk(read_seconds(self._store.num_bytes(hashes)), self._store.verify, hashes)
+
+    async def _on_disk(self, seconds: float, function: Callable[..., _T], *args: Any) -> _T:
+        """Run a function of the store in a thread. Raises StoreFailed if the disk does not answer."""
+        try:
+            return await on_disk(self._store.path, seconds, function, *args)
+        except DiskHung as error:
+            reason = f"the disk that holds {error.path} has not answered for {error.seconds:g} s"
+            raise StoreFailed(device=self.name, reason=reason) from None
 
     # ---- measurements ---------------------------------------------------------------------------------------------
 
@@ -294,7 +316,7 @@ class AgentDaemon:
             raise BadRequest(reason="the graph to be profiled is missing")
         device = self._telemetry.read(time.time())
         with self._store.scratch_folder() as folder:
-            await asyncio.to_thread((Path(folder) / "graph.onnx").write_bytes, b"".join(payload))
+            await self._on_disk(FILE_SECONDS, (Path(folder) / "graph.onnx").write_bytes, b"".join(payload))
             start = wire.StartProfile(
                 profile=message,
                 device=self.name,
@@ -371,7 +393,7 @@ class AgentDaemon:
 
     async def _verify_chunks(self, hashes: Sequence[str]) -> None:
         """Raise ChunkCorrupt or ChunkMissing unless these chunks are as they were stored."""
-        if damaged := await asyncio.to_thread(self._store.verify, hashes):
+        if damaged := await self._verify(hashes):
             more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
             raise ChunkCorrupt(chunk=f"{damaged[0][:12]}{more}", where=f"the disk of {self.name}")
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import statistics
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import zmq
@@ -49,7 +49,7 @@ class LinkServer(RpcServer):
         bind_host: str,
         port: int,
         keypair: KeyPair,
-        read_chunk: Callable[[str], bytes],
+        read_chunk: Callable[[str], Awaitable[bytes]],
     ) -> None:
         self._read_chunk = read_chunk
         self._open_until: dict[str, float] = {}
@@ -72,12 +72,12 @@ class LinkServer(RpcServer):
 
     async def _answer(self, caller: Caller, message: Message, payload: object) -> Message | Reply:
         if isinstance(message, GetChunk):
-            return Reply(Done(), [await asyncio.to_thread(self._read_chunk, message.hash)])
+            return Reply(Done(), [await self._read_chunk(message.hash)])
         return Done()  # the burst has arrived
 
 
 async def fetch_chunks(
-    request: FetchChunks, own_keypair: KeyPair, store_chunk: Callable[[str, Buffer], None]
+    request: FetchChunks, own_keypair: KeyPair, store_chunk: Callable[[str, Buffer], Awaitable[None]]
 ) -> tuple[str, ...]:
     """Fetch chunks from another agent and pass each to `store_chunk`. Returns the hashes of missing and of damaged chunks.
 
@@ -98,7 +98,7 @@ async def fetch_chunks(
                 if len(payload) != 1:
                     return mark_missing(chunk, f"it came as {len(payload)} frames")
                 try:
-                    await asyncio.to_thread(store_chunk, chunk, payload[0])
+                    await store_chunk(chunk, payload[0])
                 except ChunkCorrupt as error:
                     mark_missing(chunk, str(error))
 

@@ -23,6 +23,7 @@ from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadKey, HearthError
 from hearth.platform.asyncio_tools import cancel_all, supervised
 from hearth.platform.discovery import AGENT_SERVICE, advertised
+from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.file_limit import raise_file_limit
 from hearth.platform.interfaces import choose_address, current_address
 from hearth.platform.notify import Notifier
@@ -61,7 +62,7 @@ async def run_agent(settings: AgentSettings) -> None:
         stack.callback(gatekeeper.stop)
         links = LinkServer(
             context, gatekeeper, settings.bind_host, settings.link_port, identity.keypair,
-            lambda chunk: store.path_of(chunk).read_bytes(),
+            lambda chunk: on_disk(store.path, FILE_SECONDS, lambda: store.path_of(chunk).read_bytes()),
         )  # fmt: skip
         stack.push_async_callback(links.close)
         daemon = AgentDaemon(

@@ -12,13 +12,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreFailed, StoreFull
 from hearth.files import PART_SUFFIX, write_atomically
+from hearth.platform.disk import DaemonThreads
 from hearth.transport.base import Buffer
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,10 @@ class ShardStore:
     @property
     def total_bytes(self) -> int:
         return sum(self._sizes.values())
+
+    def num_bytes(self, hashes: Iterable[str]) -> int:
+        """The bytes of those of these chunks that are stored."""
+        return sum(self._sizes.get(chunk, 0) for chunk in hashes)
 
     def missing(self, hashes: Iterable[str]) -> tuple[str, ...]:
         """Return the chunks that are not stored. The others count as used, so that a push does not evict its own chunks."""
@@ -119,9 +123,14 @@ class ShardStore:
         A chunk that was hashed less than a minute ago, and whose file is unchanged, is not hashed again.
         """
         paths = {chunk: self.path_of(chunk) for chunk in hashes}
-        with ThreadPoolExecutor(_HASH_THREADS) as pool:
-            intact = pool.map(self._is_intact, paths.keys(), paths.values())
-            damaged = tuple(chunk for chunk, good in zip(paths, intact, strict=True) if not good)
+        waiting = iter(paths.items())  # shared by the threads
+
+        def hash_waiting() -> set[str]:
+            return {chunk for chunk, path in waiting if not self._is_intact(chunk, path)}
+
+        others = [DaemonThreads().submit(hash_waiting) for _ in range(min(_HASH_THREADS, len(paths)) - 1)]
+        found = hash_waiting().union(*(other.result() for other in others))
+        damaged = tuple(chunk for chunk in paths if chunk in found)
         with self._lock:
             for chunk in damaged:
                 log.warning("the chunk %s is damaged on the disk and was discarded", chunk[:12])

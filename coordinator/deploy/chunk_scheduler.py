@@ -14,11 +14,15 @@ from typing import NamedTuple
 
 
 class Chunk(NamedTuple):
-    """Part of a model's weights, named by the SHA-256 of its bytes. `read` returns the bytes; any thread may call it."""
+    """Part of a model's weights, named by the SHA-256 of its bytes.
+
+    `read` returns the bytes, from files below `path`; any thread may call it.
+    """
 
     hash: str
     num_bytes: int
     read: Callable[[], bytes | memoryview]
+    path: str = ""
 
 
 class ChunkScheduler:

@@ -11,11 +11,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 from coordinator.deploy.chunk_scheduler import Chunk, ChunkScheduler
 from coordinator.devices.fleet import Fleet, ask_with_listener
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time
+from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.protocol import FETCH_SECONDS
 from hearth.wire.messages import ChunksFetched, ChunksMissing, FetchChunks, FindMissing, PutChunk
 from hearth.wire.rpc import RpcClient
@@ -59,7 +61,7 @@ class Distribution:
     async def run(self, needed_chunks: Mapping[str, Sequence[Chunk]]) -> None:
         """Send each device the chunks that it needs and lacks. `needed_chunks`: by device id.
 
-        Raises BadCheckpoint, StoreFull, DeviceLost, ...
+        Raises BadCheckpoint, DiskHung, StoreFull, DeviceLost, ...
         """
         per_device = await all_or_first_error(
             self._lacking_chunks(device, chunks) for device, chunks in needed_chunks.items()
@@ -156,7 +158,7 @@ class Distribution:
     async def _put(self, connection: RpcClient, target: str, chunk: Chunk) -> None:
         try:
             await self._pause()
-            data = await asyncio.to_thread(chunk.read)
+            data = await on_disk(Path(chunk.path), FILE_SECONDS, chunk.read)
             request = PutChunk(holder=self._fleet.holder, hash=chunk.hash)
             await connection.call(request, [data], timeout_seconds=_CHUNK_SECONDS)
             self._record_received(None, target, [chunk])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
@@ -15,6 +14,7 @@ from coordinator.devices.fleet import Fleet
 from coordinator.plan.graph.predict import requests_in_flight
 from hearth.errors import BadMessage
 from hearth.plan.plan import GraphPlan
+from hearth.platform.disk import FILE_SECONDS, on_disk, read_seconds
 from hearth.protocol import DEFAULT_DEPLOYMENT, GRAPH_REPLY_MARGIN_SECONDS
 from hearth.wire.messages import SegmentParts
 
@@ -25,9 +25,10 @@ _EXTRA_REQUESTS = 4
 
 @asynccontextmanager
 async def segment_weights(chunks: SegmentChunks, plan: GraphPlan) -> AsyncIterator[Weights]:
-    """The weight chunks of every rank's segments. Raises BadModelFile."""
+    """The weight chunks of every rank's segments. Raises BadModelFile, DiskHung."""
     segments = plan.body.segments
-    contents = [await asyncio.to_thread(chunks.files_and_chunks, segment) for segment in segments]
+    seconds = read_seconds(await on_disk(chunks.path, FILE_SECONDS, chunks.num_bytes))
+    contents = [await on_disk(chunks.path, seconds, chunks.files_and_chunks, segment) for segment in segments]
     by_rank = [
         [each for segment, each in zip(segments, contents, strict=True) if segment.rank == rank]
         for rank in range(plan.num_ranks)

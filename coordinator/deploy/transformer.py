@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from hearth.errors import BadCheckpoint, BadMessage, DeviceLost, HearthError, St
 from hearth.plan.chunks import LAYER_CHUNK_KINDS
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import ValueFormatName
+from hearth.platform.disk import FILE_SECONDS, on_disk, read_seconds
 from hearth.protocol import DEFAULT_DEPLOYMENT, coordinator_run_seconds
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import Abort, ChunkRef, GenerateTokens, GenerationEnded, Sampling, ShardParts, TokensGenerated
@@ -29,16 +29,19 @@ from hearth.wire.rpc import Reply
 
 @asynccontextmanager
 async def shard_weights(model_dir: Path, plan: TransformerPlan, cache_dir: Path) -> AsyncIterator[Weights]:
-    """The weight chunks of every rank's shard. The checkpoint is open inside the context. Raises BadCheckpoint."""
+    """The weight chunks of every rank's shard. The checkpoint is open inside the context. Raises BadCheckpoint, DiskHung."""
     with Checkpoint(model_dir) as checkpoint:
-        manifest = await asyncio.to_thread(cached_manifest, checkpoint, plan.model, cache_dir)
+        num_bytes = await on_disk(
+            model_dir, FILE_SECONDS, lambda: sum(file.stat().st_size for file in checkpoint.files)
+        )
+        manifest = await on_disk(model_dir, read_seconds(num_bytes), cached_manifest, checkpoint, plan.model, cache_dir)
         refs = [chunks_for_rank(manifest, plan, rank) for rank in range(plan.num_ranks)]
 
         def chunk(ref: ChunkRef) -> Chunk:
             read = partial(chunk_bytes, checkpoint, plan.model, ref.kind, ref.layer, ref.grain)
             if (model_dir.parent / COPY_MARKER).exists():
                 read = partial(_refuse_to_read, model_dir, ref)
-            return Chunk(ref.hash, ref.num_bytes, read)
+            return Chunk(ref.hash, ref.num_bytes, read, str(model_dir))
 
         yield Weights(
             [list(map(chunk, rank_refs)) for rank_refs in refs], [ShardParts(chunks=rank_refs) for rank_refs in refs]

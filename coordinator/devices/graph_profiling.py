@@ -26,6 +26,7 @@ def graph_workload(graph: GraphFile) -> Workload[GraphProfile]:
         cache_key=(graph.fingerprint,),
         total_seconds=lambda profile: profile.run_seconds,
         frames=lambda: _frames(graph),
+        path=graph.path,
     )
 
 

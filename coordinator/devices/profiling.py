@@ -24,6 +24,7 @@ from coordinator.devices.registry import Device
 from coordinator.models.cache_files import read_cached, remove_cached, write_cached
 from hearth.errors import BadMessage, HearthError, NoDevices
 from hearth.plan.profile import Link
+from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.protocol import REPLY_MARGIN_SECONDS
 from hearth.wire.messages import LinkMeasured, MeasureLink, Profile, Profiled
 
@@ -51,6 +52,7 @@ class Workload(Generic[R]):
     cache_key: tuple[object, ...]  # cache key: everything except the device that a result depends on
     total_seconds: Callable[[R], float]  # total seconds of a result, to compare two results
     frames: Callable[[], Sequence[bytes]] = lambda: ()  # payload of the request; called in a worker thread
+    path: Path = Path()  # of the file that `frames` reads
     check: Callable[[Device], None] = lambda device: None  # raises if a device cannot run the model
 
 
@@ -108,7 +110,7 @@ class Profiler:
         return result
 
     async def _run_workload(self, device: Device, workload: Workload[R]) -> R:
-        frames = await asyncio.to_thread(workload.frames)
+        frames = await on_disk(workload.path, FILE_SECONDS, workload.frames)
         seconds = workload.request.timeout_seconds + REPLY_MARGIN_SECONDS
         reply = await self._fleet.call(device.device_id, workload.request, frames, timeout_seconds=seconds)
         if not isinstance(reply.message, Profiled) or not isinstance(reply.message.result, workload.result):

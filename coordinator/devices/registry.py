@@ -92,6 +92,7 @@ class Device:
             reason=self.reason or (quarantine.describe(now) if quarantine else ""),
             workers=self.state.workers if self.state else (),
             num_abandoned=self.state.num_abandoned if self.state else 0,
+            num_hung=self.state.num_hung if self.state else 0,
             telemetry=self.telemetry,
         )
 

@@ -46,6 +46,7 @@ from hearth.files import FolderInUse, locked_folder
 from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
+from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk
 from hearth.platform.notify import Notifier
 from hearth.platform.security import Gatekeeper, HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
 from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
@@ -69,6 +70,7 @@ _APP_MESSAGES = (wire.Hello, wire.GetReadiness, wire.ModelRequest)
 
 # Messages that change something: repeated by a client, they get the answer of the first one.
 _CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice)
+_DISK_CHECK_SECONDS = 5.0  # short compared with the time limits of accesses to a disk
 _ANSWER_SECONDS = 2.0  # for the last answers to leave after a stop; they are small, and the clients wait for them
 
 
@@ -154,7 +156,9 @@ class Service:
             proofs = {f"the deployment {name}": each.has_worked for name, each in self._controllers.items()}
             proofs |= {"the client port": server.has_worked, "the gatekeeper": gatekeeper.has_worked}
             watchdog = asyncio.create_task(notifier.keep_alive(self._status_line, proofs))
-            background = [self._save_later(), self._leadership.run(), self._handing_over.wait()]
+            background = [
+                self._save_later(), self._leadership.run(), self._watch_disk(notifier), self._handing_over.wait()
+            ]  # fmt: skip
             futures: set[asyncio.Future[Any]] = {serving, watchdog, *map(asyncio.ensure_future, background)}
             try:
                 done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -196,6 +200,14 @@ class Service:
             self._state.retry()
             self._apps.retry()
 
+    async def _watch_disk(self, notifier: Notifier) -> None:
+        """Hand over to the standby when a disk hangs, which has a copy of the state on a disk of its own."""
+        while True:
+            await asyncio.sleep(_DISK_CHECK_SECONDS)
+            if self._num_standbys and (paths := hung_paths()):
+                log.error("the disk that holds %s does not answer", paths[0])
+                self._stop(notifier)
+
     def _stop(self, notifier: Notifier) -> None:
         notifier.send("STOPPING=1")
         if self._num_standbys and not self._handing_over.is_set():
@@ -228,7 +240,7 @@ class Service:
             while True:
                 state = self._state.load(), self._apps.current(), self._devices.current()
                 if state != sent or loop_time() >= scan_at:
-                    files = await asyncio.to_thread(self._replica_files)
+                    files = await on_disk(self._settings.state_dir, FILE_SECONDS, self._replica_files)
                     changed = any(stamps.get(file.path) != file.stamp for file in files)
                     for file in files:
                         if stamps.get(file.path) != file.stamp or (changed and file is files[-1]):
@@ -391,6 +403,7 @@ class Service:
             dropped_messages=deployment.dropped_messages if deployment else 0,
             refused_requests=self._server.refusals.count if self._server else 0,
             refused_connections=self._gatekeeper.refusals.count if self._gatekeeper else 0,
+            hung_files=tuple(map(str, hung_paths())),
             redundancy=controller.redundancy,
         )
 

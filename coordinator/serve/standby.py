@@ -30,6 +30,7 @@ from hearth.client.connection import endpoints_of
 from hearth.errors import AgentBusy, ConnectionLost, HearthError, NotServing, Unreachable
 from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time
 from hearth.platform.discovery import COORDINATOR_SERVICE, Browser, DiscoveredService
+from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.notify import Notifier
 from hearth.platform.security import (
     HomeKey,
@@ -197,7 +198,8 @@ class Standby:
                 self._heard_at = loop_time()
                 if isinstance(message, wire.ReplicaPart):
                     try:
-                        await asyncio.to_thread(replica.receive, message, payload[0] if payload else b"")
+                        data = payload[0] if payload else b""
+                        await on_disk(self._settings.state_dir, FILE_SECONDS, replica.receive, message, data)
                     except (OSError, ValueError, HearthError) as error:
                         log.warning("%s of the leader's state cannot be stored: %s", message.path, error)
                 elif isinstance(message, wire.LeaderAlive):

@@ -234,7 +234,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (agent.daemon.supervisor, "tempfile", SimpleNamespace(TemporaryDirectory=_TemporaryDirectory)),
         (agent.daemon.supervisor, "_sample", sample),
         (agent.daemon.supervisor.WorkerProcess, "peak_bytes", 0),
-        (agent.daemon.store, "ThreadPoolExecutor", _InlinePool),
+        (agent.daemon.store, "_HASH_THREADS", 1),
         (asyncio, "create_subprocess_exec", _start_process),
         (shutil, "disk_usage", lambda path: SimpleNamespace(free=disk.current_disk().free_bytes())),
         (secrets, "token_hex", lambda num_bytes=8: tokens.randbytes(num_bytes).hex()),
@@ -359,21 +359,6 @@ class _TemporaryDirectory:
 
     def cleanup(self) -> None:
         pass
-
-
-class _InlinePool:
-    """A thread pool without threads."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __enter__(self) -> _InlinePool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    map = staticmethod(map)
 
 
 async def _start_process(*command: str, **_: Any) -> WorkerProcess:

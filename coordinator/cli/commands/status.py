@@ -55,6 +55,11 @@ def status(
         )
     if now.refused_requests or now.refused_connections:
         out.print(f"refused: {now.refused_requests} requests, {now.refused_connections} connections")
+    if now.hung_files:
+        files = ", ".join(sorted(set(now.hung_files)))
+        out.print(
+            f"[red]the coordinator's disk does not answer: {len(now.hung_files)} accesses[/] ({files})", soft_wrap=True
+        )
     if now.last_error:
         out.print(f"last error: {now.last_error}", soft_wrap=True)
     if now.history:

@@ -45,6 +45,8 @@ def device_table(devices: Sequence[DeviceInfo]) -> Table:
         state += "".join(f"\n[dim]{escape(_worker_text(worker))}[/]" for worker in device.workers)
         if device.num_abandoned:
             state += f"\n[red]stuck after being killed: {device.num_abandoned}[/]"
+        if device.num_hung:
+            state += f"\n[red]the disk does not answer: {device.num_hung}[/]"
         name = f"{device.name}\n[dim]{device.host}[/]"
         t = device.telemetry
         if t is None:

@@ -200,6 +200,7 @@ class DeviceInfo(WireModel):
     reason: Text = ""
     workers: tuple[WorkerStatus, ...] = Field(default=(), max_length=256)
     num_abandoned: Annotated[int, Field(ge=0)] = 0  # as in `AgentState`
+    num_hung: Annotated[int, Field(ge=0)] = 0  # as in `AgentState`
     telemetry: Telemetry | None
 
     @property
@@ -253,6 +254,9 @@ class Status(Message):
     dropped_messages: int
     refused_requests: int = 0
     refused_connections: int = 0
+    hung_files: tuple[Text, ...] = Field(
+        default=(), max_length=MAX_LIST_ITEMS
+    )  # of accesses to a disk that does not answer
     redundancy: Text = ""  # whether the deployment survives the loss of any one device, as a sentence for users
 
 

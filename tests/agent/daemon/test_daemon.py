@@ -18,7 +18,8 @@ pytest.importorskip("psutil")
 from agent.daemon import daemon as daemon_module
 from agent.daemon.config import AgentSettings
 from agent.daemon.daemon import AgentDaemon
-from hearth.errors import BadRequest, LeaseLost
+from hearth.errors import BadRequest, LeaseLost, StoreFailed
+from hearth.platform import disk
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response
 
@@ -41,6 +42,9 @@ class SlowStore:
         self.num_verified += 1
         asyncio.run_coroutine_threadsafe(self._finished.wait(), self._loop).result(20)
         return ()
+
+    def num_bytes(self, hashes: Iterable[str]) -> int:
+        return 0
 
     def pin(self, deployment: str, hashes: Iterable[str]) -> None:
         pass
@@ -123,6 +127,25 @@ def test_lease_that_ends_while_chunks_are_hashed_leaves_no_worker(run: Run) -> N
         agent.store.finish()
         with pytest.raises(LeaseLost):
             await loading
+
+    assert run(scenario) == []
+
+
+def test_disk_that_does_not_answer_fails_the_request_and_is_reported(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(daemon_module, "read_seconds", lambda num_bytes: 0.05)
+
+    async def scenario(agent: Agent) -> None:
+        with pytest.raises(StoreFailed, match=f"{tmp_path} has not answered for 0.05 s"):
+            await agent.load(epoch=1)
+        heartbeat = wire.Heartbeat(holder=LOAD.holder)
+        state = await agent.ask(heartbeat)
+        assert isinstance(state, wire.AgentState)
+        assert state.num_hung == 1
+        agent.store.finish()
+        await until("the thread to end", lambda: not disk.hung_paths())
+        assert (await agent.ask(heartbeat)).num_hung == 0  # type: ignore[union-attr]
 
     assert run(scenario) == []
 

@@ -18,6 +18,7 @@ from hearth.errors import (
     WrongKey,
 )
 from hearth.platform.security import asyncio_gatekeeper, new_keypair
+from hearth.transport.base import Buffer
 from hearth.wire.messages import (
     FetchChunks,
     MeasureLink,
@@ -25,12 +26,16 @@ from hearth.wire.messages import (
 )
 
 
+async def no_chunk(chunk: str) -> bytes:
+    return b""
+
+
 def test_link_is_measured_within_limits_for_authorised_peers() -> None:
     async def scenario() -> None:
         with zmq_context() as context:
             gatekeeper = asyncio_gatekeeper(context)
             mine, theirs = new_keypair(), new_keypair()
-            server = LinkServer(context, gatekeeper, "127.0.0.1", 0, theirs, lambda chunk: b"")
+            server = LinkServer(context, gatekeeper, "127.0.0.1", 0, theirs, no_chunk)
             gatekeeper.start()
             request = MeasureLink(
                 host="127.0.0.1",
@@ -65,13 +70,17 @@ def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> None:
         theirs.put(digest, content)
     theirs.path_of(hashes[3]).write_bytes(b"damaged")
 
+    async def read(chunk: str) -> bytes:
+        return theirs.path_of(chunk).read_bytes()
+
+    async def store(chunk: str, data: Buffer) -> None:
+        ours.put(chunk, data)
+
     async def scenario() -> None:
         with zmq_context() as context:
             gatekeeper = asyncio_gatekeeper(context)
             mine, peer = new_keypair(), new_keypair()
-            server = LinkServer(
-                context, gatekeeper, "127.0.0.1", 0, peer, lambda chunk: theirs.path_of(chunk).read_bytes()
-            )  # fmt: skip
+            server = LinkServer(context, gatekeeper, "127.0.0.1", 0, peer, read)
             gatekeeper.start()
             request = FetchChunks(
                 holder="c",
@@ -82,10 +91,10 @@ def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> None:
                 seconds=10.0,
             )
             try:
-                refused = await fetch_chunks(request.model_copy(update={"seconds": 1.0}), mine, ours.put)
+                refused = await fetch_chunks(request.model_copy(update={"seconds": 1.0}), mine, store)
                 assert sorted(refused) == sorted(hashes)
                 server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
-                missing = await asyncio.wait_for(fetch_chunks(request, mine, ours.put), 20)
+                missing = await asyncio.wait_for(fetch_chunks(request, mine, store), 20)
             finally:
                 await server.close()
                 gatekeeper.stop()

@@ -16,7 +16,8 @@ def test_workers_are_shown_with_step_silence_failure_and_stuck_processes() -> No
     silent = WorkerStatus(deployment="b", state="ready", epoch=1, silent_seconds=1.3)
     failed = WorkerStatus(deployment="c", state="failed", epoch=1, failure="killed [SIGKILL]")
     device = replace(
-        ready_device("kitchen"), state=AgentState(boot_id="b", workers=(computing, silent, failed), num_abandoned=2)
+        ready_device("kitchen"),
+        state=AgentState(boot_id="b", workers=(computing, silent, failed), num_abandoned=2, num_hung=3),
     )
     console = Console(width=120, record=True)
     console.print(device_table([device.info(0.0)]))
@@ -26,5 +27,6 @@ def test_workers_are_shown_with_step_silence_failure_and_stuck_processes() -> No
         "worker ready, silent for 1.30 s",
         "worker failed: killed [SIGKILL]",
         "stuck after being killed: 2",
+        "the disk does not answer: 3",
     ):
         assert text in shown
