@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.sharding import manifest_path
@@ -23,6 +22,7 @@ from hearth.errors import HearthError
 from hearth.files import write_atomically
 from hearth.plan.plan import is_transformer_plan
 from hearth.wire.messages import ReplicaPart
+from hearth.wire.messages.standby import is_replica_path
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +73,10 @@ def replica_files(state_dir: Path, state: SavedState, model_files: Mapping[str, 
         files += _file(path.relative_to(state_dir).as_posix(), path)
     for name, deployment in state.deployments.items():
         folder, goal = f"models/{_plain(name)}", deployment.goal
-        model = folder if isinstance(goal, GraphGoal) else f"{folder}/{_model_name(goal)}"  # a graph is a file
+        # A graph is a file, whose weights may lie in folders beside it.
+        model = folder if isinstance(goal, GraphGoal) else f"{folder}/{_model_name(goal)}"
         for path in model_files.get(name, ()):
-            files += _file(f"{model}/{_plain(path.name)}", path)
+            files += _file(f"{model}/{_relative(path, goal)}", path)
         files += _manifest(state_dir, deployment, f"{folder}/{_MANIFEST}")
         origin = json.dumps({"path": _origin(deployment.goal)}).encode()
         files.append(_content(f"{folder}/{COPY_MARKER}", origin))
@@ -94,7 +95,17 @@ def transformer_files(model_dir: Path) -> list[Path]:
         return [*small, *checkpoint.files]
 
 
+def _relative(path: Path, goal: Goal) -> str:
+    """Where a file of a model belongs in the copy of the model's folder."""
+    if isinstance(goal, GraphGoal) and path != Path(goal.path):
+        return path.relative_to(Path(goal.path).parent).as_posix()
+    return _model_name(goal) if isinstance(goal, GraphGoal) else path.name
+
+
 def _file(path: str, source: Path) -> list[ReplicaFile]:
+    if not is_replica_path(path):
+        log.warning("%r is not copied to a standby: its name is not printable", str(source))
+        return []
     try:
         status = source.stat()
         num_bytes = status.st_size
@@ -136,11 +147,12 @@ def _origin(goal: Goal) -> str:
 
 def _model_name(goal: Goal) -> str:
     """The name of the model's directory or file, which is the model's name."""
-    return _plain(Path(goal.path).absolute().name)
+    name = Path(goal.path).absolute().name
+    return name if name.isprintable() else _plain(name)
 
 
 def _plain(name: str) -> str:
-    """A name that a `ReplicaPath` may contain."""
+    """A name that a `ReplicaPath` may begin with."""
     plain = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "_.+-") else "_" for letter in name)
     return plain if plain[:1].isalnum() else f"_{plain}"
 
@@ -219,6 +231,7 @@ def _same_files(origin: Path, copy: Path) -> bool:
     """Whether this computer has the model itself: files with the names and sizes of those of the copy."""
     if origin == copy or not origin.exists():
         return False
-    files: list[Path] = sorted(copy.iterdir()) if copy.is_dir() else [copy]
-    pairs: list[tuple[Path, Any]] = [(each, origin / each.name if copy.is_dir() else origin) for each in files]
-    return all(theirs.is_file() and theirs.stat().st_size == ours.stat().st_size for ours, theirs in pairs)
+    ours, theirs = (copy, origin) if copy.is_dir() else (copy.parent, origin.parent)  # a graph's weights lie beside it
+    files = [each for each in ours.rglob("*") if each.is_file() and each != ours / COPY_MARKER]
+    pairs = [(each, theirs / each.relative_to(ours)) for each in files]
+    return all(there.is_file() and there.stat().st_size == here.stat().st_size for here, there in pairs)

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import StringConstraints
+from pydantic import AfterValidator, StringConstraints
 
 from hearth.wire.messages.agent import Configuration
 from hearth.wire.messages.base import Bytes, Message, Name
 
-# Path of a file of the leader's state, relative to the standby's copy. Each part begins with a letter or a digit, so that no
-# path leaves the folder.
-ReplicaPath = Annotated[
-    str,
-    StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*(/[A-Za-z0-9_][A-Za-z0-9_.+-]*){0,3}$", max_length=512),
-]
+_MAX_PATH_PARTS = 16  # the weights of an ONNX file may lie in folders below it
+
+
+def is_replica_path(path: str) -> bool:
+    """Whether a path stays inside the folder that it is relative to. The first part is a plain name, none is hidden there."""
+    parts = path.split("/")
+    return (
+        len(parts) <= _MAX_PATH_PARTS
+        and path.isprintable()
+        and parts[0][:1].isalnum()
+        and all(part not in ("", ".", "..") for part in parts)
+    )
+
+
+def _checked(path: str) -> str:
+    if not is_replica_path(path):
+        raise ValueError("the path leaves the folder of the copy, or is not printable")
+    return path
+
+
+# Path of a file of the leader's state, relative to the standby's copy.
+ReplicaPath = Annotated[str, StringConstraints(min_length=1, max_length=1024), AfterValidator(_checked)]
 
 
 class Follow(Message):

@@ -78,7 +78,7 @@ def test_standby_uses_the_model_itself_where_it_is(tmp_path: Path) -> None:
     assert there.deployments["default"].goal == goal
 
 
-@pytest.mark.parametrize("name", [".gitattributes", "read me.txt", "größe.json"])
+@pytest.mark.parametrize("name", [".gitattributes", "read me.txt", "größe.json", "a\nb"])
 def test_files_of_any_name_beside_the_model_do_not_keep_the_standby_from_copying(tmp_path: Path, name: str) -> None:
     directory = write_model(tmp_path / "model")
     (directory / name).write_text("{}")
@@ -86,6 +86,7 @@ def test_files_of_any_name_beside_the_model_do_not_keep_the_standby_from_copying
     copied(tmp_path / "leader", state, transformer_files(directory), tmp_path / "standby")
     (copy,) = (tmp_path / "standby").glob("**/config.json")
     assert copy.read_bytes() == (directory / "config.json").read_bytes()
+    assert (copy.parent / name).exists() is name.isprintable()
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "my model.onnx"])
@@ -106,6 +107,23 @@ def test_standby_has_the_whole_graph(tmp_path: Path, name: str) -> None:
     assert copy.fingerprint == fingerprint
 
 
+def test_standby_keeps_the_folders_of_a_graphs_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "leader" / "models"
+    folder.mkdir(parents=True)
+    path = save_two_branch_model(folder / "net.onnx", channels=32)
+    for weights in ("parts/one/w.bin", "parts/two/w.bin", "größe 1.bin"):
+        (folder / weights).parent.mkdir(parents=True, exist_ok=True)
+        (folder / weights).write_bytes(weights.encode())
+    state = SavedState(deployments={"default": SavedDeployment(goal=GraphGoal(model_file=str(path)))})
+    files = [path, *(each for each in folder.rglob("*.bin"))]
+    there = copied(tmp_path / "leader", state, files, tmp_path / "standby")
+    copy = tmp_path / "standby" / "models" / "default"
+    assert {each.relative_to(copy).as_posix(): each.read_bytes().decode() for each in copy.rglob("*.bin")} == {
+        weights: weights for weights in ("parts/one/w.bin", "parts/two/w.bin", "größe 1.bin")
+    }
+    assert there.deployments["default"].goal.path == str(path)  # which is here, as on the leader's computer
+
+
 def test_replicated_state_keeps_the_own_holder(tmp_path: Path) -> None:
     own = StateFile(tmp_path)
     holder = own.load().holder
@@ -113,7 +131,9 @@ def test_replicated_state_keeps_the_own_holder(tmp_path: Path) -> None:
     assert (StateFile(tmp_path).load().holder, StateFile(tmp_path).load().last_epoch) == (holder, 9)
 
 
-@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "", ".ssh/x", "a//b", "a/b/c/d/e", "a\n"])
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/passwd", "a/../../x", "", ".ssh/x", "a//b", "a/./b", "a/..", "a/" * 20 + "b", "a\n"]
+)
 def test_no_path_leaves_the_folder(path: str) -> None:
     with pytest.raises(ValidationError):
         ReplicaPart(path=path, num_bytes=1, offset=0, is_last=True)
