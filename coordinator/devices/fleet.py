@@ -265,14 +265,17 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
         await asyncio.gather(*(read(device) for device in self.usable()))
 
-    def record_fault(self, planned: Sequence[PlannedDevice], error: HearthError) -> list[str]:
+    def record_fault(
+        self, planned: Sequence[PlannedDevice], error: HearthError, may_restart: bool = False
+    ) -> list[str]:
         """Record a fault of the device of a plan that the error names. Plans avoid it for a while, if the fault may return.
 
-        Returns the ids of the named devices: none, or one unless several devices have the same name.
+        `may_restart`: a worker that died may start again there, since it had served. Returns the ids of the named devices:
+        none, or one unless several devices have the same name.
         """
         now, named = loop_time(), [device.device_id for device in planned if device.name == error.device_name]
         for device in (self.devices[device_id] for device_id in named if device_id in self.devices):
-            after = self.devices[device.device_id] = registry.after_device_fault(device, error, now)
+            after = self.devices[device.device_id] = registry.after_device_fault(device, error, now, may_restart)
             if after.quarantine is not None and after.quarantine != device.quarantine and after.is_quarantined(now):
                 log.warning("%s is %s", after.name, after.quarantine.describe(now))
         return named

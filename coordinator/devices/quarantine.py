@@ -11,6 +11,9 @@ from hearth.errors import ChunkCorrupt, HearthError, StepFailed, StoreFailed, St
 _FIRST_SECONDS = 60.0
 _MAX_SECONDS = 960.0  # four doublings: a device that fails every time costs a change of plan four times an hour
 _RECENT_SECONDS = 3600.0  # an unstable device fails several times an hour
+# A worker that served and died starts again on its device, unless one died there within this time: a plan without the device
+# and one with it again cost more than a new process, but not one every few seconds.
+_RESTART_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Quarantine:
     severity: int
     until: float
     since: float
-    times: int = 1  # faults of this severity, one after the other
+    times: int = 1  # faults of this severity, one after the other; a worker that may start again counts as none
 
     def is_active(self, now: float) -> bool:
         return now < self.until
@@ -30,13 +33,21 @@ class Quarantine:
         return f"left out of plans for {self.until - now:.0f} s: {self.reason}"
 
 
-def after_fault(previous: Quarantine | None, error: HearthError, now: float) -> Quarantine | None:
-    """The quarantine after a fault of the device; `previous` if this error is none."""
+def after_fault(
+    previous: Quarantine | None, error: HearthError, now: float, may_restart: bool = False
+) -> Quarantine | None:
+    """The quarantine after a fault of the device; `previous` if this error is none.
+
+    `may_restart`: the worker that died had served, so it may start again on the device. The quarantine has ended then.
+    """
     severity = _severity(error)
     if severity == 0:
         return previous
     recent = previous is not None and now - previous.since < _RECENT_SECONDS and previous.severity == severity
     times = previous.times + 1 if previous is not None and recent else 1
+    is_free = previous is None or (not previous.is_active(now) and now - previous.since >= _RESTART_SECONDS)
+    if may_restart and is_free and isinstance(error, WorkerDied):
+        return Quarantine(_reason(error), severity, now, now, times - 1)
     # A damaged chunk is replaced by the next deployment; only a disk that damages more is a reason.
     num_faults = times - 1 if isinstance(error, ChunkCorrupt) else times
     seconds = min(_FIRST_SECONDS * 2.0 ** min(num_faults - 1, 10), _MAX_SECONDS) if num_faults else 0.0

@@ -193,9 +193,9 @@ def after_refusal(device: Device, health: Literal["busy", "refused"], reason: st
     return replace(device, health=health, reason=reason)
 
 
-def after_device_fault(device: Device, error: HearthError, now: float) -> Device:
-    """The record after a fault of this device: quarantined, if plans should avoid it for a while."""
-    return replace(device, quarantine=after_fault(device.quarantine, error, now))
+def after_device_fault(device: Device, error: HearthError, now: float, may_restart: bool = False) -> Device:
+    """The record after a fault of this device: quarantined, if plans should avoid it for a while (see `after_fault`)."""
+    return replace(device, quarantine=after_fault(device.quarantine, error, now, may_restart))
 
 
 def after_pardon(device: Device, now: float) -> Device:

@@ -32,7 +32,6 @@ from hearth.errors import (
     NoPlacement,
     NotServing,
     StepFailed,
-    WorkerDied,
 )
 from hearth.plan.plan import Plan, plan_hash
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
@@ -201,9 +200,12 @@ class Controller:
             self._services.fleet.pardon()
         if self.deployment is None:
             return
+        fleet = self._services.fleet
         self._services.profiler.forget_links(_suspect_pair(error, self.deployment.plan))
-        for device_id in self._services.fleet.record_fault(self.deployment.plan.devices, error):
-            if isinstance(error, WorkerDied | DeviceLost):
+        had_served = self.lifecycle.phase == "settling" and not self.lifecycle.lost
+        for device_id in fleet.record_fault(self.deployment.plan.devices, error, may_restart=had_served):
+            known = fleet.devices.get(device_id)
+            if isinstance(error, DeviceLost) or (known is not None and known.is_quarantined(loop_time())):
                 self._replanner.record_loss(device_id)
 
     async def _execute_in_order(
@@ -236,7 +238,7 @@ class Controller:
             case "await_devices" if state.saved_plan is not None:
                 return await self._await_devices(state.saved_plan)
             case "settle":
-                return await self._settle(recovering=state.has_served)
+                return await self._settle(state.has_served, state.error)
             case "profile":
                 return cycle.DevicesProfiled(await self.kind.profile(state.devices))
             case "make_plan":
@@ -251,7 +253,7 @@ class Controller:
                 self.plan = plan
                 self.deployment = deployment = self.kind.deployment(plan, self.name)
                 prepared, self._prepared = self._prepared, None
-                if prepared is not None and prepared.plan.with_epoch(plan.epoch) == plan:
+                if prepared is not None and prepared.parts and prepared.plan.with_epoch(plan.epoch) == plan:
                     deployment.parts = prepared.parts
                     return cycle.ChunksPushed(plan.epoch)
                 await deployment.push(self.kind.weights(plan), services.progress)
@@ -365,17 +367,23 @@ class Controller:
             await asyncio.sleep(0.1)
         return False
 
-    async def _settle(self, recovering: bool) -> cycle.DevicesSettled | cycle.PreparedPlanFound:
-        """Wait for the fleet to settle, unless a plan was made ahead for the devices that are left.
+    async def _settle(
+        self, recovering: bool, error: HearthError | None
+    ) -> cycle.DevicesSettled | cycle.PreparedPlanFound:
+        """Wait for the fleet to settle, unless there is a plan for the devices that are left.
 
-        `recovering`: skip the quiet period and the minimum number of devices.
+        `recovering`: skip the quiet period and the minimum number of devices. `error`: what ended the deployment, if one did.
         """
         settings, fleet = self._services.settings, self._services.fleet
-        left = allowed_devices(self.goal, fleet.usable())
-        if (prepared := self._preparer.take(left)) is not None and recovering:
-            self._prepared = prepared
-            self._replanner.record_best_plan(left, prepared.plan)
-            return cycle.PreparedPlanFound(prepared.plan, fleet.last_epoch)
+        if recovering:
+            found = self._preparer.take(allowed_devices(self.goal, fleet.usable()), error)
+            if found.reason:
+                self._services.report(found.reason)
+            if (prepared := found.plan) is not None:
+                self._prepared = prepared
+                if not found.is_same:
+                    self._replanner.record_best_plan([fleet.devices[each] for each in prepared.made_for], prepared.plan)
+                return cycle.PreparedPlanFound(prepared.plan, fleet.last_epoch, found.is_same)
         quiet_seconds, min_devices = (0.0, 1) if recovering else (settings.settle_seconds, settings.min_devices)
         await fleet.settle(quiet_seconds, min_devices, _WAIT_FOR_DEVICES_SECONDS)
         devices = allowed_devices(self.goal, fleet.usable())

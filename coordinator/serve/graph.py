@@ -19,14 +19,14 @@ from coordinator.models.onnx.cutting import check_segments
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
 from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.predict import current_objective_seconds
-from coordinator.plan.graph.request import objective_seconds
+from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.serve.goal import graph_request
 from coordinator.serve.kind import RequestHandler, SharedServices
-from coordinator.serve.planner_process import solve_graph
+from coordinator.serve.planner_process import plans_or_errors, solve_graph
 from coordinator.serve.requests import ComputedReply, Requests
 from coordinator.serve.spare_planners import PlannerKind
 from coordinator.serve.state import GraphGoal
-from hearth.errors import BadPlan, BadRequest, BadSetting
+from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError
 from hearth.plan.graph_spec import Tensor
 from hearth.plan.plan import Plan, is_graph_plan
 from hearth.platform.units import format_seconds
@@ -79,11 +79,17 @@ class GraphKind:
         return await graph_cluster(self._services.profiler, devices, self.graph, self.workload)
 
     async def plan(self, cluster: GraphCluster, recovering: bool, held: Plan | None = None) -> Plan:
+        request = self._request(cluster, recovering, held)
+        return (await solve_graph(request, spares=self._services.spare_planners)).plan
+
+    async def plans_ahead(self, clusters: Sequence[GraphCluster], held: Plan) -> list[Plan | HearthError]:
+        return await plans_or_errors("graph", [self._request(cluster, True, held) for cluster in clusters])
+
+    def _request(self, cluster: GraphCluster, recovering: bool, held: Plan | None) -> GraphRequest:
         goal = self._goal
         if recovering:
             goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, _MAX_RECOVERY_SECONDS)})
-        request = graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits, held))
-        return (await solve_graph(request, spares=self._services.spare_planners)).plan
+        return graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits, held))
 
     def summary(self, plan: Plan) -> str:
         assert is_graph_plan(plan)

@@ -16,6 +16,7 @@ from coordinator.devices.registry import Device
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.spare_planners import PlannerKind, SparePlanners
 from coordinator.serve.state import StateFile
+from hearth.errors import HearthError
 from hearth.plan.plan import Plan
 from hearth.wire.messages import Message
 from hearth.wire.rpc import Response
@@ -60,6 +61,9 @@ class ModelKind(Protocol[D]):
 
         `held`: the memory that the workers of this plan hold counts as free, because they go on in the new plan or end.
         """
+
+    async def plans_ahead(self, clusters: Sequence[Any], held: Plan) -> list[Plan | HearthError]:
+        """As `plan` for each of these clusters, in a process with low priority; an error in place of an impossible plan."""
 
     def summary(self, plan: Plan) -> str:
         """One line about a new plan for the log; empty if the line of the phase says all."""

@@ -74,10 +74,14 @@ class DevicesSettled:
 
 @dataclass(frozen=True)
 class PreparedPlanFound:
-    """A plan was made ahead for exactly the devices that are left. `last_epoch` is the newest that any agent has seen."""
+    """A plan is there for the devices that are left. `last_epoch` is the newest that any agent has seen.
+
+    `is_same`: it is the plan that was lost, whose devices are all there; otherwise it was made ahead.
+    """
 
     plan: Plan
     last_epoch: int
+    is_same: bool = False
 
 
 @dataclass(frozen=True)
@@ -322,7 +326,7 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
             return settle()
         case "settling", DevicesSettled(devices) if state.saved_plan is None:
             return to("profiling", "profile", devices=devices)
-        case "settling", PreparedPlanFound(plan, last_epoch) if state.saved_plan is None and state.has_served:
+        case "settling", PreparedPlanFound(plan, last_epoch, _) if state.saved_plan is None and state.has_served:
             return deploy(plan, last_epoch)
         case "profiling", DevicesProfiled(cluster):
             return to("planning", "make_plan", cluster=cluster)

@@ -66,6 +66,8 @@ def describe_cause(event: cycle.Event) -> str:
             return f"the last plan is not used: {reason}"
         case cycle.DevicesSettled(devices):
             return f"devices: {', '.join(device.name for device in devices)}"
+        case cycle.PreparedPlanFound(plan, _, is_same=True):
+            return f"the same plan again: {plan_method(plan)} on {device_names(plan)}"
         case cycle.PreparedPlanFound(plan):
             return f"planned ahead: {plan_method(plan)} on {device_names(plan)}"
         case cycle.PlanMade(plan) | cycle.BetterPlanMade(plan):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from coordinator.deploy.deployment import Deployment
 from coordinator.devices.registry import Device
@@ -14,27 +14,40 @@ from coordinator.serve.goal import allowed_devices
 from coordinator.serve.kind import ModelKind, SharedServices
 from coordinator.serve.requests import as_hearth_error
 from coordinator.serve.state import Goal
+from hearth.errors import DeviceLost, HearthError, LeaseLost, WorkerDied
 from hearth.plan.plan import Plan
+from hearth.platform.asyncio_tools import loop_time
 from hearth.wire import messages as wire
 
-# From the start of serving until the first plan is made ahead, and between looks at the devices: a home that has just lost a
-# device, or that changes, has better use for its processors.
-_POLL_SECONDS = 5.0
-_IDLE_POLL_SECONDS = 0.1  # interval of looking for a moment without requests
-# For such a moment. Under constant load, a plan is made beside the requests: it takes 0.1 s.
-_MAX_IDLE_WAIT_SECONDS = 1.0
-# For a moment in which no request waits, before each chunk: then the chunk is sent beside the requests. Short, since a model
-# has hundreds of chunks.
-_MAX_CHUNK_WAIT_SECONDS = 1.0
+# From the start of serving until plans are made ahead: requests that waited for the deployment go first.
+_REST_SECONDS = 1.0
+_POLL_SECONDS = 5.0  # between looks at the devices, which rarely change
+# Until a device whose loss could not be prepared for is tried again: its fault may have ended, but memory that is too small
+# rarely grows, and each try is a plan.
+_TRY_AGAIN_SECONDS = 60.0
+# Before each chunk, one after the other, while requests wait: at most ten chunks of about 1 MB are sent in a second then.
+_CHUNK_PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class PreparedPlan:
-    """A plan for exactly the devices `made_for`. Its chunks are on its devices, and `parts` are those of its ranks."""
+    """A plan for the devices `made_for`, by id. Its chunks are on its devices, and `parts` are those of its ranks."""
 
     made_for: frozenset[str]
     plan: Plan
     parts: Sequence[wire.ShardParts | wire.SegmentParts]
+
+    @property
+    def device_ids(self) -> frozenset[str]:
+        """The devices that it uses: some of those that it was made for."""
+        return frozenset(device.device_id for device in self.plan.devices)
+
+
+class Refusal(NamedTuple):
+    """Why there is no plan for the loss of a device, and the loop time at which that is tried again."""
+
+    reason: str
+    again_at: float
 
 
 @dataclass(frozen=True)
@@ -42,27 +55,32 @@ class Preparation:
     """What is known about the loss of each device of one deployment, by device id. Immutable."""
 
     plans: Mapping[str, PreparedPlan]
-    refusals: Mapping[str, str]  # why there is no plan without this device
+    refusals: Mapping[str, Refusal]
 
-    def to_prepare(self, planned: Iterable[str], usable: frozenset[str]) -> list[str]:
-        """The devices of the deployed plan for whose loss nothing was prepared with these usable devices."""
+    def to_prepare(self, planned: Iterable[str], usable: frozenset[str], now: float) -> list[str]:
+        """The devices of the deployed plan for whose loss there is no plan that takes these usable devices into account."""
         return [
             device
             for device in planned
-            if device not in self.refusals
+            if (device not in self.refusals or now >= self.refusals[device].again_at)
             and (device not in self.plans or self.plans[device].made_for != usable - {device})
         ]
 
     def for_devices(self, usable: frozenset[str]) -> PreparedPlan | None:
-        """The plan that was made for exactly these devices."""
-        return next((each for each in self.plans.values() if each.made_for == usable), None)
+        """A plan that was made for the loss of a device that is gone, and whose devices are all usable.
+
+        Rather the one that was made for exactly these devices, or else for most of them.
+        """
+        possible = [each for lost, each in self.plans.items() if lost not in usable and each.device_ids <= usable]
+        return max(possible, key=lambda each: (each.made_for == usable, len(each.made_for & usable)), default=None)
 
     def prepared(self, device: str, plan: PreparedPlan) -> Preparation:
-        return Preparation({**self.plans, device: plan}, self.refusals)
+        refusals = {other: refusal for other, refusal in self.refusals.items() if other != device}
+        return Preparation({**self.plans, device: plan}, refusals)
 
-    def refused(self, device: str, reason: str) -> Preparation:
+    def refused(self, device: str, refusal: Refusal) -> Preparation:
         plans = {other: plan for other, plan in self.plans.items() if other != device}
-        return Preparation(plans, {**self.refusals, device: reason})
+        return Preparation(plans, {**self.refusals, device: refusal})
 
     def without_refusals(self) -> Preparation:
         """Try all again: the devices have changed."""
@@ -75,7 +93,7 @@ NOTHING = Preparation({}, {})
 def describe(preparation: Preparation, plan: Plan, pause_seconds: float | None) -> str:
     """Whether the deployment survives the loss of any one device, in one line. `pause_seconds`: of its last bring-up."""
     names = {device.device_id: device.name for device in plan.devices}
-    if refused := [f"{names[each]} ({reason})" for each, reason in preparation.refusals.items() if each in names]:
+    if refused := [f"{names[each]} ({why.reason})" for each, why in preparation.refusals.items() if each in names]:
         return f"cannot lose {', '.join(refused)}"
     if names.keys() - preparation.plans.keys():
         return "being prepared"
@@ -83,64 +101,124 @@ def describe(preparation: Preparation, plan: Plan, pause_seconds: float | None) 
     return f"yes, any one device{pause}"
 
 
+class Found(NamedTuple):
+    """What is deployed after a loss: the lost plan again (`is_same`), one that was made ahead, or None. `reason`: why."""
+
+    plan: PreparedPlan | None
+    reason: str  # a line for the log; empty if there is nothing to say
+    is_same: bool = False
+
+
 class Preparer:
     """Prepares for the loss of each device while a deployment serves."""
 
     def __init__(self, kind: ModelKind[Any], services: SharedServices, admission: Admission[Any]) -> None:
         self.preparation = NOTHING
+        self._deployed: PreparedPlan | None = None  # the deployed plan itself; None once it was found
+        self._prepared_for: Plan | None = None  # the plan whose losses `preparation` is about
         self._kind = kind
         self._services = services
         self._admission = admission
+        self._chunk_turn = asyncio.Lock()
 
-    def take(self, devices: Sequence[Device]) -> PreparedPlan | None:
-        """The plan for exactly these devices, if their links are known. All plans are forgotten: a new deployment follows."""
-        found = self.preparation.for_devices(frozenset(device.device_id for device in devices))
-        self.preparation = NOTHING
-        if found is None:
-            return None
-        ids = [device.device_id for device in found.plan.devices]
-        links = self._services.profiler.links
-        return found if all((a, b) in links for a in ids for b in ids if a != b) else None
+    def take(self, devices: Sequence[Device], error: HearthError | None) -> Found:
+        """The plan for these devices after `error`, if their links are known. It is found once, in case it does not work.
+
+        If all devices of the lost plan are there, it is the same plan, unless it failed by itself.
+        """
+        usable = frozenset(device.device_id for device in devices)
+        deployed, self._deployed = self._deployed, None
+        if (
+            deployed is not None
+            and isinstance(error, WorkerDied | DeviceLost | LeaseLost)
+            and deployed.device_ids <= usable
+            and self._links_are_known(deployed)
+        ):
+            return Found(deployed, "the same plan is loaded again, since all its devices are there", is_same=True)
+        preparation, self.preparation = self.preparation, NOTHING
+        planned, self._prepared_for = self._prepared_for, None
+        if planned is None:
+            return Found(None, "")
+        found = preparation.for_devices(usable)
+        if found is not None and self._links_are_known(found):
+            return Found(found, "the plan that was made ahead for this loss is loaded")
+        lost = [device for device in planned.devices if device.device_id not in usable]
+        reason = "not all of its links have been measured" if found is not None else _why_unprepared(preparation, lost)
+        return Found(None, f"a plan is made now, because none that was made ahead can be used: {reason}")
+
+    def _links_are_known(self, prepared: PreparedPlan) -> bool:
+        ids, links = prepared.device_ids, self._services.profiler.links
+        return all((a, b) in links for a in ids for b in ids if a != b)
 
     async def run(self, goal: Goal, deployment: Deployment) -> None:
         """Prepare, and again whenever other devices become usable. Ends only by cancellation."""
-        self.preparation = NOTHING
-        planned = [device.device_id for device in deployment.plan.devices]
+        plan = deployment.plan
+        planned = [device.device_id for device in plan.devices]
+        if self._prepared_for is None or self._prepared_for.with_epoch(plan.epoch) != plan:
+            self.preparation = NOTHING
+        self._prepared_for = plan
+        self._deployed = PreparedPlan(frozenset(planned), plan, deployment.parts)
         seen: frozenset[str] = frozenset()
+        await asyncio.sleep(_REST_SECONDS)
         while True:
-            await asyncio.sleep(_POLL_SECONDS)
             devices = allowed_devices(goal, self._services.fleet.usable())
             usable = frozenset(device.device_id for device in devices)
             if usable != seen:
                 seen, self.preparation = usable, self.preparation.without_refusals()
-            for lost in self.preparation.to_prepare(planned, usable):
-                await self._wait_for_idleness()
-                await self._prepare(lost, [device for device in devices if device.device_id != lost], deployment)
+            if lost := self.preparation.to_prepare(planned, usable, loop_time()):
+                await self._prepare(lost, devices, deployment)
+            await asyncio.sleep(_POLL_SECONDS)
 
-    async def _prepare(self, lost: str, survivors: Sequence[Device], deployment: Deployment) -> None:
-        if not survivors:
-            self.preparation = self.preparation.refused(lost, "there is no other device")
-            return
+    async def _prepare(self, lost: Sequence[str], devices: Sequence[Device], deployment: Deployment) -> None:
+        """Make the plan for the loss of each of these devices, then send the chunks of one plan after the other."""
+        survivors = {each: [device for device in devices if device.device_id != each] for each in lost}
+        clusters: dict[str, Any] = {}
+        for each, others in survivors.items():
+            if not others:
+                self._refuse(each, "there is no other device")
+                continue
+            try:
+                clusters[each] = await self._kind.profile(others)
+            except Exception as error:
+                self._refuse(each, as_hearth_error(error).explanation())
         try:
-            cluster = await self._kind.profile(survivors)
-            plan = await self._kind.plan(cluster, True, deployment.plan)
-            ahead = self._kind.deployment(plan, deployment.name)
-            await ahead.push(self._kind.weights(plan), self._services.progress, self._wait_for_queue)
+            plans = await self._kind.plans_ahead(list(clusters.values()), deployment.plan)
         except Exception as error:
-            self.preparation = self.preparation.refused(lost, as_hearth_error(error).explanation())
+            for each in clusters:
+                self._refuse(each, as_hearth_error(error).explanation())
             return
-        made_for = frozenset(device.device_id for device in survivors)
-        self.preparation = self.preparation.prepared(lost, PreparedPlan(made_for, plan, ahead.parts))
+        for each, plan in zip(clusters, plans, strict=True):
+            if isinstance(plan, HearthError):
+                self._refuse(each, plan.explanation())
+                continue
+            ahead = self._kind.deployment(plan, deployment.name)
+            try:
+                await ahead.push(self._kind.weights(plan), self._services.progress, self._wait_for_queue)
+            except Exception as error:
+                self._refuse(each, as_hearth_error(error).explanation())
+                continue
+            made_for = frozenset(device.device_id for device in survivors[each])
+            self.preparation = self.preparation.prepared(each, PreparedPlan(made_for, plan, ahead.parts))
+
+    def _refuse(self, device: str, reason: str) -> None:
+        self.preparation = self.preparation.refused(device, Refusal(reason, loop_time() + _TRY_AGAIN_SECONDS))
 
     async def _wait_for_queue(self) -> None:
-        """Wait until no request waits, up to a limit."""
-        for _ in range(round(_MAX_CHUNK_WAIT_SECONDS / _IDLE_POLL_SECONDS)):
-            if not self._admission.num_waiting:
-                return
-            await asyncio.sleep(_IDLE_POLL_SECONDS)
+        """Wait before a chunk while requests wait. Chunks take turns, so that this bounds their number per second."""
+        async with self._chunk_turn:
+            if self._admission.num_waiting:
+                await asyncio.sleep(_CHUNK_PAUSE_SECONDS)
 
-    async def _wait_for_idleness(self) -> None:
-        for _ in range(round(_MAX_IDLE_WAIT_SECONDS / _IDLE_POLL_SECONDS)):
-            if not self._admission.num_running and not self._admission.num_waiting:
-                return
-            await asyncio.sleep(_IDLE_POLL_SECONDS)
+
+def _why_unprepared(preparation: Preparation, lost: Sequence[Any]) -> str:
+    """Why there is no plan after the loss of these `PlannedDevice`s."""
+    names = ", ".join(device.name for device in lost)
+    if not lost:
+        return "no device was lost"
+    if len(lost) > 1:
+        return f"{names} were lost at once"
+    if (refusal := preparation.refusals.get(lost[0].device_id)) is not None:
+        return f"the home could not lose {names}: {refusal.reason}"
+    if lost[0].device_id in preparation.plans:
+        return "it uses another device that is gone"
+    return f"the one for the loss of {names} was not ready yet"

@@ -32,6 +32,11 @@ _REST_SECONDS = 5.0
 _START_SECONDS = 120.0  # until it is ready, with low priority on a busy Raspberry Pi; one that takes longer hangs
 
 
+async def start_planner(kind: PlannerKind) -> Child:
+    """Start a process that imports with low priority what a plan of this kind needs, and then waits for its task."""
+    return await Child.start("hearth.platform.spare_child", *_MODULES[kind], pipe_stderr=True)
+
+
 class SparePlanners:
     """Keeps one idle process for each kind of which a plan may be needed soon."""
 
@@ -68,7 +73,7 @@ class SparePlanners:
         await asyncio.sleep(_REST_SECONDS)
         child = None
         try:
-            child = await Child.start("hearth.platform.spare_child", *_MODULES[kind], pipe_stderr=True)
+            child = await start_planner(kind)
             if not await with_timeout(_START_SECONDS, child.wait_for_line(READY_LINE)):
                 raise RuntimeError("it ended before it was ready")
             self._ready[kind], child = child, None

@@ -14,12 +14,12 @@ from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.registry import Device
 from coordinator.plan.transformer.cost.predict import request_seconds
-from coordinator.plan.transformer.request import build_plan, on_subset
+from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from coordinator.serve.accuracy import calibrate, choose_format, describe_choice
 from coordinator.serve.generation import GenerationRunner, TextModel, probe
 from coordinator.serve.goal import open_transformer, plan_request
 from coordinator.serve.kind import RequestHandler, SharedServices
-from coordinator.serve.planner_process import solve_transformer
+from coordinator.serve.planner_process import plans_or_errors, solve_transformer
 from coordinator.serve.prompts import read_generation_defaults
 from coordinator.serve.replica import transformer_files
 from coordinator.serve.requests import ComputedReply, Requests
@@ -27,7 +27,7 @@ from coordinator.serve.sentences import SentenceTokenizer, mean_pool, pack_seque
 from coordinator.serve.spare_planners import PlannerKind
 from coordinator.serve.state import TransformerGoal
 from coordinator.serve.text_threads import TextThreads
-from hearth.errors import BadPlan, BadRequest, BadSetting, TextTooLong
+from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, TextTooLong
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.value_formats import ValueFormatName
@@ -96,9 +96,14 @@ class TransformerKind:
         return await block_cluster(self._services.profiler, devices, self.workload)
 
     async def plan(self, cluster: ClusterProfile, recovering: bool, held: Plan | None = None) -> Plan:
+        return (await solve_transformer(self._request(cluster, held), self._services.spare_planners)).plan
+
+    async def plans_ahead(self, clusters: Sequence[ClusterProfile], held: Plan) -> list[Plan | HearthError]:
+        return await plans_or_errors("transformer", [self._request(cluster, held) for cluster in clusters])
+
+    def _request(self, cluster: ClusterProfile, held: Plan | None) -> PlanRequest:
         deployed = held if held is not None and is_transformer_plan(held) else None
-        request = plan_request(self._goal, self.model, cluster, self._values, deployed)
-        return (await solve_transformer(request, self._services.spare_planners)).plan
+        return plan_request(self._goal, self.model, cluster, self._values, deployed)
 
     def summary(self, plan: Plan) -> str:
         return ""

@@ -249,6 +249,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (transformer, "open_transformer", model.open_transformer),
         (transformer, "block_cluster", model.block_cluster),
         (transformer, "solve_transformer", model.solve_transformer),
+        (transformer, "plans_or_errors", model.plans_or_errors),
         (transformer, "build_plan", model.build_plan),
         (transformer, "request_seconds", model.request_seconds),
         (transformer, "shard_weights", model.shard_weights),

@@ -160,6 +160,11 @@ async def solve_transformer(request: Any, *_: Any) -> Any:
     return SimpleNamespace(plan=build_plan(request))
 
 
+async def plans_or_errors(kind: str, requests: Sequence[Any]) -> list[Any]:
+    """Stands for `coordinator.serve.planner_process.plans_or_errors`."""
+    return [build_plan(request) for request in requests]
+
+
 def build_plan(request: Any, *_: Any) -> TransformerPlan:
     """Stands for `coordinator.plan.transformer.request.build_plan`."""
     devices = tuple((device.device_id, device.name) for device in request.cluster.devices[:NUM_CHUNKS])

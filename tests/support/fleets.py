@@ -95,10 +95,10 @@ class FakeFleet(ABC):
     async def refresh_telemetry(self) -> None:
         return
 
-    def record_fault(self, planned: Sequence[Any], error: HearthError) -> list[str]:
+    def record_fault(self, planned: Sequence[Any], error: HearthError, may_restart: bool = False) -> list[str]:
         named = [device.device_id for device in planned if device.name == error.device_name]
         for name in named:
-            self.devices[name] = registry.after_device_fault(self.devices[name], error, loop_time())
+            self.devices[name] = registry.after_device_fault(self.devices[name], error, loop_time(), may_restart)
         return named
 
     async def answers_again(self, device_id: str) -> bool:

@@ -146,6 +146,17 @@ def test_quarantine_grows_with_each_repetition_and_starts_anew_after_an_hour() -
     assert later.until - now - 4000 == 60
 
 
+def test_worker_that_served_may_start_again_once_in_a_minute() -> None:
+    known = registry.after_device_fault(device(), DIED, 100.0, may_restart=True)
+    assert not known.is_quarantined(100.0)
+    again = registry.after_device_fault(known, DIED, 161.0, may_restart=True)
+    assert not again.is_quarantined(161.0)
+    soon = registry.after_device_fault(known, DIED, 130.0, may_restart=True)
+    assert (soon.is_quarantined(189.0), soon.is_quarantined(190.0)) == (True, False)
+    assert not registry.after_device_fault(soon, DIED, 200.0, may_restart=True).is_quarantined(200.0)
+    assert registry.after_device_fault(device(), FULL, 100.0, may_restart=True).is_quarantined(159.0)
+
+
 def test_first_damaged_chunk_is_forgiven_and_the_second_is_not() -> None:
     once = registry.after_device_fault(device(), CORRUPT, 100.0)
     assert not once.is_quarantined(100.0)

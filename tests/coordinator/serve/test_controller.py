@@ -98,7 +98,16 @@ def plan_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     async def here(request: GraphRequest, **_: Any) -> PlanningResult[GraphPlan]:
         return plan_graph(request, lambda: 0.0)  # stops when proven, however busy the machine
 
+    async def each_here(kind: str, requests: list[GraphRequest]) -> list[Any]:
+        return [(await here(request)).plan for request in requests]
+
     monkeypatch.setattr(graph_kind, "solve_graph", here)
+    monkeypatch.setattr(graph_kind, "plans_or_errors", each_here)
+
+
+def prepare_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_REST_SECONDS", 0.02)
+    monkeypatch.setattr(prepared, "_POLL_SECONDS", 0.02)
 
 
 # ---- fatal and temporary errors -------------------------------------------------------------------------------------
@@ -470,7 +479,7 @@ def test_workers_that_survive_a_loss_during_a_repair_go_on_in_the_plan_after_it(
 def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared, "_POLL_SECONDS", 0.02)
+    prepare_at_once(monkeypatch)
 
     async def main() -> None:
         case = Case(kind, tmp_path, graph, "abc")
@@ -484,7 +493,71 @@ def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
             assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
             since = [type(message) for _, message in case.fleet.asked[already:]]
             assert FindMissing not in since[: since.index(Load)]  # the chunks are known to be there
+            assert home.count_lines("the plan that was made ahead for this loss is loaded") == 1
             await case.ask(home)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_are_made_ahead_while_requests_never_stop(
+    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_at_once(monkeypatch)
+
+    async def main() -> None:
+        case = Case(kind, tmp_path, graph, "abc")
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            case.fleet.released.clear()  # no request ends, and others wait
+            room = home.kind.capacity(home.controller.deployment)
+            asked = [asyncio.create_task(case.ask(home, 60.0)) for _ in range(room + 3)]
+            await home.until(lambda: home.controller.requests.admission.num_waiting == 3)
+            await home.until(lambda: home.controller.redundancy.startswith("yes, any one device"))
+            case.fleet.released.set()
+            await asyncio.gather(*asked)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_worker_that_died_starts_again_in_the_same_plan_and_the_second_one_is_left_out(
+    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_at_once(monkeypatch)
+
+    async def main() -> None:
+        case = Case(kind, tmp_path, graph, "abc")
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            await home.until(lambda: home.controller.redundancy.startswith("yes, any one device"))
+            plan, ahead = home.plan, home.controller._preparer.preparation
+            victim = plan.devices[-1].name
+            case.fleet.failures = [WorkerDied(device=victim, reason="killed")]
+            await case.ask(home)
+            await home.until(lambda: home.ready)
+            assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
+            assert home.plan == plan.with_epoch(plan.epoch + 1)
+            assert home.count_lines("the same plan is loaded again") == 1
+            assert home.controller.redundancy.startswith("yes, any one device")  # at once
+            assert home.controller._preparer.preparation is ahead
+            case.fleet.failures = [WorkerDied(device=victim, reason="killed")]
+            await case.ask(home)
+            await home.until(lambda: home.ready)
+            assert victim not in home.names()
+            assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
+
+    asyncio.run(main())
+
+
+def test_log_says_why_no_plan_made_ahead_was_used(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case = Case("transformer", tmp_path, graph, "abc")
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            await case.ask(home)
+            home.kill("b")
+            await home.until(lambda: home.ready and home.names() == "ac")
+            assert home.count_lines("made ahead can be used: the one for the loss of b was not ready yet") == 1
 
     asyncio.run(main())
 
@@ -492,7 +565,7 @@ def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
 def test_chunks_that_were_sent_ahead_and_evicted_are_sent_again(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared, "_POLL_SECONDS", 0.02)
+    prepare_at_once(monkeypatch)
 
     async def main() -> None:
         case = Case("transformer", tmp_path, graph, "abc")

@@ -2,44 +2,77 @@
 
 from __future__ import annotations
 
+import pytest
 from support.plans import BERT_LARGE, make_plan
 
-from coordinator.serve.prepared import NOTHING, PreparedPlan, describe
+from coordinator.serve.prepared import NOTHING, Preparation, PreparedPlan, Refusal, describe
+from hearth.plan.plan import Plan
 
 PLAN = make_plan(BERT_LARGE, "hmp", (1, 1, 1))  # devices id0, id1 and id2
 ALL = frozenset({"id0", "id1", "id2"})
 
 
-def prepared_without(device: str) -> PreparedPlan:
-    return PreparedPlan(ALL - {device}, make_plan(BERT_LARGE, "hmp", (1, 1)), ())
+def plan_on(*device_ids: str) -> Plan:
+    plan = make_plan(BERT_LARGE, "hmp", (1,) * len(device_ids))
+    devices = tuple(
+        each.model_copy(update={"device_id": device_id})
+        for each, device_id in zip(plan.devices, device_ids, strict=True)
+    )
+    return plan.model_copy(update={"devices": devices})
+
+
+def prepared_without(device: str, made_for: frozenset[str] = ALL) -> PreparedPlan:
+    return PreparedPlan(made_for - {device}, plan_on(*sorted(ALL - {device})), ())
+
+
+def all_prepared() -> Preparation:
+    preparation = NOTHING
+    for device in sorted(ALL):
+        preparation = preparation.prepared(device, prepared_without(device))
+    return preparation
 
 
 def test_each_device_is_prepared_for_once_and_again_when_the_devices_change() -> None:
-    preparation = NOTHING
-    assert preparation.to_prepare(sorted(ALL), ALL) == sorted(ALL)
-    for device in sorted(ALL):
-        preparation = preparation.prepared(device, prepared_without(device))
-    assert preparation.to_prepare(sorted(ALL), ALL) == []
-    assert preparation.to_prepare(sorted(ALL), ALL | {"new"}) == sorted(ALL)
-    refused = preparation.refused("id1", "no memory")
-    assert refused.to_prepare(sorted(ALL), ALL | {"new"}) == ["id0", "id2"]
-    assert "id1" in refused.without_refusals().to_prepare(sorted(ALL), ALL)
+    assert NOTHING.to_prepare(sorted(ALL), ALL, 0.0) == sorted(ALL)
+    preparation = all_prepared()
+    assert preparation.to_prepare(sorted(ALL), ALL, 0.0) == []
+    assert preparation.to_prepare(sorted(ALL), ALL | {"new"}, 0.0) == sorted(ALL)
 
 
-def test_plan_is_found_only_for_exactly_the_devices_that_it_was_made_for() -> None:
+def test_loss_that_cannot_be_prepared_for_is_tried_again_after_a_while_or_when_the_devices_change() -> None:
+    refused = all_prepared().refused("id1", Refusal("no memory", again_at=60.0))
+    assert refused.to_prepare(sorted(ALL), ALL, 59.0) == []
+    assert refused.to_prepare(sorted(ALL), ALL, 60.0) == ["id1"]
+    assert refused.without_refusals().to_prepare(sorted(ALL), ALL, 0.0) == ["id1"]
+    assert refused.prepared("id1", prepared_without("id1")).refusals == {}
+
+
+@pytest.mark.parametrize(
+    ("usable", "found"),
+    [
+        ({"id0", "id2"}, True),
+        ({"id0", "id2", "new"}, True),  # what a new device is good for is seen later
+        ({"id0"}, False),  # two were lost
+        ({"id0", "id1"}, False),
+        (ALL, False),  # no device was lost
+    ],
+)
+def test_plan_is_found_for_the_loss_that_it_was_made_for_if_its_devices_are_left(usable: set[str], found: bool) -> None:
     one = prepared_without("id1")
-    preparation = NOTHING.prepared("id1", one)
-    assert preparation.for_devices(frozenset({"id0", "id2"})) is one
-    for others in ({"id0"}, {"id0", "id1"}, ALL, {"id0", "id2", "new"}):
-        assert preparation.for_devices(frozenset(others)) is None
+    assert (NOTHING.prepared("id1", one).for_devices(frozenset(usable)) is one) == found
+
+
+def test_plan_for_exactly_the_devices_that_are_left_is_preferred() -> None:
+    wide, narrow = PreparedPlan(frozenset("abd"), plan_on("a"), ()), PreparedPlan(frozenset("ab"), plan_on("a"), ())
+    preparation = NOTHING.prepared("c", wide).prepared("e", narrow)
+    assert preparation.for_devices(frozenset("ab")) is narrow
+    assert preparation.for_devices(frozenset("abd")) is wide
 
 
 def test_description_names_the_device_that_cannot_be_lost() -> None:
-    preparation = NOTHING
-    assert describe(preparation, PLAN, 0.5) == "being prepared"
-    for device in sorted(ALL):
-        preparation = preparation.prepared(device, prepared_without(device))
+    assert describe(NOTHING, PLAN, 0.5) == "being prepared"
+    preparation = all_prepared()
     assert describe(preparation, PLAN, 0.42) == "yes, any one device; pause about 0.4 s"
     assert describe(preparation, PLAN, None) == "yes, any one device"
-    refused = preparation.refused("id2", "no room").refused("other", "of an earlier plan")
+    refused = preparation.refused("id2", Refusal("no room", 0.0)).refused("other", Refusal("of an earlier plan", 0.0))
     assert describe(refused, PLAN, 0.4) == "cannot lose device2 (no room)"
