@@ -122,6 +122,9 @@ def test_standby_keeps_the_folders_of_a_graphs_weights(tmp_path: Path) -> None:
         weights: weights for weights in ("parts/one/w.bin", "parts/two/w.bin", "größe 1.bin")
     }
     assert there.deployments["default"].goal.path == str(path)  # which is here, as on the leader's computer
+    (folder / "parts/two/w.bin").unlink()
+    incomplete = copied(tmp_path / "leader", state, [path], tmp_path / "standby")
+    assert incomplete.deployments["default"].goal.path == str(copy / "net.onnx")
 
 
 def test_replicated_state_keeps_the_own_holder(tmp_path: Path) -> None:
