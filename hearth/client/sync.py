@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +16,10 @@ from hearth.client.answers import AsyncGeneration, Generation
 from hearth.client.home import CALL_SECONDS, AsyncHome
 from hearth.errors import ConnectionLost, HearthError
 from hearth.platform.security import Credential, coordinator_access, resolve_credential
+
+log = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 2 * CALL_SECONDS  # of `close`, which takes milliseconds: longer than its parts may take
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -63,10 +68,14 @@ class Home(AbstractContextManager["Home"]):
             already, self._closed = self._closed, True
         if already:
             return
-        asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        try:
+            asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result(_CLOSE_SECONDS)
+        except concurrent.futures.TimeoutError:
+            log.warning("the connection did not close within %g s; its thread is left behind", _CLOSE_SECONDS)
+        else:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
         for future in list(self._pending):
             future.cancel()
 

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hearth.errors import BadSetting
-from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.asyncio_tools import cancel_all, with_timeout
 from hearth.protocol import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ AGENT_PORT = 47800  # default TCP port of an agent
 # Interval at which local addresses are compared with those in use: a device that gets an address late, or another one, is
 # found again within seconds, and the comparison takes a few milliseconds.
 _ADDRESS_POLL_SECONDS = 5.0
+# Timeout of announcing a service, which takes 1 s on an idle computer; the attempt is repeated.
+_ANNOUNCE_SECONDS = 15.0
+_CLOSE_SECONDS = 5.0  # for the last packets of a program that stops, which take 0.3 s
 _RESOLVE_MS = 3000  # timeout of a query for a service's address; it is repeated at the next announcement
 # Records that a browser keeps and looks up at the same time, at most; the oldest go first. Anyone on the network can send them.
 _MAX_RECORDS = 256
@@ -61,7 +64,10 @@ async def advertised(
     `_ADDRESS_POLL_SECONDS`: the network may come up later than this program, and addresses change.
     """
     record = _Record(service, port, fingerprint, random_id)
-    await record.publish(find_interfaces())
+    try:
+        await record.publish(find_interfaces())
+    except asyncio.TimeoutError:
+        log.warning("%s was not announced within %g s, trying again", service, _ANNOUNCE_SECONDS)
     following = asyncio.create_task(record.follow(find_interfaces))
     try:
         yield
@@ -86,7 +92,7 @@ class _Record:
         self._properties = {"id": random_id, "v": str(PROTOCOL_VERSION), "fp": self._fingerprint}
 
     async def publish(self, interfaces: Sequence[str] | None) -> None:
-        """Advertise these addresses instead of the earlier ones. Raises OSError."""
+        """Advertise these addresses instead of the earlier ones. Raises OSError, asyncio.TimeoutError."""
         from zeroconf.asyncio import AsyncServiceInfo
 
         addresses = _addresses_of(interfaces)
@@ -99,8 +105,12 @@ class _Record:
             parsed_addresses=addresses,
         )
         await self.withdraw()
-        self._zeroconf = _open_zeroconf(interfaces)
-        await (await self._zeroconf.async_register_service(info, cooperating_responders=True))
+        zeroconf = self._zeroconf = _open_zeroconf(interfaces)
+
+        async def announce() -> None:
+            await (await zeroconf.async_register_service(info, cooperating_responders=True))
+
+        await with_timeout(_ANNOUNCE_SECONDS, announce())
         self._addresses = addresses
 
     async def follow(self, find_interfaces: FindInterfaces) -> None:
@@ -114,8 +124,8 @@ class _Record:
                     self._use_id(secrets.token_hex(8))  # others may still hold the addresses of the old name
                     await self.publish(interfaces)
                     log.info("now advertised at %s instead of %s", ", ".join(self._addresses), before)
-            except (OSError, BadSetting) as error:  # for instance an interface that has just gone
-                log.warning("the addresses cannot be advertised, trying again: %s", error)
+            except (OSError, BadSetting, asyncio.TimeoutError) as error:  # for instance an interface that has just gone
+                log.warning("the addresses cannot be advertised, trying again: %s", str(error) or "it took too long")
             except Exception:  # a library's: without this task, nobody would find this program at a new address
                 log.exception("the addresses cannot be advertised, trying again")
 
@@ -123,8 +133,7 @@ class _Record:
         """Withdraw the record."""
         zeroconf, self._zeroconf, self._addresses = self._zeroconf, None, []
         if zeroconf is not None:
-            await zeroconf.async_unregister_all_services()
-            await zeroconf.async_close()
+            await _close(zeroconf)
 
 
 class Browser:
@@ -172,7 +181,7 @@ class Browser:
         if browser is not None:
             await browser.async_cancel()
         if zeroconf is not None:
-            await zeroconf.async_close()
+            await _close(zeroconf)
 
     async def _follow(self) -> None:
         """Browse anew after each change of the local addresses: the sockets are those of the addresses at their opening."""
@@ -253,6 +262,14 @@ def _open_zeroconf(interfaces: Sequence[str] | None) -> AsyncZeroconf:
     if interfaces and all(":" not in address for address in interfaces):
         return AsyncZeroconf(interfaces=list(interfaces), ip_version=IPVersion.V4Only)
     return AsyncZeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All)
+
+
+async def _close(zeroconf: AsyncZeroconf) -> None:
+    """Withdraw its services and close its sockets."""
+    try:
+        await with_timeout(_CLOSE_SECONDS, zeroconf.async_close())
+    except asyncio.TimeoutError:
+        log.warning("the sockets of mDNS were not closed within %g s", _CLOSE_SECONDS)
 
 
 def _parse_record(info: AsyncServiceInfo) -> DiscoveredService | None:

@@ -14,6 +14,7 @@ import zmq
 from support.contexts import zmq_context
 
 from hearth.client import connection as connection_module
+from hearth.client import sync
 from hearth.client.connection import Connection
 from hearth.client.home import AsyncHome
 from hearth.errors import (
@@ -173,6 +174,18 @@ def test_closing_ends_a_search() -> None:
             await asyncio.wait_for(searching, FOUND_WITHIN_SECONDS)
 
     asyncio.run(main())
+
+
+def test_blocking_client_that_cannot_be_closed_in_time_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(_: AsyncHome) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(sync, "_CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(AsyncHome, "close", hang)
+    home = sync.Home(AsyncHome(access(), "127.0.0.1:1", None))
+    home.close()
+    with pytest.raises(ConnectionLost):
+        home.ready()
 
 
 def test_waiting_for_readiness_outlasts_a_restart() -> None:

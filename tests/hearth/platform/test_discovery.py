@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+from support.waiting import until
+from zeroconf import DNSText
+from zeroconf._cache import DNSCache
 
 from hearth.client.connection import endpoints_of
 from hearth.errors import BadSetting
@@ -122,3 +126,39 @@ def test_browser_opens_new_sockets_when_an_address_appears(monkeypatch: pytest.M
             await browser.stop()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_service_that_cannot_be_announced_in_time_is_announced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(discovery, "_ANNOUNCE_SECONDS", 0.2)
+    announced: list[str] = []
+
+    class Mdns:
+        """Announces nothing at first, and does not close in time."""
+
+        async def async_register_service(self, info: Any, **_: Any) -> asyncio.Future[None]:
+            announced.append(info.name)
+            done = asyncio.get_running_loop().create_future()
+            if len(announced) > 1:
+                done.set_result(None)
+            return done
+
+        async def async_close(self) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(discovery, "_CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(discovery, "_open_zeroconf", lambda interfaces: Mdns())
+
+    async def scenario() -> None:
+        async with advertised(AGENT_SERVICE, 4714, "d" * 16, "90abcdef", lambda: ["127.0.0.1"]):
+            await until("a second attempt", lambda: len(announced) == 2)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_records_that_anybody_sends_are_bounded() -> None:
+    """zeroconf keeps at most 10,000: some 10 MB of them."""
+    cache = DNSCache()
+    for number in range(12_000):
+        cache.async_add_records([DNSText(f"{number}.{AGENT_SERVICE}", 16, 1, 4500, b"x")])
+    assert len(cache.names()) <= 10_000
