@@ -98,10 +98,14 @@ class Connection:
         self._context.destroy(linger=0)
 
     def _usable(self, failed: RpcClient | None) -> RpcClient | None:
-        """The connection, unless another is needed. The socket connects again by itself to the only address."""
-        if self._client is not failed or (failed is not None and self._given == (failed.endpoint,)):
-            return self._client
-        return None
+        """The connection, unless another is needed. The socket connects again by itself to the only address.
+
+        A connection that is broken is not used: its coordinator may never come back.
+        """
+        client = self._client
+        if client is None or self._given == (client.endpoint,):
+            return client
+        return client if client is not failed and client.is_connected else None
 
     async def _change(self, timeout_seconds: float) -> RpcClient:
         """Greet all coordinators at once; the first that answers becomes the connection."""

@@ -28,6 +28,7 @@ from hearth.errors import (
     NoCoordinator,
     NotServing,
     Unreachable,
+    WrongKey,
 )
 from hearth.platform.security import Access, Credential, coordinator_access, resolve_credential
 from hearth.wire import messages as wire
@@ -235,6 +236,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
                 return await client.call(repeats.adjusted(request), payload, timeout_seconds=repeats.remaining_seconds)
             except _REPEATED as error:
                 await repeats.pause(client, error)
+            except WrongKey as error:
+                await repeats.ask_another(client, error)
 
     async def _answer(
         self, request: wire.Generate, payload: Sequence[Any], timeout_seconds: float
@@ -268,6 +271,9 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
                 return
             except _REPEATED as error:
                 await repeats.pause(client, error)
+                resumed = bool(received)
+            except WrongKey as error:
+                await repeats.ask_another(client, error)
                 resumed = bool(received)
 
 
@@ -304,6 +310,12 @@ class _Repeats:
         self.failed, self._repeated = failed, True
         await asyncio.sleep(self._pause_seconds)
         self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
+
+    async def ask_another(self, refusing: RpcClient | None, error: WrongKey) -> None:
+        """Try another coordinator once: a standby that has lost its disk knows no app. Raises the error if that was tried."""
+        if refusing is None or refusing is self.failed:
+            raise error
+        await self.pause(refusing, error)
 
 
 def _request_fields(timeout_seconds: float) -> dict[str, Any]:

@@ -380,13 +380,13 @@ class RpcClient:
         return self._handshake_ended.is_set() and not self._refused
 
     async def close(self) -> None:
-        """Close the connection; calls in flight raise ConnectionLost."""
+        """Close the connection; calls in flight, and those that wait for the connection, raise ConnectionLost."""
         await cancel_all(self._tasks)
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
         self._socket.close()
-        self._fail_pending(ConnectionLost(endpoint=self.endpoint))
+        self.fail(ConnectionLost(endpoint=self.endpoint))
 
     def fail(self, error: HearthError) -> None:
         """Make all current and future calls raise `error`, also those that wait for the connection."""

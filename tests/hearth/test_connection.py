@@ -202,3 +202,30 @@ def test_waiting_for_readiness_outlasts_a_restart() -> None:
         await home.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("first_one", ["is gone", "refuses the key"])
+def test_call_goes_to_another_coordinator_if_the_first_one(first_one: str) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            first = await stack.enter_async_context(AsyncExitStack())
+            port = await first.enter_async_context(coordinator())
+            with socket.socket() as other:
+                other.bind(("127.0.0.1", 0))
+                other_port = other.getsockname()[1]
+            home = AsyncHome(access(), f"127.0.0.1:{port},127.0.0.1:{other_port}", None)
+            stack.push_async_callback(home.close)
+            await home.open(FOUND_WITHIN_SECONDS)
+            present = home._connection._client
+            assert present is not None
+            await first.aclose()
+            while present.is_connected:
+                await asyncio.sleep(0.01)
+            if first_one == "refuses the key":
+                await stack.enter_async_context(coordinator(port=port, admits=False))
+                while not present._refused:
+                    await asyncio.sleep(0.01)
+            await stack.enter_async_context(coordinator(port=other_port))
+            assert await asyncio.wait_for(home.ready(600.0), FOUND_WITHIN_SECONDS)
+
+    asyncio.run(main())

@@ -24,6 +24,7 @@ from simulation.disk import Disk
 HEARTBEAT_LOSS_SECONDS = (6.0, 8.0)
 CONNECT_RETRY_SECONDS = 1.0  # to a host that does not answer: the next attempt of TCP's
 _SPACING_SECONDS = 1e-6  # between two messages of a connection: timers of one instant fire in any order
+KEY_REFUSED = 400  # the status of a gatekeeper's refusal
 FIRST_PORT = 50_000  # of ports that the simulation chooses
 
 
@@ -370,7 +371,8 @@ class _Monitor:
 
     def report(self, event: int) -> None:
         if self._events & event:
-            self._inbox.put([struct.pack("=hi", event, 0), b""])
+            value = KEY_REFUSED if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else 0
+            self._inbox.put([struct.pack("=hi", event, value), b""])
 
     async def recv_multipart(self) -> list[bytes]:
         return await self._inbox.get()

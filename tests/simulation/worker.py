@@ -43,7 +43,8 @@ class Worker:
         self._history = history
         self._socket: Any = None
         self._start: wire.Start | None = None
-        self._weights = 0
+        self._chunks: dict[str, bytes] = {}  # what it has loaded, by hash
+        self._weights = 0  # their checksum
         self._peers: dict[int, tuple[str, int]] = {}
         self._tiles: dict[tuple[int, int], _Tiles] = {}  # by epoch and step
         self._aborted: asyncio.Future[HearthError] | None = None
@@ -128,18 +129,19 @@ class Worker:
         self._peers, self._tiles = {}, {}
         self._start = start
         store = Path(start.store_path)
-        contents = []
-        for chunk in start.load.parts.hashes:
+        before, self._chunks = self._chunks, {}
+        for chunk in start.load.parts.hashes:  # those that it has loaded before stay in memory
             try:
-                data = (store / chunk[:2] / chunk).read_bytes()
+                self._chunks[chunk] = before.get(chunk) or (store / chunk[:2] / chunk).read_bytes()
             except OSError:
                 raise ChunkMissing(chunk=chunk[:12], device=self.process.host.name) from None
-            contents.append(data)
-        self._weights = checksum(contents)
+        self._weights = checksum(list(self._chunks.values()))
         self.port = self.port or self.network.choose_port()
         self.process.host.variables.setdefault("data ports", {})[self.port] = self
         await asyncio.sleep(self.network.random.uniform(0.02, 0.2))
-        return wire.WorkerBound(port=self.port, public_key="0" * 40, num_bytes_loaded=sum(map(len, contents)))
+        return wire.WorkerBound(
+            port=self.port, public_key="0" * 40, num_bytes_loaded=sum(map(len, self._chunks.values()))
+        )
 
     def _progress(self) -> wire.WorkerProgress:
         if self._running is None:

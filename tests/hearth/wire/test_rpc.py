@@ -288,6 +288,19 @@ def test_calls_fail_on_connection_loss_and_client_reconnects() -> None:
     asyncio.run(main())
 
 
+def test_closing_ends_calls_that_wait_for_the_connection() -> None:
+    async def main() -> None:
+        with zmq_context() as context:
+            client = RpcClient(context, "tcp://127.0.0.1:1", Access(CLIENT, SERVER.public), "test")
+            waiting = asyncio.create_task(client.call(Done(), timeout_seconds=600))
+            await asyncio.sleep(0.01)
+            await client.close()
+            with pytest.raises(ConnectionLost):
+                await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(main())
+
+
 def test_port_in_use_error_names_the_option() -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         with zmq_context() as context, pytest.raises(PortInUse, match="--port"):
