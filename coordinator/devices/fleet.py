@@ -246,6 +246,26 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             await asyncio.sleep(_ANSWER_POLL_SECONDS)
         return now.reachable and now.welcome.boot_id == before.welcome.boot_id
 
+    async def is_lost(self, device_id: str, num_witnesses: int) -> bool:
+        """Ask a device at once, because this many others wait for it. One that does not answer is dead from then on."""
+        device, connection = self.devices[device_id], self._by_device.get(device_id)
+        if connection is None or not device.reachable:
+            return False  # its loss is known, or its connection broke, and the next heartbeat decides
+        seconds = registry.witnessed_seconds(device, loop_time()) * (1 if num_witnesses > 1 else 2)
+        try:
+            asked = loop_time()
+            await _ask(connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, seconds)
+            return False
+        except DeadlineExceeded:
+            if loop_time() - asked - seconds > _LATE_SECONDS:
+                return False  # this process was too busy to read the answer
+        except HearthError:
+            return False
+        self._replace(registry.after_witnesses(self.devices[device_id], seconds))
+        log.warning("%s is dead: %s", device.name, self.devices[device_id].reason)
+        await self._end_calls(connection)
+        return True
+
     async def ask(self, device_id: str, message: wire.Message, expected: type[_T], timeout_seconds: float = 10.0) -> _T:
         """As `call`, but returns the message, and raises BadMessage if it is not of the type `expected`."""
         with self._client_of(device_id) as client:
@@ -488,6 +508,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             connection.broken.clear()
             if self._by_device.get(device_id) is not connection:
                 return await self._stand_by(device_id)
+            if self.devices[device_id].health == "dead":
+                return
             if not connection.client.is_connected:
                 self._replace(registry.after_connection_lost(self.devices[device_id], loop_time()))
             device = self.devices[device_id]
@@ -516,6 +538,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             except (Unreachable, ConnectionLost, DeadlineExceeded) as error:
                 if self._by_device.get(device_id) is not connection:
                     continue
+                if self.devices[device_id].health == "dead":  # `is_lost` has found that out
+                    return
                 self._excuse(device_id, loop_time() - asked - timeout_seconds)
                 after = self.devices[device_id]
                 if isinstance(error, ConnectionLost):

@@ -22,6 +22,9 @@ _SILENCE_FACTOR = 2.0  # times the longest silence: twice a normal interval on a
 MIN_DEAD_SECONDS = 1.0  # two heartbeats
 MAX_DEAD_SECONDS = 4.0  # shorter than the lease
 _LEARNING_SECONDS = 30.0  # a device that has answered for less than this has `DEAD_SECONDS`
+# Fraction of that time in which a device must answer that others wait for: their wait is a second sign of its loss. As long as
+# its longest silence if it often is silent for so long, else several round trips.
+_WITNESSED_FRACTION = 0.3
 _SUSPECT_FRACTION = 0.6  # of that time, from which a device is suspect: longer than one interval
 
 Health = Literal["alive", "suspect", "dead", "busy", "refused"]
@@ -148,6 +151,11 @@ def dead_seconds(device: Device, now: float) -> float:
     return min(max(_SILENCE_FACTOR * longest, MIN_DEAD_SECONDS), MAX_DEAD_SECONDS)
 
 
+def witnessed_seconds(device: Device, now: float) -> float:
+    """Seconds in which a device must answer that at least two others, or one for twice as long, wait for."""
+    return _WITNESSED_FRACTION * dead_seconds(device, now)
+
+
 def suspect_seconds(device: Device, now: float) -> float:
     """Seconds without an answer after which the device is suspect."""
     return _SUSPECT_FRACTION * dead_seconds(device, now)
@@ -164,6 +172,11 @@ def after_missed_heartbeat(device: Device, now: float) -> Device:
         return device
     health: Health = "dead" if silence_seconds >= dead_seconds(device, now) else "suspect"
     return replace(device, health=health, reason=f"no answer for {silence_seconds:.1f} s")
+
+
+def after_witnesses(device: Device, seconds: float) -> Device:
+    """The record of a device that others wait for, and that did not answer within `seconds`: dead."""
+    return replace(device, health="dead", reason=f"its peers wait for it, and it did not answer within {seconds:.1f} s")
 
 
 def after_connection_lost(device: Device, now: float) -> Device:

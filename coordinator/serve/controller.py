@@ -22,6 +22,7 @@ from coordinator.serve.replanning import Replanner
 from coordinator.serve.requests import Requests, as_hearth_error
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
 from coordinator.serve.transformer import TransformerKind
+from coordinator.serve.witnesses import Witnesses
 from hearth.errors import (
     BadPlan,
     DeviceLost,
@@ -46,6 +47,9 @@ _WAIT_FOR_DEVICES_SECONDS = 10.0
 # Wait for all devices of the running plan after a restart: agents are found within a second, and requests wait meanwhile.
 _TAKE_OVER_SECONDS = 3.0
 _TAKE_OVER_POLL_SECONDS = 0.02  # interval of looking for them: short against the pause that a restart causes
+# Timeout of the small request after a failed step: clients wait, and the workers of a plan that does not work are kept anyway.
+_PROBE_SECONDS = 1.5  # and
+_PROBE_FACTOR = 3.0  # times the predicted duration of a whole step
 # Actions without I/O: executed inside `handle`, before any task is started.
 _IMMEDIATE_ACTIONS: tuple[cycle.Action, ...] = ("stop_admitting", "refuse_requests", "record_loss")
 
@@ -90,6 +94,7 @@ class Controller:
         self._services = services
         self._clock = clock
         self._replanner = Replanner(self.kind, services, self.requests.admission, clock)
+        self._witnesses = Witnesses(services.fleet, services.profiler, self._report_loss)
         self._preparer = Preparer(self.kind, services, self.requests.admission)
         self._prepared: PreparedPlan | None = None  # the plan that is deployed next, if it was made ahead
         self._action_task: asyncio.Task[None] | None = None  # executes the actions of the current phase
@@ -137,6 +142,7 @@ class Controller:
                 self.requests.admission.close(NotServing(state="another coordinator takes over"))
                 self.deployment.fail(LeaseLost(device="this home"))
                 self.deployment = None
+            await self._witnesses.close()
             await self._stop_workers()
             await asyncio.gather(*self._closing, return_exceptions=True)
             await self.requests.close()
@@ -153,8 +159,12 @@ class Controller:
     def device_changed(self, device: Device) -> None:
         """Callback of the fleet: report the deployment as lost if this change breaks it."""
         loaded = self.lifecycle.phase in ("serving", "draining")
-        if self.deployment is not None and (error := loss_error(device, self.deployment, loaded)) is not None:
+        if self.deployment is None:
+            return
+        if (error := loss_error(device, self.deployment, loaded)) is not None:
             self._report_loss(self.deployment, error)
+        else:
+            self._witnesses.device_changed(device, self.deployment)
 
     # ---- the life cycle -------------------------------------------------------------------------------------------
 
@@ -192,7 +202,8 @@ class Controller:
             waiting, other = pair
             if not await self._services.profiler.can_connect(waiting, other):
                 raise error
-        await self.kind.probe(deployment)
+        predicted = deployment.plan.predicted.latency_seconds
+        await with_timeout(_PROBE_SECONDS + _PROBE_FACTOR * predicted, self.kind.probe(deployment))
 
     def _record_fault(self, error: HearthError) -> None:
         """Have the next plan avoid the device or the link that the error names, or use a device that it cannot do without."""

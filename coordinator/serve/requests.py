@@ -19,8 +19,7 @@ from hearth.wire.rpc import Reply
 
 log = logging.getLogger(__name__)
 
-# Timeout of a probe: three times the shortest time after which a rank gives a peer up, and a probe is a small request.
-_PROBE_SECONDS = 15.0
+_PROBE_SECONDS = 15.0  # limit of a probe, which has a shorter timeout of its own unless steps are predicted to be long
 
 D = TypeVar("D")
 ComputedReply: TypeAlias = tuple[Vectors | Inferred, Sequence[Any]]  # a reply message with its latency, and its payload

@@ -18,7 +18,7 @@ from simulation.network import Context, Network
 from agent.daemon.liveness import ProcessSample
 from hearth.errors import BadRequest, ChunkMissing, HearthError, StepFailed
 from hearth.plan.geometry import rows_per_rank, spans
-from hearth.protocol import hung_step_seconds
+from hearth.protocol import hung_step_seconds, late_seconds
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_array, unpack_arrays
 
@@ -55,6 +55,7 @@ class Worker:
         self.hangs = False  # whether its main thread computes without end
         self._step_seconds: float = process.host.variables["step seconds"]
         self._running: tuple[int, float, float] | None = None  # a step, when it began, and the timeout of its waits
+        self._waiting: dict[tuple[int, int], tuple[float, float]] = {}  # by epoch and step: since when, and the timeout
         process.variables["worker"] = self
 
     @property
@@ -145,12 +146,18 @@ class Worker:
 
     def _progress(self) -> wire.WorkerProgress:
         if self._running is None:
-            return wire.WorkerProgress()
+            return wire.WorkerProgress(late_rank=self._late_rank())
         step, began, timeout_seconds = self._running
         seconds = asyncio.get_running_loop().time() - began
         return wire.WorkerProgress(
             step=step, step_seconds=seconds, busy_seconds=seconds, limit_seconds=hung_step_seconds(timeout_seconds)
         )
+
+    def _late_rank(self) -> int | None:
+        now = asyncio.get_running_loop().time()
+        late = (key for key, (since, timeout) in self._waiting.items() if now - since >= late_seconds(timeout))
+        missing = (set(self._peers) - self._tiles[key].by_rank.keys() for key in late if key in self._tiles)
+        return next((min(ranks) for ranks in missing if ranks), None)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -187,9 +194,13 @@ class Worker:
         for rank in self._peers:
             self._send_tile(rank, epoch, step, self._weights)
         tiles = self._tiles.setdefault((epoch, step), _Tiles())
-        deadline = asyncio.get_running_loop().time() + timeout_seconds
-        while len(tiles.by_rank) < ranks - 1:
-            await self._wait(tiles, deadline, ranks)
+        waits_since = asyncio.get_running_loop().time()
+        self._waiting[epoch, step] = (waits_since, timeout_seconds)
+        try:
+            while len(tiles.by_rank) < ranks - 1:
+                await self._wait(tiles, waits_since + timeout_seconds, ranks)
+        finally:
+            self._waiting.pop((epoch, step), None)
         del self._tiles[epoch, step]
         self._history.steps.append(
             StepComputed(
@@ -210,7 +221,8 @@ class Worker:
                 raise aborted.result()
             if not arrival.done():
                 late = min(set(range(ranks)) - {self.load.rank} - tiles.by_rank.keys())
-                raise StepFailed(device=self._name, reason=f"no tile of rank {late} arrived in time")
+                reason = f"no tile of rank {late} arrived in time"
+                raise StepFailed(device=self._name, reason=reason, peer=f"rank {late}")
             tiles.changed.clear()
         finally:
             arrival.cancel()

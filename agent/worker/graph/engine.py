@@ -21,7 +21,7 @@ from agent.worker.server import SendAnswer
 from agent.worker.tracing import Recorder, TransferEvent
 from hearth.errors import BadRequest, FrameTooLarge, HearthError, StepFailed
 from hearth.plan.phases import Phase, Work
-from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, hung_step_seconds
+from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, hung_step_seconds, late_seconds
 from hearth.transport.base import Received, Transport
 from hearth.wire.codec import Array, Codec
 from hearth.wire.framing import TileKey, decode_body, encode_tile, pack_arrays, read_header, unpack_arrays
@@ -107,7 +107,8 @@ class GraphEngine(DataPlane[OutgoingTensor]):
         inputs = self._read(request, payload)
         now = time.monotonic()
         with self._changed:
-            self._schedule.open(request.step, now + request.timeout_seconds)
+            late_at = now + late_seconds(request.timeout_seconds)
+            self._schedule.open(request.step, now + request.timeout_seconds, late_at)
             state = self._requests.setdefault(request.step, _Request(Recorder(request.trace)))
             state.request_id, state.request = request_id, request
             state.compute_seconds = [0.0] * len(self._sessions)
@@ -127,11 +128,16 @@ class GraphEngine(DataPlane[OutgoingTensor]):
 
     def progress(self) -> WorkerProgress:
         """The step whose segment runs, if one does. Thread-safe."""
+        now = time.monotonic()
+        with self._changed:
+            late_rank = self._schedule.late_source(now)
         if (computing := self._computing) is None:
-            return WorkerProgress()
+            return WorkerProgress(late_rank=late_rank)
         step, began, limit = computing
-        seconds = time.monotonic() - began
-        return WorkerProgress(step=step, step_seconds=seconds, busy_seconds=seconds, limit_seconds=limit)
+        seconds = now - began
+        return WorkerProgress(
+            step=step, step_seconds=seconds, busy_seconds=seconds, limit_seconds=limit, late_rank=late_rank
+        )
 
     def _read(self, request: Run, payload: Sequence[Any]) -> dict[str, Array]:
         arrays = unpack_arrays(request.names, payload)

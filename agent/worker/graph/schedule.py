@@ -8,6 +8,7 @@ segments.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -103,6 +104,7 @@ class OverdueStep(NamedTuple):
 @dataclass
 class _Step:
     deadline: float
+    late_at: float
     num_missing: list[int]  # by segment of this rank: number of inputs that have not arrived
     num_consumers: dict[str, int]  # by arrived tensor: number of segments of this rank that will still consume it
     is_open: bool = False
@@ -137,8 +139,11 @@ class GraphSchedule:
     def next_deadline(self) -> float | None:
         return min((step.deadline for step in self._steps.values()), default=None)
 
-    def open(self, number: int, deadline: float) -> None:
-        """Open a step. Raises QueueFull if too many are open, BadRequest for a step that was opened before."""
+    def open(self, number: int, deadline: float, late_at: float = math.inf) -> None:
+        """Open a step. Raises QueueFull if too many are open, BadRequest for a step that was opened before.
+
+        From `late_at` on, the rank of a tensor that has not arrived counts as late.
+        """
         step = self._steps.get(number)
         if self._has_ended(number) or (step is not None and step.is_open):
             raise BadRequest(reason=f"step {number} was already started, or has ended")
@@ -146,7 +151,7 @@ class GraphSchedule:
             raise QueueFull(limit=self._max_in_flight)
         step = step or self._new_step(number, deadline)
         step.is_open = True
-        step.deadline = deadline
+        step.deadline, step.late_at = deadline, late_at
 
     def accepts(self, number: int, name: str) -> bool:
         """Whether to accept a tensor: this rank must consume it, for the first time, in a step that has not ended."""
@@ -202,6 +207,11 @@ class GraphSchedule:
         """The steps past their deadlines. They are kept until `end`."""
         return [self._overdue_step(number, step) for number, step in self._steps.items() if step.deadline <= now]
 
+    def late_source(self, now: float) -> int | None:
+        """The rank of a tensor that a step lacks unusually long; None if there is none."""
+        late = (self._overdue_step(number, step) for number, step in self._steps.items() if step.late_at <= now)
+        return next((each.source for each in late if each.source is not None), None)
+
     def _overdue_step(self, number: int, step: _Step) -> OverdueStep:
         for name, source in self._routes.sources.items():
             if name not in step.arrived:
@@ -210,7 +220,8 @@ class GraphSchedule:
 
     def _new_step(self, number: int, deadline: float) -> _Step:
         step = _Step(
-            deadline=deadline, num_missing=[len(each.inputs) for each in self._routes.segments], num_consumers={},
+            deadline=deadline, late_at=math.inf, num_missing=[len(each.inputs) for each in self._routes.segments],
+            num_consumers={},
             num_remaining=len(self._routes.segments),
         )  # fmt: skip
         step.ready = [index for index, num_missing in enumerate(step.num_missing) if not num_missing]

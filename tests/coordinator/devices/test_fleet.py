@@ -19,7 +19,7 @@ from hearth.errors import DeviceLost
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.discovery import Browser, DiscoveredService
 from hearth.platform.security import Access, asyncio_gatekeeper, fingerprint, new_keypair
-from hearth.protocol import HEARTBEAT_SECONDS, PROTOCOL_VERSION
+from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, PROTOCOL_VERSION
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response, RpcServer
 
@@ -253,5 +253,27 @@ def test_worker_that_dies_is_known_before_the_next_heartbeat(monkeypatch: pytest
                 await until("the device is there", fleet.usable)
                 agent.worker_failed.set()
                 await until("the report", lambda: heard == ["failed"], seconds=5)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("num_witnesses", [1, 2])
+def test_device_that_others_wait_for_and_that_does_not_answer_is_dead_at_once(num_witnesses: int) -> None:
+    async def scenario(agent: FakeAgent) -> None:
+        async with agent.listening() as port, fleet_of(port) as fleet:
+            await until("the device is there", fleet.usable)
+            assert not await fleet.is_lost("a", num_witnesses)
+            calling = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
+            agent.silent = True
+            began = loop_time()
+            assert await fleet.is_lost("a", num_witnesses)
+            assert loop_time() - began < 0.9 * DEAD_SECONDS  # the limit of a new device without witnesses
+            assert fleet.devices["a"].health == "dead"
+            with pytest.raises(DeviceLost):
+                await calling
+            await asyncio.sleep(0.2)
+            assert fleet.devices["a"].health == "dead"  # a heartbeat that was on its way changes nothing
+            agent.silent = False
+            await until("the device is back", fleet.usable)
 
     run(scenario)

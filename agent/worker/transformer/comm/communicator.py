@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from hearth.plan import rings
 from hearth.plan.phases import Phase, Route
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import EXACT, ValueFormatName
-from hearth.protocol import hung_step_seconds
+from hearth.protocol import hung_step_seconds, late_seconds
 from hearth.transport.base import Buffer, Received, Transport
 from hearth.wire.codec import Array, Codec
 from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, read_header
@@ -50,6 +51,14 @@ def link_codecs(plan: TransformerPlan, rank: int, peers: Mapping[int, float]) ->
         peer: Codec(plan.wire_on(rank, peer), bytes_per_second, time.perf_counter, _CASTS)
         for peer, bytes_per_second in peers.items()
     }
+
+
+@dataclass(eq=False)
+class _Wait:
+    """A thread waits until one of these sets of missing tiles is empty. `since`: monotonic time; inf: nobody is late."""
+
+    missing: list[set[TileKey]]
+    since: float
 
 
 class Communicator(DataPlane[Callable[[], None]]):
@@ -78,8 +87,10 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._early_events: list[TransferEvent] = []
         self._arrived: dict[TileKey, Array] = {}
         self._partials: dict[TileKey, Array] = {}  # this rank's, waiting for the sum from the previous rank
-        # For each waiting thread, the sets of missing tiles; it waits until one of its sets is empty.
-        self._awaited: list[list[set[TileKey]]] = []
+        self._waits: list[_Wait] = []
+        self._inline_wait: tuple[float, TileKey] | None = (
+            None  # of the compute thread, when it receives itself: since when
+        )
         self._changed = threading.Condition()
         self._failure: HearthError | None = None
         self._inline = False
@@ -145,13 +156,28 @@ class Communicator(DataPlane[Callable[[], None]]):
         """
         if self._awaits_order:
             return WorkerProgress()
-        seconds = time.monotonic() - max(self._step_began, since)
+        now = time.monotonic()
+        seconds = now - max(self._step_began, since)
         return WorkerProgress(
             step=self._step,
             step_seconds=seconds,
             busy_seconds=max(seconds - self.waited_seconds, 0.0),
             limit_seconds=hung_step_seconds(self._timeout_seconds),
+            late_rank=self._late_rank(now),
         )
+
+    def _late_rank(self, now: float) -> int | None:
+        """The rank that should have sent the tile for which this rank waits unusually long."""
+        limit, inline = late_seconds(self._timeout_seconds), self._inline_wait
+        if inline is not None and now - inline[0] >= limit:
+            return self._sender(inline[1])
+        with self._changed:
+            missing = [wait.missing[0] for wait in self._waits if now - wait.since >= limit and wait.missing[0]]
+        return self._sender(min(missing[0])) if missing else None
+
+    def _sender(self, key: TileKey) -> int:
+        """The rank from which this rank gets a tile; around a ring, that is not the rank whose rows it holds."""
+        return key.source if key.phase.route is Route.DIRECT else self._previous
 
     def abort(self, error: HearthError) -> None:
         """Make all waits for tiles raise `error`, until a step begins with `clear_failure`."""
@@ -219,26 +245,30 @@ class Communicator(DataPlane[Callable[[], None]]):
 
     def receive_first(self, groups: Sequence[Sequence[TileKey]]) -> tuple[int, list[Array]]:
         """Wait for any group of keys to be complete; return its index and tiles. If several are, take the first one."""
-        return self._receive_first(groups, time.monotonic() + self._timeout_seconds)
+        now = time.monotonic()
+        return self._receive_first(groups, now + self._timeout_seconds, now)
 
     def receive_order(self, key: TileKey) -> Array:
         """Wait for the next step order, without a timeout: with nothing to do, none is sent."""
         self._awaits_order = True
         try:
-            return self._receive_first([[key]], math.inf)[1][0]
+            return self._receive_first([[key]], math.inf, math.inf)[1][0]
         finally:
             self._step_began, self.waited_seconds = time.monotonic(), 0.0
             self._awaits_order = False
 
-    def _receive_first(self, groups: Sequence[Sequence[TileKey]], deadline: float) -> tuple[int, list[Array]]:
+    def _receive_first(
+        self, groups: Sequence[Sequence[TileKey]], deadline: float, since: float
+    ) -> tuple[int, list[Array]]:
         with self._changed:
             awaited = [{key for key in group if key not in self._arrived} for group in groups]
-            self._awaited.append(awaited)
+            wait = _Wait(awaited, since)
+            self._waits.append(wait)
         try:
             return self._wait_for_group(groups, awaited, deadline)
         finally:
             with self._changed:
-                self._awaited = [other for other in self._awaited if other is not awaited]
+                self._waits = [other for other in self._waits if other is not wait]
 
     def _wait_for_group(
         self, groups: Sequence[Sequence[TileKey]], awaited: list[set[TileKey]], deadline: float
@@ -266,20 +296,23 @@ class Communicator(DataPlane[Callable[[], None]]):
         deadline = began + self._timeout_seconds
         for key in keys:
             while key not in self._arrived:
+                self._inline_wait = began, key
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or self._failure is not None:
+                    self._inline_wait = None
                     self._release_receiver()
                     raise self._failure or self._timeout_error(key)
                 self._accept_or_drop(self._transport.receive(min(remaining, _INLINE_SLICE_SECONDS)))
+        self._inline_wait = None
         self.waited_seconds += time.monotonic() - began
         return [self._arrived.pop(key) for key in keys]
 
     def _timeout_error(self, key: TileKey) -> StepFailed:
         return StepFailed(
             device=f"rank {self.rank}",
-            reason=f"the {key.phase.name} tile {key.tile} of layer {key.layer} did not arrive from rank {key.source} "
+            reason=f"the {key.phase.name} tile {key.tile} of layer {key.layer} did not arrive from rank {self._sender(key)} "
             f"within {self._timeout_seconds:.1f} s",
-            peer=f"rank {key.source}",
+            peer=f"rank {self._sender(key)}",
         )
 
     def _receive_one_inline(self, awaited: Sequence[set[TileKey]], timeout_seconds: float) -> None:
@@ -321,8 +354,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         if key.epoch != self._epoch or not self._oldest_step <= key.step <= self._step + self._steps_ahead:
             self._drop(f"a tile of epoch {key.epoch}, step {key.step}")
             return
-        expected = key.source if key.phase.route is Route.DIRECT else self._previous
-        if received.source != expected or key.source >= self.num_ranks or key.tile >= self.num_ranks:
+        if received.source != self._sender(key) or key.source >= self.num_ranks or key.tile >= self.num_ranks:
             self._drop(f"{key} came from rank {received.source}")
             return
         if key.phase.route is Route.GATHER:
@@ -333,7 +365,7 @@ class Communicator(DataPlane[Callable[[], None]]):
             partial = self._partials.pop(key, None)
             if partial is None:
                 self._arrived[key] = tile
-                for missing in (each for awaited in self._awaited for each in awaited):
+                for missing in (each for wait in self._waits for each in wait.missing):
                     missing.discard(key)
                     if not missing:
                         self._changed.notify_all()

@@ -219,3 +219,15 @@ def test_random_plans_run_every_segment_once_in_any_arrival_order(
         assert sorted(here.ran) == [ReadySegment(s, i) for s in range(num_steps) for i in range(len(route.segments))]
         assert not here.held
         assert here.schedule.num_open == 0
+
+
+def test_source_of_a_missing_tensor_is_late_after_a_time() -> None:
+    second = schedule(1)
+    second.add_tensor(1, "a", FAR)
+    assert second.late_source(FAR - 1) is None  # the step is not open here: its request may be on its way
+    second.open(1, FAR, late_at=10.0)
+    second.add_tensor(1, "x", FAR)
+    assert second.late_source(9.9) is None
+    assert second.late_source(10.0) == 0
+    second.add_tensor(1, "d", FAR)
+    assert second.late_source(10.0) is None

@@ -117,6 +117,28 @@ def test_silent_peer_raises_step_failed_after_the_timeout(wide_bert: Path) -> No
         assert rows.shape == (8, 768)
 
 
+def test_rank_that_waits_long_names_the_one_that_should_have_sent(wide_bert: Path) -> None:
+    """Around a ring, that is the previous rank, whatever rows are missing."""
+    plan = make_plan(read_spec(wide_bert), "hmp", (1, 1, 1))
+    with EngineCluster(wide_bert, plan) as cluster:
+        cluster.run([[3] * 9])
+        cluster.hub.cut(1, 2)
+
+        def run() -> None:
+            with pytest.raises(StepFailed, match="from rank"):
+                cluster.run([[3] * 9], timeout=2.0)
+
+        running = threading.Thread(target=run)
+        running.start()
+        waiting = cluster.communicators[2]
+        assert waiting.progress(0.0).late_rank is None
+        wait_for("the report", lambda: waiting.progress(0.0).late_rank == 1, seconds=2)
+        running.join(WAIT_LIMIT_SECONDS)
+        cluster.hub.mend()
+        cluster.run([[3] * 9])
+        assert waiting.progress(0.0).late_rank is None
+
+
 def test_abort_ends_a_wait_immediately(wide_bert: Path) -> None:
     plan = make_plan(read_spec(wide_bert), "hmp", (1, 1))
     with EngineCluster(wide_bert, plan) as cluster:

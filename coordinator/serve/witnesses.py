@@ -1,0 +1,80 @@
+"""Acts on workers that wait unusually long for another rank: its device is lost, or the link between the two.
+
+A device of which others say that it is late is asked at once, and must answer sooner than to a heartbeat. If it does, the link
+is checked: TCP alone notices a cut one only after minutes, and the step's timeout ends it after 5 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from coordinator.deploy.deployment import Deployment
+from coordinator.devices.fleet import Fleet
+from coordinator.devices.profiling import Profiler
+from coordinator.devices.registry import Device
+from hearth.errors import HearthError, StepFailed
+from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
+
+# In which a connection between two devices must be possible: on good links it takes milliseconds. Together with the wait that
+# came before, a silence of almost 2 s, longer than those of bad Wi-Fi.
+_CONNECT_SECONDS = 1.0
+_LATE_SECONDS = 0.05  # a timer that fires later than this shows that this process was too busy to read the answer
+_AGAIN_SECONDS = 1.0  # from a check without a finding to the next one, while the worker still waits
+
+
+class Witnesses:
+    """What the workers of one deployed model say about each other. `on_link_lost(deployment, error)`: two cannot connect."""
+
+    def __init__(
+        self, fleet: Fleet, profiler: Profiler, on_link_lost: Callable[[Deployment, HearthError], None]
+    ) -> None:
+        self._fleet = fleet
+        self._profiler = profiler
+        self._on_link_lost = on_link_lost
+        self._checks: dict[tuple[str, str], asyncio.Task[None]] = {}  # keyed by the waiting device and the late one
+
+    def device_changed(self, device: Device, deployment: Deployment) -> None:
+        """A device of the fleet has another state: check what it waits for, unless that is being checked."""
+        late = _late_device(device, deployment)
+        if late is not None and (pair := (device.device_id, late)) not in self._checks:
+            check = self._checks[pair] = asyncio.create_task(self._check(deployment, *pair))
+            check.add_done_callback(lambda _: self._checks.pop(pair, None))
+
+    async def close(self) -> None:
+        await cancel_all(self._checks.values())
+
+    async def _check(self, deployment: Deployment, waiting: str, late: str) -> None:
+        while deployment.failure is None and self._waits_for(deployment, waiting, late):
+            ids = [device.device_id for device in deployment.plan.devices]
+            num_witnesses = sum(self._waits_for(deployment, each, late) for each in ids)
+            if await self._fleet.is_lost(late, num_witnesses):
+                return
+            connects = await self._can_connect(waiting, late)
+            if not connects and deployment.failure is None and self._waits_for(deployment, waiting, late):
+                names = [self._fleet.devices[each].name for each in (waiting, late)]
+                reason = f"it gets nothing from {names[1]}, and cannot connect to it"
+                self._on_link_lost(deployment, StepFailed(device=names[0], reason=reason, peer=names[1]))
+                return
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _can_connect(self, waiting: str, late: str) -> bool:
+        began = loop_time()
+        pair = self._fleet.devices[waiting], self._fleet.devices[late]
+        try:
+            return await with_timeout(_CONNECT_SECONDS, self._profiler.can_connect(*pair))
+        except asyncio.TimeoutError:
+            return loop_time() - began - _CONNECT_SECONDS > _LATE_SECONDS  # if so: unknown
+
+    def _waits_for(self, deployment: Deployment, waiting: str, late: str) -> bool:
+        device = self._fleet.devices.get(waiting)
+        return device is not None and _late_device(device, deployment) == late
+
+
+def _late_device(device: Device, deployment: Deployment) -> str | None:
+    """The id of the device that the worker of a deployment waits for unusually long."""
+    worker, plan = device.worker(deployment.name), deployment.plan
+    if worker is None or worker.late_rank is None or worker.epoch != plan.epoch or worker.late_rank >= plan.num_ranks:
+        return None
+    late = plan.devices[worker.late_rank].device_id
+    return late if late != device.device_id else None
