@@ -83,7 +83,7 @@ def plan_request(
     """The planner's request, with the user's memory limits applied.
 
     `values`: activation format chosen by the accuracy budget, if any. `deployed`: the current plan; its memory counts as
-    free, because it is unloaded before the new plan is loaded.
+    free, because it is unloaded before the new plan is loaded, and its devices keep what they hold of the new plan.
     """
     wire = goal.wire if values is None else goal.wire.model_copy(update={"values": values})
     return PlanRequest(
@@ -94,6 +94,7 @@ def plan_request(
         goal.strategy,
         spare_accuracy=values is not None,
         generation=model.generation,
+        held=deployed,
     )
 
 

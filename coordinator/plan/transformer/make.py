@@ -11,6 +11,7 @@ from coordinator.plan.transformer.methods import TRANSFORMER_METHODS
 from coordinator.plan.transformer.planners.exact import plan_exact
 from coordinator.plan.transformer.planners.galaxy import plan_galaxy
 from coordinator.plan.transformer.refine.exact_links import add_exact_links
+from coordinator.plan.transformer.refine.keep_in_place import keep_in_place
 from coordinator.plan.transformer.request import PlanRequest, with_ring_order
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.plan import TransformerPlan
@@ -23,6 +24,9 @@ def plan_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:
     BadSetting.
     """
     planned = plan_auto(request) if request.strategy == "auto" else _plan_by_name(request)
+    if request.held is not None:
+        plan = keep_in_place(request, planned.plan)
+        planned = replace(planned, chosen=replace(planned.chosen, plan=plan, seconds=request_seconds(plan)))
     if not request.spare_accuracy:
         return planned
     plan = add_exact_links(request, planned.plan)

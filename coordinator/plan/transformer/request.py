@@ -47,7 +47,8 @@ class PlanRequest:
     """A model, the devices it may use (in ring order), and the settings that the user fixed.
 
     `spare_accuracy`: the user did not choose the wire format, so it is used only on links where it saves time.
-    `generation` is for decoders; without it, a decoder's plan is for prefill only.
+    `generation` is for decoders; without it, a decoder's plan is for prefill only. `held`: the deployed plan, whose weights
+    its devices need not load again.
     """
 
     spec: ModelSpec
@@ -57,6 +58,7 @@ class PlanRequest:
     strategy: str = "auto"  # a name in the registry
     spare_accuracy: bool = False
     generation: GenerationRequest | None = None
+    held: TransformerPlan | None = None
 
     @property
     def limits(self) -> GenerationLimits | None:

@@ -1,0 +1,146 @@
+"""The order of ranks in which devices load the fewest weights that they do not hold already. Pure.
+
+Spans of heads, columns and layers follow the order of ranks. So after the loss of a device, or when one joins, the order
+decides how much of its new share each device holds from the plan before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+
+from coordinator.models.checkpoint.chunk_layout import num_chunk_weights
+from coordinator.plan.transformer.cost.predict import request_seconds
+from coordinator.plan.transformer.request import PlanRequest, build_plan, missing_bytes, on_subset
+from hearth.plan.chunks import ChunkKind
+from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, grains_to_items, spans
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import LayerShare, Pipeline, TransformerBody
+
+_TOLERANCE = 1.02  # a plan that is predicted to be this much slower still counts as equally fast: the error is larger
+_MAX_EXHAUSTIVE_RANKS = 6  # 720 orders; of more ranks, each is tried at every place of the order
+_NUM_TRIALS = 4  # orders that are priced, those with the fewest weights first; each costs a simulation
+
+
+def keep_in_place(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
+    """The plan with its ranks in the order in which devices load least, if it is about as fast then.
+
+    `request.held` is the plan whose weights the devices hold; without it, and for a body with exact links, the plan stays.
+    """
+    held = request.held
+    if held is None or plan.num_ranks < 2 or plan.body.exact_links or held.model != plan.model:
+        return plan
+    loads = _Loads(plan, held)
+    identity = tuple(range(plan.num_ranks))
+    current, seconds = loads.total(identity), request_seconds(plan)
+    better = sorted((total, order) for order in _orders(loads, identity) if (total := loads.total(order)) < current)
+    for _, order in better[:_NUM_TRIALS]:
+        ordered = on_subset(request, tuple(plan.devices[rank].device_id for rank in order))
+        body = reordered(plan.model, plan.body, order)
+        if missing_bytes(ordered, body):
+            continue
+        changed = build_plan(ordered, body, plan.planner, plan.alternatives)
+        if request_seconds(changed) <= _TOLERANCE * seconds:
+            return changed
+    return plan
+
+
+def loaded_weights(plan: TransformerPlan, held: TransformerPlan) -> int:
+    """Number of weights that the devices of a plan need and do not hold from the plan before."""
+    return round(_Loads(plan, held).total(tuple(range(plan.num_ranks))))
+
+
+def reordered(spec: ModelSpec, body: TransformerBody, order: Sequence[int]) -> TransformerBody:
+    """The body whose rank r has the share of rank `order[r]` of this one; of a pipeline, its number of layers."""
+    if isinstance(body, Pipeline):
+        stages = Pipeline.of(spec, [body.layers[rank] for rank in order], body.seq_len)
+        return body.model_copy(
+            update={"layers": stages.layers, "row_weights": stages.row_weights, "vocabulary": stages.vocabulary}
+        )
+    columns = _reordered_items(body.columns, spec.ffn_size, COLUMN_GRAIN, order)
+    vocabulary = _reordered_items(body.vocabulary, spec.vocab_size, VOCABULARY_GRAIN, order)
+    heads, weights = (tuple(shares[rank] for rank in order) for shares in (body.heads, body.row_weights))
+    return body.model_copy(
+        update={"heads": heads, "columns": columns, "vocabulary": vocabulary, "row_weights": weights}
+    )
+
+
+def _reordered_items(shares: Sequence[int], total: int, grain: int, order: Sequence[int]) -> tuple[int, ...]:
+    """Shares in items in another order. Whole grains move: the last grain of the model may be shorter."""
+    grains = [len(grains_of(span, total, grain)) for span in spans(shares)]
+    return grains_to_items([grains[rank] for rank in order], total, grain)
+
+
+def _orders(loads: _Loads, identity: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The orders to compare: all of few ranks, or else those on the way of moving one rank after the other."""
+    if len(identity) <= _MAX_EXHAUSTIVE_RANKS:
+        yield from permutations(identity)
+        return
+    best = identity
+    for rank in identity:
+        others = [each for each in best if each != rank]
+        best = min(((*others[:at], rank, *others[at:]) for at in range(len(identity))), key=loads.total)
+        yield best
+
+
+class _Loads:
+    """Weights that devices must load for a plan whose ranks are reordered, if they hold the shares of `held`."""
+
+    def __init__(self, plan: TransformerPlan, held: TransformerPlan) -> None:
+        self._spec, self._body, self._held = plan.model, plan.body, held.body
+        ranks = {device.device_id: rank for rank, device in enumerate(held.devices)}
+        self._held_ranks = [ranks.get(device.device_id) for device in plan.devices]
+        spec = plan.model
+        self._per_head = [num_chunk_weights(spec, kind) / spec.group_size for kind in ("qkv", "out")]
+        self._per_column = num_chunk_weights(spec, "mlp") / min(COLUMN_GRAIN, spec.ffn_size)
+        self._connective = num_chunk_weights(spec, "connective")
+        self._embedding = num_chunk_weights(spec, "embedding")
+        kinds: tuple[ChunkKind, ...] = ("vocabulary", "head") if spec.has_separate_head else ("vocabulary",)
+        rows = min(VOCABULARY_GRAIN, spec.vocab_size)
+        self._per_row = sum(num_chunk_weights(spec, kind) for kind in kinds) / rows
+        # Layers that are divided alike in both plans count together.
+        self._layers = Counter(
+            layer if isinstance(self._body, Pipeline) or isinstance(self._held, Pipeline) else first
+            for layer, first in enumerate(self._first_alike_layers())
+        )
+
+    def total(self, order: Sequence[int]) -> float:
+        """Weights to be loaded by all devices, if rank r has the device and the share of rank `order[r]`."""
+        body = reordered(self._spec, self._body, order)
+        return sum(self._rank(body, rank, self._held_ranks[device]) for rank, device in enumerate(order))
+
+    def _first_alike_layers(self) -> list[int]:
+        """For each layer, the first one that has the same modes."""
+        first: dict[object, int] = {}
+        modes = [(self._body.mode(layer), self._held.mode(layer)) for layer in range(self._spec.num_layers)]
+        return [first.setdefault(mode, layer) for layer, mode in enumerate(modes)]
+
+    def _rank(self, body: TransformerBody, rank: int, held_rank: int | None) -> float:
+        total = 0.0
+        for layer, count in self._layers.items():
+            held = self._held.layer_share(held_rank, layer) if held_rank is not None else _NO_SHARE
+            total += count * self._layer(body.layer_share(rank, layer), held)
+        rows = spans(self._held.vocabulary)[held_rank] if held_rank is not None else _NOTHING
+        total += self._per_row * _new(spans(body.vocabulary)[rank], rows)
+        has_embedding = held_rank is not None and self._held.needs_embedding(held_rank)
+        return total + self._embedding * (body.needs_embedding(rank) and not has_embedding)
+
+    def _layer(self, share: LayerShare, held: LayerShare) -> float:
+        per_qkv, per_out = self._per_head
+        return (
+            per_qkv * _new(share.qkv, held.qkv)
+            + per_out * _new(share.out, held.out)
+            + self._per_column * _new(share.columns, held.columns)
+            + self._connective * (share.connective and not held.connective)
+        )
+
+
+_NOTHING = Span(0, 0)
+_NO_SHARE = LayerShare(_NOTHING, _NOTHING, _NOTHING, False)
+
+
+def _new(span: Span, held: Span) -> int:
+    """Items of a span that are not held."""
+    return span.size - max(min(span.stop, held.stop) - max(span.start, held.start), 0)
