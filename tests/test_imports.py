@@ -30,6 +30,7 @@ PURE_MODULES = (
     "agent.worker.transformer.generation.scheduler",
     "coordinator.cli.render.picture_layout",
     "coordinator.deploy.chunk_scheduler",
+    "coordinator.deploy.kept_caches",
     "coordinator.devices.profile_smoothing",
     "coordinator.devices.quorum",
     "coordinator.devices.quarantine",

@@ -149,6 +149,7 @@ class Deployment:
 
         workers = await self.gather_or_abort(map(start, range(self.plan.num_ranks)))
         self.weight_error = max(worker.weight_error for worker in workers)
+        caches = self._kept_caches(workers, links)
 
         def connect(rank: int) -> Awaitable[wire.Done]:
             peers = tuple(
@@ -162,10 +163,16 @@ class Deployment:
                 for other in range(len(devices))
                 if other != rank
             )
-            request = wire.ConnectPeers(**self.command_fields, peers=peers)
+            request = wire.ConnectPeers(**self.command_fields, peers=peers, caches=caches)
             return self._ask_to_start(rank, request, wire.Done, CONNECT_SECONDS)
 
         await self.gather_or_abort(map(connect, range(self.plan.num_ranks)))
+
+    def _kept_caches(
+        self, workers: Sequence[wire.WorkerBound], links: Mapping[tuple[str, str], Link]
+    ) -> tuple[wire.KeptCache, ...]:
+        """The state of running requests with which they continue on these workers."""
+        return ()
 
     async def _ask_to_start(self, rank: int, request: wire.Message, expected: type[T], seconds: float) -> T:
         """Ask a rank. Raises WorkerDied if it does not answer in time, although its agent is alive."""

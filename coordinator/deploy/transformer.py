@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 
 from coordinator.deploy.chunk_scheduler import Chunk
 from coordinator.deploy.deployment import Deployment, RunResult, Weights
+from coordinator.deploy.kept_caches import kept_caches
 from coordinator.devices.fleet import Fleet
 from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
@@ -19,12 +21,25 @@ from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
 from hearth.errors import BadCheckpoint, BadMessage, DeviceLost, HearthError, StepFailed
 from hearth.plan.chunks import LAYER_CHUNK_KINDS
 from hearth.plan.plan import TransformerPlan
+from hearth.plan.profile import Link
 from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.disk import FILE_SECONDS, on_disk, read_seconds
 from hearth.protocol import DEFAULT_DEPLOYMENT, coordinator_run_seconds
 from hearth.wire.framing import pack_array
-from hearth.wire.messages import Abort, ChunkRef, GenerateTokens, GenerationEnded, Sampling, ShardParts, TokensGenerated
+from hearth.wire.messages import (
+    Abort,
+    ChunkRef,
+    GenerateTokens,
+    GenerationEnded,
+    KeptCache,
+    Sampling,
+    ShardParts,
+    TokensGenerated,
+    WorkerBound,
+)
 from hearth.wire.rpc import Reply
+
+log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -68,6 +83,20 @@ class TransformerDeployment(Deployment):
         """Decoders: the agent ends the streams, rank 0 their sequences. An abort would end the plan."""
         return self.plan.body.generation is not None
 
+    def _kept_caches(
+        self, workers: Sequence[WorkerBound], links: Mapping[tuple[str, str], Link]
+    ) -> tuple[KeptCache, ...]:
+        """The KV caches that the workers have kept of the plan before, and that are whole."""
+        ids = [device.device_id for device in self.plan.devices]
+        kept = kept_caches(
+            self.plan,
+            [worker.caches for worker in workers],
+            lambda source, target: links[ids[source], ids[target]].bytes_per_second,
+        )
+        for cache in kept:
+            log.info("%d tokens of the KV cache of a stream are kept", cache.num_rows)
+        return kept
+
     async def run_step(
         self,
         token_ids: np.ndarray[Any, Any],
@@ -110,11 +139,12 @@ class TransformerDeployment(Deployment):
         stop_ids: Sequence[int],
         first_index: int,
         timeout_seconds: float,
+        stream_name: str = "",
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         """Stream rank 0's continuation of a prompt [T] int32: tokens, then the end. Closing early drops the sequence.
 
-        `timeout_seconds` bounds the wait for each reply. Raises as `run` does; except for errors of scope `request`, a
-        failure ends all running sequences.
+        `timeout_seconds` bounds the wait for each reply. `stream_name` is the same when the answer continues on the next
+        deployment. Raises as `run` does; except for errors of scope `request`, a failure ends all running sequences.
         """
         self.check_may_run()
         request = GenerateTokens(
@@ -123,6 +153,7 @@ class TransformerDeployment(Deployment):
             max_tokens=max_tokens,
             stop_ids=tuple(stop_ids),
             first_index=first_index,
+            stream=stream_name,
         )
         first = self.plan.devices[0].device_id
         stream = self._fleet.stream(first, request, pack_array(token_ids), GenerationEnded, timeout_seconds)

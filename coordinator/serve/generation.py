@@ -240,6 +240,8 @@ class _RunningGeneration:
         self._sampling = model.defaults.merged(request.sampling, secrets.randbits(62))
         self._clock = asyncio.get_running_loop().time
         self._began_at = began
+        # One client's id may be another's: the workers compare the tokens too.
+        self._stream_name = request.request_id or secrets.token_hex(8)
         self._num_deployments = 0
         self._sent_at = self._first_token_at = self._last_token_at = began
 
@@ -276,6 +278,7 @@ class _RunningGeneration:
             self.model.defaults.stop_ids,
             first_index=len(self._tokens),
             timeout_seconds=deadline - self._clock() + REPLY_MARGIN_SECONDS,
+            stream_name=self._stream_name,
         )
 
     def replay(self) -> None:

@@ -28,6 +28,8 @@ class GenerationLimits(BaseModel, frozen=True):
     context: int | None = Field(default=None, ge=1)
     prompt_tokens: int = Field(default=0, ge=0)  # of the reference request; 0: prefill_rows
     new_tokens: int = Field(default=0, ge=0)  # of the reference request's answer
+    # Each rank also keeps a copy of the previous rank's KV cache, from which sequences continue after a loss.
+    kv_copies: bool = False
 
 
 class LayerMode(BaseModel, frozen=True):

@@ -117,6 +117,11 @@ class Codec:
         )
 
     @property
+    def link_bytes_per_second(self) -> float:
+        """The measured rate of the link."""
+        return self._link_bytes_per_second
+
+    @property
     def is_lossy(self) -> bool:
         """Whether the current value format loses precision."""
         return self._values is not EXACT

@@ -74,7 +74,7 @@ def pack_rows(
     device: torch.device,
 ) -> PackedRows:
     """Pack the rows of a step. `token_ids` [T] int64 are those of all sequences, concatenated."""
-    starts = tuple(cache.length if cache is not None else 0 for cache in caches)
+    starts = tuple(cache.num_rows if cache is not None else 0 for cache in caches)
     positions = torch.cat(
         [torch.arange(start, start + span.size) for start, span in zip(starts, sequences, strict=True)]
     )

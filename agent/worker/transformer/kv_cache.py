@@ -1,38 +1,70 @@
-"""KV cache of running sequences, for this rank's KV heads and layers."""
+"""KV caches on one rank: those of running sequences, copies of another rank's, and those kept of earlier plans.
+
+Rows of a block of layers and KV heads have the shape [layers, 2, kv heads, rows, head_dim], keys before values, in float32.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from hearth.errors import StepFailed
+from hearth.errors import BadMessage, StepFailed
 from hearth.plan.geometry import Span
+from hearth.plan.kept_caches import CacheBlock
 from hearth.plan.model_spec import ModelSpec
-from hearth.wire.messages import NewSequence
+from hearth.wire.codec import Array
+from hearth.wire.messages import MAX_KEPT_TOKENS, HeldCache, HeldRows, NewSequence
+
+log = logging.getLogger("hearth.worker")
+
+
+class CachedRows(Protocol):
+    """The first `num_rows` rows of a block."""
+
+    block: CacheBlock
+    num_rows: int
+
+    def rows(self, block: CacheBlock, rows: Span) -> Tensor:
+        """Some rows of a part of the block, which may be a view."""
+
+
+def _part(within: CacheBlock, block: CacheBlock) -> tuple[slice, slice, slice]:
+    """The index of a part of a block in a tensor of the block's rows."""
+    layers, heads = (
+        slice(part.start - whole.start, part.stop - whole.start) for whole, part in zip(within, block, strict=True)
+    )
+    return layers, slice(None), heads
 
 
 class SequenceCache:
-    """The KV cache and the tokens of one sequence. `length` of its `capacity` rows have been computed.
+    """The KV cache and the tokens of one sequence. `num_rows` of its `capacity` rows have been computed.
 
-    One tensor holds all layers [layers, 2, kv heads, capacity, head_dim], so that the memory is freed at once.
+    One tensor holds all layers [layers, 2, kv heads, capacity, head_dim], so that the memory is freed at once. `num_copied`
+    rows have been sent to the rank that keeps the copy.
     """
 
-    def __init__(
-        self, spec: ModelSpec, heads: int, new: NewSequence, device: torch.device, layers: Span | None = None
-    ) -> None:
-        """`heads` is the number of this rank's query heads; `layers` are its layers (None: all)."""
-        layers = layers or Span(0, spec.num_layers)
-        shape = (layers.size, 2, heads // spec.group_size, new.capacity, spec.head_dim)
-        self._first_layer = layers.start
+    def __init__(self, spec: ModelSpec, block: CacheBlock, new: NewSequence, device: torch.device) -> None:
+        """`block` are this rank's layers and KV heads."""
+        shape = (block.layers.size, 2, block.heads.size, new.capacity, spec.head_dim)
+        self.block = block
         self._store = torch.empty(shape, dtype=torch.float32, device=device)
         self.capacity = new.capacity
         self.sampling = new.sampling
         self.first_index = new.first_index
-        self.length = 0
+        self.stream = new.stream
+        self.num_rows = 0
+        self.num_copied = 0
         self.tokens: list[int] = []
         self.num_prompt_tokens = new.num_prompt_tokens
 
-    def extend(self, token_ids: tuple[int, ...]) -> None:
+    def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens, whose rows the next step computes. Raises StepFailed if the capacity is exceeded (a scheduler bug)."""
         if len(self.tokens) + len(token_ids) > self.capacity:
             raise StepFailed(
@@ -44,15 +76,166 @@ class SequenceCache:
     def store(self, layer: int, start: int, k_skd: Tensor, v_skd: Tensor) -> None:
         """Store the keys and values [s, kv heads, d] of rows from the position `start` on; `extend` has added their tokens."""
         rows = slice(start, start + k_skd.shape[0])
-        layer -= self._first_layer
+        layer -= self.block.layers.start
         self._store[layer, 0, :, rows] = k_skd.transpose(0, 1)
         self._store[layer, 1, :, rows] = v_skd.transpose(0, 1)
 
     def keys_and_values(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `length` rows: [kv heads, length, d] each."""
-        layer -= self._first_layer
+        layer -= self.block.layers.start
         return self._store[layer, 0, :, :length], self._store[layer, 1, :, :length]
+
+    def rows(self, block: CacheBlock, rows: Span) -> Tensor:
+        """Some rows of a part of the block, as a view."""
+        return self._store[_part(self.block, block)][:, :, :, slice(*rows)]
 
     def advance(self) -> None:
         """Mark all rows as computed, at the end of a step."""
-        self.length = len(self.tokens)
+        self.num_rows = len(self.tokens)
+
+
+class CopiedRows:
+    """The copy of a block's rows of one sequence, in the pieces in which they arrived. It may have been cut off from a peer."""
+
+    def __init__(self, block: CacheBlock) -> None:
+        self.block = block
+        self.num_rows = 0
+        self._pieces: list[Array] = []  # read-only, each with its own memory
+
+    def append(self, first_row: int, piece: Array) -> None:
+        """Append rows; those that came before are ignored. Raises BadMessage if they do not follow the last row."""
+        if first_row + piece.shape[3] <= self.num_rows:  # sent again, over a new connection
+            return
+        if first_row != self.num_rows:
+            raise BadMessage(reason=f"rows of a KV cache from {first_row} on, {self.num_rows} were expected")
+        self._pieces.append(piece)
+        self.num_rows += piece.shape[3]
+
+    def rows(self, block: CacheBlock, rows: Span) -> Tensor:
+        """Some rows of a part of the block, copied."""
+        wanted, first = [], 0
+        for piece in self._pieces:
+            start, stop = max(rows.start - first, 0), min(rows.stop - first, piece.shape[3])
+            if start < stop:
+                wanted.append(piece[_part(self.block, block)][:, :, :, start:stop])
+            first += piece.shape[3]
+        return torch.from_numpy(np.concatenate(wanted, axis=3))
+
+
+class CacheCopies:
+    """Copies of another rank's KV caches, `block` of each sequence, in host memory. Thread-safe.
+
+    Rows of a sequence arrive from its first step on that other rank, which may be before this rank begins it, until this rank
+    has freed it. Sequences begin in the order of their numbers.
+    """
+
+    def __init__(self, spec: ModelSpec, block: CacheBlock, max_tokens: int) -> None:
+        """`max_tokens` is the memory that the plan reserves, in tokens of all sequences together."""
+        self._shape = (block.layers.size, 2, block.heads.size, spec.head_dim)
+        self._block = block
+        self._max_tokens = max_tokens
+        self._copies: dict[int, CopiedRows] = {}
+        self._running: set[int] = set()
+        self._newest = 0
+        self._lock = threading.Lock()
+
+    def accept(self, sequence: int, first_row: int, piece: Array) -> None:
+        """Take rows of a sequence; those of one that has ended are ignored. Raises BadMessage."""
+        if piece.dtype != np.float32 or piece.ndim != 5 or (*piece.shape[:3], piece.shape[4]) != self._shape:
+            raise BadMessage(reason=f"rows of a KV cache have the shape {piece.shape}")
+        with self._lock:
+            if sequence <= self._newest and sequence not in self._running:
+                return
+            if sum(copy.num_rows for copy in self._copies.values()) + piece.shape[3] > self._max_tokens:
+                raise BadMessage(reason="more rows of KV caches than the plan has room for")
+            self._copies.setdefault(sequence, CopiedRows(self._block)).append(first_row, piece)
+
+    def begin(self, sequence: int) -> None:
+        """This rank begins the sequence."""
+        with self._lock:
+            self._newest = max(self._newest, sequence)
+            self._running.add(sequence)
+
+    def free(self, sequence: int) -> None:
+        """Drop what there is of a sequence that has ended."""
+        with self._lock:
+            self._running.discard(sequence)
+            self._copies.pop(sequence, None)
+
+    def take(self, sequence: int) -> CopiedRows | None:
+        """Hand over the copy of a sequence."""
+        with self._lock:
+            return self._copies.pop(sequence, None)
+
+
+@dataclass
+class KeptStream:
+    """All that a worker has of the KV cache of one stream, for the prompt and answer `tokens`."""
+
+    tokens: list[int]
+    parts: list[CachedRows] = field(default_factory=list)
+
+    def num_bytes(self, spec: ModelSpec) -> int:
+        """Bytes of all rows."""
+        return sum(part.block.num_bytes(spec, part.num_rows) for part in self.parts)
+
+    def holds(self, block: CacheBlock, num_rows: int) -> bool:
+        """Whether one part has these rows of the block."""
+        return any(part.num_rows >= num_rows and part.block.covers(block) for part in self.parts)
+
+    def rows(self, block: CacheBlock, rows: Span) -> Tensor:
+        """Some rows of a block. Raises StepFailed if no part has them."""
+        for part in self.parts:
+            if part.num_rows >= rows.stop and part.block.covers(block):
+                return part.rows(block, rows)
+        raise StepFailed(device="this device", reason=f"it has not kept the rows {rows} of the KV cache's {block}")
+
+
+class KeptCaches:
+    """The KV caches that a worker keeps over a change of plan, by stream, until the next plan has taken or dropped them."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, KeptStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, stream: str, tokens: list[int], parts: Iterable[CachedRows]) -> None:
+        """Keep these parts of a stream's KV cache, instead of older ones."""
+        if parts := [part for part in parts if part.num_rows and part.block.size]:
+            self._streams[stream] = KeptStream(tokens, parts)
+
+    def take(self, stream: str) -> KeptStream:
+        """Hand over a stream's parts; there may be none."""
+        return self._streams.pop(stream, KeptStream([]))
+
+    def drop(self, streams: Iterable[str]) -> None:
+        """Free what is kept of these streams."""
+        for stream in streams:
+            self._streams.pop(stream, None)
+
+    def keep_only(self, streams: Iterable[str]) -> None:
+        """Free what is kept of all other streams."""
+        self.drop(self._streams.keys() - set(streams))
+
+    def shrink(self, spec: ModelSpec, max_bytes: int) -> None:
+        """Drop the longest streams until the rest takes at most `max_bytes`, and can be reported."""
+        by_length = sorted(self._streams.items(), key=lambda item: len(item[1].tokens))
+        num_tokens = num_bytes = 0
+        for stream, kept in by_length:
+            num_tokens += len(kept.tokens)
+            num_bytes += kept.num_bytes(spec)
+            if num_tokens > MAX_KEPT_TOKENS or num_bytes > max_bytes:
+                log.info("the KV cache of a stream of %d tokens has no room in the next plan", len(kept.tokens))
+                self.drop([stream])
+
+    def report(self) -> tuple[HeldCache, ...]:
+        """What is kept, for the coordinator."""
+        return tuple(
+            HeldCache(
+                stream=stream,
+                token_ids=np.asarray(kept.tokens, "<i4").tobytes(),
+                parts=tuple(HeldRows(block=part.block, num_rows=part.num_rows) for part in kept.parts),
+            )
+            for stream, kept in self._streams.items()
+        )

@@ -28,6 +28,7 @@ from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm, emp
 from agent.worker.wire_cost import measure_wire_cost
 from hearth.errors import BadRequest
 from hearth.plan.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
+from hearth.plan.kept_caches import CacheBlock
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspicious_point
 from hearth.plan.transformer import LayerShare
@@ -181,9 +182,8 @@ def _matmuls(layers: Sequence[LayerShard], device: torch.device) -> Callable[[],
 
 def _decode_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> Callable[[], object]:
     """Run one layer for one token of one sequence."""
-    cache = SequenceCache(
-        spec, spec.num_heads, NewSequence(capacity=1, num_prompt_tokens=1, sampling=Sampling()), device
-    )
+    first_layer = CacheBlock(Span(0, 1), Span(0, spec.num_kv_heads))
+    cache = SequenceCache(spec, first_layer, NewSequence(capacity=1, num_prompt_tokens=1, sampling=Sampling()), device)
     cache.extend((0,))
     only = Span(0, 1)
     rows = blocks.pack_rows(spec, torch.zeros(1, dtype=torch.int64), [only], [cache], device)

@@ -22,9 +22,11 @@ from agent.worker.transformer.comm.staging import Staging, make_staging
 from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
+from agent.worker.transformer.kv_cache import KeptCaches
 from agent.worker.transformer.shard import HeldWeights, Shard, load_shard
 from hearth.errors import BadRequest, HearthError, StepFailed
-from hearth.plan.plan import is_transformer_plan
+from hearth.plan.kept_caches import reserved_bytes
+from hearth.plan.plan import TransformerPlan, is_transformer_plan
 from hearth.transport.sockets import SocketTransport
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays
@@ -53,6 +55,8 @@ class TransformerRuntime:
         self._answer = answer
         self._previous = previous
         self._requests: queue.SimpleQueue[tuple[bytes, wire.Message, list[bytes]] | None] = queue.SimpleQueue()
+        self._kept = KeptCaches()
+        self._executor: StepExecutor | None = None
         self._computing_since: float | None = None  # when the main thread began its work; None: it waits for requests
 
     def load(self) -> wire.WorkerBound:
@@ -64,8 +68,13 @@ class TransformerRuntime:
             self._staging = make_staging(start.compute_device)
         else:
             self._staging = self._previous._staging
-            self._transport, held = self._previous._give_up()
+            same_weights = self._previous._computes_with(self._plan, self._parts)
+            self._transport, held, kept = self._previous._give_up()
             self._previous = None
+            if same_weights:
+                self._kept = kept
+            del kept
+            self._kept.shrink(self._plan.model, reserved_bytes(self._plan, self._rank))
             self._transport.leave(self._rank, self._plan.num_ranks)
         store = Path(start.store_path)
         self._shard = load_shard(
@@ -87,6 +96,7 @@ class TransformerRuntime:
             public_key=self._transport.public_key,
             num_bytes_loaded=self._shard.num_bytes(),
             weight_error=self._shard.weight_error(),
+            caches=self._kept.report(),
         )
 
     def connect(self, request: wire.ConnectPeers) -> None:
@@ -95,13 +105,16 @@ class TransformerRuntime:
         token = self._start.load.plan_token
         self._communicator = Communicator(self._transport, self._plan.epoch, token, codecs)
         self._communicator.start()
+        self._kept.keep_only(kept.stream for kept in request.caches)
         parts = (self._plan, self._rank, self._shard, self._communicator, self._staging)
         if self._plan.body.generation is None:
             self._compute = partial(self._run_steps, EncoderEngine(*parts))
-        elif self._rank == LEADER_RANK:
-            self._compute = partial(self._lead, Leader(self._plan, StepExecutor(*parts)))
+            return
+        self._executor = StepExecutor(*parts, self._kept)
+        if self._rank == LEADER_RANK:
+            self._compute = partial(self._lead, Leader(self._plan, self._executor, request.caches))
         else:
-            self._compute = partial(self._follow, StepExecutor(*parts))
+            self._compute = partial(self._follow, self._executor)
 
     def run(self) -> None:
         self._compute()
@@ -121,15 +134,29 @@ class TransformerRuntime:
         self._communicator.end()
         self._requests.put(None)
 
-    def _give_up(self) -> tuple[SocketTransport, HeldWeights]:
-        """Release the transport and the weights for the next plan, and the memory of all else. `run` has returned."""
+    def _computes_with(self, plan: TransformerPlan, parts: wire.ShardParts) -> bool:
+        """Whether a rank of that plan has the same weights, as far as both ranks have them."""
+        held = {(chunk.kind, chunk.layer, chunk.grain): chunk.hash for chunk in self._parts.chunks}
+        return self._plan.model == plan.model and all(
+            held.get((chunk.kind, chunk.layer, chunk.grain), chunk.hash) == chunk.hash for chunk in parts.chunks
+        )
+
+    def _give_up(self) -> tuple[SocketTransport, HeldWeights, KeptCaches]:
+        """Release the transport, the weights and the KV caches for the next plan, and the memory of all else.
+
+        `run` has returned.
+        """
+        kept = self._kept
         if hasattr(self, "_communicator"):
             self._communicator.close()
+            if self._executor is not None:
+                kept = self._executor.keep_caches()
             del self._communicator, self._compute
+        self._executor = None
         held = HeldWeights(self._plan, self._rank, frozenset(self._parts.chunks), self._shard)
         del self._shard
         gc.collect()  # engines and caches refer to each other, and to the weights
-        return self._transport, held
+        return self._transport, held, kept
 
     # ---- in the main thread -----------------------------------------------------------------------------------------
 
@@ -160,7 +187,7 @@ class TransformerRuntime:
     def _lead(self, leader: Leader) -> None:
         while True:
             try:
-                item = self._requests.get(block=leader.idle)
+                item = self._requests.get(block=leader.idle, timeout=leader.seconds_until_due)
             except queue.Empty:
                 with self._in_step():
                     replies = leader.step()

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints, model_validator
 
+from hearth.plan.kept_caches import CacheBlock, CacheTransfer
 from hearth.plan.phases import Phase, Work
 from hearth.plan.plan import Plan, is_graph_plan
 from hearth.plan.value_formats import ValueFormatName
@@ -29,6 +30,10 @@ from hearth.wire.messages.base import (
     Text,
     WireModel,
 )
+
+# Of the KV caches that a worker reports after a change of plan, all together: 1 MiB in a message of at most 4 MiB.
+MAX_KEPT_TOKENS = 1 << 18
+TokenBytes = Annotated[bytes, Field(max_length=4 * MAX_KEPT_TOKENS)]  # token ids as int32, little-endian
 
 # ---- loading ------------------------------------------------------------------------------------------------------
 
@@ -98,6 +103,21 @@ class Load(Command):
         return self
 
 
+class HeldRows(WireModel):
+    """The first rows of one block of a sequence's KV cache."""
+
+    block: CacheBlock
+    num_rows: Annotated[int, Field(ge=1, le=MAX_KEPT_TOKENS)]
+
+
+class HeldCache(WireModel):
+    """What a worker has kept of a stream's KV cache: its own and, if the plan made one, the copy for another rank."""
+
+    stream: Name
+    token_ids: TokenBytes
+    parts: tuple[HeldRows, ...] = Field(max_length=16, fail_fast=True)
+
+
 class WorkerBound(Message):
     """The worker has loaded its weights and bound its data-plane port."""
 
@@ -105,6 +125,8 @@ class WorkerBound(Message):
     public_key: PublicKey  # ephemeral, used for this plan only
     num_bytes_loaded: Bytes
     weight_error: Annotated[float, Field(ge=0)] = 0.0  # relative RMS error of the matrices due to their weight format
+    # KV caches of the worker's earlier plans; None: this worker cannot take rows of such caches from its peers.
+    caches: Annotated[tuple[HeldCache, ...], Field(max_length=4096, fail_fast=True)] | None = None
 
 
 class Peer(WireModel):
@@ -117,10 +139,26 @@ class Peer(WireModel):
     bytes_per_second: Annotated[float, Field(gt=0)]  # measured rate of the link to this peer
 
 
+class KeptCache(WireModel):
+    """The KV cache of a stream of earlier plans, with which it continues on this one.
+
+    `transfers` bring every rank its block of the first `num_rows` rows, within about `transfer_seconds`. Until then, all that
+    the ranks have kept takes no more memory than `reserved_tokens` tokens in the plan's own KV caches.
+    """
+
+    stream: Name
+    token_ids: TokenBytes
+    num_rows: Annotated[int, Field(ge=1, le=MAX_KEPT_TOKENS)]
+    transfers: tuple[CacheTransfer, ...] = Field(max_length=1 << 16, fail_fast=True)
+    transfer_seconds: Annotated[float, Field(ge=0)]
+    reserved_tokens: Annotated[int, Field(ge=0)]
+
+
 class ConnectPeers(PlanCommand):
-    """Connect the worker's data plane to all other ranks."""
+    """Connect the worker's data plane to all other ranks. KV caches that are not listed are freed."""
 
     peers: tuple[Peer, ...] = Field(max_length=256)
+    caches: tuple[KeptCache, ...] = Field(default=(), max_length=4096, fail_fast=True)
 
 
 class Unload(PlanCommand):
@@ -229,8 +267,11 @@ class GenerateTokens(PlanCommand):
     """Ask rank 0 of a plan to continue a prompt. Payload: token ids [T] int32.
 
     The answer is a stream of `TokensGenerated` that ends with `GenerationEnded`. `first_index` is the number of prompt
-    tokens that an earlier, lost plan has generated: sampling continues at that index.
+    tokens that an earlier, lost plan has generated: sampling continues at that index. `stream` is the same on all plans on
+    which the answer continues; rows of its KV cache that the ranks have kept are not computed again.
     """
+
+    stream: Name = ""  # empty: its KV cache ends with the plan
 
     sampling: Sampling = Sampling()
     max_tokens: Annotated[int, Field(ge=1, le=1 << 24)]
@@ -254,6 +295,9 @@ class GenerationEnded(Message):
     queued_seconds: Annotated[float, Field(ge=0)]
     prefill_seconds: Annotated[float, Field(ge=0)]
     decode_seconds: Annotated[float, Field(ge=0)]
+    num_kept_rows: Annotated[int, Field(ge=0)] = (
+        0  # of the prompt's rows, those that came from an earlier plan's KV caches
+    )
 
 
 # ---- from an agent to its own child processes ---------------------------------------------------------------------
@@ -322,6 +366,15 @@ class StartProfile(Message):
 # ---- between workers: rank 0 announces the steps of a generation ----------------------------------------------------
 
 
+class MovedCache(WireModel):
+    """The first rows of a new sequence, which `transfers` take from what the ranks have kept of the stream's KV cache."""
+
+    stream: Name
+    token_ids: tuple[int, ...] = Field(min_length=1, max_length=MAX_KEPT_TOKENS, fail_fast=True)
+    transfers: tuple[CacheTransfer, ...] = Field(max_length=1 << 16, fail_fast=True)
+    transfer_seconds: Annotated[float, Field(ge=0)]
+
+
 class NewSequence(WireModel):
     """Properties of a sequence that every rank needs before its first rows."""
 
@@ -329,6 +382,8 @@ class NewSequence(WireModel):
     num_prompt_tokens: Annotated[int, Field(ge=1)]
     sampling: Sampling
     first_index: Annotated[int, Field(ge=0)] = 0
+    stream: Name = ""
+    moved: MovedCache | None = None
 
 
 class SequenceRows(WireModel):
@@ -341,8 +396,12 @@ class SequenceRows(WireModel):
 
 
 class StepOrder(Message):
-    """One step of a generation. `freed` sequences are dropped first. Without rows, nothing is computed."""
+    """One step of a generation. `freed` sequences are dropped first, and so is what was kept of `dropped_streams`.
+
+    Without rows, nothing is computed.
+    """
 
     kind: Literal["prefill", "decode"]
     rows: tuple[SequenceRows, ...] = Field(max_length=4096, fail_fast=True)
     freed: tuple[int, ...] = Field(default=(), max_length=4096, fail_fast=True)
+    dropped_streams: tuple[Name, ...] = Field(default=(), max_length=4096, fail_fast=True)

@@ -93,6 +93,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         )
         self._changed = threading.Condition()
         self._failure: HearthError | None = None
+        self._keep_copy: Callable[[int, int, Array], None] | None = None
         self._inline = False
         self._resume = threading.Event()  # cleared: the communication thread pauses
         self._resume.set()
@@ -116,6 +117,18 @@ class Communicator(DataPlane[Callable[[], None]]):
     def allow_steps_ahead(self, num_steps: int) -> None:
         """Keep the tiles of up to `num_steps` future steps: as many as peers can be ahead."""
         self._steps_ahead = max(num_steps, STEPS_AHEAD)
+
+    def keep_copies(self, keep: Callable[[int, int, Array], None]) -> None:
+        """Pass the rows of another rank's KV caches to `keep(sequence, first row, rows)`, which must be thread-safe."""
+        self._keep_copy = keep
+
+    def bytes_per_second_to(self, peer: int) -> float:
+        """The measured rate of the link to a peer."""
+        return self._codecs[peer].link_bytes_per_second
+
+    def extend_timeout(self, seconds: float) -> None:
+        """Allow each further wait for a tile of this step `seconds` more."""
+        self._timeout_seconds += seconds
 
     def begin_step(
         self,
@@ -351,6 +364,9 @@ class Communicator(DataPlane[Callable[[], None]]):
     def _accept(self, received: Received) -> None:
         header = read_header(self._token, received.frames)
         key = header.key
+        if key.phase is Phase.CACHE_COPY:
+            self._accept_copy(header, received)
+            return
         if key.epoch != self._epoch or not self._oldest_step <= key.step <= self._step + self._steps_ahead:
             self._drop(f"a tile of epoch {key.epoch}, step {key.step}")
             return
@@ -371,6 +387,14 @@ class Communicator(DataPlane[Callable[[], None]]):
                         self._changed.notify_all()
         if partial is not None:
             self._reduce_and_send(key, tile, partial)
+
+    def _accept_copy(self, header: TileHeader, received: Received) -> None:
+        """Pass on rows of a KV cache, of whatever step: the sender may be ahead of this rank, or send them later."""
+        key = header.key
+        if key.epoch != self._epoch or received.source != self._previous or self._keep_copy is None:
+            self._drop(f"rows of a KV cache of epoch {key.epoch} from rank {received.source}")
+            return
+        self._keep_copy(key.tile, key.chunk, decode_body(header, received.frames, _CASTS))
 
     def _forward(self, header: TileHeader, received: Received) -> None:
         key = header.key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +15,12 @@ from agent.worker.transformer.generation.steps import StepExecutor
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.framing import unpack_array
-from hearth.wire.messages import Failed, GenerateTokens, GenerationEnded, Message, TokensGenerated
+from hearth.wire.messages import Failed, GenerateTokens, GenerationEnded, KeptCache, Message, TokensGenerated
 
 log = logging.getLogger("hearth.worker")
+
+# Requests return as soon as the plan serves; longer than the pause in which a slow link delays them.
+_KEPT_SECONDS = 30.0
 
 Replies = list[tuple[bytes, Message]]  # request id and answer
 
@@ -34,7 +38,8 @@ class _PendingRequest:
 class Leader:
     """Drives the generation: schedules requests and runs steps. `step` returns the answers that one step produced."""
 
-    def __init__(self, plan: TransformerPlan, executor: StepExecutor) -> None:
+    def __init__(self, plan: TransformerPlan, executor: StepExecutor, kept: Sequence[KeptCache] = ()) -> None:
+        """`kept` are KV caches of earlier plans, with which their streams continue."""
         assert plan.body.generation is not None
         self._spec = plan.model
         self._limits = plan.body.generation
@@ -42,6 +47,8 @@ class Leader:
         self._whole_prompts = any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers))
         self._num_groups = _num_groups(plan)
         self._scheduler = self._new_scheduler()
+        self._scheduler.keep(kept)
+        self._drops_kept_at = time.monotonic() + _KEPT_SECONDS
         self._requests: dict[int, _PendingRequest] = {}  # keyed by sequence number
         self._last_number = 0
         self._failure: HearthError | None = None
@@ -49,6 +56,13 @@ class Leader:
     @property
     def idle(self) -> bool:
         return self._scheduler.idle and (self._failure is not None or not self._executor.num_in_flight)
+
+    @property
+    def seconds_until_due(self) -> float | None:
+        """How long an idle leader may wait for requests before it must `step`; None: without limit."""
+        if self._failure is not None or not self._scheduler.has_kept:
+            return None
+        return max(self._drops_kept_at - time.monotonic(), 0.0)
 
     def submit(self, request_id: bytes, request: GenerateTokens, payload: list[bytes]) -> None:
         """Queue a request. Raises BadRequest, or the error that ended this plan."""
@@ -84,6 +98,8 @@ class Leader:
         try:
             if not self._executor.oldest_has_ended() and self._begin() and self._executor.can_begin:
                 return []
+            if not self._executor.num_in_flight:
+                return []
             tokens = self._executor.finish()
         except HearthError as error:
             return self._fail(error)
@@ -95,6 +111,8 @@ class Leader:
 
     def _begin(self) -> bool:
         """Begin the next step, if there is one. Returns whether there was."""
+        if self._scheduler.has_kept and time.monotonic() >= self._drops_kept_at:
+            self._scheduler.drop_unclaimed()
         order = self._scheduler.next_order()
         if order is None:
             return False
@@ -126,6 +144,7 @@ class Leader:
             queued_seconds=started - request.submitted,
             prefill_seconds=first - started,
             decode_seconds=now - first,
+            num_kept_rows=sequence.num_kept_rows,
         )
 
     def end(self, error: HearthError) -> Replies:

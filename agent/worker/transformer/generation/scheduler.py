@@ -10,10 +10,18 @@ out. To keep several stages of a pipeline busy, decoding sequences are divided i
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hearth.plan.transformer import GenerationLimits
-from hearth.wire.messages import GenerateTokens, NewSequence, SequenceRows, StepOrder
+from hearth.wire.messages import GenerateTokens, KeptCache, MovedCache, NewSequence, SequenceRows, StepOrder
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of equal tokens at the beginning."""
+    return next((n for n, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
 
 
 @dataclass
@@ -25,6 +33,8 @@ class SequenceState:
     pending: list[int]
     num_prompt_tokens: int
     generated: list[int] = field(default_factory=list)
+    kept: KeptCache | None = None  # of an earlier plan, whose rows it takes over
+    num_kept_rows: int = 0
     started: bool = False
     last_order: int = 0  # number of the last order that contained it
 
@@ -59,12 +69,14 @@ class Scheduler:
         self._waiting: deque[SequenceState] = deque()
         self._running: dict[int, SequenceState] = {}
         self._freed: list[int] = []
+        self._kept: dict[str, KeptCache] = {}  # of the plan's ranks, by stream, until a sequence takes it over
+        self._dropped: list[str] = []
         self._prefilled_last = False
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute and nothing to free."""
-        return not (self._waiting or self._running or self._freed)
+        return not (self._waiting or self._running or self._freed or self._dropped)
 
     @property
     def running(self) -> dict[int, SequenceState]:
@@ -81,7 +93,23 @@ class Scheduler:
         room = min(limits.kv_tokens, limits.context or limits.kv_tokens)
         return min(room, limits.prefill_rows) if self._whole_prompts else room
 
+    def keep(self, caches: Iterable[KeptCache]) -> None:
+        """Let the sequences of these streams continue with the rows that the ranks have kept of earlier plans."""
+        self._kept = {kept.stream: kept for kept in caches}
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether the ranks keep KV caches that no sequence has taken over."""
+        return bool(self._kept)
+
+    def drop_unclaimed(self) -> None:
+        """Have the ranks free the kept KV caches for which no sequence waits."""
+        claimed = {sequence.kept.stream for sequence in self._waiting if sequence.kept is not None}
+        for stream in [stream for stream in self._kept if stream not in claimed]:
+            self._drop(stream)
+
     def add(self, sequence: SequenceState) -> None:
+        sequence.kept = self._kept.get(sequence.request.stream)
         self._waiting.append(sequence)
 
     def remove(self, number: int) -> None:
@@ -97,16 +125,18 @@ class Scheduler:
         ready = [sequence for sequence in self._running.values() if sequence.pending]
         prefilling = [sequence for sequence in ready if not sequence.prefilled]
         decoding = [sequence for sequence in ready if sequence.prefilled]
-        if not (ready or self._freed):
+        if not (ready or self._freed or self._dropped):
             return None
         freed, self._freed = tuple(self._freed), []
+        dropped, self._dropped = tuple(self._dropped), []
         self._num_orders += 1
         if prefilling and not (decoding and self._prefilled_last):
             self._prefilled_last = True
-            return StepOrder(kind="prefill", rows=self._prefill_rows(prefilling), freed=freed)
+            rows = self._prefill_rows(prefilling)
+            return StepOrder(kind="prefill", rows=rows, freed=freed, dropped_streams=dropped)
         self._prefilled_last = False
         rows = tuple(self._rows(sequence, 1) for sequence in self._next_group(decoding))
-        return StepOrder(kind="decode", rows=rows, freed=freed)
+        return StepOrder(kind="decode", rows=rows, freed=freed, dropped_streams=dropped)
 
     def append_token(self, number: int, token: int) -> None:
         """Append the token that a step has sampled."""
@@ -120,8 +150,40 @@ class Scheduler:
             first = self._waiting[0]
             if used + first.capacity > self._limits.kv_tokens:
                 return  # strictly first come, first served; otherwise a long context could wait for ever
+            self._take_kept(first, used)
             used += first.capacity
             self._running[first.number] = self._waiting.popleft()
+
+    def _take_kept(self, sequence: SequenceState, used: int) -> None:
+        """Let a sequence take over what is kept of its stream, if there is memory for both at once. `used` tokens are taken.
+
+        Drops other kept KV caches, the oldest first, if there is not memory for all.
+        """
+        kept, sequence.kept = self._kept.get(sequence.request.stream), None
+        num_rows = 0
+        if kept is not None:
+            tokens = np.frombuffer(kept.token_ids, "<i4").tolist()
+            # One row at least is computed: a token is sampled after it.
+            num_rows = min(_common_prefix(tokens, sequence.pending), kept.num_rows, len(sequence.pending) - 1)
+        own = kept.reserved_tokens if kept is not None else 0
+        while True:
+            others = [other for other in self._kept.values() if other is not kept]
+            reserved = sum(other.reserved_tokens for other in others)
+            most = used + reserved + max(sequence.capacity, num_rows + own)
+            if most <= self._limits.kv_tokens or not others:
+                break
+            self._drop(others[0].stream)
+        if kept is None:
+            return
+        if num_rows < 1 or most > self._limits.kv_tokens:
+            self._drop(kept.stream)
+            return
+        del self._kept[kept.stream]
+        sequence.kept, sequence.num_kept_rows = kept, num_rows
+
+    def _drop(self, stream: str) -> None:
+        del self._kept[stream]
+        self._dropped.append(stream)
 
     def _next_group(self, sequences: list[SequenceState]) -> list[SequenceState]:
         """The group that decodes next: the sequences that have waited longest."""
@@ -140,9 +202,17 @@ class Scheduler:
         return tuple(chunks)
 
     def _rows(self, sequence: SequenceState, count: int) -> SequenceRows:
+        new = moved = None
+        if not sequence.started and sequence.kept is not None and sequence.num_kept_rows:
+            moved = MovedCache(
+                stream=sequence.kept.stream,
+                token_ids=tuple(sequence.pending[: sequence.num_kept_rows]),
+                transfers=sequence.kept.transfers,
+                transfer_seconds=sequence.kept.transfer_seconds,
+            )
+            sequence.pending = sequence.pending[sequence.num_kept_rows :]
         tokens, sequence.pending = sequence.pending[:count], sequence.pending[count:]
         sequence.last_order = self._num_orders
-        new = None
         if not sequence.started:
             sequence.started = True
             new = NewSequence(
@@ -150,5 +220,7 @@ class Scheduler:
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 sampling=sequence.request.sampling,
                 first_index=sequence.request.first_index,
+                stream=sequence.request.stream,
+                moved=moved,
             )
         return SequenceRows(sequence=sequence.number, token_ids=tuple(tokens), sample=not sequence.pending, new=new)

@@ -25,13 +25,15 @@ from agent.worker.transformer.comm.collectives import Collectives
 from agent.worker.transformer.comm.communicator import Communicator
 from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.generation import decoding, sampling
+from agent.worker.transformer.generation.cache_exchange import CacheExchange
 from agent.worker.transformer.generation.facts import StepBegun, log_fact
-from agent.worker.transformer.kv_cache import SequenceCache
+from agent.worker.transformer.kv_cache import KeptCaches, SequenceCache
 from agent.worker.transformer.shard import Shard
 from agent.worker.transformer.strategies.pipeline import run_stage
 from agent.worker.transformer.strategies.step import Step
 from hearth.errors import BadMessage, StepFailed
 from hearth.plan.geometry import Span, rows_per_rank, spans
+from hearth.plan.kept_caches import cached_block
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.messages import SequenceRows, StepOrder, decode, encode
@@ -55,15 +57,24 @@ class StepExecutor:
     """The state of all running sequences on one rank. The caller owns `communicator` and has started it."""
 
     def __init__(
-        self, plan: TransformerPlan, rank: int, shard: Shard, communicator: Communicator, staging: Staging
+        self,
+        plan: TransformerPlan,
+        rank: int,
+        shard: Shard,
+        communicator: Communicator,
+        staging: Staging,
+        kept: KeptCaches | None = None,
     ) -> None:
+        """`kept` are KV caches of earlier plans, with which sequences may begin."""
         self._plan = plan
         self._rank = rank
         self._shard = shard
         self._layers = decoding.decode_layers(plan, rank, shard)
         self._communicator = communicator
         self._staging = staging
+        self._block = cached_block(plan, rank)
         self._caches: dict[int, SequenceCache] = {}
+        self._exchange = CacheExchange(plan, rank, communicator, staging, kept or KeptCaches())
         self._in_flight: deque[_InFlightStep | dict[int, int]] = deque()  # steps begun and not finished, oldest first
         self._step = 0
         self.peer_timeout_seconds = plan.peer_timeout_seconds(plan.body.seq_len)
@@ -125,6 +136,10 @@ class StepExecutor:
         self._execute(order)
         return order
 
+    def keep_caches(self) -> KeptCaches:
+        """Hand over all KV caches of named streams for the next plan, which ends this executor."""
+        return self._exchange.keep(self._caches)
+
     # ---- one step -------------------------------------------------------------------------------------------------
 
     def _begin(self, oldest_step: int | None = None) -> None:
@@ -139,26 +154,38 @@ class StepExecutor:
             log_fact(log, StepBegun(kind=order.kind, rows=counts, freed=order.freed))
         for sequence in order.freed:
             self._caches.pop(sequence, None)
+        self._exchange.free(order)
         if not order.rows:
             if not self._caches:
                 give_back_freed_buffers()  # idle: leave the memory to other programs
             if self._is_pipeline:
                 self._return_rows(self._collectives(1), None)
             return {}
+        self._add_sequences(order)
         for rows in order.rows:
             self._add_rows(rows)
         with torch.inference_mode():
             tokens = self._run(order)
         for rows in order.rows:
             self._caches[rows.sequence].advance()
+        self._exchange.send_copies(self._caches)
         return tokens
 
+    def _add_sequences(self, order: StepOrder) -> None:
+        """Make the KV caches of sequences that begin, with the rows that ranks have kept of earlier plans."""
+        moves = []
+        for rows in order.rows:
+            if rows.new is not None:
+                cache = SequenceCache(self._plan.model, self._block, rows.new, self._staging.device)
+                self._caches[rows.sequence] = cache
+                self._exchange.begin(rows.sequence)
+                if rows.new.moved is not None:
+                    moves.append((rows.new.moved, cache))
+        if moves:
+            with torch.inference_mode():
+                self._exchange.move(moves)
+
     def _add_rows(self, rows: SequenceRows) -> None:
-        if rows.new is not None:
-            heads = self._plan.body.heads[self._rank]
-            layers = self._plan.body.layers_of(self._rank, self._plan.model.num_layers)
-            cache = SequenceCache(self._plan.model, heads, rows.new, self._staging.device, layers)
-            self._caches[rows.sequence] = cache
         if rows.sequence not in self._caches:
             raise StepFailed(device=f"rank {self._rank}", reason=f"the sequence {rows.sequence} is not known here")
         self._caches[rows.sequence].extend(rows.token_ids)

@@ -1,0 +1,94 @@
+"""The KV caches of an earlier plan with which streams continue on a new one, without computing all rows again. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from hearth.plan.kept_caches import CacheTransfer, HeldBlock, covered_rows, plan_transfers, reserved_bytes
+from hearth.plan.plan import TransformerPlan
+from hearth.wire.messages import HeldCache, KeptCache
+
+_TOKEN_BYTES = 4  # of a token id in `HeldCache.token_ids`
+
+
+def kept_caches(
+    plan: TransformerPlan,
+    reports: Sequence[Sequence[HeldCache] | None],
+    bytes_per_second: Callable[[int, int], float],
+) -> tuple[KeptCache, ...]:
+    """The streams whose caches the ranks together hold, have room for, and can move sooner than compute.
+
+    `reports` are what each rank holds; `bytes_per_second` is the rate of the link from one rank to another.
+    """
+    if plan.body.generation is None or any(report is None for report in reports):
+        return ()
+    if any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers)):
+        return ()  # such a plan prefills whole prompts only
+    held: dict[str, list[tuple[int, HeldCache]]] = defaultdict(list)
+    for rank, report in enumerate(reports):
+        for cache in report or ():
+            held[cache.stream].append((rank, cache))
+    kept = (_kept_cache(plan, stream, parts, bytes_per_second) for stream, parts in held.items())
+    return tuple(cache for cache in kept if cache is not None)
+
+
+def _kept_cache(
+    plan: TransformerPlan,
+    stream: str,
+    held: Sequence[tuple[int, HeldCache]],
+    bytes_per_second: Callable[[int, int], float],
+) -> KeptCache | None:
+    tokens = max((cache.token_ids for _, cache in held), key=len)
+    if any(not tokens.startswith(cache.token_ids) for _, cache in held):
+        return None  # of different attempts
+    blocks = [
+        HeldBlock(rank, part.block, min(part.num_rows, len(cache.token_ids) // _TOKEN_BYTES))
+        for rank, cache in held
+        for part in cache.parts
+    ]
+    num_rows = covered_rows(plan.model, blocks)
+    reserved_tokens = _reserved_tokens(plan, blocks)
+    if not num_rows or reserved_tokens is None:
+        return None
+    transfers = plan_transfers(plan, blocks, num_rows)
+    seconds = _seconds(plan, transfers, num_rows, bytes_per_second)
+    if seconds > plan.predicted.latency_seconds * num_rows / plan.body.seq_len:
+        return None
+    return KeptCache(
+        stream=stream,
+        token_ids=tokens,
+        num_rows=num_rows,
+        transfers=transfers,
+        transfer_seconds=seconds,
+        reserved_tokens=reserved_tokens,
+    )
+
+
+def _reserved_tokens(plan: TransformerPlan, held: Sequence[HeldBlock]) -> int | None:
+    """Tokens in the plan's own KV caches that take as much memory as what is held, on any rank; None: a rank has none."""
+    assert plan.body.generation is not None
+    most = 0
+    for rank in range(plan.num_ranks):
+        num_bytes = sum(each.block.num_bytes(plan.model, each.num_rows) for each in held if each.rank == rank)
+        of_token = reserved_bytes(plan, rank) // plan.body.generation.kv_tokens
+        if num_bytes and not of_token:
+            return None
+        most = max(most, -(-num_bytes // max(of_token, 1)))
+    return most
+
+
+def _seconds(
+    plan: TransformerPlan,
+    transfers: Sequence[CacheTransfer],
+    num_rows: int,
+    bytes_per_second: Callable[[int, int], float],
+) -> float:
+    """Predicted duration of the transfers: each rank sends, and receives, one after the other."""
+    sending, receiving = [0.0] * plan.num_ranks, [0.0] * plan.num_ranks
+    for source, target, block in transfers:
+        if source != target:
+            seconds = block.num_bytes(plan.model, num_rows) / bytes_per_second(source, target)
+            sending[source] += seconds
+            receiving[target] += seconds
+    return max(*sending, *receiving)

@@ -1,0 +1,121 @@
+"""KV caches that outlive a plan: which rank holds which part, and the transfers that bring a new plan's ranks theirs. Pure.
+
+A rank's KV cache covers its layers, its KV heads and all rows of a sequence, whatever the strategy. With `kv_copies`, each rank
+also keeps a copy of the previous rank's cache, so that the ranks left after a loss hold the caches of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from hearth.plan.geometry import Span
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.plan import TransformerPlan
+
+
+class CacheBlock(NamedTuple):
+    """Some layers and KV heads of a KV cache."""
+
+    layers: Span
+    heads: Span
+
+    @property
+    def size(self) -> int:
+        """Number of pairs of a layer and a KV head."""
+        return self.layers.size * self.heads.size
+
+    def covers(self, other: CacheBlock) -> bool:
+        """Whether all of `other` lies in this block."""
+        return all(own.start <= part.start and part.stop <= own.stop for own, part in zip(self, other, strict=True))
+
+    def num_bytes(self, spec: ModelSpec, num_rows: int = 1) -> int:
+        """Bytes of the keys and values of `num_rows` tokens, in float32."""
+        return 2 * self.size * spec.head_dim * 4 * num_rows
+
+
+class HeldBlock(NamedTuple):
+    """The first `num_rows` rows of a block, on a rank of the new plan."""
+
+    rank: int
+    block: CacheBlock
+    num_rows: int
+
+
+class CacheTransfer(NamedTuple):
+    """A block that `source` sends to `target`; the same rank twice: it copies its own."""
+
+    source: int
+    target: int
+    block: CacheBlock
+
+
+def cached_block(plan: TransformerPlan, rank: int) -> CacheBlock:
+    """The block of every sequence's KV cache that a rank computes."""
+    heads, _ = plan.body.decode_share(rank)
+    group = plan.model.group_size
+    return CacheBlock(plan.body.layers_of(rank, plan.model.num_layers), Span(heads.start // group, heads.stop // group))
+
+
+def keeper_of(rank: int, num_ranks: int) -> int:
+    """The rank that keeps the copy of a rank's KV cache: the next one in the ring."""
+    return (rank + 1) % num_ranks
+
+
+def copied_block(plan: TransformerPlan, rank: int) -> CacheBlock | None:
+    """The block of which a rank keeps a copy; None if the plan keeps no copies."""
+    limits = plan.body.generation
+    if limits is None or not limits.kv_copies or plan.num_ranks == 1:
+        return None
+    return cached_block(plan, (rank - 1) % plan.num_ranks)
+
+
+def reserved_bytes(plan: TransformerPlan, rank: int) -> int:
+    """Bytes that the plan reserves on a rank for keys and values, copies included."""
+    if plan.body.generation is None:
+        return 0
+    copied = copied_block(plan, rank)
+    blocks = [cached_block(plan, rank), *([copied] if copied else [])]
+    return sum(block.num_bytes(plan.model, plan.body.generation.kv_tokens) for block in blocks)
+
+
+def covered_rows(spec: ModelSpec, held: Sequence[HeldBlock]) -> int:
+    """Length of the longest prefix of a sequence whose rows are held for all layers and heads."""
+    whole = CacheBlock(Span(0, spec.num_layers), Span(0, spec.num_kv_heads))
+    return min(
+        max((each.num_rows for each in held if each.block.covers(cell)), default=0)
+        for cell in _cells(whole, [each.block for each in held])
+    )
+
+
+def plan_transfers(plan: TransformerPlan, held: Sequence[HeldBlock], num_rows: int) -> tuple[CacheTransfer, ...]:
+    """Transfers after which every rank of the plan has its block of the first `num_rows` rows, which must be covered.
+
+    A rank uses what it holds itself; else the block comes from the rank that has to send least so far.
+    """
+    held = [each for each in held if each.num_rows >= num_rows]
+    sent = dict.fromkeys(range(plan.num_ranks), 0)
+    transfers: list[CacheTransfer] = []
+    for target in range(plan.num_ranks):
+        for cell in _cells(cached_block(plan, target), [each.block for each in held]):
+            holders = {each.rank for each in held if each.block.covers(cell)}
+            source = target if target in holders else min(holders, key=lambda rank: (sent[rank], rank))
+            if source != target:
+                sent[source] += cell.size
+            transfers.append(CacheTransfer(source, target, cell))
+    return tuple(transfers)
+
+
+def _cells(block: CacheBlock, others: Sequence[CacheBlock]) -> Iterator[CacheBlock]:
+    """Cut a block along the edges of others, so that each other covers a cell or has nothing of it."""
+    for layers in _cut(block.layers, (other.layers for other in others)):
+        for heads in _cut(block.heads, (other.heads for other in others)):
+            yield CacheBlock(layers, heads)
+
+
+def _cut(span: Span, others: Iterable[Span]) -> list[Span]:
+    if not span.size:
+        return []
+    inner = {edge for other in others for edge in other if span.start < edge < span.stop}
+    edges = [span.start, *sorted(inner), span.stop]
+    return [Span(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]

@@ -1,0 +1,187 @@
+"""A stream that goes on in another plan takes its KV cache along: equal tokens, and few rows are computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.models import save_random_model, small_decoder
+from support.plans import make_plan, with_generation
+
+from agent.daemon.store import ShardStore
+from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
+from coordinator.models.checkpoint.families import read_spec
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import GenerationLimits, Strategy
+from hearth.wire.framing import pack_array
+from hearth.wire.messages import GenerateTokens, GenerationEnded, Sampling, ShardParts, TokensGenerated
+
+torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+pytest.importorskip("transformers")
+
+from support.engines import store_chunks  # noqa: E402 (needs torch)
+from support.runtimes import RuntimeHome  # noqa: E402
+
+NAMES = ("kitchen", "attic", "cellar", "garage")
+PROMPT = np.random.default_rng(3).integers(3, 2000, 150).tolist()
+COUNT = 60  # tokens of the answer
+BREAK = 40  # of these, the number that have arrived when the plan ends
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=11)]
+
+
+class Home:
+    """Worker runtimes that deploy plan after plan of one decoder and generate on them."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        self.model_dir = save_random_model(folder / "model", small_decoder(family), generates=True)
+        self.spec = read_spec(self.model_dir)
+        self._store = ShardStore(folder / "store", 1 << 40, "all devices")
+        self._chunks = tuple(store_chunks(self.model_dir, self.spec, self._store))
+        self.home = RuntimeHome(self._store.path)
+        self.epoch = 0
+
+    def plan(self, strategy: Strategy, split: Sequence[float], **limits: object) -> TransformerPlan:
+        self.epoch += 1
+        fields = {"kv_tokens": 2048, "max_sequences": 8, "prefill_rows": 64, "kv_copies": True, **limits}
+        plan = make_plan(self.spec, strategy, split, epoch=self.epoch)
+        return with_generation(plan, GenerationLimits.model_validate(fields))
+
+    def deploy(self, names: Sequence[str], plan: TransformerPlan) -> None:
+        parts = [ShardParts(chunks=chunks_for_rank(self._chunks, plan, rank)) for rank in range(plan.num_ranks)]
+        self.home.deploy(plan, names, parts)
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        sampling: Sampling,
+        first_index: int = 0,
+        stop_after: int | None = None,
+        stream: str = "story",
+    ) -> tuple[list[int], GenerationEnded | None]:
+        """The tokens, and how the answer ended. `stop_after` so many tokens, the answer is left alone."""
+        request = GenerateTokens(
+            holder="test", epoch=self.epoch, max_tokens=count, first_index=first_index, sampling=sampling, stream=stream
+        )
+        request_id = f"{self.epoch} {stream} {first_index}".encode()
+        answer = self.home.ranks[0].begin(request_id, request, list(pack_array(np.asarray(prompt, np.int32))))
+        tokens: list[int] = []
+        while stop_after is None or len(tokens) < stop_after:
+            message, _ = answer()
+            if isinstance(message, GenerationEnded):
+                return tokens, message
+            assert isinstance(message, TokensGenerated)
+            tokens += message.token_ids
+        return tokens, None
+
+    def go_on(self, tokens: list[int], sampling: Sampling, stream: str = "story") -> tuple[list[int], int]:
+        """The rest of the answer, and the number of rows that were not computed again."""
+        rest, end = self.generate(PROMPT + tokens, COUNT - len(tokens), sampling, len(tokens), stream=stream)
+        assert end is not None
+        return rest, end.num_kept_rows
+
+
+@pytest.fixture(params=["llama"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path, request.param)
+    yield home
+    home.home.close()
+
+
+CHANGES: list[tuple[Strategy, tuple[float, ...], int | None, Strategy, tuple[float, ...]]] = [
+    ("hmp", (1, 1, 1), 0, "hmp", (1, 1)),
+    ("hmp", (2, 1, 1), 1, "hmp", (1, 2)),
+    ("hmp", (1, 2), 1, "local", (1,)),
+    ("megatron-tp", (1, 1, 1), 2, "hmp", (1, 1)),
+    ("hmp", (1, 1, 1), 1, "pipeline", (1, 1)),
+    ("pipeline", (1, 1, 1), 1, "pipeline", (1, 1)),
+    ("pipeline", (1, 1, 1), 0, "hmp", (1, 1)),
+    ("sp", (1, 1, 1), 1, "hmp", (1, 1)),
+    ("hmp", (1, 1), None, "hmp", (1, 1, 1)),  # a device joins
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("before", "split", "lost", "after", "next_split"), CHANGES, ids=str)
+def test_stream_continues_with_its_kv_cache_after_a_loss(
+    home: Home, before: Strategy, split: tuple[float, ...], lost: int | None, after: Strategy,
+    next_split: tuple[float, ...], sampling: Sampling,
+) -> None:  # fmt: skip
+    whole_prompts = {"prefill_rows": 512} if before == "sp" else {}
+    home.deploy(NAMES[: len(split)], home.plan(before, split, **whole_prompts))
+    whole, _ = home.generate(PROMPT, COUNT, sampling, stream="whole")
+    assert len(whole) == COUNT
+    tokens, _ = home.generate(PROMPT, COUNT, sampling, stop_after=BREAK)
+    names = [name for rank, name in enumerate(NAMES[: len(split)]) if rank != lost]
+    if lost is not None:
+        home.home.kill(NAMES[lost])
+    else:
+        names = [NAMES[2], *names]
+    home.deploy(names, home.plan(after, next_split))
+    rest, num_kept = home.go_on(tokens, sampling)
+    assert tokens + rest == whole
+    # The copy lags behind by less than one piece, and by what is computed while the plan ends.
+    assert len(PROMPT) + BREAK - 20 <= num_kept < len(PROMPT) + BREAK
+
+
+def test_stream_is_replayed_where_no_copy_was_kept(home: Home) -> None:
+    home.deploy(NAMES[:3], home.plan("hmp", (1, 1, 1), kv_copies=False))
+    tokens, _ = home.generate(PROMPT, COUNT, SAMPLINGS[0], stop_after=BREAK)
+    home.home.kill(NAMES[1])
+    home.deploy((NAMES[0], NAMES[2]), home.plan("hmp", (1, 1)))
+    rest, num_kept = home.go_on(tokens, SAMPLINGS[0])
+    assert num_kept == 0
+    assert len(tokens + rest) == COUNT
+
+
+def test_second_loss_before_a_stream_continues(home: Home) -> None:
+    """What is kept outlives a plan on which nothing ran, and copies of two neighbours are enough for two losses."""
+    home.deploy(NAMES, home.plan("hmp", (1, 1, 1, 1)))
+    whole, _ = home.generate(PROMPT, COUNT, SAMPLINGS[1], stream="whole")
+    tokens, _ = home.generate(PROMPT, COUNT, SAMPLINGS[1], stop_after=BREAK)
+    home.home.kill(NAMES[0])
+    home.deploy(NAMES[1:], home.plan("hmp", (1, 1, 1)))
+    home.home.kill(NAMES[2])
+    home.deploy((NAMES[3], NAMES[1]), home.plan("hmp", (1, 1)))
+    rest, num_kept = home.go_on(tokens, SAMPLINGS[1])
+    assert tokens + rest == whole
+    assert num_kept > 160
+
+
+def test_only_equal_tokens_are_taken_over(home: Home) -> None:
+    home.deploy(NAMES[:2], home.plan("hmp", (1, 1)))
+    home.generate(PROMPT, COUNT, SAMPLINGS[0], stop_after=BREAK)
+    home.deploy(NAMES[:2], home.plan("hmp", (1, 2)))
+    assert [kept.stream for kept in home.home.kept] == ["story"]
+    other = [*PROMPT[:100], 7, *PROMPT[101:]]
+    changed, end = home.generate(other, 20, SAMPLINGS[0])
+    assert end is not None
+    assert end.num_kept_rows == 100
+    fresh, end = home.generate(other, 20, SAMPLINGS[0])
+    assert end is not None
+    assert end.num_kept_rows == 0
+    assert changed == fresh
+
+
+def test_what_has_no_room_is_dropped_and_replayed(home: Home) -> None:
+    home.deploy(NAMES[:2], home.plan("hmp", (1, 1)))
+    whole, _ = home.generate(PROMPT, COUNT, SAMPLINGS[0], stream="whole")
+    tokens, _ = home.generate(PROMPT, COUNT, SAMPLINGS[0], stop_after=BREAK)
+    home.deploy(NAMES[:2], home.plan("hmp", (1, 2), kv_tokens=len(PROMPT) + COUNT))
+    rest, num_kept = home.go_on(tokens, SAMPLINGS[0])
+    assert tokens + rest == whole
+    assert num_kept == 0
+
+
+def test_new_requests_take_the_room_of_streams_that_do_not_return(home: Home) -> None:
+    home.deploy(NAMES[:2], home.plan("hmp", (1, 1)))
+    home.generate(PROMPT, COUNT, SAMPLINGS[0], stop_after=BREAK)
+    home.deploy(NAMES[:2], home.plan("hmp", (1, 2), kv_tokens=380))
+    assert home.home.kept
+    tokens, end = home.generate(PROMPT[:20], 340, SAMPLINGS[0], stream="another")
+    assert end is not None
+    assert len(tokens) == 340
+    runtime = home.home.ranks[0]._runtime
+    assert not len(runtime._kept)  # type: ignore[union-attr]
