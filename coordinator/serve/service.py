@@ -25,6 +25,7 @@ from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
 from coordinator.serve.disclosure import error_for_app, response_for_app
 from coordinator.serve.durable_file import RETRY_SECONDS
+from coordinator.serve.hand_over import HandOver
 from coordinator.serve.key_registry import KeyRegistry
 from coordinator.serve.kind import SharedServices
 from coordinator.serve.leadership import AnotherLeads, Leadership
@@ -70,7 +71,7 @@ _APP_MESSAGES = (wire.Hello, wire.GetReadiness, wire.ModelRequest)
 
 # Messages that change something: repeated by a client, they get the answer of the first one.
 _CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice)
-_DISK_CHECK_SECONDS = 5.0  # short compared with the time limits of accesses to a disk
+_DISK_CHECK_SECONDS = 10.0  # short compared with the time limits of accesses to a disk
 _ANSWER_SECONDS = 2.0  # for the last answers to leave after a stop; they are small, and the clients wait for them
 
 
@@ -109,14 +110,14 @@ class Service:
         self._server: RpcServer | None = None  # while running, as the gatekeeper
         self._gatekeeper: Gatekeeper | None = None
         self._leadership = Leadership(self._fleet, self._state, self._lost_majority)
-        self._num_standbys = 0  # that follow now
-        self._handing_over = asyncio.Event()
+        self._hand_over = HandOver()
+        self._stopping: asyncio.Task[None] | None = None
 
     async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
         """Serve `goal`, or the saved deployments if it is None, until SIGTERM or SIGINT. A second signal skips draining.
 
         Raises NotServing if nothing was served before, PortInUse, AnotherLeads, and the errors of `Controller` and
-        `Controller.run`. If a standby follows, the first signal hands over to it instead of draining.
+        `Controller.run`. If a standby follows, the first signal hands over to it, if it accepts, instead of draining.
         """
         notifier = Notifier(os.environ)
         loop = asyncio.get_running_loop()
@@ -157,7 +158,7 @@ class Service:
             proofs |= {"the client port": server.has_worked, "the gatekeeper": gatekeeper.has_worked}
             watchdog = asyncio.create_task(notifier.keep_alive(self._status_line, proofs))
             background = [
-                self._save_later(), self._leadership.run(), self._watch_disk(notifier), self._handing_over.wait()
+                self._save_later(), self._leadership.run(), self._watch_disk(), self._hand_over.accepted.wait()
             ]  # fmt: skip
             futures: set[asyncio.Future[Any]] = {serving, watchdog, *map(asyncio.ensure_future, background)}
             try:
@@ -169,7 +170,7 @@ class Service:
                 raise
             finally:
                 notifier.send("STOPPING=1")
-                await cancel_all(futures)
+                await cancel_all([*futures, *([self._stopping] if self._stopping is not None else [])])
                 await server.finish(_ANSWER_SECONDS)
 
     def _create_controllers(self, goal: Goal | None, plan: Plan | None) -> None:
@@ -200,21 +201,33 @@ class Service:
             self._state.retry()
             self._apps.retry()
 
-    async def _watch_disk(self, notifier: Notifier) -> None:
+    async def _watch_disk(self) -> None:
         """Hand over to the standby when a disk hangs, which has a copy of the state on a disk of its own."""
         while True:
             await asyncio.sleep(_DISK_CHECK_SECONDS)
-            if self._num_standbys and (paths := hung_paths()):
+            if self._hand_over.num_standbys and (paths := hung_paths()):
                 log.error("the disk that holds %s does not answer", paths[0])
-                self._stop(notifier)
+                await self._leave()
 
     def _stop(self, notifier: Notifier) -> None:
         notifier.send("STOPPING=1")
-        if self._num_standbys and not self._handing_over.is_set():
-            self._services.report("stopping: the standby takes over")
-            self._keep_workers()
-            self._handing_over.set()
-            return
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._leave_or_stop())
+        else:
+            self._stop_controllers()
+
+    async def _leave_or_stop(self) -> None:
+        if not await self._leave():
+            self._stop_controllers()
+
+    async def _leave(self) -> bool:
+        """Hand over to a standby and end; returns False if none accepts."""
+        if not await self._hand_over.offer():
+            return False
+        self._services.report("stopping: the standby takes over")
+        return True
+
+    def _stop_controllers(self) -> None:
         for controller in self._controllers.values():
             controller.stop()
 
@@ -233,29 +246,33 @@ class Service:
         """Send the state of this coordinator to a standby, as it changes."""
         self._services.report(f"{standby} is the standby of this coordinator")
         self._leadership.add_standby()
-        self._num_standbys += 1
+        self._hand_over.num_standbys += 1
         stamps: dict[str, tuple[int, ...]] = {}
         sent, scan_at = None, 0.0
         try:
-            while True:
+            while not self._hand_over.accepted.is_set():
                 state = self._state.load(), self._apps.current(), self._devices.current()
                 if state != sent or loop_time() >= scan_at:
                     files = await on_disk(self._settings.state_dir, FILE_SECONDS, self._replica_files)
                     changed = any(stamps.get(file.path) != file.stamp for file in files)
                     for file in files:
                         if stamps.get(file.path) != file.stamp or (changed and file is files[-1]):
-                            for part, data in file.parts():
-                                yield Reply(part, [data])
+                            parts = file.parts()
+                            while part := await on_disk(self._settings.state_dir, FILE_SECONDS, next, parts, None):
+                                yield Reply(part[0], [part[1]])
                             stamps[file.path] = file.stamp
                     sent, scan_at = state, loop_time() + _SCAN_SECONDS
                 yield Reply(
                     wire.LeaderAlive(
-                        name=self._settings.name, is_complete=True, configuration=self._leadership.quorum.current
+                        name=self._settings.name,
+                        is_complete=True,
+                        configuration=self._leadership.quorum.current,
+                        is_leaving=self._hand_over.is_offered,
                     )
                 )
-                await asyncio.sleep(ALIVE_SECONDS)
+                await self._hand_over.wait_offered(ALIVE_SECONDS)
         finally:
-            self._num_standbys -= 1
+            self._hand_over.num_standbys -= 1
 
     def _replica_files(self) -> list[ReplicaFile]:
         models: dict[str, Sequence[Path]] = {}
@@ -307,6 +324,12 @@ class Service:
         if isinstance(message, wire.GetStatus):
             return self._status(self._controller_for(message))
         if isinstance(message, wire.Follow):
+            if message.takes_over:
+                self._hand_over.accept()
+                self._keep_workers()
+                return wire.Done()
+            if self._hand_over.accepted.is_set():
+                raise NotServing(state="it leaves its devices to its standby")
             return self._replicate(message.name)
         if isinstance(message, _CHANGES):
             return await self._repeats.once(caller.public_key, message.request_id, partial(self._change, message))

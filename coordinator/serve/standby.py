@@ -189,7 +189,7 @@ class Standby:
             await asyncio.sleep(_ATTEMPT_PAUSE_SECONDS)
 
     async def _copy_state(self, client: RpcClient) -> None:
-        """Copy the leader's state as it changes, until the connection is lost."""
+        """Copy the leader's state as it changes, until the connection is lost or the leader leaves."""
         replica = Replica(self._settings.state_dir)
         request = wire.Follow(name=self._settings.name)
         stream = client.stream(request, timeout_seconds=_CONNECT_SECONDS, last=wire.Done)
@@ -204,6 +204,10 @@ class Standby:
                         log.warning("%s of the leader's state cannot be stored: %s", message.path, error)
                 elif isinstance(message, wire.LeaderAlive):
                     self._hear(message, replica)
+                    if message.is_leaving and self._is_complete:
+                        accept = wire.Follow(name=self._settings.name, takes_over=True)
+                        await client.call(accept, timeout_seconds=_CONNECT_SECONDS)
+                        return
 
     def _hear(self, message: wire.LeaderAlive, replica: Replica) -> None:
         before = self.state

@@ -34,9 +34,13 @@ ReplicaPath = Annotated[str, StringConstraints(min_length=1, max_length=1024), A
 
 
 class Follow(Message):
-    """Ask to be the standby of this coordinator. The answer is a stream of `ReplicaPart` and `LeaderAlive`, without an end."""
+    """Ask to be the standby of this coordinator. The answer is a stream of `ReplicaPart` and `LeaderAlive`, without an end.
+
+    With `takes_over`, accept the place of a leader that leaves; the answer is `Done`.
+    """
 
     name: Name
+    takes_over: bool = False
 
 
 class ReplicaPart(Message):
@@ -49,8 +53,12 @@ class ReplicaPart(Message):
 
 
 class LeaderAlive(Message):
-    """Sent by the leader at short intervals; `is_complete`: all files have been sent since the last change."""
+    """Sent by the leader at short intervals; `is_complete`: all files have been sent since the last change.
+
+    `is_leaving`: it stops, and leaves its devices to the standby that accepts (`Follow.takes_over`).
+    """
 
     name: Name
     is_complete: bool
     configuration: Configuration | None
+    is_leaving: bool = False
