@@ -37,7 +37,7 @@ from hearth.wire.rpc import Reply
 
 # Upper limit of the plan search while clients wait for a recovery: enough for the heuristics, and
 # short against the timeouts of clients.
-_MAX_RECOVERY_SECONDS = 3.0
+MAX_RECOVERY_SECONDS = 3.0
 
 
 class GraphKind:
@@ -88,7 +88,7 @@ class GraphKind:
     def _request(self, cluster: GraphCluster, recovering: bool, held: Plan | None) -> GraphRequest:
         goal = self._goal
         if recovering:
-            goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, _MAX_RECOVERY_SECONDS)})
+            goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, MAX_RECOVERY_SECONDS)})
         return graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits, held))
 
     def summary(self, plan: Plan) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from coordinator.deploy.deployment import Deployment
 from coordinator.devices.registry import Device
+from coordinator.plan.redundancy import describe_refusals
 from coordinator.serve.admission import Admission
 from coordinator.serve.goal import allowed_devices
 from coordinator.serve.kind import ModelKind, SharedServices
@@ -93,8 +94,8 @@ NOTHING = Preparation({}, {})
 def describe(preparation: Preparation, plan: Plan, pause_seconds: float | None) -> str:
     """Whether the deployment survives the loss of any one device, in one line. `pause_seconds`: of its last bring-up."""
     names = {device.device_id: device.name for device in plan.devices}
-    if refused := [f"{names[each]} ({why.reason})" for each, why in preparation.refusals.items() if each in names]:
-        return f"cannot lose {', '.join(refused)}"
+    if refused := {names[each]: why.reason for each, why in preparation.refusals.items() if each in names}:
+        return describe_refusals(refused)
     if names.keys() - preparation.plans.keys():
         return "being prepared"
     pause = f"; pause about {pause_seconds:.1f} s" if pause_seconds is not None else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -15,7 +15,8 @@ from coordinator.plan.solution import PlanningResult
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.state import GraphGoal
-from hearth.plan.plan import GraphPlan, TransformerPlan
+from hearth.errors import HearthError
+from hearth.plan.plan import GraphPlan, Plan, TransformerPlan
 
 
 def plan_for(request: PlanRequest) -> TransformerPlan:
@@ -33,5 +34,18 @@ def in_process_graph_planning() -> Iterator[None]:
         problem = read_instance(goal.model_file, goal.congestion)
         return plan_instance(problem, goal.strategy, goal.time_limit_seconds, time.monotonic, progress)
 
-    with mock.patch.object(graph, "solve_graph", solve), mock.patch.object(problem, "solve_instance", solve_instance):
+    async def plans_or_errors(kind: str, requests: Sequence[GraphRequest]) -> list[Plan | HearthError]:
+        made: list[Plan | HearthError] = []
+        for request in requests:
+            try:
+                made.append(plan_graph(request, time.monotonic).plan)
+            except HearthError as error:
+                made.append(error)
+        return made
+
+    with (
+        mock.patch.object(graph, "solve_graph", solve),
+        mock.patch.object(graph, "plans_or_errors", plans_or_errors),
+        mock.patch.object(problem, "solve_instance", solve_instance),
+    ):
         yield

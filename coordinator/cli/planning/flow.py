@@ -12,6 +12,8 @@ from coordinator.cli.planning.graph import GraphPlanning, PlannedGraph
 from coordinator.cli.planning.live import ConnectionOptions, connect_devices, select_devices
 from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.cli.render.picture import save_picture
+from coordinator.devices.registry import RECONNECT_SECONDS
+from coordinator.plan.redundancy import MAX_EXAMINED_DEVICES, describe_losses
 from coordinator.serve.config import load_coordinator_settings
 from hearth.trace import chrome_trace
 
@@ -54,5 +56,7 @@ async def plan_model(
         print_json(planned.as_json(output.explain))
         return
     planned.show(output.explain)
+    if planned.plan.num_ranks <= MAX_EXAMINED_DEVICES:
+        out.print(f"loss of a device: {describe_losses(await planned.losses(), RECONNECT_SECONDS)}")
     if output.picture is not None:
         out.print(f"wrote {output.picture}")

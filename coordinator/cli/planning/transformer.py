@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,20 @@ from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profile_file import SavedTransformerProfile, read_transformer_profile
+from coordinator.plan.redundancy import Loss
 from coordinator.plan.solution import PlanningResult
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import predicted_step_timeline
 from coordinator.plan.transformer.explain import best_of_each_strategy, candidate_as_json, seconds_unit, why_won
 from coordinator.plan.transformer.make import plan_transformer
-from coordinator.plan.transformer.request import PlanRequest
+from coordinator.plan.transformer.refine.keep_in_place import most_loaded_bytes
+from coordinator.plan.transformer.request import PlanRequest, on_subset
 from coordinator.serve.generation import max_context_tokens
 from coordinator.serve.goal import open_transformer, plan_request
 from coordinator.serve.sentences import pack_sequences
 from coordinator.serve.state import TransformerGoal
-from hearth.errors import StepFailed
+from hearth.errors import HearthError, StepFailed
+from hearth.plan.parts import PlannedDevice
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
@@ -80,6 +83,22 @@ class PlannedTransformer:
         elif plan.alternatives:
             title = f"Not chosen ({seconds_unit(plan)})" if plan.body.generation else "Not chosen"
             out.print(tables.alternatives_table(self.result, _NUM_ALTERNATIVES, "predicted", title))
+
+    async def losses(self) -> list[Loss]:
+        """What the loss of each device of the plan would cost."""
+        plan, devices = self.plan, self.request.cluster.devices
+
+        def loss(lost: PlannedDevice) -> Loss:
+            others = tuple(device.device_id for device in devices if device.device_id != lost.device_id)
+            if not others:
+                return Loss(lost.name, "there is no other device")
+            try:
+                after = plan_transformer(replace(on_subset(self.request, others), held=plan)).plan
+            except HearthError as error:
+                return Loss(lost.name, error.explanation())
+            return Loss(lost.name, load_bytes=most_loaded_bytes(after, plan))
+
+        return [loss(device) for device in plan.devices]
 
     async def best_of_each_strategy(self) -> list[TransformerPlan]:
         """This plan, then the best one of each other strategy."""

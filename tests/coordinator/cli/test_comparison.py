@@ -191,6 +191,15 @@ def test_saved_profile_gives_the_same_plan_offline(offline: Any) -> None:
     ClusterProfile.model_validate_json((offline.folder / "again.json").read_text())
 
 
+def test_plan_says_what_the_loss_of_a_device_costs(offline: Any) -> None:
+    text = " ".join(offline("--strategy", "hmp").output.split())
+    assert "loss of a device: yes, any one device; predicted pause about 0.9 s: 0.6 s to notice it" in text
+    text = " ".join(offline("--exclude", "attic", "--exclude", "living-room").output.split())
+    assert "loss of a device: cannot lose kitchen (there is no other device)" in text
+    limits = [argument for name in NAMES for argument in ("--limit", f"{name}=60%")]
+    assert "loss of a device: " in offline(*limits).output
+
+
 def test_explanation_fits_80_columns(offline: Any) -> None:
     for arguments in ([], ["--explain"]):
         result = offline(*arguments)

@@ -106,6 +106,7 @@ def test_graph_is_planned_explained_drawn_and_saved_offline(files: Path) -> None
         "transfers per request",
         "segments:",
         "local on hall",
+        "loss of a device: yes, any one device; predicted pause about",
         "wrote",
     ):
         assert text in " ".join(result.output.split())
