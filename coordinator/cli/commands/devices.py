@@ -1,8 +1,12 @@
-"""`hearth devices`: the devices of this home, read directly from their agents. Needs no coordinator and takes no lease."""
+"""`hearth devices`: the devices of this home, read directly from their agents. Needs no coordinator and takes no lease.
+
+If a coordinator runs and is found over mDNS, it says which devices it leaves out of plans.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -14,10 +18,27 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.key_registry import device_keys
+from hearth.client.home import connect_async
 from hearth.errors import HearthError, NoDevices, NotAuthorised
 from hearth.plan.profile import Link
-from hearth.platform.security import HomeKey, agent_access, resolve_credential
+from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.security import Credential, HomeKey, agent_access, resolve_credential
 from hearth.wire.messages import DeviceInfo
+
+# For the coordinator to be found and to answer, while the agents are searched for anyway.
+_COORDINATOR_SECONDS = 1.5
+
+
+async def _left_out_of_plans(
+    credential: Credential, interfaces: Sequence[str] | None, seconds: float
+) -> dict[str, str]:
+    """Why and for how long a running coordinator leaves devices out of plans, by id; empty if none is found in time."""
+    try:
+        async with await connect_async(None, credential, seconds, interfaces) as home:
+            listed = await home.devices(seconds)
+    except HearthError:
+        return {}
+    return {device.device_id: device.reason for device in listed.devices if device.state == "alive" and device.reason}
 
 
 def devices(
@@ -40,15 +61,24 @@ def devices(
         access, interfaces = agent_access(credential), interface_list(mdns_interfaces)
         state_dir = load_coordinator_settings({}).state_dir
         own_keys = device_keys(state_dir)
-        async with Fleet(
-            access, None, interfaces=interfaces, static_devices=static or "", device_keys=own_keys
-        ) as fleet:
-            settled = await fleet.settle(wait, 1, limit)
-            if not settled and not fleet.refusals:
-                raise NoDevices(seconds=limit)
-            profiler = Profiler(fleet, state_dir / "profiles", report)
-            links = await profiler.measure_links(settled) if measure else {}
-            return fleet.device_infos(), list(links.values()), fleet.refusals
+        left_out = asyncio.create_task(_left_out_of_plans(credential, interfaces, max(wait, _COORDINATOR_SECONDS)))
+        try:
+            async with Fleet(
+                access, None, interfaces=interfaces, static_devices=static or "", device_keys=own_keys
+            ) as fleet:
+                settled = await fleet.settle(wait, 1, limit)
+                if not settled and not fleet.refusals:
+                    raise NoDevices(seconds=limit)
+                profiler = Profiler(fleet, state_dir / "profiles", report)
+                links = await profiler.measure_links(settled) if measure else {}
+                reasons = await left_out
+                infos = [
+                    each.model_copy(update={"reason": each.reason or reasons.get(each.device_id, "")})
+                    for each in fleet.device_infos()
+                ]
+                return infos, list(links.values()), fleet.refusals
+        finally:
+            await cancel_all([left_out])
 
     devices_found, links, refusals = asyncio.run(discover())
     if as_json:

@@ -14,9 +14,12 @@ from coordinator.cli.output import out, print_json
 from coordinator.cli.render.graph_tables import graph_plan_tables, prediction_line
 from coordinator.cli.render.tables import device_table, history_table, plan_tables
 from hearth.client.sync import connect
+from hearth.errors import NotServing
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
 from hearth.platform.units import format_bytes, format_seconds
 
+# After a standby has answered: for another coordinator of the home, which leads, to be found and to answer.
+_OTHER_COORDINATOR_SECONDS = 2.0
 _NUM_SHOWN_PHASES = 12  # the latest phases: enough for a start and a recovery; `--json` prints all
 
 
@@ -29,7 +32,19 @@ def status(
 ) -> None:
     """Show the coordinator's state, plan, devices, requests and last error. Needs an admin or home key."""
     with connect(address, key, timeout, interface_list(mdns_interfaces)) as home:
-        now, devices = home.status(timeout), home.devices(timeout)
+        readiness = home.readiness(timeout)
+        is_standby = not readiness.model  # only a coordinator that leads has a model
+        try:
+            now = home.status(min(timeout, _OTHER_COORDINATOR_SECONDS) if is_standby else timeout)
+        except NotServing:
+            if not is_standby:
+                raise
+            if as_json:
+                print_json({"phase": "standby", "state": readiness.state})
+            else:
+                out.print(f"{readiness.state}; the coordinator that leads shows devices and plan", soft_wrap=True)
+            return
+        devices = home.devices(timeout)
     if as_json:
         print_json({**now.model_dump(mode="json"), "devices": devices.model_dump(mode="json")["devices"]})
         return
