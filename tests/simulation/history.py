@@ -20,6 +20,7 @@ class StepComputed:
     began: float
     ended: float
     host: str
+    leaders: tuple[str, ...]  # the holders that would have run a step at the time when this one began
 
 
 @dataclass
@@ -41,28 +42,43 @@ class History:
 
     steps: list[StepComputed] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    stale_workers: list[str] = field(default_factory=list)  # that went on although another plan was taken over
     lines: list[tuple[float, str]] = field(default_factory=list)  # faults and reports, for a failing seed
 
 
-def exclusive_epochs(history: History) -> list[str]:
-    """At most one plan of a deployment computes: no step of a plan begins after a step of a newer plan has ended."""
+def _complete_steps(history: History) -> list[list[StepComputed]]:
+    """The steps that all ranks have computed, each as the records of its ranks, in the order in which they began."""
     ranks: dict[tuple[str, bytes, int, int], list[StepComputed]] = defaultdict(list)
     for step in history.steps:
         ranks[step.deployment, step.plan_token, step.epoch, step.step].append(step)
     complete = [each for each in ranks.values() if len({step.rank for step in each}) == each[0].num_ranks]
+    return sorted((sorted(each, key=lambda step: step.began) for each in complete), key=lambda each: each[-1].began)
+
+
+def exclusive_epochs(history: History) -> list[str]:
+    """At most one plan of a deployment computes: no step of a plan begins after a step of a newer plan has begun."""
     found: list[str] = []
-    newest: StepComputed | None = None  # of the newest epoch that has ended a step so far
-    began = [(max(step.began for step in each), 1, each[0]) for each in complete]
-    ended = [(max(step.ended for step in each), 0, each[0]) for each in complete]
-    for at, is_begin, step in sorted(began + ended, key=lambda event: event[:2]):
-        if not is_begin and (newest is None or step.epoch > newest.epoch):
+    newest: StepComputed | None = None
+    for ranks in _complete_steps(history):
+        step = ranks[-1]
+        if newest is None or step.epoch > newest.epoch:
             newest = step
-        elif is_begin and newest is not None and step.epoch < newest.epoch:
+        elif step.epoch < newest.epoch:
             found.append(
-                f"step {step.step} of epoch {step.epoch} ({step.holder}) began at {at:.3f} s, "
-                f"after a step of epoch {newest.epoch} ({newest.holder}) had ended"
+                f"step {step.step} of epoch {step.epoch} ({step.holder}) began at {step.began:.3f} s, "
+                f"after a step of epoch {newest.epoch} ({newest.holder}) had begun at {newest.began:.3f} s"
             )
     return found
+
+
+def exclusive_leaders(history: History) -> list[str]:
+    """When a step begins, no coordinator but the one that runs it would run a step."""
+    return [
+        f"step {first.step} of epoch {first.epoch} ({first.holder}) began at {first.began:.3f} s on {first.host}, "
+        f"when {', '.join(others)} would have run a step, too"
+        for first, *_ in _complete_steps(history)
+        if (others := set(first.leaders) - {first.holder})
+    ]
 
 
 def no_request_lost(history: History) -> list[str]:

@@ -41,11 +41,13 @@ from agent.daemon.daemon import AgentDaemon
 from agent.daemon.identity import Identity
 from agent.daemon.main import run_agent
 from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.controller import Controller
 from coordinator.serve.prompts import GenerationDefaults
 from coordinator.serve.roles import run_coordinator
 from coordinator.serve.service import Service
 from coordinator.serve.state import TransformerGoal
 from hearth.client.home import AsyncHome, connect_async
+from hearth.errors import HearthError
 from hearth.platform.security import AppKey, HomeKey, KeyPair, derive_keypair, new_home_key, new_keypair
 from hearth.wire import messages as wire
 
@@ -103,6 +105,7 @@ class Home:
         host.variables["network"] = self.network
         host.variables["history"] = self.history
         host.variables["step seconds"] = self._step_seconds
+        host.variables["leaders"] = self.leaders
         return host
 
     def note(self, line: str) -> None:
@@ -170,6 +173,16 @@ class Home:
             if process.alive and "service" in process.variables
         }
 
+    def controllers(self) -> list[Controller]:
+        """The deployments of the coordinators that lead, or have led."""
+        return [each for service in self.leading.values() for each in service._controllers.values()]
+
+    def leaders(self) -> tuple[str, ...]:
+        """The holders of leases that would run a step now."""
+        if len(self.coordinators) == 1:
+            return ()
+        return tuple(each.deployment.command_fields["holder"] for each in self.controllers() if _may_run(each))
+
     # ---- clients ----------------------------------------------------------------------------------------------------
 
     def add_client(self, name: str) -> Process:
@@ -183,6 +196,15 @@ class Home:
     def run_world(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start a task outside of all processes."""
         return self.loop.create_task(coroutine)
+
+
+def _may_run(controller: Controller) -> bool:
+    try:
+        if controller.deployment is not None:
+            controller.deployment.check_may_run()
+    except HearthError:
+        return False
+    return controller.deployment is not None
 
 
 # ---- what the simulation replaces -----------------------------------------------------------------------------------------
@@ -226,7 +248,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (main, "load_identity", _load_identity),
         (main, "GpuReader", _Gpu),
         (main, "TelemetryReader", _Telemetry),
-        (main, "AgentDaemon", _daemon),
+        (main, "AgentDaemon", _Daemon),
         (main, "choose_address", lambda interface: "127.0.0.1"),
         (service, "locked_folder", lambda folder: nullcontext()),
         (fleet, "Browser", _Browser),
@@ -283,12 +305,24 @@ def _load_identity(state_dir: Path) -> Iterator[Identity]:
     yield Identity(device_id=f"id-{name}", hardware="", public_key=keys.public, secret_key=keys.secret)
 
 
-def _daemon(*arguments: Any) -> AgentDaemon:
+class _Daemon(AgentDaemon):
     """The real daemon, which the checks at the end of a run look at."""
-    process = CURRENT_PROCESS.get()
-    assert process is not None
-    daemon = process.host.variables["daemon"] = AgentDaemon(*arguments)
-    return daemon
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        process = CURRENT_PROCESS.get()
+        assert process is not None
+        process.host.variables["daemon"] = self
+        self._history: History = process.host.variables["history"]
+
+    async def _acquire_lease(self, message: wire.AcquireLease) -> wire.Message:
+        granted = await super()._acquire_lease(message)
+        worker = self._workers.get(message.deployment)
+        if worker is not None and message.adopt is not None and worker.epoch != message.adopt:
+            self._history.stale_workers.append(
+                f"{self.name} keeps a worker of epoch {worker.epoch} for {message.holder}, who takes over {message.adopt}"
+            )
+        return granted
 
 
 def _service(*arguments: Any) -> Service:

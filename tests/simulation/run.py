@@ -15,13 +15,13 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from simulation import model
 from simulation.clock import Process, Stuck
-from simulation.history import Answer, exclusive_epochs, no_request_lost
+from simulation.history import Answer, exclusive_epochs, exclusive_leaders, no_request_lost
 from simulation.home import HOME, Home, app_key, simulated
 from simulation.schedule import REQUEST_SECONDS, Call, Fault, Schedule, generate
 
@@ -33,6 +33,8 @@ SERVING_SECONDS = 60.0  # from the end of all faults until the home must serve
 ALL_DEVICES_SECONDS = 400.0  # until all devices must be in use: quarantines and pauses between plans end
 STOP_SECONDS = 30.0  # from SIGTERM to the end of a process
 ABANDONED_SECONDS = 75.0  # until a worker has ended whose coordinator is gone: a lease, and the time for adoption
+COPY_SECONDS = 0.6  # until the standby has a change of keys: twice the interval of the leader's signs of life
+SURPLUS_SECONDS = 40.0  # until the workers of earlier plans have ended: the home may be changing its plan
 SEEDS_PER_JOB = 50
 SEEDS_PER_COLLECTION = 25  # each leaves about 5 MB of garbage
 
@@ -56,6 +58,7 @@ class _Run:
         self.violations: list[tuple[str, str]] = []
         self._revoking = False  # whether the revocation was sent
         self._revoked = asyncio.Event()  # and whether it was answered
+        self._asked = asyncio.Event()  # whether the home was asked if it serves
 
     def violated(self, invariant: str, text: str) -> None:
         self.violations.append((invariant, text))
@@ -67,6 +70,8 @@ class _Run:
         for name in home.coordinators:
             home.start_coordinator(name)
         running = [home.run_world(self._inject(fault)) for fault in schedule.faults]
+        if schedule.lasting is not None:
+            lasting = home.run_world(self._last(schedule.lasting))
         calls = []
         for name in schedule.clients:
             process = home.add_client(name)
@@ -80,11 +85,16 @@ class _Run:
         home.network.heal_all()
         home.note("all faults have ended")
         await self._converge()
+        self._asked.set()
+        if schedule.lasting is not None:
+            await lasting
         _, late = await asyncio.wait(calls, timeout=REQUEST_SECONDS + 20)
         for call in late:
             self.violated("every call ends", f"{call} is still running at {home.loop.time():.1f} s")
         if schedule.thorough and not self.violations:
             await self._all_devices()
+        if not self.violations:
+            await self._no_other_workers()
         await self._stop()
 
     # ---- clients ------------------------------------------------------------------------------------------------------
@@ -100,12 +110,25 @@ class _Run:
 
     async def _admit_app(self, name: str) -> None:
         home = await self._connected(HOME)
-        try:
-            await home.add_app(name, app_key(name)[1], timeout_seconds=REQUEST_SECONDS)
-        except HearthError as error:
-            if "already" not in str(error):
-                self.violated("no request is lost", f"add_app: {error}")
+        while True:
+            try:
+                await home.add_app(name, app_key(name)[1], timeout_seconds=REQUEST_SECONDS)
+            except HearthError as error:
+                if "already" not in str(error):
+                    self.violated("no request is lost", f"add_app: {error}")
+            if await self._is_copied(home, lambda apps: name in apps.names + apps.revoked):
+                break
         await home.close()
+
+    async def _is_copied(self, home: AsyncHome, changed: Callable[[wire.AppList], bool]) -> bool:
+        """Whether a change of keys is still there a moment later, when the standby has it.
+
+        The leader answers before that. If it is lost in that moment, so is the change, and the administrator must repeat it.
+        """
+        if len(self.home.coordinators) == 1:
+            return True
+        await asyncio.sleep(COPY_SECONDS)
+        return changed(await home.apps(timeout_seconds=REQUEST_SECONDS))
 
     async def _connected(self, key: Any) -> AsyncHome:
         while True:
@@ -154,7 +177,8 @@ class _Run:
         while True:
             try:
                 await home.revoke_app("p1", timeout_seconds=REQUEST_SECONDS)
-                break
+                if await self._is_copied(home, lambda apps: "p1" in apps.revoked):
+                    break
             except HearthError as error:
                 if "no key of" not in str(error):
                     self.violated("no request is lost", f"revoke_app: {error}")
@@ -231,6 +255,25 @@ class _Run:
                 await self._pause([home.serving[fault.host]], fault.seconds)
         home.note(f"END OF {fault}")
 
+    async def _last(self, fault: Fault) -> None:
+        """A fault that lasts until the home was asked whether it serves."""
+        host = self.home.network.hosts[fault.host]
+        await asyncio.sleep(fault.at)
+        self.home.note(f"LASTING FAULT {fault}")
+        if fault.kind == "dying worker":
+            while not self._asked.is_set():
+                await asyncio.sleep(0.05)
+                for process in [each for each in host.processes if "worker" in each.variables]:
+                    if process.variables["worker"].port:  # it has loaded
+                        process.kill()
+        else:
+            host.disk.fault = fault.kind.removeprefix("disk ")  # type: ignore[assignment]
+            while not self._asked.is_set():
+                await asyncio.sleep(0.2)
+                host.disk.fault = fault.kind.removeprefix("disk ")  # type: ignore[assignment]
+            host.disk.fault = None
+        self.home.note(f"END OF {fault}")
+
     async def _pause(self, processes: Sequence[Process], seconds: float) -> None:
         for process in processes:
             process.stop()
@@ -275,6 +318,27 @@ class _Run:
                         return
             await asyncio.sleep(1.0)
         self.violated("all devices in use", f"{used} of {len(home.devices)} after {ALL_DEVICES_SECONDS:g} s")
+
+    async def _no_other_workers(self) -> None:
+        """Wait until each device of the plan has the worker of this plan, and the others have none."""
+        deadline = self.home.loop.time() + SURPLUS_SECONDS
+        while (surplus := self._surplus()) and self.home.loop.time() < deadline:
+            await asyncio.sleep(0.5)
+        if surplus:
+            self.violated("no worker of another plan", f"{surplus} {SURPLUS_SECONDS:g} s after the last call")
+
+    def _surplus(self) -> str:
+        """Which worker does not belong to the plan that serves; empty if all do."""
+        serving = [each.deployment for each in self.home.controllers() if each.lifecycle.phase == "serving"]
+        plans = [each.plan for each in serving if each is not None]
+        if len(plans) != 1:
+            return f"{len(plans)} plans serve"
+        planned = {device.name for device in plans[0].devices}
+        for name in self.home.devices:
+            for worker in self.home.network.hosts[name].variables["daemon"]._workers.values():
+                if worker.state != "failed" and (name not in planned or worker.epoch != plans[0].epoch):
+                    return f"{name} has a worker of epoch {worker.epoch}, epoch {plans[0].epoch} serves on {planned}"
+        return ""
 
     async def _stop(self) -> None:
         """Stop the coordinators, then the agents, and look for what they leave behind."""
@@ -368,6 +432,10 @@ def run_schedule(schedule: Schedule) -> Outcome:
                     process.kill()
         for text in exclusive_epochs(home.history):
             run.violated("one plan at a time", text)
+        for text in home.history.stale_workers:
+            run.violated("no worker of another plan", text)
+        for text in exclusive_leaders(home.history):
+            run.violated("one leader at a time", text)
         for text in no_request_lost(home.history):
             run.violated("no request is lost", text)
         return Outcome(

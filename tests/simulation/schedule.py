@@ -9,7 +9,11 @@ from typing import Literal
 FaultKind = Literal[
     "kill worker", "stop worker", "kill agent", "stop agent", "stop host", "power cut", "cut", "isolate", "reset", "slow link",
     "disk full", "disk read-only", "disk failing", "rot", "kill coordinator", "stop coordinator", "hang worker",
+    "dying worker",
 ]  # fmt: skip
+
+# What may be wrong with one device until the home was asked whether it serves.
+LASTING_KINDS: tuple[FaultKind, ...] = ("disk full", "disk read-only", "disk failing", "dying worker", "dying worker")
 
 # How often each fault occurs, relative to the others.
 WEIGHTS: dict[FaultKind, float] = {
@@ -23,6 +27,8 @@ FIRST_FAULT_SECONDS = 1.5  # workers load by then; the home serves at about 3 s,
 # enough that a fault of any length, and what follows it, ends before the next one.
 SHORT_SECONDS, LONG_SECONDS = 6.0, 12.0
 LONG_FRACTION = 0.2
+# How many homes have a damaged chunk when the plan is deployed that was made ahead for the loss of a device, at about 9 s.
+ROT_BEFORE_LOSS = 0.03
 LAST_FAULT_MARGIN_SECONDS = 1.0  # between the last fault and the end of all
 REQUEST_SECONDS = 100.0  # deadline of a call: ample
 MAX_DEVICES = 5
@@ -67,6 +73,7 @@ class Schedule:
     step_seconds: float  # compute time of one step
     revoke_at: float | None  # when the app of the client `p1` is revoked
     standby: bool  # whether a second coordinator stands by
+    lasting: Fault | None  # one that does not end in time: the home must serve without this device
     thorough: bool  # whether to wait until all devices are in use again, which takes minutes of virtual time
 
     @property
@@ -86,8 +93,9 @@ class Schedule:
         revoked = f", p1 revoked at {self.revoke_at:.2f} s" if self.revoke_at is not None else ""
         standby = ", a standby" if self.standby else ""
         steps = f"{kind} with steps of {self.step_seconds:g} s"
+        lasting = [f"  {self.lasting}, and until the home serves"] if self.lasting is not None else []
         lines = [f"seed {self.seed}: {self.num_devices} devices{standby}, {steps}, {len(self.calls)} calls{revoked}"]
-        return "\n".join([*lines, *(f"  {fault}" for fault in self.faults)])
+        return "\n".join([*lines, *lasting, *(f"  {fault}" for fault in self.faults)])
 
 
 def generate(seed: int) -> Schedule:
@@ -105,6 +113,12 @@ def generate(seed: int) -> Schedule:
         # Half of the further faults hit the recovery from another one.
         near = random.choice(faults).at if faults and random.random() < 0.5 else None
         faults.append(_fault(random, seconds, devices, coordinators, clients, near))
+    if num_devices > 1 and random.random() < ROT_BEFORE_LOSS:
+        seconds = LONG_SECONDS
+        damaged, lost = random.sample(devices, 2)
+        at = random.uniform(9.5, 10.2)
+        loss = Fault(at + random.uniform(0.05, 0.8), "kill agent", lost, seconds=seconds - at - 0.8)
+        faults = [Fault(at, "rot", damaged), loss]
     faults.sort(key=lambda fault: fault.at)
     calls = []
     for client in clients:
@@ -114,9 +128,24 @@ def generate(seed: int) -> Schedule:
             calls.append(Call(at, client, number, length, random.randrange(1, 900)))
     revoke_at = random.uniform(2.0, seconds - 1.0) if "p1" in clients and random.random() < 0.2 else None
     step_seconds = random.choice((0.004, 0.05, 0.15) if causal else (0.004, 0.1, 0.6))
-    thorough = random.random() < 0.05
+    lasting = None
+    if num_devices > 1 and random.random() < 0.08:
+        lasting = Fault(
+            random.choice((0.0, random.uniform(1.0, 4.0))), random.choice(LASTING_KINDS), random.choice(devices)
+        )
+    thorough = random.random() < 0.05 and lasting is None
     return Schedule(
-        seed, seconds, num_devices, causal, tuple(calls), tuple(faults), step_seconds, revoke_at, standby, thorough
+        seed,
+        seconds,
+        num_devices,
+        causal,
+        tuple(calls),
+        tuple(faults),
+        step_seconds,
+        revoke_at,
+        standby,
+        lasting,
+        thorough,
     )
 
 

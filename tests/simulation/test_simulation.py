@@ -19,10 +19,10 @@ NUM_SCHEDULES = 1000  # 0.05 to 0.1 s of processor time each
 NUM_PARTS = 8  # tests, so that all cores take part
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, module: str = "simulation.run") -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent)))}
     return subprocess.run(
-        [sys.executable, "-m", "simulation.run", *arguments], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "-m", module, *arguments], env=environ, capture_output=True, text=True, check=False
     )
 
 
@@ -37,6 +37,12 @@ def test_a_seed_repeats_exactly() -> None:
     first, second = (run("--seeds", "4:6", "--verbose").stdout.rsplit("\n", 2)[0] for _ in range(2))
     assert "calls" in first
     assert first.partition("schedules,")[0] == second.partition("schedules,")[0]
+
+
+@pytest.mark.slow
+def test_deliberate_defects_are_noticed() -> None:
+    ended = run(module="simulation.mutations")
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
 
 
 @pytest.fixture

@@ -183,6 +183,7 @@ class Worker:
     async def _exchange(self, epoch: int, step: int, timeout_seconds: float, holder: str, began: float) -> int:
         """Compute one step with all other ranks; returns the checksum of all weights. Raises StepFailed."""
         self._running = (step, began, timeout_seconds)
+        leaders = self.process.host.variables["leaders"]()
         aborted = self._aborted
         await asyncio.sleep(self._step_seconds)
         while self.hangs:
@@ -205,7 +206,7 @@ class Worker:
         self._history.steps.append(
             StepComputed(
                 self.load.deployment, self.load.plan_token, epoch, step, self.load.rank, ranks, holder, began,
-                asyncio.get_running_loop().time(), self.process.host.name,
+                asyncio.get_running_loop().time(), self.process.host.name, leaders,
             )
         )  # fmt: skip
         return self._weights + sum(weights for weights, _ in tiles.by_rank.values())
