@@ -24,6 +24,7 @@ from coordinator.devices.registry import Device
 from coordinator.models.cache_files import read_cached, remove_cached, write_cached
 from hearth.errors import BadMessage, HearthError, NoDevices
 from hearth.plan.profile import Link
+from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.protocol import REPLY_MARGIN_SECONDS
 from hearth.wire.messages import LinkMeasured, MeasureLink, Profile, Profiled
@@ -34,6 +35,8 @@ _MAX_LINK_BYTES = 64 << 20  # to send per ordered pair: a fast link is measured 
 # To send per ordered pair: long enough for TCP to reach its rate, short for 56 pairs of 8 devices.
 _MAX_LINK_SECONDS = 1.0
 _PROBE_LINK_SECONDS = 0.1  # to send when only the connection is checked
+# A link that has just been found cut is not measured, which would take 1.5 s, while requests wait for the next plan.
+_CUT_SECONDS = 5.0
 _CACHE_VERSION = 2  # part of the cache key: a new version ignores old files
 
 Report = Callable[[str], None]
@@ -74,6 +77,7 @@ class Profiler:
         self._report = report
         self.links: dict[tuple[str, str], Link] = {}
         self.failed_links: set[tuple[str, str]] = set()  # that could not be measured when last tried
+        self._cut_at: dict[tuple[str, str], float] = {}  # loop time at which a link was found cut
         self._slowdowns: dict[str, float] = {}  # current / cached seconds, of devices that drifted
 
     async def measure(self, devices: Sequence[Device], workload: Workload[R]) -> MeasuredDevices[R]:
@@ -139,6 +143,10 @@ class Profiler:
             self.links.pop(pair, None)
             remove_cached(self._cache_path("link", *pair))
 
+    def link_is_cut(self, source: str, target: str) -> None:
+        """Two devices cannot connect: the next plan does without their link, which is measured later."""
+        self._cut_at |= dict.fromkeys(permutations((source, target), 2), loop_time())
+
     # ---- links ----------------------------------------------------------------------------------------------------
 
     async def measure_links(self, devices: Sequence[Device]) -> dict[tuple[str, str], Link]:
@@ -148,8 +156,10 @@ class Profiler:
         for pair in pairs:
             if pair not in self.links and (link := _cached(self._cache_path("link", *pair), Link, LINK_CACHE_SECONDS)):
                 self.links[pair] = link
-        unmeasured = [pair for pair in pairs if pair not in self.links]
+        self._cut_at = {pair: at for pair, at in self._cut_at.items() if loop_time() - at < _CUT_SECONDS}
+        unmeasured = [pair for pair in pairs if pair not in self.links and pair not in self._cut_at]
         self.failed_links -= set(unmeasured)
+        self.failed_links |= self._cut_at.keys() & set(pairs)
         if unmeasured:
             self._report(f"measuring {len(unmeasured)} links")
         for concurrent in _disjoint_rounds(unmeasured, {device.device_id: device.host_id for device in devices}):
@@ -160,7 +170,7 @@ class Profiler:
                     if (target, source) not in self.failed_links  # both directions are needed
                 )
             )
-        return {pair: self.links[pair] for pair in pairs if pair in self.links}
+        return {pair: self.links[pair] for pair in pairs if pair in self.links and pair not in self._cut_at}
 
     async def can_connect(self, source: Device, target: Device) -> bool:
         """Whether a device reaches another. Takes a few round trips, and about 1.5 s if it does not."""

@@ -201,6 +201,7 @@ class Controller:
         if pair := [self._services.fleet.devices[each] for each in _suspect_pair(error, deployment.plan)]:
             waiting, other = pair
             if not await self._services.profiler.can_connect(waiting, other):
+                self._services.profiler.link_is_cut(waiting.device_id, other.device_id)
                 raise error
         predicted = deployment.plan.predicted.latency_seconds
         await with_timeout(_PROBE_SECONDS + _PROBE_FACTOR * predicted, self.kind.probe(deployment))

@@ -52,6 +52,7 @@ class Witnesses:
                 return
             connects = await self._can_connect(waiting, late)
             if not connects and deployment.failure is None and self._waits_for(deployment, waiting, late):
+                self._profiler.link_is_cut(waiting, late)
                 names = [self._fleet.devices[each].name for each in (waiting, late)]
                 reason = f"it gets nothing from {names[1]}, and cannot connect to it"
                 self._on_link_lost(deployment, StepFailed(device=names[0], reason=reason, peer=names[1]))

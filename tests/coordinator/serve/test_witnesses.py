@@ -42,6 +42,9 @@ class Home:
             await asyncio.sleep(60)
         return True
 
+    def link_is_cut(self, source: str, target: str) -> None:
+        self.reported = (source, target)
+
     def waits(self, device_id: str, late_rank: int | None, epoch: int = 1) -> None:
         device = self.devices[device_id]
         assert device.state is not None
@@ -83,6 +86,7 @@ def test_link_that_cannot_be_used_is_reported_with_both_devices(monkeypatch: pyt
         await until("the finding", lambda: home.found, seconds=5)
         (error,) = home.found
         assert isinstance(error, StepFailed)
+        assert home.reported == ("id2", "id1")
         assert (error.device, error.peer) == (home.devices["id2"].name, home.devices["id1"].name)
 
     run(scenario)
