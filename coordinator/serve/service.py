@@ -222,10 +222,7 @@ class Service:
 
     async def _leave(self) -> bool:
         """Hand over to a standby and end; returns False if none accepts."""
-        if not await self._hand_over.offer():
-            return False
-        self._services.report("stopping: the standby takes over")
-        return True
+        return await self._hand_over.offer()
 
     def _stop_controllers(self) -> None:
         for controller in self._controllers.values():
@@ -326,6 +323,7 @@ class Service:
         if isinstance(message, wire.Follow):
             if message.takes_over:
                 self._hand_over.accept()
+                self._services.report(f"stopping: {message.name} takes over")
                 self._keep_workers()
                 return wire.Done()
             if self._hand_over.accepted.is_set():

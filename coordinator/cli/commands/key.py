@@ -100,7 +100,12 @@ def rotate(key: KeyPathOption = None) -> None:
     out.print("Now, in this order:")
     out.print("  1. on every device: `hearth key export` here, `hearth key import --force` there, restart hearth-agent")
     out.print("  2. restart the coordinator")
-    out.print("  3. make new keys for people (`hearth key export --role admin`) and apps (`hearth key add-app NAME`)")
+    out.print(
+        "  3. make new keys for people (`hearth key export --role admin`), for apps (`hearth key revoke NAME`, then"
+    )
+    out.print(
+        "     `hearth key add-app NAME`), and for devices with keys of their own (`revoke-device`, then `add-device`)"
+    )
 
 
 def add_app(
@@ -110,7 +115,7 @@ def add_app(
     key: KeyPathOption = None,
     as_json: AsJsonOption = False,
 ) -> None:
-    """Create a key for an app, valid for inference requests only. Needs the running coordinator."""
+    """Create a key for an app, for inference requests only. Needs an admin or home key and the running coordinator."""
     credential = security.resolve_credential(key)
     pair = security.new_keypair()
     with connect(address, credential, interfaces=interface_list(mdns_interfaces)) as home:
@@ -131,7 +136,7 @@ def revoke(
     mdns_interfaces: InterfacesOption = None,
     key: KeyPathOption = None,
 ) -> None:
-    """Revoke an app's key, from its next request on. Needs the running coordinator."""
+    """Revoke an app's key: its running and later requests fail. Needs an admin or home key and the running coordinator."""
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
         home.revoke_app(name)
     out.print(f"revoked {name}")
@@ -164,7 +169,7 @@ def revoke_device(
     mdns_interfaces: InterfacesOption = None,
     key: KeyPathOption = None,
 ) -> None:
-    """Shut out one device, for instance a stolen one, at once. Needs the running coordinator."""
+    """Shut out one device with a key of its own at once, for instance a stolen one. Needs the running coordinator."""
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
         home.revoke_device(name)
     out.print(f"revoked {name}; models are served without it from now on")

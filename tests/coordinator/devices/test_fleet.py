@@ -14,7 +14,7 @@ from support.waiting import until
 
 from coordinator.devices import fleet as fleet_module
 from coordinator.devices.fleet import Fleet
-from coordinator.devices.registry import RECONNECT_SECONDS, Device
+from coordinator.devices.registry import Device
 from hearth.errors import DeviceLost
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.discovery import Browser, DiscoveredService
@@ -78,7 +78,7 @@ class FakeAgent:
 
 
 def run(scenario: Callable[[FakeAgent], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(FakeAgent()), 30))
+    asyncio.run(asyncio.wait_for(scenario(FakeAgent()), 120))
 
 
 def fleet_of(port: int) -> Fleet:
@@ -102,7 +102,7 @@ def test_device_whose_connection_breaks_is_out_of_plans_at_once_and_back_when_it
         assert fleet.usable() == []
         began = loop_time()
         await until("the device is dead", lambda: fleet.devices["a"].health == "dead")
-        assert loop_time() - began < RECONNECT_SECONDS + 1.0
+        assert loop_time() - began < 0.9 * DEAD_SECONDS  # the limit of a new device whose connection lasts
         async with agent.listening(port):
             await until("the device is back", fleet.usable)
             await fleet.__aexit__()
@@ -252,7 +252,7 @@ def test_worker_that_dies_is_known_before_the_next_heartbeat(monkeypatch: pytest
             async with fleet:
                 await until("the device is there", fleet.usable)
                 agent.worker_failed.set()
-                await until("the report", lambda: heard == ["failed"], seconds=5)
+                await until("the report", lambda: heard == ["failed"], seconds=15)
 
     run(scenario)
 
