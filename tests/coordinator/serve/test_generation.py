@@ -138,6 +138,7 @@ class Script:
         stop_ids: Sequence[int],
         first_index: int,
         timeout_seconds: float,
+        stream_name: str = "",
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         assert token_ids.dtype == np.int32
         assert timeout_seconds > 0
