@@ -20,7 +20,8 @@ HEARTBEAT_TIMEOUT_SECONDS = 0.75  # of one heartbeat: several attempts fit befor
 # Without an answer, until the coordinator knows how long the device is silent when it is well (`devices.registry`).
 DEAD_SECONDS = 3.0  # too long for a short loss of Wi-Fi
 LEASE_SECONDS = 5.0  # ten heartbeats; a second coordinator waits at most this long for the lease of a dead one
-# With a standby, which takes over when the leases have run out: four heartbeats.
+# With a standby, which takes over when the leases have run out: four heartbeats. Longer on a device that is often silent, whose
+# lease would end at each silence otherwise (`devices.registry`).
 STANDBY_LEASE_SECONDS = 2.0
 # A coordinator counts on a lease for this much less than the agent grants it: for clocks that run at different rates.
 LEASE_MARGIN_SECONDS = 0.25

@@ -56,6 +56,7 @@ _MAX_SILENT_CONNECTIONS = 64
 _MAX_WAITING = 256  # addresses that wait for such a connection, at most: bounds the memory
 _TURN_SECONDS = 30.0  # how long one of them may try before another discovered address takes its place: several hellos
 _TURN_CHECK_SECONDS = 1.0  # interval at which places are given to waiting addresses
+_LEASE_STEP_SECONDS = 0.5  # a lease that should be longer or shorter by this much is acquired anew
 _SETTLE_POLL_SECONDS = 0.05  # interval at which `settle` checks: no user notices the delay, and checks are cheap
 
 _T = TypeVar("_T")
@@ -97,7 +98,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self.may_compute: Callable[[], bool] = lambda: True  # set by a coordinator with a standby
         self.on_granted: Callable[[str, wire.Configuration | None], None] = lambda device_id, configuration: None
         self.keep_workers = False  # whether to leave the workers to another coordinator at the end
-        self.lease_seconds = LEASE_SECONDS
+        self.lease_seconds = LEASE_SECONDS  # with a standby, the shortest; see `registry.lease_seconds`
+        self._granted_seconds: dict[str, float] = {}  # for how long each renewal of a lease lasts, by device
         self._leased_until: dict[str, float] = {}  # loop time at which the leases surely still held, by device
         self.devices: dict[str, Device] = {}
         self.last_epoch = 0  # the newest epoch that any agent has seen
@@ -452,8 +454,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def _acquire_lease(self, connection: _Connection, device_id: str) -> bool:
         request = wire.AcquireLease(
-            holder=self.holder, holder_name=self._lease_name or "", seconds=self.lease_seconds, adopt=self.running_epoch
-        )
+            holder=self.holder, holder_name=self._lease_name or "", seconds=self._wanted_seconds(device_id),
+            adopt=self.running_epoch,
+        )  # fmt: skip
         sent = loop_time()
         try:
             granted = await _ask(connection.client, request, wire.LeaseGranted)
@@ -461,11 +464,36 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             self._leased_until.pop(device_id, None)
             self._replace(registry.after_refusal(self.devices[device_id], "busy", error.explanation()))
             return False
+        self._granted_seconds[device_id] = request.seconds
         self._leased_until[device_id] = sent + request.seconds - LEASE_MARGIN_SECONDS
         self.on_granted(device_id, granted.configuration)
         self.last_epoch = max(self.last_epoch, granted.last_epoch)
         self.devices[device_id] = registry.after_lease(self.devices[device_id], granted.worker)
         return True
+
+    def _wanted_seconds(self, device_id: str) -> float:
+        """How long a lease on this device should last."""
+        return registry.lease_seconds(self.devices[device_id], self.lease_seconds, loop_time())
+
+    def _lease_should_change(self, device_id: str) -> bool:
+        return abs(self._wanted_seconds(device_id) - self._granted_seconds[device_id]) >= _LEASE_STEP_SECONDS
+
+    async def _change_lease(self, connection: _Connection, device_id: str, timeout_seconds: float) -> None:
+        """Give the lease the duration that it should have; the worker stays as it is. Raises LeaseLost."""
+        seconds = self._wanted_seconds(device_id)
+        request = wire.AcquireLease(holder=self.holder, holder_name=self._lease_name or "", seconds=seconds)
+        sent = loop_time()
+        # Whether the agent has taken the request is not known until it answers: count on the shorter one.
+        self._granted_seconds[device_id] = min(seconds, self._granted_seconds[device_id])
+        self._leased_until[device_id] = min(
+            self._leased_until.get(device_id, sent), sent + self._granted_seconds[device_id] - LEASE_MARGIN_SECONDS
+        )
+        try:
+            await _ask(connection.client, request, wire.LeaseGranted, timeout_seconds)
+        except AgentBusy:
+            raise LeaseLost(device=self.devices[device_id].name) from None
+        self._granted_seconds[device_id] = seconds
+        self._leased_until[device_id] = sent + seconds - LEASE_MARGIN_SECONDS
 
     async def _watch(self, connection: _Connection, device_id: str) -> None:
         """Send heartbeats, and hear about the device's workers meanwhile, until the device is dead."""
@@ -522,12 +550,15 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 elif device.health == "busy":
                     if await self._acquire_lease(connection, device_id):
                         self._on_change(self.devices[device_id])
+                elif self._lease_should_change(device_id):
+                    await self._change_lease(connection, device_id, timeout_seconds)
+                    self._replace(registry.after_answer(self.devices[device_id], loop_time()))
                 else:
                     sent = loop_time()
                     state = await _ask(
                         connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, timeout_seconds
                     )
-                    self._leased_until[device_id] = sent + self.lease_seconds - LEASE_MARGIN_SECONDS
+                    self._leased_until[device_id] = sent + self._granted_seconds[device_id] - LEASE_MARGIN_SECONDS
                     if state.boot_id != device.welcome.boot_id:
                         return  # the agent restarted between two heartbeats: say hello again
                     self._replace(registry.after_heartbeat(self.devices[device_id], state, loop_time()))

@@ -9,7 +9,7 @@ from typing import Literal
 
 from coordinator.devices.quarantine import Quarantine, after_fault, pardoned
 from hearth.errors import DuplicateDevice, HearthError
-from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS
+from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, LEASE_SECONDS
 from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, RunningWorker, Telemetry, WorkerStatus
 
 # How long a device whose connection broke may take to accept a new one: the client tries again after 0.1 and 0.3 s.
@@ -22,6 +22,7 @@ _SILENCE_FACTOR = 2.0  # times the longest silence: twice a normal interval on a
 MIN_DEAD_SECONDS = 1.0  # two heartbeats
 MAX_DEAD_SECONDS = 4.0  # shorter than the lease
 _LEARNING_SECONDS = 30.0  # a device that has answered for less than this has `DEAD_SECONDS`
+_LEASE_FACTOR = 1.5  # times that time lasts the lease on a device, which is given up before its lease ends
 # Fraction of that time in which a device must answer that others wait for: their wait is a second sign of its loss. As long as
 # its longest silence if it often is silent for so long, else several round trips.
 _WITNESSED_FRACTION = 0.3
@@ -149,6 +150,16 @@ def dead_seconds(device: Device, now: float) -> float:
         return DEAD_SECONDS
     longest = max((length for at, length in device.silences if now - at < _SILENCE_WINDOW_SECONDS), default=0.0)
     return min(max(_SILENCE_FACTOR * longest, MIN_DEAD_SECONDS), MAX_DEAD_SECONDS)
+
+
+def lease_seconds(device: Device, shortest: float, now: float) -> float:
+    """How long a lease on the device lasts if a standby waits for its end: longer if it often is silent, at most 5 s.
+
+    `shortest`: that of a device which is never silent for long, or new.
+    """
+    if now - device.watched_since < _LEARNING_SECONDS:
+        return shortest
+    return min(max(_LEASE_FACTOR * dead_seconds(device, now), shortest), LEASE_SECONDS)
 
 
 def witnessed_seconds(device: Device, now: float) -> float:

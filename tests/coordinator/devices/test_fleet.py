@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,13 @@ from hearth.errors import DeviceLost
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.discovery import Browser, DiscoveredService
 from hearth.platform.security import Access, asyncio_gatekeeper, fingerprint, new_keypair
-from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, PROTOCOL_VERSION
+from hearth.protocol import (
+    DEAD_SECONDS,
+    HEARTBEAT_SECONDS,
+    LEASE_SECONDS,
+    PROTOCOL_VERSION,
+    STANDBY_LEASE_SECONDS,
+)
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response, RpcServer
 
@@ -33,6 +40,7 @@ class FakeAgent:
         self.silent = False
         self.grants = True
         self.boot_id = "b"  # of its heartbeats; nothing is answered after one that is new
+        self.leases: list[float] = []  # durations of the leases that it was asked for
         self.worker_failed = asyncio.Event()  # reported to those that watch, but not with heartbeats
 
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
@@ -46,6 +54,7 @@ class FakeAgent:
                 assert device.telemetry is not None
                 return device.telemetry
             case wire.AcquireLease():
+                self.leases.append(message.seconds)
                 if not self.grants:
                     await asyncio.sleep(60)
                 return wire.LeaseGranted(last_epoch=0)
@@ -275,5 +284,22 @@ def test_device_that_others_wait_for_and_that_does_not_answer_is_dead_at_once(nu
             assert fleet.devices["a"].health == "dead"  # a heartbeat that was on its way changes nothing
             agent.silent = False
             await until("the device is back", fleet.usable)
+
+    run(scenario)
+
+
+def test_lease_lasts_longer_on_a_device_that_is_often_silent_if_a_standby_waits_for_its_end() -> None:
+    async def scenario(agent: FakeAgent) -> None:
+        async with agent.listening() as port, fleet_of(port) as fleet:
+            await until("the device is there", fleet.usable)
+            fleet.devices["a"] = replace(
+                fleet.devices["a"], watched_since=loop_time() - 60, silences=((loop_time(), 1.5),)
+            )
+            await asyncio.sleep(2 * HEARTBEAT_SECONDS)
+            fleet.lease_seconds = STANDBY_LEASE_SECONDS
+            await until("a lease for a silent device", lambda: agent.leases == [LEASE_SECONDS, 4.5], seconds=5)
+            fleet.devices["a"] = replace(fleet.devices["a"], silences=((loop_time(), 0.6),))
+            await until("a shorter lease", lambda: agent.leases[2:] == [STANDBY_LEASE_SECONDS], seconds=5)
+            assert fleet.leased() == {"a"}
 
     run(scenario)
