@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from coordinator.deploy.distribution import PushProgress
+from coordinator.serve.client_port import client_port
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.leadership import AnotherLeads
 from coordinator.serve.service import Service, locked_state
 from coordinator.serve.standby import Standby
 from coordinator.serve.state import Goal
+from coordinator.serve.trust import Trust
 from hearth.plan.plan import Plan
 from hearth.platform.security import HomeKey
 
@@ -22,21 +24,23 @@ async def run_coordinator(
     goal: Goal | None,
     plan: Plan | None = None,
 ) -> None:
-    """Lead, or stand by with the setting `standby`, until stopped. Raises as `Service.run` does.
+    """Lead, or stand by with the setting `standby`, until stopped. Raises PortInUse, BadSetting, and as `Service.run` does.
 
     A standby that takes over leads, and a leader whose devices work for another coordinator becomes its standby.
     """
     stands_by, leading = settings.standby, settings
     with locked_state(settings.state_dir):
-        while True:
-            if stands_by:
-                taking_over = await Standby(settings, home, report, settings.leader_addresses).run()
-                if taking_over is None:
+        trust = Trust(settings, home)
+        async with client_port(settings, trust) as port:
+            while True:
+                if stands_by:
+                    taking_over = await Standby(settings, home, report, trust, port, settings.leader_addresses).run()
+                    if taking_over is None:
+                        return
+                    goal, plan, leading = None, None, taking_over  # it serves what the leader served
+                try:
+                    await Service(leading, home, report, progress, trust, port).run(goal, plan)
                     return
-                goal, plan, leading = None, None, taking_over  # it serves what the leader served
-            try:
-                await Service(leading, home, report, progress).run(goal, plan)
-                return
-            except AnotherLeads:
-                report("another coordinator of this home leads; this one is its standby from now on")
-                stands_by = True
+                except AnotherLeads:
+                    report("another coordinator of this home leads; this one is its standby from now on")
+                    stands_by = True

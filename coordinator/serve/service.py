@@ -13,14 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import zmq.asyncio
-
 import hearth
 from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.serve.admission import CALLER
+from coordinator.serve.client_port import ClientPort
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
 from coordinator.serve.disclosure import error_for_app, response_for_app
@@ -33,13 +32,13 @@ from coordinator.serve.repeats import RepeatedChanges
 from coordinator.serve.replica import ReplicaFile, replica_files
 from coordinator.serve.standby import ALIVE_SECONDS
 from coordinator.serve.state import Goal, StateFile
+from coordinator.serve.trust import Trust
 from hearth.errors import (
     AppRevoked,
     BadPlan,
     BadRequest,
     BadSetting,
     HearthError,
-    NotAuthorised,
     NotServing,
     ProtocolMismatch,
 )
@@ -49,49 +48,36 @@ from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk
 from hearth.platform.notify import Notifier
-from hearth.platform.security import Gatekeeper, HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
+from hearth.platform.security import HomeKey, agent_access, fingerprint
 from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
 from hearth.wire import messages as wire
-from hearth.wire.quota import Limits
-from hearth.wire.rpc import Caller, Policy, Reply, Response, RpcServer
+from hearth.wire.rpc import Caller, Reply, Response
 
 log = logging.getLogger(__name__)
 
-ZAP_DOMAIN = "coordinator"
-# What clients may send.
-_CLIENT_MESSAGES = {
-    tag: kind
-    for tag, kind in wire.MESSAGE_TYPES.items()
-    if issubclass(kind, wire.Hello | wire.ClientRequest | wire.Follow)
-}
 # Interval at which files for a standby are compared with those sent; the state itself is sent at once.
 _SCAN_SECONDS = 5.0
-# Messages that an app key may send; all others need an admin key.
-_APP_MESSAGES = (wire.Hello, wire.GetReadiness, wire.ModelRequest)
-
 # Messages that change something: repeated by a client, they get the answer of the first one.
 _CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice)
 _DISK_CHECK_SECONDS = 10.0  # short compared with the time limits of accesses to a disk
 _ANSWER_SECONDS = 2.0  # for the last answers to leave after a stop; they are small, and the clients wait for them
 
 
-# Bytes of all requests of one app that wait or run: they stay in memory until they have been answered. That of one request
-# may be larger.
-_APP_TOTAL_BYTES = 64 << 20
-# An administrator may do more, but a program with an error must not exhaust the coordinator either.
-_ADMIN_LIMITS = Limits(total_bytes=512 << 20, request_bytes=512 << 20, per_second=2000.0, burst=2000.0)
-
-
 class Service:
-    """Answers clients. Checks the caller's role at every request, because ZAP runs only at the handshake."""
+    """The leading coordinator: answers clients, and runs the deployments on the fleet."""
 
     def __init__(
-        self, settings: CoordinatorSettings, home: HomeKey, report: Callable[[str], None], progress: PushProgress
+        self,
+        settings: CoordinatorSettings,
+        home: HomeKey,
+        report: Callable[[str], None],
+        progress: PushProgress,
+        trust: Trust,
+        port: ClientPort,
     ) -> None:
         self._settings = settings
-        self._keypair = derive_keypair(home.key_bytes(), "coordinator")
-        self._admins = {self._keypair.public, derive_keypair(home.key_bytes(), "admin").public}
-        self._apps = KeyRegistry(settings.state_dir / "apps.json")
+        self._trust = trust
+        self._port = port
         self._state = StateFile(settings.state_dir)
         self._devices = KeyRegistry(settings.state_dir / "devices.json", "device")
         self._fleet = Fleet(
@@ -107,8 +93,6 @@ class Service:
         self._services = SharedServices(self._fleet, profiler, settings, self._state, report, progress)
         self._controllers: dict[str, Controller] = {}
         self._repeats = RepeatedChanges()
-        self._server: RpcServer | None = None  # while running, as the gatekeeper
-        self._gatekeeper: Gatekeeper | None = None
         self._leadership = Leadership(self._fleet, self._state, self._lost_majority)
         self._hand_over = HandOver()
         self._stopping: asyncio.Task[None] | None = None
@@ -116,7 +100,7 @@ class Service:
     async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
         """Serve `goal`, or the saved deployments if it is None, until SIGTERM or SIGINT. A second signal skips draining.
 
-        Raises NotServing if nothing was served before, PortInUse, AnotherLeads, and the errors of `Controller` and
+        Raises NotServing if nothing was served before, AnotherLeads, and the errors of `Controller` and
         `Controller.run`. If a standby follows, the first signal hands over to it, if it accepts, instead of draining.
         """
         notifier = Notifier(os.environ)
@@ -125,37 +109,22 @@ class Service:
             loop.add_signal_handler(number, self._stop, notifier)
         async with AsyncExitStack() as stack:
             self._create_controllers(goal, plan)
-            context = zmq.asyncio.Context()
-            stack.callback(context.destroy, linger=0)
-            gatekeeper = asyncio_gatekeeper(context)
-            gatekeeper.admit(ZAP_DOMAIN, self._admits_key)
-            gatekeeper.start()
-            stack.push_async_callback(gatekeeper.close)
-            server = RpcServer(
-                context,
-                self._settings.bind_host,
-                self._settings.port,
-                self._keypair,
-                ZAP_DOMAIN,
-                self.handle,
-                policy=Policy(_CLIENT_MESSAGES, self._authorise, self._limits_of, wire.CLIENT_SIZES),
-            )
-            self._server, self._gatekeeper = server, gatekeeper
-            stack.push_async_callback(server.close)
+            port = self._port
+            await stack.enter_async_context(port.serving(self.handle))
             if self._settings.advertise:
-                own = fingerprint(self._keypair.public)
+                own = fingerprint(self._trust.keypair.public)
                 await stack.enter_async_context(
                     advertised(
-                        COORDINATOR_SERVICE, server.port, own, secrets.token_hex(8), lambda: self._settings.interfaces
+                        COORDINATOR_SERVICE, port.port, own, secrets.token_hex(8), lambda: self._settings.interfaces
                     )
                 )
             stack.push_async_callback(self._services.spare_planners.close)
             await stack.enter_async_context(self._fleet)
-            self._services.report(f"listening on port {server.port}")
+            self._services.report(f"listening on port {port.port}")
             notifier.send("READY=1")
             serving = asyncio.gather(*(deployment.run() for deployment in self._controllers.values()))
             proofs = {f"the deployment {name}": each.has_worked for name, each in self._controllers.items()}
-            proofs |= {"the client port": server.has_worked, "the gatekeeper": gatekeeper.has_worked}
+            proofs["the client port"] = port.has_worked
             watchdog = asyncio.create_task(notifier.keep_alive(self._status_line, proofs))
             background = [
                 self._save_later(), self._leadership.run(), self._watch_disk(), self._hand_over.accepted.wait()
@@ -171,7 +140,7 @@ class Service:
             finally:
                 notifier.send("STOPPING=1")
                 await cancel_all([*futures, *([self._stopping] if self._stopping is not None else [])])
-                await server.finish(_ANSWER_SECONDS)
+                await port.finish(_ANSWER_SECONDS)
 
     def _create_controllers(self, goal: Goal | None, plan: Plan | None) -> None:
         services = self._services
@@ -199,7 +168,7 @@ class Service:
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             self._state.retry()
-            self._apps.retry()
+            self._trust.apps.retry()
 
     async def _watch_disk(self) -> None:
         """Hand over to the standby when a disk hangs, which has a copy of the state on a disk of its own."""
@@ -248,7 +217,7 @@ class Service:
         sent, scan_at = None, 0.0
         try:
             while not self._hand_over.accepted.is_set():
-                state = self._state.load(), self._apps.current(), self._devices.current()
+                state = self._state.load(), self._trust.apps.current(), self._devices.current()
                 if state != sent or loop_time() >= scan_at:
                     files = await on_disk(self._settings.state_dir, FILE_SECONDS, self._replica_files)
                     changed = any(stamps.get(file.path) != file.stamp for file in files)
@@ -287,7 +256,7 @@ class Service:
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which the RPC server sends to the client."""
         CALLER.set(caller.public_key)
-        if caller.public_key in self._admins:
+        if caller.public_key in self._trust.admins:
             return await self._answer(caller, message, payload)
         try:
             return response_for_app(await self._answer(caller, message, payload))
@@ -332,7 +301,7 @@ class Service:
         if isinstance(message, _CHANGES):
             return await self._repeats.once(caller.public_key, message.request_id, partial(self._change, message))
         if isinstance(message, wire.ListApps):
-            apps = self._apps.current()
+            apps = self._trust.apps.current()
             return wire.AppList(
                 names=tuple(sorted(apps.keys.values())), revoked=tuple(sorted(set(apps.revoked.values())))
             )
@@ -342,7 +311,8 @@ class Service:
         """Admit or revoke a key."""
         match message:
             case wire.AddApp():
-                self._apps.add(message.name, message.public_key)
+                self._trust.apps.add(message.name, message.public_key)
+                self._port.change_access()
             case wire.RevokeApp():
                 await self._revoke(message.name)
             case wire.AddDevice():
@@ -353,44 +323,13 @@ class Service:
                 await self._fleet.drop_revoked()
         return wire.Done()
 
-    # ---- trust ----------------------------------------------------------------------------------------------------
-
-    def _admits_key(self, public_key: str) -> bool:
-        """Whether a key passes the handshake. A revoked app does: its first request then fails with AppRevoked."""
-        if public_key in self._admins:
-            return True
-        apps = self._apps.current()
-        return public_key in apps.keys or public_key in apps.revoked
-
     async def _revoke(self, app: str) -> None:
         """Revoke an app, and end its requests, also its streams."""
-        keys = [key for key, name in self._apps.current().keys.items() if name == app]
-        self._apps.revoke(app)
-        if self._server is not None:
-            for key in keys:
-                await self._server.end_requests(key, AppRevoked(app=app))
-
-    def _limits_of(self, public_key: str) -> Limits:
-        if public_key in self._admins:
-            return _ADMIN_LIMITS
-        settings = self._settings
-        return Limits(
-            total_bytes=max(_APP_TOTAL_BYTES, settings.app_request_bytes),
-            request_bytes=settings.app_request_bytes,
-            per_second=settings.app_requests_per_second,
-            burst=2 * settings.app_requests_per_second,
-        )
-
-    def _authorise(self, public_key: str, kind: type[wire.Message]) -> None:
-        if public_key in self._admins:
-            return
-        apps = self._apps.current()
-        if public_key in apps.revoked:
-            raise AppRevoked(app=apps.revoked[public_key])
-        if public_key not in apps.keys:
-            raise NotAuthorised(role="none", action="ask this coordinator")
-        if not issubclass(kind, _APP_MESSAGES):
-            raise NotAuthorised(role="app", action=f"send {kind.__name__}")
+        keys = [key for key, name in self._trust.apps.current().keys.items() if name == app]
+        self._trust.apps.revoke(app)
+        self._port.change_access()
+        for key in keys:
+            await self._port.end_requests(key, AppRevoked(app=app))
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
@@ -422,8 +361,8 @@ class Service:
             last_latency_seconds=requests.last_latency_seconds,
             wire=deployment.wire if deployment else wire.WireStats(),
             dropped_messages=deployment.dropped_messages if deployment else 0,
-            refused_requests=self._server.refusals.count if self._server else 0,
-            refused_connections=self._gatekeeper.refusals.count if self._gatekeeper else 0,
+            refused_requests=self._port.num_refused_requests,
+            refused_connections=self._port.num_refused_connections,
             hung_files=tuple(map(str, hung_paths())),
             redundancy=controller.redundancy,
         )

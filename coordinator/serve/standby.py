@@ -21,11 +21,13 @@ import zmq.asyncio
 import hearth
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.quorum import Quorum
+from coordinator.serve.client_port import ClientPort
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.disclosure import error_for_app, response_for_app
-from coordinator.serve.key_registry import KeyRegistry, device_keys
+from coordinator.serve.key_registry import device_keys
 from coordinator.serve.replica import Replica
 from coordinator.serve.state import StateFile
+from coordinator.serve.trust import Trust
 from hearth.client.connection import endpoints_of
 from hearth.errors import AgentBusy, ConnectionLost, HearthError, NotServing, Unreachable
 from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time
@@ -35,15 +37,12 @@ from hearth.platform.notify import Notifier
 from hearth.platform.security import (
     HomeKey,
     agent_access,
-    asyncio_gatekeeper,
     coordinator_access,
-    derive_keypair,
     fingerprint,
 )
 from hearth.protocol import DEFAULT_DEPLOYMENT, STANDBY_LEASE_SECONDS
 from hearth.wire import messages as wire
-from hearth.wire.quota import Limits
-from hearth.wire.rpc import Caller, Policy, Response, RpcClient, RpcServer
+from hearth.wire.rpc import Caller, Response, RpcClient
 
 log = logging.getLogger(__name__)
 
@@ -53,24 +52,27 @@ _SILENCE_SECONDS = 1.0
 _CONNECT_SECONDS = 3.0  # timeout of the connection to a leader
 _ATTEMPT_PAUSE_SECONDS = 0.1  # between two attempts to get the leases, and to reach a leader
 _LEASE_TIMEOUT_SECONDS = 1.0  # of one request for a lease: a device that is slower is not needed for a majority
-# Of each client's key: its requests are refused at once, so few are in progress.
-_LIMITS = Limits(total_bytes=64 << 20, request_bytes=64 << 20, per_second=200.0, burst=400.0)
 
 
 class Standby:
     """One run as a standby. `leaders` are addresses; without them, leaders are found over mDNS."""
 
     def __init__(
-        self, settings: CoordinatorSettings, home: HomeKey, report: Callable[[str], None], leaders: Sequence[str]
+        self,
+        settings: CoordinatorSettings,
+        home: HomeKey,
+        report: Callable[[str], None],
+        trust: Trust,
+        port: ClientPort,
+        leaders: Sequence[str],
     ) -> None:
         self._settings = settings
-        self._keypair = derive_keypair(home.key_bytes(), "coordinator")
-        self._admins = {self._keypair.public, derive_keypair(home.key_bytes(), "admin").public}
+        self._trust = trust
+        self._port = port
         self._access = coordinator_access(home)
         self._report = report
         self._leaders = leaders
         self._state = StateFile(settings.state_dir)
-        self._apps = KeyRegistry(settings.state_dir / "apps.json")
         self._fleet = Fleet(
             agent_access(home),
             None,
@@ -97,7 +99,7 @@ class Standby:
     async def run(self) -> CoordinatorSettings | None:
         """Follow leaders until this coordinator leads; returns the settings to lead with. None: it was stopped.
 
-        They hold the port that it listened on, and the addresses of the devices, which need not be searched by mDNS.
+        They hold the addresses of the devices, which need not be searched by mDNS.
         """
         notifier = Notifier(os.environ)
         loop = asyncio.get_running_loop()
@@ -106,24 +108,16 @@ class Standby:
         async with AsyncExitStack() as stack:
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
-            gatekeeper = asyncio_gatekeeper(context)
-            gatekeeper.admit("coordinator", self._admits_key)
-            gatekeeper.start()
-            stack.push_async_callback(gatekeeper.close)
-            server = RpcServer(
-                context, self._settings.bind_host, self._settings.port, self._keypair, "coordinator", self.handle,
-                policy=Policy(limits=lambda public_key: _LIMITS, sizes=wire.CLIENT_SIZES),
-            )  # fmt: skip
-            stack.push_async_callback(server.close)
+            await stack.enter_async_context(self._port.serving(self.handle))
             await stack.enter_async_context(self._fleet)
             if not self._leaders:
                 browser = Browser(COORDINATOR_SERVICE, self._on_found, self._settings.interfaces)
                 await browser.start()
                 stack.push_async_callback(browser.stop)
-            self._report(f"listening on port {server.port}")
+            self._report(f"listening on port {self._port.port}")
             self._report(self.state)
             notifier.send("READY=1")
-            proofs = {"the client port": server.has_worked, "the gatekeeper": gatekeeper.has_worked}
+            proofs = {"the client port": self._port.has_worked}
             tasks = {
                 "follow": asyncio.create_task(self._follow(context)),
                 "lead": asyncio.create_task(self._lead()),
@@ -138,20 +132,17 @@ class Standby:
                     return None
                 self._state.save_configuration(self._quorum.current)
                 devices = ",".join(filter(None, [_addresses(self._fleet), self._settings.devices]))
-                return self._settings.model_copy(update={"port": server.port, "devices": devices})
+                return self._settings.model_copy(update={"devices": devices})
             finally:
                 await cancel_all(tasks.values())
 
     # ---- requests -----------------------------------------------------------------------------------------------------
 
-    def _admits_key(self, public_key: str) -> bool:
-        return public_key in self._admins or public_key in self._apps.current().keys
-
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Answer one request: a standby says what it is, and refuses everything else with NotServing."""
         if isinstance(message, wire.Hello):
             return wire.CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
-        is_admin = caller.public_key in self._admins
+        is_admin = caller.public_key in self._trust.admins
         if isinstance(message, wire.GetReadiness):
             readiness = wire.Readiness(ready=False, state=f"this is {self.state}", model="")
             return readiness if is_admin else response_for_app(readiness)
@@ -161,7 +152,7 @@ class Standby:
     # ---- following a leader -------------------------------------------------------------------------------------------
 
     def _on_found(self, service: DiscoveredService) -> None:
-        if service.fingerprint == fingerprint(self._keypair.public):
+        if service.fingerprint == fingerprint(self._access.server_public):
             self._found[service.id] = service
 
     def _endpoints(self) -> list[str]:

@@ -44,6 +44,12 @@ _QUICK_HEARTBEAT_MS = 1000
 _QUICK_HEARTBEAT_TIMEOUT_MS = 2000
 
 
+# A connection whose handshake takes longer is closed: idle ones must not use up the descriptors. A busy event loop answers
+# within a second or two; clients take several closed handshakes in a row for a wrong key.
+_HANDSHAKE_MS = 10_000
+BACKLOG = 1024  # connections that the kernel accepts while ZeroMQ is busy; more than a home has
+
+
 class KeyPair(NamedTuple):
     """A CURVE key pair in Z85."""
 
@@ -299,6 +305,12 @@ def secure_server(socket: zmq.Socket[Any], keypair: KeyPair, domain: str) -> Non
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
+def limit_connections(socket: zmq.Socket[Any]) -> None:
+    """Limit what idle connections to a server's socket take up. Call it before `bind`."""
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
+
+
 def detect_silence(socket: zmq.Socket[Any]) -> None:
     """Make a client's socket end its connection within 3 s if the server is silent, instead of 8 s."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, _QUICK_HEARTBEAT_MS)
@@ -374,6 +386,16 @@ class _LoopAuthenticator(Authenticator):
     def stop(self) -> None:
         self._task.cancel()
         super().stop()
+
+
+class PolledAuthenticator(Authenticator):
+    """pyzmq's authenticator for a program that polls its sockets itself, and calls `answer` when `zap_socket` is readable."""
+
+    def answer(self) -> None:
+        """Answer one handshake."""
+        message = self.zap_socket.recv_multipart(zmq.NOBLOCK)
+        with suppress(StopIteration):
+            self.handle_zap_message(message).send(None)  # our rules wait for nothing
 
 
 class Gatekeeper:

@@ -54,6 +54,7 @@ class Quota:
     def __init__(self) -> None:
         self.num_requests = 0
         self.num_bytes = 0
+        self.unread_bytes = 0  # of answers; limited by servers that count them
         self._starts = _Bucket()
         self._refusals = _Bucket()
 
@@ -80,6 +81,14 @@ class Quota:
             return True
         self._refusals.give_back(1)
         return False
+
+    def hold(self, num_bytes: int) -> None:
+        """Count the bytes of an answer that has not left yet."""
+        self.unread_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Such an answer has left."""
+        self.unread_bytes -= num_bytes
 
     def leave(self, num_bytes: int) -> None:
         """A request has ended."""

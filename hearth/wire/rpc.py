@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -34,7 +35,16 @@ from hearth.errors import (
 )
 from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervised, with_timeout
 from hearth.platform.refusals import Refusals
-from hearth.platform.security import Access, KeyPair, detect_silence, fingerprint, secure_client, secure_server, user_id
+from hearth.platform.security import (
+    Access,
+    KeyPair,
+    detect_silence,
+    fingerprint,
+    limit_connections,
+    secure_client,
+    secure_server,
+    user_id,
+)
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire.messages import (
     MESSAGE_TYPES,
@@ -53,7 +63,7 @@ from hearth.wire.quota import Limits, Quota
 
 log = logging.getLogger(__name__)
 
-_ID_BYTES = 8  # length of a request id, a counter that never wraps
+ID_BYTES = 8  # length of a request id, a counter that never wraps
 _RECONNECT_MS = 100  # first reconnection interval; it grows, so that a lost peer costs little, up to the next value
 _RECONNECT_MAX_MS = 1000  # a server that has restarted is reached again within a second
 _CHILD_RECONNECT_MS = 20  # short, because a child process that was just started soon listens
@@ -62,10 +72,6 @@ _CHILD_RECONNECT_MS = 20  # short, because a child process that was just started
 _STALLED_SECONDS = 30.0
 # Interval of the attempts to send to such a caller: short compared with a pause of a reader.
 _STALLED_POLL_SECONDS = 0.05
-# A connection whose handshake takes longer is closed: idle ones must not use up the descriptors. A busy event loop answers
-# within a second or two; clients take several closed handshakes in a row for a wrong key.
-_HANDSHAKE_MS = 10_000
-_BACKLOG = 1024  # connections that the kernel accepts while ZeroMQ is busy; more than a home has
 _KEY_REFUSED = 400  # status of `EVENT_HANDSHAKE_FAILED_AUTH`: the server does not know our key
 # A server with another key than we expect closes the connection during the handshake. So does one that ends at that moment,
 # but not several times in a row.
@@ -113,7 +119,7 @@ class Policy(NamedTuple):
 ACCEPT_ALL = Policy()
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
     """A request in progress."""
 
     identity: bytes  # of the connection
@@ -123,13 +129,98 @@ class _Request(NamedTuple):
     num_bytes: int
 
 
-class RpcServer:
-    """A ROUTER socket that handles each request in its own task. `refusals` counts refused and invalid messages.
+class RequestServer(ABC):
+    """Handles each request in its own task. `refusals` counts refused and invalid messages.
 
     If the handler returns an async generator, the answer is a stream. The generator is closed, and its `finally` blocks run,
-    when the caller cancels, stops reading, or is gone. The latter is noticed at the next answer; heartbeats close a silent
-    connection after about 8 s.
+    when the caller cancels, stops reading, or is gone. Subclasses receive the requests and send the answers.
     """
+
+    def __init__(self, handler: Handler, policy: Policy) -> None:
+        self.refusals = Refusals("messages", loop_time)
+        self._handler = handler
+        self._policy = policy
+        self._tasks: dict[asyncio.Task[None], Request] = {}
+        self._requests: dict[tuple[bytes, bytes], asyncio.Task[None]] = {}  # keyed by connection and request id
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests whose handler runs or whose answer is being sent."""
+        return len(self._tasks)
+
+    async def finish(self, timeout_seconds: float) -> None:
+        """Wait until all running requests are answered."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_seconds)
+
+    async def end_requests(self, public_key: str | None, error: HearthError) -> None:
+        """End all requests of a key, also its streams, with this error; None: those of all keys."""
+        ending = [(task, each) for task, each in self._tasks.items() if public_key in (None, each.caller.public_key)]
+        for task, request in ending:
+            task.cancel()
+            await self._send(request, Failed.of(error), is_last=True)
+        await cancel_all([task for task, _ in ending])
+
+    def _begin(self, request: Request, body: zmq.Frame, payload: list[zmq.Frame], delay_seconds: float = 0.0) -> None:
+        """Handle a request."""
+        task = asyncio.create_task(self._run(request, body, payload, delay_seconds))
+        self._tasks[task] = request
+        self._requests[request.identity, request.request_id] = task
+        task.add_done_callback(self._task_done)
+
+    def _cancel(self, identity: bytes, request_id: bytes) -> None:
+        """Cancel a request, without an answer, if it is still in progress."""
+        if (task := self._requests.get((identity, request_id))) is not None:
+            task.cancel()
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        request = self._tasks.pop(task)
+        key = (request.identity, request.request_id)
+        if self._requests.get(key) is task:  # not a later request with the same id
+            del self._requests[key]
+        self._ended(request)
+
+    async def _run(self, request: Request, body: zmq.Frame, payload: list[zmq.Frame], delay_seconds: float) -> None:
+        caller, kind = request.caller, request.kind
+        try:
+            if delay_seconds:
+                await asyncio.sleep(delay_seconds)
+            message = decode(body.buffer, kind, self._policy.sizes)
+            response = await self._handler(caller, message, [frame.buffer for frame in payload])
+            if isinstance(response, AsyncGenerator):
+                async with aclosing(response) as replies:
+                    async for reply in replies:
+                        if not await self._send(request, reply, is_last=False, timeout_seconds=_STALLED_SECONDS):
+                            log.info("the caller of a stream (%s) is gone", kind.__name__)
+                            return
+            else:
+                await self._send(request, response, is_last=True, timeout_seconds=_STALLED_SECONDS)
+        except BadMessage as error:
+            self.refusals.note(f"{error.code} for {fingerprint(caller.public_key)}")
+            await self._send(request, Failed.of(error), is_last=True)
+        except HearthError as error:
+            await self._send(request, Failed.of(error), is_last=True)
+        except Exception as error:
+            log.exception("%s failed", kind.__name__)
+            failure = InternalError(where="the other end", reason=f"{type(error).__name__}: {error}")
+            await self._send(request, Failed.of(failure), is_last=True)
+
+    @abstractmethod
+    async def _send(
+        self, request: Request, answer: Message | Reply, is_last: bool, timeout_seconds: float = 0.0
+    ) -> bool:
+        """Send an answer. Returns False if the caller is gone, or reads nothing for `timeout_seconds`.
+
+        Raises FrameTooLarge.
+        """
+
+    @abstractmethod
+    def _ended(self, request: Request) -> None:
+        """A request is no longer in progress: answered, cancelled, or failed."""
+
+
+class RpcServer(RequestServer):
+    """A ROUTER socket. A caller that is gone is noticed at the next answer; heartbeats close a silent connection after 8 s."""
 
     def __init__(
         self,
@@ -143,18 +234,13 @@ class RpcServer:
         policy: Policy = ACCEPT_ALL,
     ) -> None:
         """Bind and listen. Port 0: any free port. Raises PortInUse, whose advice names `port_setting`."""
-        self.refusals = Refusals("messages", loop_time)
+        super().__init__(handler, policy)
         self._num_turns = 0  # of the receive loop
         self._num_turns_seen = 0  # by `has_worked`
-        self._handler = handler
-        self._policy = policy
-        self._tasks: dict[asyncio.Task[None], _Request] = {}
-        self._requests: dict[tuple[bytes, bytes], asyncio.Task[None]] = {}  # keyed by connection and request id
         self._quotas: defaultdict[str, Quota] = defaultdict(Quota)  # keyed by public key; only admitted ones get here
         self._socket = context.socket(zmq.ROUTER)
         secure_server(self._socket, keypair, domain)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        limit_connections(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error for an answer to a caller that is gone
         host = f"[{bind_host}]" if ":" in bind_host else bind_host
         try:
@@ -167,15 +253,9 @@ class RpcServer:
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._loop_task = supervised(self._receive_loop(), f"the server on port {self.port}")
 
-    @property
-    def num_running(self) -> int:
-        """Number of requests whose handler runs or whose answer is being sent."""
-        return len(self._tasks)
-
     async def finish(self, timeout_seconds: float) -> None:
         """Wait until all running requests are answered. `close` then leaves the answers time to be sent."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_seconds)
+        await super().finish(timeout_seconds)
         self._socket.linger = int(1000 * timeout_seconds)
 
     async def close(self) -> None:
@@ -187,13 +267,6 @@ class RpcServer:
         """Whether the receive loop has handled a message since the last call, or none waits for it."""
         seen, self._num_turns_seen = self._num_turns_seen, self._num_turns
         return seen != self._num_turns or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN
-
-    async def end_requests(self, public_key: str, error: HearthError) -> None:
-        """End all requests of a key, also its streams, with this error."""
-        ending = [(task, each) for task, each in self._tasks.items() if each.caller.public_key == public_key]
-        await cancel_all([task for task, _ in ending])
-        for _, request in ending:
-            await self._send(request.identity, request.request_id, Failed.of(error))
 
     async def _receive_loop(self) -> None:
         while True:
@@ -210,7 +283,7 @@ class RpcServer:
     async def _receive(self, frames: list[zmq.Frame]) -> None:
         """Handle one message: start its request, cancel one, or refuse it."""
         caller = Caller(user_id(frames[-1])) if frames else Caller("")
-        if len(frames) < 3 or len(frames[1]) != _ID_BYTES:
+        if len(frames) < 3 or len(frames[1]) != ID_BYTES:
             self.refusals.note(f"a message that is no request, by {fingerprint(caller.public_key)}")
             return
         identity, request_id = frames[0].bytes, frames[1].bytes
@@ -218,8 +291,7 @@ class RpcServer:
             kind = self._kind_of(frames)
             if kind is Cancel:
                 cancel = expect_message(decode(frames[2].buffer, Cancel), Cancel, "a caller")
-                if (task := self._requests.get((identity, cancel.request))) is not None:
-                    task.cancel()
+                self._cancel(identity, cancel.request)
                 return
             self._policy.authorise(caller.public_key, kind)
             num_bytes = sum(map(len, frames))
@@ -229,13 +301,9 @@ class RpcServer:
         except HearthError as error:
             self.refusals.note(f"{error.code} for {fingerprint(caller.public_key)}")
             if self._quotas[caller.public_key].answers_refusal(loop_time()):
-                await self._send(identity, request_id, Failed.of(error))
+                await self._send_frames([identity, request_id, encode(Failed.of(error))], 0.0)
             return
-        request = _Request(identity, request_id, caller, kind, num_bytes)
-        task = asyncio.create_task(self._run(request, frames[2], frames[3:], delay_seconds))
-        self._tasks[task] = request
-        self._requests[identity, request_id] = task
-        task.add_done_callback(self._task_done)
+        self._begin(Request(identity, request_id, caller, kind, num_bytes), frames[2], frames[3:], delay_seconds)
 
     def _kind_of(self, frames: list[zmq.Frame]) -> type[Message]:
         if len(frames) - 3 > MAX_PAYLOAD_FRAMES:
@@ -245,62 +313,31 @@ class RpcServer:
             raise UnknownMessage(tag=kind.tag)
         return kind
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        request = self._tasks.pop(task)
-        key = (request.identity, request.request_id)
-        if self._requests.get(key) is task:  # not a later request with the same id
-            del self._requests[key]
-        self._quotas[request.caller.public_key].leave(request.num_bytes)
-
-    async def _run(self, request: _Request, body: zmq.Frame, payload: list[zmq.Frame], delay_seconds: float) -> None:
-        identity, request_id, caller, kind, _ = request
-        try:
-            if delay_seconds:
-                await asyncio.sleep(delay_seconds)
-            message = decode(body.buffer, kind, self._policy.sizes)
-            response = await self._handler(caller, message, [frame.buffer for frame in payload])
-            if isinstance(response, AsyncGenerator):
-                async with aclosing(response) as replies:
-                    async for reply in replies:
-                        if not await self._send(identity, request_id, reply, _STALLED_SECONDS):
-                            log.info("the caller of a stream (%s) is gone", kind.__name__)
-                            return
-            else:
-                await self._send(identity, request_id, response, _STALLED_SECONDS)
-        except BadMessage as error:
-            self.refusals.note(f"{error.code} for {fingerprint(caller.public_key)}")
-            await self._send(identity, request_id, Failed.of(error))
-        except HearthError as error:
-            await self._send(identity, request_id, Failed.of(error))
-        except Exception as error:
-            log.exception("%s failed", kind.__name__)
-            failure = InternalError(where="the other end", reason=f"{type(error).__name__}: {error}")
-            await self._send(identity, request_id, Failed.of(failure))
-
     async def _send(
-        self, identity: bytes, request_id: bytes, answer: Message | Reply, timeout_seconds: float = 0.0
+        self, request: Request, answer: Message | Reply, is_last: bool, timeout_seconds: float = 0.0
     ) -> bool:
-        """Send an answer. Returns False if the caller is gone, or its buffer stays full for `timeout_seconds`.
-
-        Raises FrameTooLarge.
-        """
         reply = answer if isinstance(answer, Reply) else Reply(answer)
-        frames = [identity, request_id, encode(reply.message), *reply.payload]
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_seconds
+        frames = [request.identity, request.request_id, encode(reply.message), *reply.payload]
+        return await self._send_frames(frames, timeout_seconds)
+
+    async def _send_frames(self, frames: Sequence[Any], timeout_seconds: float) -> bool:
+        deadline = loop_time() + timeout_seconds
         while True:
             try:
                 # Non-blocking: one full buffer must not delay the answers to other callers.
                 await self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
                 return True
             except zmq.Again:
-                if loop.time() >= deadline:
+                if loop_time() >= deadline:
                     return False
                 await asyncio.sleep(_STALLED_POLL_SECONDS)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 return False
+
+    def _ended(self, request: Request) -> None:
+        self._quotas[request.caller.public_key].leave(request.num_bytes)
 
 
 class _Answers:
@@ -452,7 +489,7 @@ class RpcClient:
             del self._pending[request_id]
             if not ended:
                 self._last_id += 1
-                frames = [self._last_id.to_bytes(_ID_BYTES, "little"), encode(Cancel(request=request_id))]
+                frames = [self._last_id.to_bytes(ID_BYTES, "little"), encode(Cancel(request=request_id))]
                 with suppress(zmq.ZMQError):  # no connection: the server notices that by itself
                     await self._socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -463,7 +500,7 @@ class RpcClient:
         if self._failure is not None:
             raise self._failure
         self._last_id += 1
-        request_id = self._last_id.to_bytes(_ID_BYTES, "little")
+        request_id = self._last_id.to_bytes(ID_BYTES, "little")
         self._pending[request_id] = _Answers()
         try:
             await self._socket.send_multipart([request_id, body, *payload], zmq.NOBLOCK, copy=False)

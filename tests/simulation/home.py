@@ -9,8 +9,8 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -40,16 +40,19 @@ from agent.daemon.config import AgentSettings
 from agent.daemon.daemon import AgentDaemon
 from agent.daemon.identity import Identity
 from agent.daemon.main import run_agent
+from coordinator.serve.client_port import ClientPort, refuse
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
 from coordinator.serve.prompts import GenerationDefaults
 from coordinator.serve.roles import run_coordinator
 from coordinator.serve.service import Service
 from coordinator.serve.state import TransformerGoal
+from coordinator.serve.trust import CLIENT_MESSAGES, Trust
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
 from hearth.platform.security import AppKey, HomeKey, KeyPair, derive_keypair, new_home_key, new_keypair
 from hearth.wire import messages as wire
+from hearth.wire.rpc import Policy, RpcServer
 
 CONTROL_PORT, LINK_PORT, COORDINATOR_PORT = 47800, 47801, 47830
 AGENT_START_SECONDS = 0.3  # from the start of the process until it listens
@@ -240,10 +243,9 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
     return [
         (zmq.asyncio, "Context", Context),
         (main, "asyncio_gatekeeper", Gatekeeper),
-        (service, "asyncio_gatekeeper", Gatekeeper),
-        (coordinator.serve.standby, "asyncio_gatekeeper", Gatekeeper),
         (coordinator.serve.standby, "Browser", _Browser),
         (coordinator.serve.roles, "Service", _service),
+        (coordinator.serve.roles, "client_port", _client_port),
         (main, "load_credential", lambda path: HOME),
         (main, "load_identity", _load_identity),
         (main, "GpuReader", _Gpu),
@@ -331,6 +333,37 @@ def _service(*arguments: Any) -> Service:
     assert process is not None
     service = process.variables["service"] = Service(*arguments)
     return service
+
+
+class _ClientPort(RpcServer):
+    """The client port in the coordinator's own process."""
+
+    def __init__(self, context: Context, settings: CoordinatorSettings, trust: Trust) -> None:
+        policy = Policy(CLIENT_MESSAGES, trust.authorise, lambda key: trust.access.limits(key), wire.CLIENT_SIZES)
+        super().__init__(
+            context, settings.bind_host, settings.port, trust.keypair, "coordinator", refuse, policy=policy
+        )
+
+    serving = ClientPort.serving
+    num_refused_requests = num_refused_connections = 0
+
+    def change_access(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def _client_port(settings: CoordinatorSettings, trust: Trust) -> AsyncIterator[_ClientPort]:
+    context = Context()
+    gatekeeper = Gatekeeper(context)
+    gatekeeper.admit("coordinator", lambda key: trust.access.admits(key))
+    gatekeeper.start()
+    port = _ClientPort(context, settings, trust)
+    try:
+        yield port
+    finally:
+        await port.close()
+        await gatekeeper.close()
+        context.destroy(linger=0)
 
 
 class _Gpu:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import msgpack
 from pydantic import ValidationError
 
-from hearth.errors import BadMessage, FrameTooLarge, ProtocolMismatch, UnknownMessage
+from hearth.errors import BadMessage, FrameTooLarge, UnknownMessage
 from hearth.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from hearth.validation import first_error
+from hearth.wire.envelope import NOT_MSGPACK, message_tag
 from hearth.wire.messages.agent import *  # noqa: F403
 from hearth.wire.messages.base import *  # noqa: F403
 from hearth.wire.messages.base import MAX_LIST_ITEMS, MESSAGE_TYPES, Message
@@ -26,8 +27,7 @@ from hearth.wire.messages.standby import *  # noqa: F403
 from hearth.wire.messages.worker import *  # noqa: F403
 
 _MAX_REASON_CHARACTERS = 500  # the name of an invalid field comes from the peer, and may be as long as the message
-_HEAD_BYTES = 256  # of a message, in which its tag and version are expected
-_NOT_MSGPACK = (ValueError, TypeError, RecursionError, MemoryError, msgpack.UnpackException)
+ANY_VERSION_TAGS = frozenset(tag for tag, kind in MESSAGE_TYPES.items() if kind.any_version)
 
 
 def encode(message: Message) -> bytes:
@@ -58,50 +58,11 @@ def message_type(
 
     Raises FrameTooLarge, BadMessage, ProtocolMismatch, and UnknownMessage for a type that is not in `accepted`.
     """
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise FrameTooLarge(num_bytes=len(data), cap_bytes=MAX_MESSAGE_BYTES)
-    try:
-        tag, version = _tag_and_version(data)
-    except _NOT_MSGPACK as error:
-        raise BadMessage(reason=f"not valid msgpack ({type(error).__name__})") from None
-    known = MESSAGE_TYPES.get(tag) if isinstance(tag, str) else None
-    if version != PROTOCOL_VERSION and not (known is not None and known.any_version):
-        if not isinstance(version, int):
-            raise BadMessage(reason="the protocol version is not a number")
-        raise ProtocolMismatch(peer="The other end", ours=PROTOCOL_VERSION, theirs=version)
-    if known is None or known.tag not in accepted:
-        raise UnknownMessage(tag=str(tag)[:64])
+    tag = message_tag(data, ANY_VERSION_TAGS)
+    known = accepted.get(tag)
+    if known is None:
+        raise UnknownMessage(tag=tag[:64])
     return known
-
-
-def _tag_and_version(data: bytes | memoryview) -> tuple[Any, Any]:
-    """The fields `t` and `v`. Our encoder writes them first; else other fields are skipped, for which no object is made."""
-    try:
-        return _find_tag_and_version(data[:_HEAD_BYTES])
-    except msgpack.OutOfData:
-        return _find_tag_and_version(data)
-
-
-def _find_tag_and_version(data: bytes | memoryview) -> tuple[Any, Any]:
-    unpacker = msgpack.Unpacker(
-        read_size=_HEAD_BYTES,
-        max_buffer_size=MAX_MESSAGE_BYTES,
-        max_str_len=256,
-        max_bin_len=256,
-        max_array_len=0,
-        max_map_len=0,
-    )
-    unpacker.feed(data)
-    found: dict[str, Any] = {}
-    for _ in range(unpacker.read_map_header()):
-        name = unpacker.unpack()
-        if name in ("t", "v"):
-            found[name] = unpacker.unpack()
-            if len(found) == 2:
-                break
-        else:
-            unpacker.skip()
-    return found.get("t"), found.get("v", 1)
 
 
 def decode(data: bytes | memoryview, kind: type[Message] | None = None, sizes: Sizes = PEER_SIZES) -> Message:
@@ -120,7 +81,7 @@ def decode(data: bytes | memoryview, kind: type[Message] | None = None, sizes: S
             max_str_len=sizes.string_bytes,
             max_bin_len=sizes.string_bytes,
         )
-    except _NOT_MSGPACK as error:
+    except NOT_MSGPACK as error:
         raise BadMessage(reason=f"not valid msgpack, or too large a part ({type(error).__name__})") from None
     try:
         message: Message = kind.__pydantic_validator__.validate_python(fields)

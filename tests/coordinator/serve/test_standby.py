@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.serve.client_port import client_port
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.standby import Standby
+from coordinator.serve.trust import Trust
 from hearth.errors import NotServing
 from hearth.platform.security import derive_keypair, new_home_key
 from hearth.wire import messages as wire
@@ -20,7 +22,10 @@ def test_only_administrators_learn_the_name_of_the_leader(tmp_path: Path) -> Non
     admin = Caller(derive_keypair(home.key_bytes(), "admin").public)
 
     async def main() -> None:
-        standby = Standby(CoordinatorSettings(state_dir=tmp_path, name="attic"), home, lambda line: None, ["kitchen"])
+        settings = CoordinatorSettings(state_dir=tmp_path, name="attic", port=0, bind_host="127.0.0.1")
+        trust = Trust(settings, home)
+        async with client_port(settings, trust) as port:
+            standby = Standby(settings, home, lambda line: None, trust, port, ["kitchen"])
         standby._leader_name = "kitchen"
         for caller, learns in ((admin, True), (Caller("an app"), False)):
             ready = await standby.handle(caller, wire.GetReadiness(request_id="1", timeout_seconds=1.0), ())

@@ -17,6 +17,7 @@ from support.contexts import zmq_context
 from zmq.auth.base import Authenticator
 
 from hearth.errors import BadKey, HearthError, KeyExists, KeyMissing, NotAuthorised, Unreachable, WrongKey
+from hearth.platform import security
 from hearth.platform.security import (
     Access,
     AppKey,
@@ -41,7 +42,6 @@ from hearth.platform.security import (
     save_credential,
     secure_server,
 )
-from hearth.wire import rpc
 from hearth.wire.messages import Done, GetReadiness
 from hearth.wire.rpc import Caller, RpcClient, RpcServer
 
@@ -259,7 +259,7 @@ def test_handshake_that_cannot_be_answered_does_not_end_the_gatekeeper(monkeypat
         await answer(self, message)
 
     monkeypatch.setattr(Authenticator, "handle_zap_message", fail_once)
-    monkeypatch.setattr(rpc, "_HANDSHAKE_MS", 500)  # then the client tries again
+    monkeypatch.setattr(security, "_HANDSHAKE_MS", 500)  # then the client tries again
 
     async def scenario() -> None:
         async with guarded() as (guard, client):

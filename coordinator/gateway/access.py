@@ -1,0 +1,47 @@
+"""Who may send what to a coordinator, and how much of it. Pure; used by the gateway and again by the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hearth.errors import AppRevoked, NotAuthorised
+from hearth.wire.quota import Limits
+
+
+class MessageRule(NamedTuple):
+    """A type of message that clients may send."""
+
+    name: str  # of its class
+    for_apps: bool  # whether an app may send it; all others need an admin key
+    any_version: bool  # whether a peer of another protocol version may send it
+
+
+class Access(NamedTuple):
+    """The keys that are admitted, with their roles and limits."""
+
+    admins: Sequence[str]  # public keys
+    apps: Mapping[str, str]  # public keys, with the names of the apps
+    revoked: Mapping[str, str]
+    app_limits: Limits  # of each app
+    admin_limits: Limits  # of each administrator
+    app_bytes: int  # of the requests and unread answers of all apps together
+
+    def admits(self, public_key: str) -> bool:
+        """Whether a key passes the handshake. A revoked app does: its first request then fails with AppRevoked."""
+        return public_key in self.admins or public_key in self.apps or public_key in self.revoked
+
+    def authorise(self, public_key: str, rule: MessageRule) -> None:
+        """Raises AppRevoked or NotAuthorised if this key may not send such a message."""
+        if public_key in self.admins:
+            return
+        if public_key in self.revoked:
+            raise AppRevoked(app=self.revoked[public_key])
+        if public_key not in self.apps:
+            raise NotAuthorised(role="none", action="ask this coordinator")
+        if not rule.for_apps:
+            raise NotAuthorised(role="app", action=f"send {rule.name}")
+
+    def limits(self, public_key: str) -> Limits:
+        """The limits of a key that is admitted."""
+        return self.admin_limits if public_key in self.admins else self.app_limits

@@ -1,0 +1,195 @@
+"""The gateway process: its sockets, its limits, and the loop that moves messages between clients and the coordinator."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import resource
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from coordinator.gateway import link
+from coordinator.gateway.link import GatewayStart, GatewayState
+from coordinator.gateway.outbox import STALLED_SECONDS, Outbox, Outcome
+from coordinator.gateway.plane import Action, ClientPlane, Forward, Send
+from hearth.platform.refusals import Refusals
+from hearth.platform.security import (
+    Gatekeeper,
+    KeyPair,
+    PolledAuthenticator,
+    fingerprint,
+    limit_connections,
+    secure_server,
+    user_id,
+)
+
+log = logging.getLogger(__name__)
+
+_ZAP_DOMAIN = "coordinator"
+# Answers in the buffer of one connection. Those that are not counted are smaller than `link.LARGE_ANSWER_BYTES`, so that they
+# take up 4 MiB at most.
+_ANSWERS_PER_CONNECTION = 256
+# Messages that are handled in a row: of the coordinator first, since its answers end requests and free memory.
+_ANSWERS_IN_A_ROW = 256
+_REQUESTS_IN_A_ROW = 64
+_POLL_SECONDS = (
+    0.005  # interval at which answers are looked at that have not left: a stream of large answers waits for it
+)
+_FLUSH_SECONDS = 2.0  # for the last answers to leave
+# A coordinator that is stopped (SIGSTOP) for this long serves no one: the gateway ends, and with it the connections, so that
+# clients turn to another coordinator. One that ends is noticed at once.
+_STOPPED_SECONDS = 1.5
+_OOM_SCORE = 500  # of 1000: the kernel ends the gateway, which is soon started again, before the coordinator
+
+
+class Gateway:
+    """One run of the gateway."""
+
+    def __init__(self, start: GatewayStart) -> None:
+        """Listen, and connect to the coordinator."""
+        self._refusals = Refusals("messages")
+        self._context = zmq.Context()
+        self._plane = ClientPlane(start.rules, start.access, self._note_refusal)
+        self._outbox = Outbox(self._try_to_send, self._left, self._gone)
+        self._authenticator = PolledAuthenticator(self._context)
+        self._gatekeeper = Gatekeeper(self._authenticator)
+        self._gatekeeper.admit(_ZAP_DOMAIN, lambda public_key: self._plane.access.admits(public_key))
+        self._gatekeeper.start()
+        self._coordinator = self._context.socket(zmq.DEALER)
+        self._coordinator.sndhwm = self._coordinator.rcvhwm = 0  # what is under way is bounded by the plane's limits
+        self._coordinator.linger = 0
+        self._coordinator.connect(start.endpoint)
+        self._clients = self._context.socket(zmq.ROUTER)
+        secure_server(self._clients, KeyPair(start.public_key, start.secret_key), _ZAP_DOMAIN)
+        limit_connections(self._clients)
+        self._clients.sndhwm = _ANSWERS_PER_CONNECTION
+        self._clients.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error for an answer to a caller that is gone
+        self._clients.setsockopt(
+            zmq.TCP_MAXRT, int(STALLED_SECONDS * 1000)
+        )  # the kernel ends a connection that nobody reads
+        self._clients.setsockopt(zmq.USE_FD, start.listener)
+        self._clients.bind("tcp://127.0.0.1:*")  # the address is that of the listening socket
+        self._parent = os.getppid()
+        self._stopped_since = math.inf
+        self._ended = False
+
+    def run(self) -> None:
+        """Serve until the coordinator says `STOP`, has ended, or is stopped."""
+        poller = zmq.Poller()
+        for socket in (self._coordinator, self._clients, self._authenticator.zap_socket):
+            poller.register(socket, zmq.POLLIN)
+        next_state = 0.0
+        while not self._ended:
+            now = time.monotonic()
+            if now >= next_state:
+                if self._is_coordinator_gone(now):
+                    return
+                state = GatewayState(self._refusals.count, self._gatekeeper.refusals.count)
+                self._coordinator.send_multipart([link.STATE, state.encode()])
+                next_state = now + link.STATE_SECONDS
+            ready = dict(poller.poll(self._milliseconds_until(next_state)))
+            now = time.monotonic()
+            if self._authenticator.zap_socket in ready:
+                self._authenticator.answer()
+            if self._coordinator in ready:
+                self._drain(self._coordinator, _ANSWERS_IN_A_ROW, self._hear_coordinator, now)
+            if self._outbox.is_busy:
+                self._outbox.poll(now)
+            if self._clients in ready:
+                self._drain(self._clients, _REQUESTS_IN_A_ROW, self._hear_client, now)
+            self._act(self._plane.start_due(now), now)
+
+    def close(self) -> None:
+        """Give the last answers time to leave, and close the port."""
+        self._clients.close(linger=int(_FLUSH_SECONDS * 1000))
+        self._coordinator.close()
+        self._gatekeeper.stop()
+        self._context.term()
+
+    def _milliseconds_until(self, next_state: float) -> int:
+        deadlines = [next_state]
+        if self._plane.next_start is not None:
+            deadlines.append(self._plane.next_start)
+        seconds = max(min(deadlines) - time.monotonic(), 0.0)
+        return math.ceil(1000 * (min(seconds, _POLL_SECONDS) if self._outbox.is_busy else seconds))
+
+    def _drain(self, socket: zmq.Socket[bytes], most: int, handle: Any, now: float) -> None:
+        for _ in range(most):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            handle(frames, now)
+
+    def _hear_client(self, frames: list[zmq.Frame], now: float) -> None:
+        self._act(self._plane.receive(frames, user_id(frames[-1]), now), now)
+
+    def _hear_coordinator(self, frames: list[zmq.Frame], now: float) -> None:
+        match frames[0].bytes:
+            case link.STOP:
+                self._ended = True
+            case link.ACCESS:
+                self._act(self._plane.change_access(link.decode_access(frames[1].bytes)), now)
+            case _:
+                self._act(self._plane.answer(frames), now)
+
+    def _act(self, actions: Sequence[Action], now: float) -> None:
+        for action in actions:
+            if isinstance(action, Forward):
+                self._coordinator.send_multipart(action.frames, zmq.NOBLOCK, copy=False)
+            else:
+                self._outbox.post(action, now)
+
+    def _try_to_send(self, answer: Send) -> Outcome:
+        """Send without waiting. The largest frame of a large answer is tracked: ZeroMQ encrypts and sends frames in order."""
+        frames, tracker = list(answer.frames), None
+        if answer.num_bytes:
+            largest = max(range(2, len(frames)), key=lambda index: len(frames[index]))
+            frames[largest] = zmq.Frame(frames[largest].buffer, track=True, copy=False, copy_threshold=0)
+            tracker = frames[largest].tracker
+        try:
+            self._clients.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return "full"
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return "gone"
+        return tracker or "taken"
+
+    def _left(self, answer: Send) -> None:
+        self._act(self._plane.left(answer), time.monotonic())
+
+    def _gone(self, identity: bytes) -> None:
+        self._act(self._plane.gone(identity), time.monotonic())
+
+    def _note_refusal(self, reason: str, public_key: str) -> None:
+        self._refusals.note(f"{reason}, of {fingerprint(public_key)}")
+
+    def _is_coordinator_gone(self, now: float) -> bool:
+        """Whether the coordinator has ended, or has been stopped for a while."""
+        if os.getppid() != self._parent:
+            return True
+        with suppress(OSError):  # a system without /proc
+            stat = Path(f"/proc/{self._parent}/stat").read_bytes()
+            if stat.rpartition(b")")[2].split()[0] not in (b"T", b"t"):
+                self._stopped_since = math.inf
+            else:
+                self._stopped_since = min(self._stopped_since, now)
+        return now - self._stopped_since >= _STOPPED_SECONDS
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Bound the memory of this process: whatever clients send, it ends at most the gateway."""
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+    except (OSError, ValueError) as error:  # forbidden by a sandbox, whose own limit holds then
+        log.warning("the memory of the gateway could not be limited: %s", error)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
