@@ -41,6 +41,7 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
         return TransformerGoal(
             model_dir=str(model.resolve()),
             accuracy_budget=_accuracy_budget(options),
+            kv_copies=not options["no_kv_copies"],
             **{name: options[name] for name in ("seq_len", "context", "sequences", "weights")},
             **common,
         )

@@ -88,6 +88,14 @@ SequencesOption = Annotated[
         max=4096,
     ),
 ]
+NoKvCopiesOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-kv-copies",
+        help="(decoder) Keep no copy of a device's KV cache on the next one. After the loss of a device, answers are then "
+        "computed again. Default: copies, if every device has memory for them.",
+    ),
+]
 WireOption = Annotated[
     str,
     typer.Option(
@@ -158,7 +166,7 @@ _KIND_TITLES: Mapping[ModelFileKind, str] = {
 }
 # Options of `plan` and `serve` that apply to some kinds of MODEL only, by parameter name. All others apply to every kind.
 OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
-    **dict.fromkeys(("seq_len", "context", "sequences", "weights", "accuracy_budget"), _TRANSFORMER),
+    **dict.fromkeys(("seq_len", "context", "sequences", "no_kv_copies", "weights", "accuracy_budget"), _TRANSFORMER),
     **dict.fromkeys(("dim", "cluster"), _GRAPH),
     **dict.fromkeys(("objective", "time_limit", "no_congestion", "picture"), _GRAPH | _INSTANCE),
     **dict.fromkeys(("compare", "rounds", "timeline", "save_profile", "load_profile"), _TRANSFORMER | _GRAPH),
@@ -166,8 +174,8 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
 }
 # Options of `serve` that require MODEL.
 MODEL_OPTIONS = (
-    "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "seq_len", "context", "sequences", "weights",
-    "wire", "lz4", "accuracy_budget", "exclude", "limit",
+    "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "seq_len", "context", "sequences",
+    "no_kv_copies", "weights", "wire", "lz4", "accuracy_budget", "exclude", "limit",
 )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def _reserved_tokens(plan: TransformerPlan, held: Sequence[HeldBlock]) -> int | 
     most = 0
     for rank in range(plan.num_ranks):
         num_bytes = sum(each.block.num_bytes(plan.model, each.num_rows) for each in held if each.rank == rank)
-        of_token = reserved_bytes(plan, rank) // plan.body.generation.kv_tokens
+        of_token = reserved_bytes(plan.model, plan.body, rank) // plan.body.generation.kv_tokens
         if num_bytes and not of_token:
             return None
         most = max(most, -(-num_bytes // max(of_token, 1)))

@@ -64,7 +64,7 @@ def _generation_request(goal: TransformerGoal, spec: ModelSpec) -> GenerationReq
     context = goal.context or min(spec.max_positions, DEFAULT_CONTEXT)
     if context > spec.max_positions:
         raise BadSetting(setting="--context", reason=f"{spec.name} takes at most {spec.max_positions} tokens")
-    return GenerationRequest(context, goal.sequences or DEFAULT_SEQUENCES)
+    return GenerationRequest(context, goal.sequences or DEFAULT_SEQUENCES, kv_copies=goal.kv_copies)
 
 
 def allowed_devices(goal: Goal, devices: Iterable[_D]) -> list[_D]:

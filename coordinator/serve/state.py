@@ -43,6 +43,7 @@ class TransformerGoal(_Goal):
     # Decoders only: tokens per sequence, and the number of such sequences to reserve KV cache for.
     context: int | None = Field(default=None, ge=1, le=1 << 24)
     sequences: int | None = Field(default=None, ge=1, le=4096)
+    kv_copies: bool = True  # whether devices with room keep copies of each other's KV caches
     weights: WeightFormat = "float32"  # format of matrices in the devices' memory
     # Largest relative error that lossy activation formats may cause; None: use the format in `wire`.
     accuracy_budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)

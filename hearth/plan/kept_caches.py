@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import TransformerBody
 
 
 class CacheBlock(NamedTuple):
@@ -50,11 +51,11 @@ class CacheTransfer(NamedTuple):
     block: CacheBlock
 
 
-def cached_block(plan: TransformerPlan, rank: int) -> CacheBlock:
+def cached_block(spec: ModelSpec, body: TransformerBody, rank: int) -> CacheBlock:
     """The block of every sequence's KV cache that a rank computes."""
-    heads, _ = plan.body.decode_share(rank)
-    group = plan.model.group_size
-    return CacheBlock(plan.body.layers_of(rank, plan.model.num_layers), Span(heads.start // group, heads.stop // group))
+    heads, _ = body.decode_share(rank)
+    group = spec.group_size
+    return CacheBlock(body.layers_of(rank, spec.num_layers), Span(heads.start // group, heads.stop // group))
 
 
 def keeper_of(rank: int, num_ranks: int) -> int:
@@ -62,21 +63,21 @@ def keeper_of(rank: int, num_ranks: int) -> int:
     return (rank + 1) % num_ranks
 
 
-def copied_block(plan: TransformerPlan, rank: int) -> CacheBlock | None:
+def copied_block(spec: ModelSpec, body: TransformerBody, rank: int) -> CacheBlock | None:
     """The block of which a rank keeps a copy; None if the plan keeps no copies."""
-    limits = plan.body.generation
-    if limits is None or not limits.kv_copies or plan.num_ranks == 1:
+    num_ranks = len(body.heads)
+    if body.generation is None or not body.generation.kv_copies or num_ranks == 1:
         return None
-    return cached_block(plan, (rank - 1) % plan.num_ranks)
+    return cached_block(spec, body, (rank - 1) % num_ranks)
 
 
-def reserved_bytes(plan: TransformerPlan, rank: int) -> int:
-    """Bytes that the plan reserves on a rank for keys and values, copies included."""
-    if plan.body.generation is None:
+def reserved_bytes(spec: ModelSpec, body: TransformerBody, rank: int) -> int:
+    """Bytes that a plan reserves on a rank for keys and values, copies included."""
+    if body.generation is None:
         return 0
-    copied = copied_block(plan, rank)
-    blocks = [cached_block(plan, rank), *([copied] if copied else [])]
-    return sum(block.num_bytes(plan.model, plan.body.generation.kv_tokens) for block in blocks)
+    copied = copied_block(spec, body, rank)
+    blocks = [cached_block(spec, body, rank), *([copied] if copied else [])]
+    return sum(block.num_bytes(spec, body.generation.kv_tokens) for block in blocks)
 
 
 def covered_rows(spec: ModelSpec, held: Sequence[HeldBlock]) -> int:
@@ -97,7 +98,7 @@ def plan_transfers(plan: TransformerPlan, held: Sequence[HeldBlock], num_rows: i
     sent = dict.fromkeys(range(plan.num_ranks), 0)
     transfers: list[CacheTransfer] = []
     for target in range(plan.num_ranks):
-        for cell in _cells(cached_block(plan, target), [each.block for each in held]):
+        for cell in _cells(cached_block(plan.model, plan.body, target), [each.block for each in held]):
             holders = {each.rank for each in held if each.block.covers(cell)}
             source = target if target in holders else min(holders, key=lambda rank: (sent[rank], rank))
             if source != target:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -180,6 +181,28 @@ def test_device_lost_during_an_answer_changes_no_token(
                     os.kill(pid, signal.SIGCONT)
             expected = [greedy(slow_model_dir, prompt, count) for prompt in (PROMPT, PROMPT[:5])]
             assert [answer.token_ids for answer in answers] == expected
+
+
+def test_killed_device_does_not_cost_the_kv_cache(slow_model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
+    """One of three devices is lost: the copies of the others make the KV cache whole, and few rows are computed again."""
+    count = 200
+    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
+        for name in ("a", "b", "c"):
+            running_home.start_agent(name)
+        running_home.start_coordinator("--strategy", "hmp", "--min-devices", "3", "--context", str(CONTEXT))
+        with running_home.ready() as home:
+            plan = home.status().plan
+            assert plan is not None
+            assert plan.body.generation.kv_copies
+            answer = home.generate(token_ids=PROMPT, max_tokens=count, timeout_seconds=120.0)
+            for _ in itertools.islice(answer, 100):
+                pass
+            running_home.kill("b")
+            assert answer.text() == ""
+            assert answer.token_ids == greedy(slow_model_dir, PROMPT, count)
+            kept = re.search(r"a stream continues with (\d+) rows of its KV cache", running_home.log("a"))
+            assert kept is not None, running_home.log("a")
+            assert int(kept[1]) >= len(PROMPT) + 100 - 40
 
 
 def test_coordinator_killed_during_an_answer_changes_no_token(

@@ -74,7 +74,7 @@ class TransformerRuntime:
             if same_weights:
                 self._kept = kept
             del kept
-            self._kept.shrink(self._plan.model, reserved_bytes(self._plan, self._rank))
+            self._kept.shrink(self._plan.model, reserved_bytes(self._plan.model, self._plan.body, self._rank))
             self._transport.leave(self._rank, self._plan.num_ranks)
         store = Path(start.store_path)
         self._shard = load_shard(

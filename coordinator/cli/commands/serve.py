@@ -40,6 +40,7 @@ def serve(
     seq_len: options.SeqLenOption = None,
     context: options.ContextOption = None,
     sequences: options.SequencesOption = None,
+    no_kv_copies: options.NoKvCopiesOption = False,
     weights: options.WeightsOption = "float32",
     wire: options.WireOption = "exact",
     lz4: options.Lz4Option = "auto",

@@ -206,12 +206,14 @@ def generation_lines(plan: TransformerPlan) -> list[str]:
     room = (
         f"KV cache: {generation.kv_tokens} tokens: {generation.kv_tokens // context} concurrent sequences of {context}"
     )
+    copies = ["each device also holds a copy of the KV cache of the one before it"] if generation.kv_copies else []
     if rate := decoding_rate(plan):
         return [
             f"decoding: {rate} for one sequence; {format_seconds(request_seconds(plan))} {seconds_unit(plan)}",
             room,
+            *copies,
         ]
-    return [room]
+    return [room, *copies]
 
 
 def candidates_list(planned: PlanningResult[TransformerPlan], cluster: ClusterProfile) -> Table:

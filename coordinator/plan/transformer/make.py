@@ -12,6 +12,7 @@ from coordinator.plan.transformer.planners.exact import plan_exact
 from coordinator.plan.transformer.planners.galaxy import plan_galaxy
 from coordinator.plan.transformer.refine.exact_links import add_exact_links
 from coordinator.plan.transformer.refine.keep_in_place import keep_in_place
+from coordinator.plan.transformer.refine.kv_copies import add_kv_copies
 from coordinator.plan.transformer.request import PlanRequest, with_ring_order
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.plan import TransformerPlan
@@ -24,13 +25,14 @@ def plan_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:
     BadSetting.
     """
     planned = plan_auto(request) if request.strategy == "auto" else _plan_by_name(request)
+    plan = planned.plan
     if request.held is not None:
-        plan = keep_in_place(request, planned.plan)
-        planned = replace(planned, chosen=replace(planned.chosen, plan=plan, seconds=request_seconds(plan)))
-    if not request.spare_accuracy:
-        return planned
-    plan = add_exact_links(request, planned.plan)
-    return replace(planned, chosen=replace(planned.chosen, plan=plan, seconds=request_seconds(plan)))
+        plan = keep_in_place(request, plan)
+    if request.spare_accuracy:
+        plan = add_exact_links(request, plan)
+    seconds = planned.chosen.seconds if plan is planned.plan else request_seconds(plan)
+    plan = add_kv_copies(request, plan)
+    return replace(planned, chosen=replace(planned.chosen, plan=plan, seconds=seconds))
 
 
 def _plan_by_name(request: PlanRequest) -> PlanningResult[TransformerPlan]:

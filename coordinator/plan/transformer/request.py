@@ -30,6 +30,7 @@ class GenerationRequest:
     sequences: int = DEFAULT_SEQUENCES  # concurrent sequences of that length in the KV cache
     prompt_tokens: int | None = None  # expected; None: as many as one step takes
     new_tokens: int = DEFAULT_NEW_TOKENS  # expected
+    kv_copies: bool = True  # whether devices with room keep copies of each other's KV caches
 
     def limits(self, seq_len: int) -> GenerationLimits:
         return GenerationLimits(

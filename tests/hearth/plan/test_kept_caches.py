@@ -58,9 +58,9 @@ def held_after(change: Change, num_rows: int) -> list[HeldBlock]:
     held = []
     for rank, old_rank in enumerate(change.ranks):
         if old_rank is not None:
-            copy = copied_block(change.old, old_rank)
+            copy = copied_block(SPEC, change.old.body, old_rank)
             assert copy is not None
-            held.append(HeldBlock(rank, cached_block(change.old, old_rank), num_rows))
+            held.append(HeldBlock(rank, cached_block(SPEC, change.old.body, old_rank), num_rows))
             held.append(HeldBlock(rank, copy, num_rows - old_rank))
     return held
 
@@ -77,26 +77,26 @@ def test_what_is_left_after_any_loss_covers_what_the_next_plan_needs(change: Cha
         cells[target][slice(*block.layers), slice(*block.heads)] += 1
     for rank, filled in cells.items():
         needed = np.zeros_like(filled)
-        block = cached_block(change.new, rank)
+        block = cached_block(SPEC, change.new.body, rank)
         needed[slice(*block.layers), slice(*block.heads)] = 1
         np.testing.assert_array_equal(filled, needed)
 
 
 def test_without_copies_a_loss_leaves_nothing_that_is_whole() -> None:
     old = make_plan(SPEC, "hmp", (1, 1, 1))
-    assert copied_block(old, 0) is None
-    assert covered_rows(SPEC, [HeldBlock(rank, cached_block(old, rank), 50) for rank in (0, 1)]) == 0
-    assert covered_rows(SPEC, [HeldBlock(rank, cached_block(old, rank), 50) for rank in (0, 1, 2)]) == 50
+    assert copied_block(SPEC, old.body, 0) is None
+    assert covered_rows(SPEC, [HeldBlock(rank, cached_block(SPEC, old.body, rank), 50) for rank in (0, 1)]) == 0
+    assert covered_rows(SPEC, [HeldBlock(rank, cached_block(SPEC, old.body, rank), 50) for rank in (0, 1, 2)]) == 50
 
 
 def test_blocks_that_stay_on_their_rank_are_not_sent() -> None:
     plan = with_generation(make_plan(SPEC, "hmp", (1, 1)), LIMITS)
-    held = [HeldBlock(rank, cached_block(plan, rank), 10) for rank in range(2)]
+    held = [HeldBlock(rank, cached_block(SPEC, plan.body, rank), 10) for rank in range(2)]
     assert all(source == target for source, target, _ in plan_transfers(plan, held, 10))
 
 
 def test_two_holders_share_the_sending() -> None:
-    whole = cached_block(make_plan(SPEC, "local", (1,)), 0)
+    whole = cached_block(SPEC, make_plan(SPEC, "local", (1,)).body, 0)
     plan = make_plan(SPEC, "hmp", (0, 0, 1, 1))
     transfers = plan_transfers(plan, [HeldBlock(0, whole, 5), HeldBlock(1, whole, 5)], 5)
     assert sorted((source, target) for source, target, _ in transfers) == [(0, 2), (1, 3)]
@@ -106,12 +106,12 @@ def test_two_holders_share_the_sending() -> None:
 def test_every_rank_reserves_memory_for_the_copy_of_the_rank_before(num_ranks: int) -> None:
     plan = with_generation(make_plan(SPEC, "hmp", (1,) * num_ranks), LIMITS)
     of_token = 2 * SPEC.num_layers * SPEC.num_kv_heads * SPEC.head_dim * 4
-    assert sum(reserved_bytes(plan, rank) for rank in range(num_ranks)) == 2 * of_token * LIMITS.kv_tokens
+    assert sum(reserved_bytes(SPEC, plan.body, rank) for rank in range(num_ranks)) == 2 * of_token * LIMITS.kv_tokens
     for rank in range(num_ranks):
-        assert copied_block(plan, keeper_of(rank, num_ranks)) == cached_block(plan, rank)
+        assert copied_block(SPEC, plan.body, keeper_of(rank, num_ranks)) == cached_block(SPEC, plan.body, rank)
 
 
 def test_one_device_keeps_no_copy() -> None:
     plan = with_generation(make_plan(SPEC, "local", (1,)), LIMITS)
-    assert copied_block(plan, 0) is None
-    assert cached_block(plan, 0) == CacheBlock(*((0, n) for n in (SPEC.num_layers, SPEC.num_kv_heads)))  # type: ignore[arg-type]
+    assert copied_block(SPEC, plan.body, 0) is None
+    assert cached_block(SPEC, plan.body, 0) == CacheBlock(*((0, n) for n in (SPEC.num_layers, SPEC.num_kv_heads)))  # type: ignore[arg-type]

@@ -46,11 +46,11 @@ class CacheExchange:
         self._communicator = communicator
         self._staging = staging
         self._kept = kept
-        self._block = cached_block(plan, rank)
+        self._block = cached_block(plan.model, plan.body, rank)
         self._keeper = keeper_of(rank, plan.num_ranks)
         self._copies: CacheCopies | None = None
         self._sends_copies = False
-        if (copied := copied_block(plan, rank)) is not None:
+        if (copied := copied_block(plan.model, plan.body, rank)) is not None:
             assert plan.body.generation is not None
             self._sends_copies = self._block.size > 0
             self._row_bytes = self._block.num_bytes(plan.model)

@@ -19,7 +19,7 @@ from hearth.wire.messages import Failed, GenerateTokens, GenerationEnded, KeptCa
 
 log = logging.getLogger("hearth.worker")
 
-# Requests return as soon as the plan serves; longer than the pause in which a slow link delays them.
+# How long KV caches of streams are kept that may return. Streams return as soon as the next plan serves.
 _KEPT_SECONDS = 30.0
 
 Replies = list[tuple[bytes, Message]]  # request id and answer
@@ -87,7 +87,9 @@ class Leader:
         for number in [number for number, request in self._requests.items() if request.request_id == request_id]:
             running = self._scheduler.running.get(number)
             log_fact(log, SequenceCancelled(sequence=number, num_tokens=len(running.generated) if running else 0))
-            self._forget(number)
+            self._scheduler.cancel(number)
+            self._drops_kept_at = time.monotonic() + _KEPT_SECONDS
+            del self._requests[number]
 
     def step(self) -> Replies:
         """Begin a step on all ranks, or finish the oldest step in flight.

@@ -71,6 +71,7 @@ class Scheduler:
         self._freed: list[int] = []
         self._kept: dict[str, KeptCache] = {}  # of the plan's ranks, by stream, until a sequence takes it over
         self._dropped: list[str] = []
+        self._cancelled: dict[int, int] = {}  # capacity of sequences whose KV caches are kept, by number, oldest first
         self._prefilled_last = False
 
     @property
@@ -99,11 +100,13 @@ class Scheduler:
 
     @property
     def has_kept(self) -> bool:
-        """Whether the ranks keep KV caches that no sequence has taken over."""
-        return bool(self._kept)
+        """Whether the ranks keep KV caches that no sequence uses."""
+        return bool(self._kept or self._cancelled)
 
     def drop_unclaimed(self) -> None:
         """Have the ranks free the kept KV caches for which no sequence waits."""
+        self._freed += self._cancelled
+        self._cancelled = {}
         claimed = {sequence.kept.stream for sequence in self._waiting if sequence.kept is not None}
         for stream in [stream for stream in self._kept if stream not in claimed]:
             self._drop(stream)
@@ -113,11 +116,25 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def remove(self, number: int) -> None:
-        """Remove a sequence that has ended or was cancelled. The next step frees its memory; unknown numbers are ignored."""
+        """Remove a sequence that has ended. The next step frees its memory; unknown numbers are ignored."""
         sequence = self._running.pop(number, None)
         if sequence is not None and sequence.started:
             self._freed.append(number)
+        elif sequence is not None and sequence.kept is not None:  # of which nothing was taken yet
+            self._kept[sequence.kept.stream] = sequence.kept
         self._waiting = deque(sequence for sequence in self._waiting if sequence.number != number)
+
+    def cancel(self, number: int) -> None:
+        """Remove a sequence that was cancelled.
+
+        That of a named stream, which may go on in another plan, keeps its KV cache until its room is needed.
+        """
+        sequence = self._running.get(number)
+        if sequence is not None and sequence.started and sequence.request.stream:
+            self._cancelled[number] = sequence.capacity
+            del self._running[number]
+        else:
+            self.remove(number)
 
     def next_order(self) -> StepOrder | None:
         """Decide the next step, which must then be executed. None: nothing to do until a step in flight has ended."""
@@ -145,9 +162,13 @@ class Scheduler:
         sequence.pending.append(token)
 
     def _admit(self) -> None:
-        used = sum(sequence.capacity for sequence in self._running.values())
+        used = sum(sequence.capacity for sequence in self._running.values()) + sum(self._cancelled.values())
         while self._waiting and len(self._running) < self._limits.max_sequences:
             first = self._waiting[0]
+            while self._cancelled and used + first.capacity > self._limits.kv_tokens:
+                number = next(iter(self._cancelled))
+                used -= self._cancelled.pop(number)
+                self._freed.append(number)
             if used + first.capacity > self._limits.kv_tokens:
                 return  # strictly first come, first served; otherwise a long context could wait for ever
             self._take_kept(first, used)

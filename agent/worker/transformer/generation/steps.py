@@ -72,7 +72,7 @@ class StepExecutor:
         self._layers = decoding.decode_layers(plan, rank, shard)
         self._communicator = communicator
         self._staging = staging
-        self._block = cached_block(plan, rank)
+        self._block = cached_block(plan.model, plan.body, rank)
         self._caches: dict[int, SequenceCache] = {}
         self._exchange = CacheExchange(plan, rank, communicator, staging, kept or KeptCaches())
         self._in_flight: deque[_InFlightStep | dict[int, int]] = deque()  # steps begun and not finished, oldest first

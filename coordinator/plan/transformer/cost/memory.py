@@ -57,10 +57,9 @@ def layer_bytes(spec: ModelSpec, held: LayerShare) -> int:
     )
 
 
-def kv_bytes(spec: ModelSpec, heads: int, limits: GenerationLimits, num_layers: int | None = None) -> int:
-    """Bytes of the KV cache for `heads` query heads and all reserved tokens; by default for all layers."""
-    layers = spec.num_layers if num_layers is None else num_layers
-    return 2 * spec.kv_width(heads) * layers * limits.kv_tokens * COMPUTE_BYTES
+def kv_bytes(spec: ModelSpec, heads: int, limits: GenerationLimits) -> int:
+    """Bytes of the KV cache for `heads` query heads in all layers and all reserved tokens."""
+    return 2 * spec.kv_width(heads) * spec.num_layers * limits.kv_tokens * COMPUTE_BYTES
 
 
 def step_rows(seq_len: int, limits: GenerationLimits | None) -> int:

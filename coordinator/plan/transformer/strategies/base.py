@@ -14,6 +14,7 @@ from coordinator.plan.transformer.cost import memory
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from hearth.plan import transformer
 from hearth.plan.geometry import VOCABULARY_GRAIN, spans
+from hearth.plan.kept_caches import reserved_bytes
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import MemoryUse
 from hearth.plan.transformer import GenerationLimits, Pipeline, TensorParallel
@@ -63,8 +64,8 @@ class TransformerStrategy(ABC, Generic[B]):
 
         Activations: the gathered input and a partial sum, each [S,H] with a receive buffer; the rank's rows and their
         residual [s,H], counted as [S,H] each; for a decoder one more, since its pre-norm keeps the residual; and the
-        larger of attention and the MLP. With `body.generation`: the KV cache of the rank's heads, the logits of its share
-        of the vocabulary, `decoding_values`, and on rank 0 the candidates of all ranks.
+        larger of attention and the MLP. With `body.generation`: the KV cache of the rank's heads and the copy that it
+        keeps, the logits of its share of the vocabulary, `decoding_values`, and on rank 0 the candidates of all ranks.
         """
         limits, rows = body.generation, body.max_step_rows
         vocabulary = spans(body.vocabulary)[rank]
@@ -83,14 +84,13 @@ class TransformerStrategy(ABC, Generic[B]):
         if limits is not None:
             values += memory.logit_values(vocabulary.size, limits) + self.decoding_values(spec, body, limits)
             values += memory.VALUES_PER_CANDIDATE * spec.vocab_size if rank == 0 else 0
-        num_layers = body.layers_of(rank, spec.num_layers).size
         takes_part = body.has_rows(rank) or heads or columns or spec.causal
         return MemoryUse(
             weights=sum(count * memory.layer_bytes(spec, held) for held, count in holdings),
             embeddings=embeddings,
             activations=values * memory.COMPUTE_BYTES if takes_part else 0,
             workspace=memory.WORKER_PROCESS_BYTES + memory.loading_bytes(spec),
-            kv_cache=memory.kv_bytes(spec, body.heads[rank], limits, num_layers) if limits else 0,
+            kv_cache=reserved_bytes(spec, body, rank),
         )
 
 

@@ -443,7 +443,10 @@ def test_auto_fits_memory_and_is_never_slower_than_one_device(
     except ModelDoesNotFit as error:
         assert error.missing_bytes > 0
         return
-    assert sum(device.memory.kv_cache for device in plan.devices) == 2 * 512 * 2 * 4 * generation.context * 4
+    assert plan.body.generation is not None
+    num_copies = 2 if plan.body.generation.kv_copies else 1
+    kv_bytes = 2 * 512 * 2 * 4 * generation.context * 4
+    assert sum(device.memory.kv_cache for device in plan.devices) == num_copies * kv_bytes
     for rank, device in enumerate(plan.devices):
         assert device.memory.total <= device.budget_bytes
         for layer in range(spec.num_layers):
@@ -560,3 +563,22 @@ def test_offline_decoder_plan_fits_80_columns(tmp_path: Path, monkeypatch: pytes
     assert "16 tokens: 2 concurrent sequences of 8" in result.output
     assert "--context cannot be used" in run("--context", "9999").output
     assert "has no decode speed" in run(profile="encoders.json").output
+
+
+def test_kv_caches_are_copied_where_memory_allows() -> None:
+    spec = LLAMA_1B.model_copy(update={"num_layers": 2})
+    generation = GenerationRequest(2048, sequences=16)
+    plain = request(
+        [1.0, 1.0], 1000.0, [16 << 30] * 2, spec, strategy="hmp", generation=replace(generation, kv_copies=False)
+    )
+    plan = plan_transformer(plain).plan
+    assert plan.body.generation is not None
+    assert not plan.body.generation.kv_copies
+    least = max(device.memory.total for device in plan.devices)
+    for budget, copies in ((16 << 30, True), (least + (100 << 20), False)):
+        asked = request([1.0, 1.0], 1000.0, [budget] * 2, spec, strategy="hmp", generation=generation)
+        found = plan_transformer(asked).plan
+        assert found.body.generation is not None
+        assert found.body.generation.kv_copies is copies
+        assert found.body.heads == plan.body.heads
+        assert all(device.memory.total <= budget for device in found.devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits, Strategy
 from hearth.wire.framing import pack_array
-from hearth.wire.messages import GenerateTokens, GenerationEnded, Sampling, ShardParts, TokensGenerated
+from hearth.wire.messages import Cancel, GenerateTokens, GenerationEnded, Sampling, ShardParts, TokensGenerated
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
@@ -65,7 +66,7 @@ class Home:
         request = GenerateTokens(
             holder="test", epoch=self.epoch, max_tokens=count, first_index=first_index, sampling=sampling, stream=stream
         )
-        request_id = f"{self.epoch} {stream} {first_index}".encode()
+        request_id = self._request_id(stream, first_index)
         answer = self.home.ranks[0].begin(request_id, request, list(pack_array(np.asarray(prompt, np.int32))))
         tokens: list[int] = []
         while stop_after is None or len(tokens) < stop_after:
@@ -75,6 +76,16 @@ class Home:
             assert isinstance(message, TokensGenerated)
             tokens += message.token_ids
         return tokens, None
+
+    def cancel(self, stream: str = "story") -> None:
+        """Cancel the stream's first request on this plan."""
+        runtime = self.home.ranks[0]._runtime
+        assert runtime is not None
+        runtime.handle(self._request_id(stream, 0), Cancel(request=self._request_id(stream, 0)), [])
+
+    def _request_id(self, stream: str, first_index: int) -> bytes:
+        name = f"{self.epoch} {stream} {first_index}"
+        return hashlib.sha256(name.encode()).digest()[:8]
 
     def go_on(self, tokens: list[int], sampling: Sampling, stream: str = "story") -> tuple[list[int], int]:
         """The rest of the answer, and the number of rows that were not computed again."""
@@ -148,6 +159,19 @@ def test_second_loss_before_a_stream_continues(home: Home) -> None:
     rest, num_kept = home.go_on(tokens, SAMPLINGS[1])
     assert tokens + rest == whole
     assert num_kept > 160
+
+
+def test_cancelled_stream_continues_in_the_next_plan(home: Home) -> None:
+    """The coordinator cancels the streams when it replaces a plan, although all devices are there."""
+    home.deploy(NAMES[:2], home.plan("hmp", (1, 1), kv_copies=False))
+    whole, _ = home.generate(PROMPT, COUNT, SAMPLINGS[0], stream="whole")
+    tokens, _ = home.generate(PROMPT, COUNT, SAMPLINGS[0], stop_after=BREAK)
+    home.cancel()
+    home.generate(PROMPT[:5], 2, SAMPLINGS[0], stream="")  # further steps
+    home.deploy(NAMES[:3], home.plan("hmp", (1, 1, 1)))
+    rest, num_kept = home.go_on(tokens, SAMPLINGS[0])
+    assert tokens + rest == whole
+    assert num_kept == len(PROMPT) + BREAK - 1
 
 
 def test_only_equal_tokens_are_taken_over(home: Home) -> None:
