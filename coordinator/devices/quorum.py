@@ -35,6 +35,17 @@ def has_majority(configuration: Configuration | None, held: Collection[str]) -> 
     )
 
 
+def others_may_lead(configuration: Configuration, busy: Collection[str]) -> bool:
+    """Whether another coordinator that holds the leases `busy` may have taken over.
+
+    While the voters change, a majority of the previous ones is sufficient: it may not know of the change.
+    """
+    return _is_majority(configuration.voters, configuration.tie_breaker, busy) or (
+        bool(configuration.previous_voters)
+        and _is_majority(configuration.previous_voters, configuration.previous_tie_breaker, busy)
+    )
+
+
 def _is_majority(voters: Sequence[str], tie_breaker: str, held: Collection[str]) -> bool:
     num_held = len(set(voters) & set(held))
     if 2 * num_held == len(voters):

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable
 
 from coordinator.devices.fleet import Fleet
-from coordinator.devices.quorum import Quorum, has_majority, lacking
+from coordinator.devices.quorum import Quorum, lacking, others_may_lead
 from coordinator.serve.state import StateFile
 from hearth.errors import BadRequest, HearthError, LeaseLost
 from hearth.platform.host import host_id
@@ -76,7 +76,8 @@ class Leadership:
 
     def _others_lead(self) -> bool:
         busy = {device_id for device_id, device in self._fleet.devices.items() if device.health == "busy"}
-        return self.quorum.current is not None and not self.may_compute() and has_majority(self.quorum.current, busy)
+        current = self.quorum.current
+        return current is not None and not self.may_compute() and others_may_lead(current, busy)
 
     def _granted(self, device_id: str, configuration: wire.Configuration | None) -> None:
         """Callback of the fleet: a device has granted its lease."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from coordinator.devices.quorum import Quorum, has_majority, lacking
+from coordinator.devices.quorum import Quorum, has_majority, lacking, others_may_lead
 from hearth.wire.messages import Configuration
 
 
@@ -200,3 +200,17 @@ def test_two_coordinators_never_both_compute(with_failing_disks: bool) -> None:
             for coordinator in (first, second):
                 num_computing[coordinator.name] += coordinator.computes()
     assert min(num_computing.values()) > 0  # both have led
+
+
+@pytest.mark.parametrize(
+    ("voters", "previous", "busy", "expected"),
+    [
+        ("abc", "", "a", False), ("abc", "", "ab", True), ("ab", "", "a", True), ("ab", "", "b", False),
+        # While a leader removes a lost device, another one may take over with the voters before.
+        ("b", "ab", "a", True), ("b", "ab", "b", True), ("bc", "abc", "a", False), ("bc", "abc", "ab", True),
+    ],
+)  # fmt: skip
+def test_leader_is_deposed_by_a_majority_of_the_voters_before_or_after_a_change(
+    voters: str, previous: str, busy: str, expected: bool
+) -> None:
+    assert others_may_lead(configuration(voters, voters[0], previous), set(busy)) is expected
