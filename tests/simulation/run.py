@@ -26,7 +26,7 @@ from simulation.home import HOME, Home, app_key, simulated
 from simulation.schedule import REQUEST_SECONDS, Call, Fault, Schedule, generate
 
 from hearth.client.home import AsyncHome
-from hearth.errors import HearthError
+from hearth.errors import AppRevoked, HearthError
 from hearth.wire import messages as wire
 
 SERVING_SECONDS = 60.0  # from the end of all faults until the home must serve
@@ -103,7 +103,10 @@ class _Run:
         key: Any = HOME if name == "p0" else app_key(name)[0]
         if name == "p1":
             await self._admit_app(name)
-        home = await self._connected(key)
+        try:
+            home = await self._connected(key)
+        except AppRevoked:
+            return
         waiting = [asyncio.create_task(self._call(home, call)) for call in self.schedule.calls if call.client == name]
         await asyncio.wait(waiting)
         await home.close()
@@ -135,6 +138,8 @@ class _Run:
             try:
                 return await self.home.connect(key, 10.0)
             except HearthError as error:
+                if error.code == "AppRevoked" and self._revoking:
+                    raise
                 self.home.note(f"a client could not connect: {error.code}")
                 await asyncio.sleep(0.5)
 
