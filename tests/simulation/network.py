@@ -239,16 +239,19 @@ class Network:
     def _release_held(self) -> None:
         for connection in list(self.connections):
             if self.connected(connection.client.host.name, connection.server.host.name):
-                for receiver, held in connection.held.items():
-                    while held:
-                        self._schedule(connection, receiver, 1e-3, self._arrive_again, held.popleft())
+                for receiver in connection.held:
+                    self.loop.call_in(receiver.process, 1e-3, self._deliver_held, connection, receiver)
         waiting, self._held_datagrams = self._held_datagrams, []
         for sender, process, callback, arguments in waiting:
             self.send_datagram(sender, process, callback, *arguments)
 
-    def _arrive_again(self, connection: Connection, receiver: Socket, frames: tuple[bytes, ...]) -> None:
-        if connection in self.connections and not receiver.closed:
-            receiver.arrived(connection, frames)
+    def _deliver_held(self, connection: Connection, receiver: Socket) -> None:
+        """Deliver what a cut link held back, before what was sent later; it waits on if the link is cut again."""
+        held = connection.held[receiver]
+        while held and connection in self.connections and not receiver.closed:
+            if not self.connected(connection.client.host.name, connection.server.host.name):
+                return
+            receiver.arrived(connection, held.popleft())
 
     def break_connection(self, connection: Connection) -> None:
         """Break a connection now, at both ends."""
