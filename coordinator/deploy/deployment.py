@@ -116,11 +116,18 @@ class Deployment:
     # ---- bring-up -------------------------------------------------------------------------------------------------
 
     async def push(
-        self, weights: AbstractAsyncContextManager[Weights], progress: PushProgress, pause: PushPause = no_pause
+        self,
+        weights: AbstractAsyncContextManager[Weights],
+        progress: PushProgress,
+        pause: PushPause = no_pause,
+        room_bytes: dict[str, int] | None = None,
     ) -> None:
-        """Send every device the chunks that it needs and lacks. Raises BadCheckpoint, StoreFull, DeviceLost, ..."""
+        """Send every device the chunks that it needs and lacks. Raises BadCheckpoint, StoreFull, DeviceLost, ...
+
+        `room_bytes`: as of `Distribution`, for chunks that are sent ahead.
+        """
         async with weights as opened:
-            distribution = Distribution(self._fleet, progress, pause)
+            distribution = Distribution(self._fleet, progress, pause, room_bytes)
             try:
                 ids = [device.device_id for device in self.plan.devices]
                 await distribution.run(dict(zip(ids, opened.chunks, strict=True)))

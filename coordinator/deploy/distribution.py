@@ -18,6 +18,7 @@ from coordinator.devices.fleet import Fleet, ask_with_listener
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time
 from hearth.platform.disk import FILE_SECONDS, on_disk
+from hearth.platform.units import format_bytes
 from hearth.protocol import FETCH_SECONDS
 from hearth.wire.messages import ChunksFetched, ChunksMissing, FetchChunks, FindMissing, PutChunk
 from hearth.wire.rpc import RpcClient
@@ -43,15 +44,29 @@ _MAX_BATCH_BYTES = 32 << 20
 _TARGET_BATCH_SECONDS = 3.0  # intended time of a batch: hides the round trip, and a slow source is soon replaced
 
 
-class Distribution:
-    """Distributes the chunks of one plan. `sent_bytes`: sent by the coordinator; `forwarded_bytes`: forwarded by devices."""
+class NoRoomAhead(Exception):
+    """Chunks are not sent ahead, because a device would have to store more than its share for them."""
 
-    def __init__(self, fleet: Fleet, progress: PushProgress, pause: PushPause = no_pause) -> None:
+
+class Distribution:
+    """Distributes the chunks of one plan. `sent_bytes`: sent by the coordinator; `forwarded_bytes`: forwarded by devices.
+
+    `room_bytes`: what each device may store, by its id, less what it receives here; None: no limit but the device's own.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        progress: PushProgress,
+        pause: PushPause = no_pause,
+        room_bytes: dict[str, int] | None = None,
+    ) -> None:
         self.sent_bytes = 0
         self.forwarded_bytes = 0
         self._fleet = fleet
         self._progress = progress
         self._pause = pause
+        self._room_bytes = room_bytes
         self._needed_bytes: dict[str, int] = {}
         self._received_bytes: dict[str, int] = defaultdict(int)
         self._in_flight_bytes: dict[str, int] = defaultdict(int)  # bytes in flight from the coordinator, by device
@@ -61,7 +76,7 @@ class Distribution:
     async def run(self, needed_chunks: Mapping[str, Sequence[Chunk]]) -> None:
         """Send each device the chunks that it needs and lacks. `needed_chunks`: by device id.
 
-        Raises BadCheckpoint, DiskHung, StoreFull, DeviceLost, ...
+        Raises BadCheckpoint, DiskHung, StoreFull, DeviceLost, NoRoomAhead, ...
         """
         per_device = await all_or_first_error(
             self._lacking_chunks(device, chunks) for device, chunks in needed_chunks.items()
@@ -70,6 +85,7 @@ class Distribution:
         held = await self._held_hashes({chunk.hash for chunks in lacking.values() for chunk in chunks})
         for device, chunks in lacking.items():
             self._needed_bytes[device] = sum(chunk.num_bytes for chunk in chunks)
+            self._check_room(device)
             self._report_progress(device)
         self._scheduler = ChunkScheduler(lacking, held)
         targets = [device for device, chunks in lacking.items() if chunks]
@@ -83,6 +99,15 @@ class Distribution:
                 ),
             ]
         )
+
+    def _check_room(self, device: str) -> None:
+        """Raise NoRoomAhead if a device would have to store more than it may."""
+        needed = self._needed_bytes[device]
+        if self._room_bytes is not None and needed > (room := self._room_bytes.get(device, 0)):
+            name = self._fleet.devices[device].name
+            raise NoRoomAhead(
+                f"{name} would have to store {format_bytes(needed)} ahead, and {format_bytes(room)} are allowed"
+            )
 
     async def _lacking_chunks(self, device: str, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Those that the device lacks, or holds damaged: they are found and replaced in one round."""
@@ -124,6 +149,8 @@ class Distribution:
         else:
             self.forwarded_bytes += num_bytes
         self._received_bytes[target] += num_bytes
+        if self._room_bytes is not None:
+            self._room_bytes[target] -= num_bytes
         self._report_progress(target)
 
     def _report_progress(self, device: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from coordinator.deploy.deployment import Deployment
+from coordinator.deploy.distribution import NoRoomAhead
 from coordinator.devices.registry import Device
 from coordinator.plan.redundancy import describe_refusals
 from coordinator.serve.admission import Admission
@@ -26,6 +27,8 @@ _POLL_SECONDS = 5.0  # between looks at the devices, which rarely change
 # Until a device whose loss could not be prepared for is tried again: its fault may have ended, but memory that is too small
 # rarely grows, and each try is a plan.
 _TRY_AGAIN_SECONDS = 60.0
+# Of a device's free disk, for chunks that are sent ahead: what is left is for plans that are deployed, and other programs.
+_AHEAD_DISK_SHARE = 0.25
 # Before each chunk, one after the other, while requests wait: at most ten chunks of about 1 MB are sent in a second then.
 _CHUNK_PAUSE_SECONDS = 0.1
 
@@ -188,18 +191,31 @@ class Preparer:
             for each in clusters:
                 self._refuse(each, as_hearth_error(error).explanation())
             return
+        room_bytes = self._room_for_chunks()
         for each, plan in zip(clusters, plans, strict=True):
             if isinstance(plan, HearthError):
                 self._refuse(each, plan.explanation())
                 continue
             ahead = self._kind.deployment(plan, deployment.name)
             try:
-                await ahead.push(self._kind.weights(plan), self._services.progress, self._wait_for_queue)
+                await ahead.push(self._kind.weights(plan), self._services.progress, self._wait_for_queue, room_bytes)
+            except NoRoomAhead as error:
+                self._refuse(each, str(error))
+                continue
             except Exception as error:
                 self._refuse(each, as_hearth_error(error).explanation())
                 continue
             made_for = frozenset(device.device_id for device in survivors[each])
             self.preparation = self.preparation.prepared(each, PreparedPlan(made_for, plan, ahead.parts))
+
+    def _room_for_chunks(self) -> dict[str, int]:
+        """Bytes of chunks that each device may get ahead now."""
+        usable = self._services.fleet.usable()
+        return {
+            each.device_id: int(_AHEAD_DISK_SHARE * each.telemetry.disk_free_bytes)
+            for each in usable
+            if each.telemetry is not None
+        }
 
     def _refuse(self, device: str, reason: str) -> None:
         self.preparation = self.preparation.refused(device, Refusal(reason, loop_time() + _TRY_AGAIN_SECONDS))

@@ -11,7 +11,7 @@ def ready_device(name: str) -> Device:
     welcome = AgentWelcome(version="0", device_id=name, boot_id="b", name=name, device_public_key="0" * 40, link_port=1)
     telemetry = Telemetry(
         host_id=name, cpu_model="", num_cores=1, load_1min=0.0, frequency_mhz=None, memory_total_bytes=8 << 30,
-        memory_available_bytes=8 << 30, memory_budget_bytes=8 << 30, disk_free_bytes=0, temperature_celsius=None,
+        memory_available_bytes=8 << 30, memory_budget_bytes=8 << 30, disk_free_bytes=64 << 30, temperature_celsius=None,
         gpu=None, num_threads=1, compute_device="cpu", clock_unix_seconds=0.0, python_version="3",
     )  # fmt: skip
     state = AgentState(boot_id="b", workers=(WorkerStatus(state="ready", epoch=1),))

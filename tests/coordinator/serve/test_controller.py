@@ -499,6 +499,29 @@ def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
     asyncio.run(main())
 
 
+def test_chunks_that_are_sent_ahead_do_not_fill_a_small_disk(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_at_once(monkeypatch)
+
+    async def main() -> None:
+        case = Case("transformer", tmp_path, graph, "abc")
+        for name, known in case.fleet.devices.items():
+            assert known.telemetry is not None
+            small = known.telemetry.model_copy(update={"disk_free_bytes": 1000})
+            case.fleet.devices[name] = replace(known, telemetry=small)
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            stored = {name: set(hashes) for name, hashes in case.fleet.stored.items()}
+            await home.until(lambda: home.controller.redundancy.startswith("cannot lose"))
+            assert " would have to store " in home.controller.redundancy
+            assert " ahead, and 250 B are allowed" in home.controller.redundancy
+            assert case.fleet.stored == stored
+            home.kill("a")  # the plan that is made now may use the whole disk
+            await home.until(lambda: home.ready and home.names() == "bc")
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_are_made_ahead_while_requests_never_stop(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
