@@ -129,3 +129,4 @@ async def serving(
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+        await served.tools.spare_planners.close()
