@@ -38,11 +38,11 @@ test-slow: .venv/installed
 simulate: .venv/installed
 	@PYTHONPATH=tests .venv/bin/python -m simulation.run --seeds 0:100000 --jobs $$(nproc)
 
-# The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here. The plans
-# of the corpus are compared on the first Python only; the tests of their planners run here, too.
+# The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here. Benchmarks,
+# the simulation and the plans of the corpus run on the first Python only; the tests of the planners run here, too.
 .PHONY: test-3.10
 test-3.10: .venv-3.10/installed
-	@.venv-3.10/bin/python -m pytest -n auto --hypothesis-profile few -m $(PURE) \
+	@.venv-3.10/bin/python -m pytest -n auto --hypothesis-profile few -m $(PURE) --ignore tests/tools --ignore tests/simulation \
 	  --deselect tests/corpus/test_corpus.py::test_plans_equal_the_record
 
 lint: .venv/installed

@@ -61,7 +61,8 @@ class ServedController:
 
     @property
     def ready(self) -> bool:
-        return self.controller.lifecycle.phase == "serving"
+        """Whether requests run at once: the queue is opened after the phase has begun."""
+        return self.controller.lifecycle.phase == "serving" and self.controller.requests.admission.is_open
 
     async def until(self, what: Callable[[], object]) -> None:
         try:
