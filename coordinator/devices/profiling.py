@@ -179,6 +179,8 @@ class Profiler:
             await ask_with_listener(self._fleet, source, target, request, LinkMeasured, _PROBE_LINK_SECONDS)
         except HearthError:
             return False
+        for pair in permutations((source.device_id, target.device_id), 2):
+            self._cut_at.pop(pair, None)
         return True
 
     async def _measure_link(self, source: Device, target: Device) -> None:
