@@ -18,7 +18,10 @@ _RESTART_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Quarantine:
-    """Plans avoid a device until the time `until`, because of `reason`. Without other devices, the mildest fault is used."""
+    """Plans avoid a device until the time `until`, because of `reason`.
+
+    Without other devices, those with the mildest fault are used, and of these those that had it least often.
+    """
 
     reason: str
     severity: int

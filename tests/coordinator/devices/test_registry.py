@@ -133,6 +133,15 @@ def test_quarantined_devices_are_used_only_if_no_other_is_left_and_then_those_wi
     assert died.info(160.0).reason == ""
 
 
+def test_of_quarantined_devices_with_the_same_fault_those_are_used_that_had_it_least_often() -> None:
+    once, often = (registry.after_device_fault(device(name), DIED, 100.0) for name in ("once", "often"))
+    assert registry.usable([once, often], 101.0) == [often, once]  # by name
+    often = registry.after_device_fault(often, DIED, 101.0)
+    assert registry.usable([once, often], 102.0) == [once]
+    assert registry.needed_despite_quarantine([once, often], 102.0) == [once]
+    assert registry.usable([often], 102.0) == [often]
+
+
 def test_quarantine_grows_with_each_repetition_and_starts_anew_after_an_hour() -> None:
     known, now, lengths = device(), 100.0, []
     for _ in range(6):
