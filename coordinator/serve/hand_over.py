@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from coordinator.serve.followers import Followers
 from hearth.errors import BadRequest
 from hearth.platform.asyncio_tools import with_timeout
 
@@ -14,25 +15,21 @@ _ACCEPT_SECONDS = 2.0
 class HandOver:
     """The leader's side. A standby that has stopped, or has no complete copy yet, does not accept."""
 
-    def __init__(self) -> None:
-        self.num_standbys = 0  # that follow now
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
         self.accepted = asyncio.Event()
-        self._offered = asyncio.Event()
-
-    @property
-    def is_offered(self) -> bool:
-        """Whether the leader waits for a standby to accept."""
-        return self._offered.is_set()
+        self.is_offered = False  # whether the leader waits for a standby to accept
 
     async def offer(self) -> bool:
         """Offer the leader's place; returns whether a standby has accepted it."""
-        if not self.num_standbys:
+        if not self._followers:
             return False
-        self._offered.set()
+        self.is_offered = True
+        self._followers.wake()
         try:
             await with_timeout(_ACCEPT_SECONDS, self.accepted.wait())
         except asyncio.TimeoutError:
-            self._offered.clear()
+            self.is_offered = False
             return False
         return True
 
@@ -41,13 +38,3 @@ class HandOver:
         if not self.is_offered:
             raise BadRequest(reason="this coordinator goes on leading")
         self.accepted.set()
-
-    async def wait_offered(self, seconds: float) -> None:
-        """Wait for an offer to begin, at most this long."""
-        if self.is_offered:
-            await asyncio.sleep(seconds)
-            return
-        try:
-            await with_timeout(seconds, self._offered.wait())
-        except asyncio.TimeoutError:
-            pass

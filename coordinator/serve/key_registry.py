@@ -78,6 +78,11 @@ class KeyRegistry:
             self._file_stamp = self._stamp()
         return self._keys
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether the file holds the keys in force."""
+        return self._file.is_saved
+
     def retry(self) -> None:
         """Try again to write a change that could not be written."""
         self._file.retry()

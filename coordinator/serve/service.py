@@ -24,6 +24,7 @@ from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
 from coordinator.serve.disclosure import error_for_app, response_for_app
 from coordinator.serve.durable_file import RETRY_SECONDS
+from coordinator.serve.followers import Followers
 from coordinator.serve.hand_over import HandOver
 from coordinator.serve.key_registry import KeyRegistry
 from coordinator.serve.kind import SharedServices
@@ -59,6 +60,7 @@ log = logging.getLogger(__name__)
 _SCAN_SECONDS = 5.0
 # Messages that change something: repeated by a client, they get the answer of the first one.
 _CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice)
+_LEAVES = "it leaves its devices to its standby"
 _DISK_CHECK_SECONDS = 10.0  # short compared with the time limits of accesses to a disk
 _ANSWER_SECONDS = 2.0  # for the last answers to leave after a stop; they are small, and the clients wait for them
 
@@ -94,7 +96,8 @@ class Service:
         self._controllers: dict[str, Controller] = {}
         self._repeats = RepeatedChanges()
         self._leadership = Leadership(self._fleet, self._state, self._lost_majority)
-        self._hand_over = HandOver()
+        self._followers = Followers()
+        self._hand_over = HandOver(self._followers)
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
@@ -174,7 +177,7 @@ class Service:
         """Hand over to the standby when a disk hangs, which has a copy of the state on a disk of its own."""
         while True:
             await asyncio.sleep(_DISK_CHECK_SECONDS)
-            if self._hand_over.num_standbys and (paths := hung_paths()):
+            if self._followers and (paths := hung_paths()):
                 log.error("the disk that holds %s does not answer", paths[0])
                 await self._leave()
 
@@ -208,15 +211,18 @@ class Service:
         for controller in self._controllers.values():
             controller.lose_deployment(error)
 
-    async def _replicate(self, standby: str) -> AsyncGenerator[Reply, None]:
+    async def _replicate(self, standby: str, confirms: bool) -> AsyncGenerator[Reply, None]:
         """Send the state of this coordinator to a standby, as it changes."""
         self._services.report(f"{standby} is the standby of this coordinator")
         self._leadership.add_standby()
-        self._hand_over.num_standbys += 1
+        follower = self._followers.join(standby, confirms)
         stamps: dict[str, tuple[int, ...]] = {}
         sent, scan_at = None, 0.0
         try:
             while not self._hand_over.accepted.is_set():
+                num_changes = self._followers.num_changes
+                # Keys that could not be written are in memory only, and not in the files.
+                is_saved = self._trust.apps.is_saved and self._devices.is_saved
                 state = self._state.load(), self._trust.apps.current(), self._devices.current()
                 if state != sent or loop_time() >= scan_at:
                     files = await on_disk(self._settings.state_dir, FILE_SECONDS, self._replica_files)
@@ -227,18 +233,19 @@ class Service:
                             while part := await on_disk(self._settings.state_dir, FILE_SECONDS, next, parts, None):
                                 yield Reply(part[0], [part[1]])
                             stamps[file.path] = file.stamp
-                    sent, scan_at = state, loop_time() + _SCAN_SECONDS
+                    sent, scan_at = state, loop_time() + (_SCAN_SECONDS if is_saved else 0.0)
                 yield Reply(
                     wire.LeaderAlive(
                         name=self._settings.name,
                         is_complete=True,
                         configuration=self._leadership.quorum.current,
                         is_leaving=self._hand_over.is_offered,
+                        receipt=self._followers.receipt(follower, num_changes) if is_saved else 0,
                     )
                 )
-                await self._hand_over.wait_offered(ALIVE_SECONDS)
+                await follower.wait_news(ALIVE_SECONDS)
         finally:
-            self._hand_over.num_standbys -= 1
+            self._followers.leave(follower)
 
     def _replica_files(self) -> list[ReplicaFile]:
         models: dict[str, Sequence[Path]] = {}
@@ -295,9 +302,12 @@ class Service:
                 self._services.report(f"stopping: {message.name} takes over")
                 self._keep_workers()
                 return wire.Done()
+            if message.confirmed:
+                self._followers.confirm(message.confirmed)
+                return wire.Done()
             if self._hand_over.accepted.is_set():
-                raise NotServing(state="it leaves its devices to its standby")
-            return self._replicate(message.name)
+                raise NotServing(state=_LEAVES)
+            return self._replicate(message.name, message.confirms)
         if isinstance(message, _CHANGES):
             return await self._repeats.once(caller.public_key, message.request_id, partial(self._change, message))
         if isinstance(message, wire.ListApps):
@@ -308,7 +318,7 @@ class Service:
         raise BadRequest(reason=f"the coordinator does not accept {type(message).__name__} messages")
 
     async def _change(self, message: wire.ClientRequest) -> wire.Done:
-        """Admit or revoke a key."""
+        """Admit or revoke a key, and wait for the standbys to store it. Raises NotServing if one takes over without it."""
         match message:
             case wire.AddApp():
                 self._trust.apps.add(message.name, message.public_key)
@@ -321,6 +331,9 @@ class Service:
             case wire.RevokeDevice():
                 self._devices.revoke(message.name)
                 await self._fleet.drop_revoked()
+        await self._followers.copy_change()
+        if self._hand_over.accepted.is_set() and not self._followers.latest_is_copied:
+            raise NotServing(state=_LEAVES)
         return wire.Done()
 
     async def _revoke(self, app: str) -> None:

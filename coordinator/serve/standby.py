@@ -182,7 +182,8 @@ class Standby:
     async def _copy_state(self, client: RpcClient) -> None:
         """Copy the leader's state as it changes, until the connection is lost or the leader leaves."""
         replica = Replica(self._settings.state_dir)
-        request = wire.Follow(name=self._settings.name)
+        request = wire.Follow(name=self._settings.name, confirms=True)
+        is_intact = True  # whether all that came was stored
         stream = client.stream(request, timeout_seconds=_CONNECT_SECONDS, last=wire.Done)
         async with aclosing(stream) as replies:
             async for message, payload in replies:
@@ -193,8 +194,12 @@ class Standby:
                         await on_disk(self._settings.state_dir, FILE_SECONDS, replica.receive, message, data)
                     except (OSError, ValueError, HearthError) as error:
                         log.warning("%s of the leader's state cannot be stored: %s", message.path, error)
+                        is_intact = False
                 elif isinstance(message, wire.LeaderAlive):
                     self._hear(message, replica)
+                    if message.receipt and is_intact and self._is_complete:
+                        confirm = wire.Follow(name=self._settings.name, confirmed=message.receipt)
+                        await client.call(confirm, timeout_seconds=_CONNECT_SECONDS)
                     if message.is_leaving and self._is_complete:
                         accept = wire.Follow(name=self._settings.name, takes_over=True)
                         await client.call(accept, timeout_seconds=_CONNECT_SECONDS)

@@ -33,7 +33,9 @@ SERVING_SECONDS = 60.0  # from the end of all faults until the home must serve
 ALL_DEVICES_SECONDS = 400.0  # until all devices must be in use: quarantines and pauses between plans end
 STOP_SECONDS = 30.0  # from SIGTERM to the end of a process
 ABANDONED_SECONDS = 75.0  # until a worker has ended whose coordinator is gone: a lease, and the time for adoption
-COPY_SECONDS = 0.6  # until the standby has a change of keys: twice the interval of the leader's signs of life
+COPY_SECONDS = (
+    0.6  # until the standby that follows again has a change of keys: two intervals of the leader's signs of life
+)
 SURPLUS_SECONDS = 40.0  # until the workers of earlier plans have ended: the home may be changing its plan
 SEEDS_PER_JOB = 50
 SEEDS_PER_COLLECTION = 25  # each leaves about 5 MB of garbage
@@ -116,20 +118,26 @@ class _Run:
         while True:
             try:
                 await home.add_app(name, app_key(name)[1], timeout_seconds=REQUEST_SECONDS)
+                if self._change_is_copied():
+                    break
             except HearthError as error:
                 if "already" not in str(error):
                     self.violated("no request is lost", f"add_app: {error}")
-            if await self._is_copied(home, lambda apps: name in apps.names + apps.revoked):
+            if await self._is_there(home, lambda apps: name in apps.names + apps.revoked):
                 break
         await home.close()
 
-    async def _is_copied(self, home: AsyncHome, changed: Callable[[wire.AppList], bool]) -> bool:
-        """Whether a change of keys is still there a moment later, when the standby has it.
+    def _change_is_copied(self) -> bool:
+        """Whether a change of keys that was answered must last: there is one coordinator, or the standby has confirmed it."""
+        leading = self.home.leading.values()
+        is_confirmed = len(leading) > 0 and all(service._followers.latest_is_copied for service in leading)
+        return len(self.home.coordinators) == 1 or is_confirmed
 
-        The leader answers before that. If it is lost in that moment, so is the change, and the administrator must repeat it.
+    async def _is_there(self, home: AsyncHome, changed: Callable[[wire.AppList], bool]) -> bool:
+        """Whether a change of keys that no standby had confirmed is still there a moment later.
+
+        If the leader was lost in that moment, so is the change, and the administrator must repeat it.
         """
-        if len(self.home.coordinators) == 1:
-            return True
         await asyncio.sleep(COPY_SECONDS)
         return changed(await home.apps(timeout_seconds=REQUEST_SECONDS))
 
@@ -182,7 +190,7 @@ class _Run:
         while True:
             try:
                 await home.revoke_app("p1", timeout_seconds=REQUEST_SECONDS)
-                if await self._is_copied(home, lambda apps: "p1" in apps.revoked):
+                if self._change_is_copied() or await self._is_there(home, lambda apps: "p1" in apps.revoked):
                     break
             except HearthError as error:
                 if "no key of" not in str(error):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from hearth.wire.messages.agent import Configuration
 from hearth.wire.messages.base import Bytes, Message, Name
@@ -32,15 +32,21 @@ def _checked(path: str) -> str:
 # Path of a file of the leader's state, relative to the standby's copy.
 ReplicaPath = Annotated[str, StringConstraints(min_length=1, max_length=1024), AfterValidator(_checked)]
 
+# Number that a leader gives to what it has sent to one standby; 0: none.
+Receipt = Annotated[int, Field(ge=0, lt=1 << 63)]
+
 
 class Follow(Message):
     """Ask to be the standby of this coordinator. The answer is a stream of `ReplicaPart` and `LeaderAlive`, without an end.
 
-    With `takes_over`, accept the place of a leader that leaves; the answer is `Done`.
+    With `takes_over`, accept the place of a leader that leaves; the answer is `Done`. With `confirmed`, say that all that came
+    before a `LeaderAlive` with this receipt is stored; the answer is `Done`. `confirms`: this standby does so.
     """
 
     name: Name
     takes_over: bool = False
+    confirms: bool = False
+    confirmed: Receipt = 0
 
 
 class ReplicaPart(Message):
@@ -55,10 +61,12 @@ class ReplicaPart(Message):
 class LeaderAlive(Message):
     """Sent by the leader at short intervals; `is_complete`: all files have been sent since the last change.
 
-    `is_leaving`: it stops, and leaves its devices to the standby that accepts (`Follow.takes_over`).
+    `is_leaving`: it stops, and leaves its devices to the standby that accepts (`Follow.takes_over`). `receipt`: the standby
+    confirms it once it has stored all that came before (`Follow.confirmed`).
     """
 
     name: Name
     is_complete: bool
     configuration: Configuration | None
     is_leaving: bool = False
+    receipt: Receipt = 0

@@ -7,18 +7,20 @@ import asyncio
 import pytest
 
 from coordinator.serve import hand_over
+from coordinator.serve.followers import Followers
 from coordinator.serve.hand_over import HandOver
 from hearth.errors import BadRequest
 
 
 def test_leader_leaves_once_a_standby_accepts() -> None:
     async def main() -> None:
-        leader = HandOver()
+        followers = Followers()
+        leader = HandOver(followers)
         assert not await leader.offer()  # there is none
-        leader.num_standbys = 1
+        follower = followers.join("attic", confirms=True)
         with pytest.raises(BadRequest, match="goes on leading"):
             leader.accept()
-        hears = asyncio.create_task(leader.wait_offered(600.0))
+        hears = asyncio.create_task(follower.wait_news(600.0))
         offer = asyncio.create_task(leader.offer())
         await asyncio.wait_for(hears, 60)
         assert leader.is_offered
@@ -34,8 +36,9 @@ def test_offer_that_no_standby_accepts_is_withdrawn(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(hand_over, "_ACCEPT_SECONDS", 0.05)
 
     async def main() -> None:
-        leader = HandOver()
-        leader.num_standbys = 1
+        followers = Followers()
+        leader = HandOver(followers)
+        followers.join("attic", confirms=True)
         assert not await leader.offer()
         with pytest.raises(BadRequest):
             leader.accept()

@@ -1,0 +1,110 @@
+"""The standbys that follow this coordinator, and which of them have the latest change of keys: its answer waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+
+from hearth.platform.asyncio_tools import with_timeout
+
+log = logging.getLogger(__name__)
+
+# For a standby to confirm a change of keys: several round trips on a slow link, and two small files written to an SD card.
+_CONFIRM_SECONDS = 1.0
+
+
+class Follower:
+    """One standby, from its `Follow` to the end of that stream. `confirms`: it says what it has stored."""
+
+    def __init__(self, name: str, confirms: bool) -> None:
+        self.name = name
+        self.confirms = confirms
+        self.confirmed = -1  # the number of changes that it has stored; -1: it has no complete copy yet
+        self.is_late = False  # it did not confirm a change in time, and none since
+        self.receipts: dict[int, int] = {}  # the number of changes that each receipt stands for
+        self.news = asyncio.Event()  # there is something to send
+
+    async def wait_news(self, seconds: float) -> None:
+        """Wait until there is something to send, at most this long."""
+        try:
+            await with_timeout(seconds, self.news.wait())
+        except asyncio.TimeoutError:
+            pass
+        self.news.clear()
+
+
+class Followers:
+    """All standbys that follow now. A receipt is a number, different for each standby and change, that it sends back."""
+
+    def __init__(self) -> None:
+        self.num_changes = 0  # of keys, in this run
+        self.latest_is_copied = False  # whether all standbys have confirmed the latest change
+        self._followers: list[Follower] = []
+        self._receipts = itertools.count(1)
+        self._progress = asyncio.Event()  # set, and replaced, at each confirmation and when a standby leaves
+
+    def __len__(self) -> int:
+        return len(self._followers)
+
+    def join(self, name: str, confirms: bool) -> Follower:
+        """A standby follows."""
+        follower = Follower(name, confirms)
+        self._followers.append(follower)
+        return follower
+
+    def leave(self, follower: Follower) -> None:
+        """It no longer follows."""
+        self._followers.remove(follower)
+        self._wake_waiting()
+
+    def wake(self) -> None:
+        """There is something to send to all."""
+        for follower in self._followers:
+            follower.news.set()
+
+    def receipt(self, follower: Follower, num_changes: int) -> int:
+        """The receipt to send after a copy with so many changes; 0 if there is nothing to confirm."""
+        if not follower.confirms or num_changes <= max(follower.receipts.values(), default=follower.confirmed):
+            return 0
+        receipt = next(self._receipts)
+        follower.receipts[receipt] = num_changes
+        return receipt
+
+    def confirm(self, receipt: int) -> None:
+        """A standby has stored what was sent before this receipt."""
+        for follower in self._followers:
+            if receipt in follower.receipts:
+                follower.confirmed = follower.receipts.pop(receipt)
+                follower.is_late = False
+                self._wake_waiting()
+
+    async def copy_change(self) -> None:
+        """Send a change of keys that was made to all standbys, and wait until they have confirmed it.
+
+        The wait is bounded; a standby that was late is not waited for again before it confirms something.
+        """
+        self.num_changes += 1
+        number = self.num_changes
+        awaited = [each for each in self._followers if each.confirms and not each.is_late]
+        self.wake()
+        try:
+            await with_timeout(_CONFIRM_SECONDS, self._confirmed(awaited, number))
+        except asyncio.TimeoutError:
+            pass
+        for follower in awaited:
+            if follower.confirmed < number:
+                follower.is_late = True
+                log.warning(
+                    "the standby %s has not confirmed a change of keys: if this coordinator is lost now, repeat the change",
+                    follower.name,
+                )
+        self.latest_is_copied = bool(self._followers) and all(each.confirmed >= number for each in self._followers)
+
+    async def _confirmed(self, awaited: list[Follower], number: int) -> None:
+        while any(each in self._followers and each.confirmed < number for each in awaited):
+            await self._progress.wait()
+
+    def _wake_waiting(self) -> None:
+        self._progress.set()
+        self._progress = asyncio.Event()
