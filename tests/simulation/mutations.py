@@ -27,6 +27,7 @@ from agent.daemon.lease import Lease
 from coordinator.deploy.deployment import Deployment
 from coordinator.devices.quorum import Quorum
 from coordinator.devices.registry import Device
+from coordinator.serve.followers import Followers
 
 MAX_SCHEDULES = 100  # to which the defect matters
 
@@ -43,6 +44,11 @@ class Mutation:
 
 async def _nothing(*_: Any) -> None:
     pass
+
+
+async def _answer_at_once(followers: Followers) -> None:
+    followers.num_changes += 1
+    followers.latest_is_copied = len(followers) > 0
 
 
 def _has(*kinds: str) -> Callable[[Schedule], bool]:
@@ -77,6 +83,14 @@ MUTATIONS = {
         "check_may_run",
         lambda self: None,
         lambda schedule: schedule.standby and _has("isolate", "stop coordinator")(schedule),
+    ),
+    "a change of keys is answered before the standby has it": Mutation(
+        Followers,
+        "copy_change",
+        _answer_at_once,
+        lambda schedule: (
+            schedule.standby and "p1" in schedule.clients and _has("isolate", "kill coordinator")(schedule)
+        ),
     ),
     "calls are not repeated": Mutation(hearth.client.home, "_REPEATED", (), _has("kill coordinator")),
 }

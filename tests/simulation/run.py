@@ -49,11 +49,14 @@ class Outcome:
     violations: tuple[tuple[str, str], ...]
     lines: tuple[str, ...]
     slowest_seconds: float  # the longest time that a client waited for its answer
+    num_calls: int  # that were answered
     num_callbacks: int
     virtual_seconds: float
 
 
-class _Run:
+class Run:
+    """One run of a home: `main` carries it out, and what it finds wrong is in `violations`."""
+
     def __init__(self, home: Home, schedule: Schedule) -> None:
         self.home = home
         self.schedule = schedule
@@ -403,7 +406,7 @@ class _Run:
 class _ErrorLog(logging.Handler):
     """Collects logged errors, which only a bug causes."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(logging.ERROR)
         self._run = run
 
@@ -417,12 +420,13 @@ def run_seed(seed: int) -> Outcome:
     return run_schedule(generate(seed))
 
 
-def run_schedule(schedule: Schedule) -> Outcome:
+def run_schedule(schedule: Schedule, run_type: type[Run] = Run) -> Outcome:
+    """Run a schedule, and check what must always hold."""
     with simulated(schedule.seed) as (loop, random, folder):
         home = Home(
             loop, random, folder, schedule.devices, schedule.coordinators, schedule.causal, schedule.step_seconds
         )
-        run = _Run(home, schedule)
+        run = run_type(home, schedule)
         handler = _ErrorLog(run)
         logging.root.addHandler(handler)
 
@@ -456,6 +460,7 @@ def run_schedule(schedule: Schedule) -> Outcome:
             tuple(run.violations),
             tuple(f"{at:9.3f} {line}" for at, line in home.history.lines),
             max((each.ended - each.began for each in home.history.answers if each.ended is not None), default=0.0),
+            sum(each.ended is not None for each in home.history.answers),
             loop.num_callbacks,
             loop.time(),
         )

@@ -45,6 +45,12 @@ def test_deliberate_defects_are_noticed() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
 
 
+@pytest.mark.slow
+def test_nothing_grows_while_devices_come_and_go() -> None:
+    ended = run("--hours", "0.5", module="simulation.churn")
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
+
+
 @pytest.fixture
 def abandoned_tasks_end() -> Iterator[None]:
     """Tasks of killed processes never end; Python reports that once they are collected."""
