@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+# Of the free memory, for chunks that are read into the page cache ahead: the rest is left to files that are in use.
+_READ_AHEAD_SHARE = 0.5
 _CONTROL_TYPES = (
     wire.Hello, wire.GetTelemetry, wire.Heartbeat, wire.WatchWorkers, wire.OpenLinkProbe, wire.MeasureLink,
     wire.Profile, wire.Command,
@@ -140,7 +142,7 @@ class AgentDaemon:
             case wire.Profile():
                 return await self._profile(message, payload)
             case wire.FindMissing():
-                return wire.ChunksMissing(hashes=await self._missing_chunks(message))
+                return await self._find_missing(message)
             case wire.PutChunk():
                 if len(payload) != 1:
                     raise BadRequest(reason=f"a chunk is one frame, not {len(payload)}")
@@ -287,12 +289,19 @@ class AgentDaemon:
             num_hung=len(hung_paths()),
         )
 
-    async def _missing_chunks(self, message: wire.FindMissing) -> tuple[str, ...]:
+    async def _find_missing(self, message: wire.FindMissing) -> wire.ChunksMissing:
         missing = await self._on_disk(FILE_SECONDS, self._store.missing, message.hashes)
         if message.verify:
             present = set(message.hashes).difference(missing)
             missing += await self._verify(present)
-        return missing
+        if not message.read_ahead:
+            return wire.ChunksMissing(hashes=missing)
+        stored_bytes = self._store.num_bytes(set(message.hashes))
+        max_bytes = int(_READ_AHEAD_SHARE * self._telemetry.free_memory_bytes())
+        read_ahead_bytes = await self._on_disk(
+            read_seconds(min(stored_bytes, max_bytes)), self._store.read_ahead, dict.fromkeys(message.hashes), max_bytes
+        )
+        return wire.ChunksMissing(hashes=missing, stored_bytes=stored_bytes, read_ahead_bytes=read_ahead_bytes)
 
     async def _store_chunk(self, chunk: str, data: Buffer) -> None:
         await self._on_disk(FILE_SECONDS, self._store.put, chunk, data)

@@ -30,6 +30,8 @@ _CHUNK_NAME = re.compile(r"[0-9a-f]{64}")  # a SHA-256 in hex; other names could
 # chunk that the disk damages meanwhile be served.
 _VERIFIED_SECONDS = 60.0
 _READ_BYTES = 1 << 17  # read at once while hashing: system calls cost little, and the idle daemon keeps little memory
+# Of one request to read ahead: of a longer one, Linux may read only the beginning, at least its usual read-ahead of 128 KiB.
+_READ_AHEAD_BYTES = 1 << 17
 _HASH_THREADS = 2  # that hash chunks at the same time: more compete for the disk, and each keeps an arena of memory
 
 
@@ -165,6 +167,25 @@ class ShardStore:
                 raise ChunkMissing(chunk=chunk[:12], device=self._device)
             self._mark_used(chunk)
             return self._file(chunk)
+
+    def read_ahead(self, hashes: Iterable[str], max_bytes: int) -> int:
+        """Ask the system to read these chunks into the page cache, in order, until the next is beyond `max_bytes`.
+
+        Returns the bytes that it was asked for; 0 where the system has no such request. Chunks that are not stored, or cannot
+        be opened, are left out.
+        """
+        if not hasattr(os, "posix_fadvise"):  # macOS, Windows
+            return 0
+        asked_bytes = 0
+        for chunk in hashes:
+            num_bytes = self._sizes.get(chunk, 0)
+            if asked_bytes + num_bytes > max_bytes:
+                break
+            with suppress(OSError), self._file(chunk).open("rb", buffering=0) as file:
+                for offset in range(0, num_bytes, _READ_AHEAD_BYTES):
+                    os.posix_fadvise(file.fileno(), offset, _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+                asked_bytes += num_bytes
+        return asked_bytes
 
     def pin(self, deployment: str, hashes: Iterable[str]) -> None:
         """Protect the chunks of a deployment's plan from eviction, instead of its previous plan's.

@@ -58,7 +58,11 @@ class TelemetryReader:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether that much main memory is free, without the reserve for the rest of the system."""
-        return num_bytes <= memory_budget(*memory(self._root), None, None)
+        return num_bytes <= self.free_memory_bytes()
+
+    def free_memory_bytes(self) -> int:
+        """Free main memory, without the reserve for the rest of the system. The page cache counts as free."""
+        return memory_budget(*memory(self._root), None, None)
 
     def _memory_percent(self) -> float | None:
         """The memory limit in per cent. `percent` also limits memory unless a memory limit is set."""

@@ -123,7 +123,7 @@ class Controller:
         began = [move.at for move in self.lifecycle.history if move.phase == "loading"]
         served = [move.at for move in self.lifecycle.history if move.phase == "serving"]
         pause = served[-1] - began[-1] if began and served and served[-1] >= began[-1] else None
-        return describe_preparation(self._preparer.preparation, self.deployment.plan, pause)
+        return describe_preparation(self._preparer.preparation, self.deployment.plan, pause, self._preparer.spares)
 
     # ---- public API -----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +20,10 @@ from coordinator.serve.state import Goal
 from hearth.errors import DeviceLost, HearthError, LeaseLost, WorkerDied
 from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import loop_time
+from hearth.platform.units import format_bytes
 from hearth.wire import messages as wire
+
+log = logging.getLogger(__name__)
 
 # From the start of serving until plans are made ahead: requests that waited for the deployment go first.
 _REST_SECONDS = 1.0
@@ -31,6 +35,11 @@ _TRY_AGAIN_SECONDS = 60.0
 _AHEAD_DISK_SHARE = 0.25
 # Before each chunk, one after the other, while requests wait: at most ten chunks of about 1 MB are sent in a second then.
 _CHUNK_PAUSE_SECONDS = 0.1
+# Between requests to read the chunks of these plans into memory: other programs displace them from the page cache, and what
+# is still there is not read again.
+_READ_AHEAD_EVERY_SECONDS = 600.0
+_MAX_READ_AHEAD_CHUNKS = 50_000  # per device: the most that `FindMissing` takes
+_READ_AHEAD_SECONDS = 30.0  # for the answer: an SD card reads 600 MB meanwhile. The agent reads on, and is asked again
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,24 @@ class PreparedPlan:
         """The devices that it uses: some of those that it was made for."""
         return frozenset(device.device_id for device in self.plan.devices)
 
+    @property
+    def chunks(self) -> dict[str, tuple[str, ...]]:
+        """The hashes of the chunks that each device loads, in order, by its id. Empty if the parts are not known."""
+        return {device.device_id: part.hashes for device, part in zip(self.plan.devices, self.parts, strict=False)}
+
 
 class Refusal(NamedTuple):
     """Why there is no plan for the loss of a device, and the loop time at which that is tried again."""
 
     reason: str
     again_at: float
+
+
+class Spares(NamedTuple):
+    """Bytes of the chunks that only plans made ahead need, over all devices; those in memory were read ahead."""
+
+    disk_bytes: int
+    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -78,6 +99,16 @@ class Preparation:
         possible = [each for lost, each in self.plans.items() if lost not in usable and each.device_ids <= usable]
         return max(possible, key=lambda each: (each.made_for == usable, len(each.made_for & usable)), default=None)
 
+    def spare_chunks(self, deployed: PreparedPlan) -> dict[str, list[str]]:
+        """By device id: the chunks that a plan made ahead needs there and the deployed plan does not, without repetition."""
+        used = {device: frozenset(chunks) for device, chunks in deployed.chunks.items()}
+        spares: dict[str, dict[str, None]] = {}
+        for plan in self.plans.values():
+            for device, chunks in plan.chunks.items():
+                others = dict.fromkeys(chunk for chunk in chunks if chunk not in used.get(device, ()))
+                spares.setdefault(device, {}).update(others)
+        return {device: list(chunks) for device, chunks in spares.items() if chunks}
+
     def prepared(self, device: str, plan: PreparedPlan) -> Preparation:
         refusals = {other: refusal for other, refusal in self.refusals.items() if other != device}
         return Preparation({**self.plans, device: plan}, refusals)
@@ -94,7 +125,7 @@ class Preparation:
 NOTHING = Preparation({}, {})
 
 
-def describe(preparation: Preparation, plan: Plan, pause_seconds: float | None) -> str:
+def describe(preparation: Preparation, plan: Plan, pause_seconds: float | None, spares: Spares | None = None) -> str:
     """Whether the deployment survives the loss of any one device, in one line. `pause_seconds`: of its last bring-up."""
     names = {device.device_id: device.name for device in plan.devices}
     if refused := {names[each]: why.reason for each, why in preparation.refusals.items() if each in names}:
@@ -102,7 +133,10 @@ def describe(preparation: Preparation, plan: Plan, pause_seconds: float | None) 
     if names.keys() - preparation.plans.keys():
         return "being prepared"
     pause = f"; pause about {pause_seconds:.1f} s" if pause_seconds is not None else ""
-    return f"yes, any one device{pause}"
+    if spares is None:
+        return f"yes, any one device{pause}"
+    stored, read = format_bytes(spares.disk_bytes), format_bytes(spares.memory_bytes)
+    return f"yes, any one device{pause}; spare weights: {stored} on disk, {read} in memory"
 
 
 class Found(NamedTuple):
@@ -118,6 +152,7 @@ class Preparer:
 
     def __init__(self, kind: ModelKind[Any], services: SharedServices, admission: Admission[Any]) -> None:
         self.preparation = NOTHING
+        self.spares: Spares | None = None  # None until the devices were asked
         self._deployed: PreparedPlan | None = None  # the deployed plan itself; None once it was found
         self._prepared_for: Plan | None = None  # the plan whose losses `preparation` is about
         self._kind = kind
@@ -139,7 +174,7 @@ class Preparer:
             and self._links_are_known(deployed)
         ):
             return Found(deployed, "the same plan is loaded again, since all its devices are there", is_same=True)
-        preparation, self.preparation = self.preparation, NOTHING
+        preparation, self.preparation, self.spares = self.preparation, NOTHING, None
         planned, self._prepared_for = self._prepared_for, None
         if planned is None:
             return Found(None, "")
@@ -159,10 +194,11 @@ class Preparer:
         plan = deployment.plan
         planned = [device.device_id for device in plan.devices]
         if self._prepared_for is None or self._prepared_for.with_epoch(plan.epoch) != plan:
-            self.preparation = NOTHING
+            self.preparation, self.spares = NOTHING, None
         self._prepared_for = plan
-        self._deployed = PreparedPlan(frozenset(planned), plan, deployment.parts)
+        self._deployed = deployed = PreparedPlan(frozenset(planned), plan, deployment.parts)
         seen: frozenset[str] = frozenset()
+        read_ahead_at = 0.0
         await asyncio.sleep(_REST_SECONDS)
         while True:
             devices = allowed_devices(goal, self._services.fleet.usable())
@@ -171,6 +207,10 @@ class Preparer:
                 seen, self.preparation = usable, self.preparation.without_refusals()
             if lost := self.preparation.to_prepare(planned, usable, loop_time()):
                 await self._prepare(lost, devices, deployment)
+                read_ahead_at = 0.0
+            if loop_time() >= read_ahead_at and self.preparation.plans:
+                await self._read_ahead(deployed)
+                read_ahead_at = loop_time() + _READ_AHEAD_EVERY_SECONDS
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _prepare(self, lost: Sequence[str], devices: Sequence[Device], deployment: Deployment) -> None:
@@ -207,6 +247,25 @@ class Preparer:
                 continue
             made_for = frozenset(device.device_id for device in survivors[each])
             self.preparation = self.preparation.prepared(each, PreparedPlan(made_for, plan, ahead.parts))
+
+    async def _read_ahead(self, deployed: PreparedPlan) -> None:
+        """Have the devices read the chunks of plans made ahead into memory: after a loss, no worker waits for a slow disk."""
+        fleet = self._services.fleet
+
+        async def on_device(device: str, chunks: Sequence[str]) -> wire.ChunksMissing | None:
+            request = wire.FindMissing(
+                holder=fleet.holder, hashes=tuple(chunks[:_MAX_READ_AHEAD_CHUNKS]), read_ahead=True
+            )
+            try:
+                return await fleet.ask(device, request, wire.ChunksMissing, timeout_seconds=_READ_AHEAD_SECONDS)
+            except HearthError as error:  # its chunks are read when they are needed
+                log.info("no chunks were read ahead: %s", error.explanation())
+                return None
+
+        spares = self.preparation.spare_chunks(deployed)
+        asked = await asyncio.gather(*(on_device(device, chunks) for device, chunks in spares.items()))
+        found = [each for each in asked if each is not None]
+        self.spares = Spares(sum(each.stored_bytes for each in found), sum(each.read_ahead_bytes for each in found))
 
     def _room_for_chunks(self) -> dict[str, int]:
         """Bytes of chunks that each device may get ahead now."""

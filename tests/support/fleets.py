@@ -139,7 +139,9 @@ class FakeFleet(ABC):
             rate = self.link_bytes_per_second / self.link_factor
             return Reply(LinkMeasured(bytes_per_second=rate, round_trip_seconds=1e-9, num_bytes=1, stable=True))
         if isinstance(message, FindMissing):
-            return Reply(ChunksMissing(hashes=tuple(h for h in message.hashes if h not in stored)))
+            missing = tuple(chunk for chunk in message.hashes if chunk not in stored)
+            num_stored = (len(message.hashes) - len(missing)) * message.read_ahead  # as if chunks had one byte
+            return Reply(ChunksMissing(hashes=missing, stored_bytes=num_stored, read_ahead_bytes=num_stored))
         if isinstance(message, FetchChunks):
             stored |= set(message.hashes)
             return Reply(ChunksFetched(missing=()))

@@ -286,17 +286,21 @@ class ChunkRef(WireModel):
 class FindMissing(Command):
     """Ask which of these chunks the agent's store lacks. The answer is `ChunksMissing`.
 
-    With `verify`, the agent hashes the chunks that it has; damaged ones are discarded and count as missing.
+    With `verify`, the agent hashes the chunks that it has; damaged ones are discarded and count as missing. With `read_ahead`,
+    it asks its system to read them into the page cache, in their order, up to half of its free memory.
     """
 
     hashes: tuple[Hash, ...] = Field(max_length=50_000, fail_fast=True)
     verify: bool = False
+    read_ahead: bool = False
 
 
 class ChunksMissing(Message):
-    """The answer to `FindMissing`: the chunks that the store lacks."""
+    """The answer to `FindMissing`: the chunks that the store lacks. The bytes are of the others, with `read_ahead` only."""
 
     hashes: tuple[Hash, ...] = Field(max_length=50_000, fail_fast=True)
+    stored_bytes: Bytes = 0
+    read_ahead_bytes: Bytes = 0  # of these, those that the system was asked to read into the page cache
 
 
 class PutChunk(Command):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.chunks import chunk
 from support.devices import ready_device
 from support.messages import EXAMPLES
 from support.waiting import until
@@ -18,6 +19,7 @@ pytest.importorskip("psutil")
 from agent.daemon import daemon as daemon_module
 from agent.daemon.config import AgentSettings
 from agent.daemon.daemon import AgentDaemon
+from agent.daemon.store import ShardStore
 from hearth.errors import BadRequest, LeaseLost, StoreFailed
 from hearth.platform import disk
 from hearth.wire import messages as wire
@@ -87,6 +89,7 @@ class Agent:
         settings = AgentSettings(name="kitchen", state_dir=folder, store_dir=folder, key_path=folder / "key")
         self.store = SlowStore(folder)
         telemetry = SimpleNamespace(read=lambda now: ready_device("a").telemetry, has_room=lambda num_bytes: True)
+        telemetry.free_memory_bytes = lambda: 1000
         parts: list[Any] = [SimpleNamespace(), self.store, telemetry, SimpleNamespace(), None]
         self.daemon = AgentDaemon(settings, *parts, coordinator_public_key="c")
 
@@ -185,5 +188,23 @@ def test_changes_of_a_worker_are_reported_at_once_while_the_lease_lasts(run: Run
         worker.change()
         with pytest.raises(LeaseLost):
             await anext(reports)
+
+    run(scenario)
+
+
+def test_half_of_the_free_memory_is_used_for_chunks_that_are_read_ahead(run: Run, tmp_path: Path) -> None:
+    async def scenario(agent: Agent) -> None:
+        store = ShardStore(tmp_path / "chunks", 10_000, "kitchen")
+        agent.daemon._store = store
+        names = []
+        for index, size in enumerate((400, 300, 50)):
+            name, data = chunk(index, size)
+            names.append(name)
+            if index < 2:
+                store.put(name, data)
+        request = wire.FindMissing(holder=LOAD.holder, hashes=tuple(names))
+        assert await agent.ask(request) == wire.ChunksMissing(hashes=(names[2],))
+        found = await agent.ask(request.model_copy(update={"read_ahead": True}))
+        assert found == wire.ChunksMissing(hashes=(names[2],), stored_bytes=700, read_ahead_bytes=400)
 
     run(scenario)

@@ -227,6 +227,24 @@ def test_rot_that_leaves_the_file_times_alone_is_found_once_the_last_check_is_ol
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a read-only file system needs root")
+def test_chunks_are_read_ahead_in_small_requests_until_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ShardStore(tmp_path, 1 << 20, "d")
+    names = []
+    for index, size in enumerate((300_000, 100_000, 200_000)):
+        name, data = chunk(index, size)
+        store.put(name, data)
+        names.append(name)
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, offset, size, advice: asked.append((offset, size)))
+    assert store.read_ahead(["0" * 64, *names], 450_000) == 400_000
+    step = 128 << 10  # a longer request would be cut to the read-ahead of the disk
+    assert asked == [(0, step), (step, step), (2 * step, step), (0, step)]
+    (tmp_path / names[0][:2] / names[0]).unlink()
+    assert store.read_ahead(names, 1 << 20) == 300_000
+
+
 def test_read_only_store_is_read_and_says_why_it_takes_no_chunk(tmp_path: Path) -> None:
     folder = tmp_path / "mount"
     folder.mkdir()

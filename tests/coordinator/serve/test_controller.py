@@ -499,6 +499,30 @@ def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
     asyncio.run(main())
 
 
+def test_chunks_that_were_sent_ahead_are_read_into_memory_ahead(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_at_once(monkeypatch)
+    monkeypatch.setattr(prepared, "_READ_AHEAD_EVERY_SECONDS", 0.05)
+
+    async def main() -> None:
+        case = Case("transformer", tmp_path, graph, "abc")
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            await home.until(lambda: "; spare weights: " in home.controller.redundancy)
+
+            def read_ahead() -> list[tuple[str, tuple[str, ...]]]:
+                asked = [(device, each) for device, each in case.fleet.asked if isinstance(each, FindMissing)]
+                return [(device, each.hashes) for device, each in asked if each.read_ahead]
+
+            first = read_ahead()
+            for device, hashes in first:
+                assert not set(hashes) & set(case.fleet.loads[device].parts.hashes)
+                assert set(hashes) <= case.fleet.stored[device]
+            await home.until(lambda: len(read_ahead()) >= 2 * len(first))  # other programs displace them
+
+    asyncio.run(main())
+
+
 def test_chunks_that_are_sent_ahead_do_not_fill_a_small_disk(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

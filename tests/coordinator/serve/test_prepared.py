@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from support.plans import BERT_LARGE, make_plan
 
-from coordinator.serve.prepared import NOTHING, Preparation, PreparedPlan, Refusal, describe
+from coordinator.serve.prepared import NOTHING, Preparation, PreparedPlan, Refusal, Spares, describe
 from hearth.plan.plan import Plan
+from hearth.wire.messages import SegmentFiles, SegmentParts
 
 PLAN = make_plan(BERT_LARGE, "hmp", (1, 1, 1))  # devices id0, id1 and id2
 ALL = frozenset({"id0", "id1", "id2"})
@@ -74,5 +75,19 @@ def test_description_names_the_device_that_cannot_be_lost() -> None:
     preparation = all_prepared()
     assert describe(preparation, PLAN, 0.42) == "yes, any one device; pause about 0.4 s"
     assert describe(preparation, PLAN, None) == "yes, any one device"
+    spares = "; spare weights: 120 MiB on disk, 40.0 MiB in memory"
+    assert describe(preparation, PLAN, None, Spares(120 << 20, 40 << 20)) == f"yes, any one device{spares}"
     refused = preparation.refused("id2", Refusal("no room", 0.0)).refused("other", Refusal("of an earlier plan", 0.0))
     assert describe(refused, PLAN, 0.4) == "cannot lose device2 (no room)"
+
+
+def test_spare_chunks_are_those_that_only_plans_made_ahead_load() -> None:
+    def plan(**chunks: str) -> PreparedPlan:
+        parts = [SegmentParts(files=(SegmentFiles(graph=tuple(64 * each for each in of)),)) for of in chunks.values()]
+        return PreparedPlan(frozenset(chunks), plan_on(*chunks), parts)
+
+    deployed = plan(id0="a", id1="bc", id2="d")
+    ahead = NOTHING.prepared("id1", plan(id0="acb", id2="d")).prepared("id2", plan(id0="fba", id1="bc"))
+    assert ahead.spare_chunks(deployed) == {"id0": [64 * each for each in "cbf"]}
+    unknown = PreparedPlan(ALL, PLAN, ())  # of workers that an earlier coordinator loaded
+    assert ahead.spare_chunks(unknown)["id2"] == [64 * "d"]
