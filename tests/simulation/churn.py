@@ -103,11 +103,15 @@ def sizes(home: Home) -> dict[str, int]:
         "connections": len(home.network.connections),
         "listeners": len(home.network.listeners),
         "timers": sum(not timer[2].cancelled() for timer in home.loop._timers),
-        "files": sum(len(list(host.disk.folder.rglob("*"))) for host in hosts),
+        # A store keeps the chunks of earlier plans while there is room.
+        "files beside the store": sum(
+            "store" not in path.relative_to(host.disk.folder).parts
+            for host in hosts
+            for path in host.disk.folder.rglob("*")
+        ),
         "leases": sum(len(daemon._leases) for daemon in daemons),
         "workers": sum(len(daemon._workers) for daemon in daemons),
         "pinned chunks": sum(len(chunks) for daemon in daemons for chunks in daemon._store._pinned.values()),
-        "chunks": sum(len(daemon._store._sizes) for daemon in daemons),
         "retired deployments": sum(len(each._retired) + len(each._closing) for each in controllers),
         "requests": sum(len(each.requests._running) + each.requests.admission.num_waiting for each in controllers),
         "records of the fleet": sum(_records(service._fleet) for service in home.leading.values()),
