@@ -49,7 +49,7 @@ def test_v1_transformer_plan_keeps_its_shares(name: str) -> None:
     assert (new["model"], body["seq_len"]) == (old["model"], old["seq_len"])
     limits = dict(old["generation"]) if old["generation"] else None
     assert new["predicted"]["decode_seconds"] == (limits.pop("decode_seconds") if limits else 0.0)
-    assert body["generation"] == limits
+    assert body["generation"] == (limits and {**limits, "kv_copies": False})
     assert new["predicted"]["latency_seconds"] == old["predicted"]["total_seconds"]
     for field in ("compute_seconds", "transfer_seconds"):
         assert new["predicted"][field] == old["predicted"][field]
