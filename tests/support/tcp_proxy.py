@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import select
+import selectors
 import socket
 import struct
 import threading
@@ -44,8 +44,7 @@ class TcpProxy:
                 self._holds.clear()
                 self._resets.clear()
             sources = dict(self._pairs) | {far: near for near, far in self._pairs}
-            ready, _, _ = select.select([self._listener, *sources], [], [], _POLL_SECONDS)
-            for each in ready:
+            for each in _readable([self._listener, *sources]):
                 if each is self._listener:
                     near, _ = self._listener.accept()
                     self._pairs.append((near, socket.create_connection(("127.0.0.1", self._target))))
@@ -74,3 +73,11 @@ class TcpProxy:
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
                 each.close()
         self._pairs = []
+
+
+def _readable(sockets: list[socket.socket]) -> list[socket.socket]:
+    """Those with something to read, at the latest after `_POLL_SECONDS`."""
+    with selectors.DefaultSelector() as selector:  # `select.select` takes no descriptor above 1023
+        for each in sockets:
+            selector.register(each, selectors.EVENT_READ, each)
+        return [key.data for key, _ in selector.select(_POLL_SECONDS)]
