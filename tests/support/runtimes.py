@@ -81,6 +81,14 @@ class RuntimeProcess:
             assert not self._thread.is_alive()
             self._thread = None
 
+    def close(self) -> None:
+        """End for good. The transport of a worker process ends with the process, which runtimes do not have here."""
+        self.end()
+        transport = getattr(self._runtime, "_transport", None)
+        if transport is not None:
+            transport.close()
+            transport.release()
+
     def _answer(self, request_id: bytes, message: Message, payload: Sequence[Any]) -> None:
         self._answers[request_id].put((message, [bytes(frame) for frame in payload]))
 
@@ -133,7 +141,7 @@ class RuntimeHome:
 
     def kill(self, name: str) -> None:
         """End a process for good."""
-        self.processes.pop(name).end()
+        self.processes.pop(name).close()
 
     def close(self) -> None:
         for name in list(self.processes):
