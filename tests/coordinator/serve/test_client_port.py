@@ -214,7 +214,9 @@ def test_new_app_may_connect_at_once_and_revoked_one_is_ended_at_once(tmp_path: 
         blind = new_keypair()
         home.trust.apps.add("blind", blind.public)
         home.port.change_access()
-        await home.client().call(GetReadiness(), timeout_seconds=20)  # the answer of `add_app` follows the change likewise
+        await home.client().call(
+            GetReadiness(), timeout_seconds=20
+        )  # the answer of `add_app` follows the change likewise
         client = home.client(blind)
         stream = client.stream(Generate(prompt="p", max_tokens=100_000), timeout_seconds=20, last=TextEnded)
         await anext(stream)
