@@ -88,7 +88,7 @@ def test_invalid_input_is_named(running_home: TestHome) -> None:
         assert home.infer(image())["scores"].shape == (1, 48)
 
 
-def test_killed_worker_is_reported_and_its_device_avoided(running_home: TestHome, model: Path) -> None:
+def test_killed_worker_is_reported_and_starts_again(running_home: TestHome, model: Path) -> None:
     with running_home.connect() as home:
         plan = home.status().plan
         assert plan is not None
@@ -100,7 +100,8 @@ def test_killed_worker_is_reported_and_its_device_avoided(running_home: TestHome
         assert_equal(home.infer(image(), timeout_seconds=60.0), reference(model, image()))
         after = home.status().plan
         assert after is not None
-        assert victim not in [device.name for device in after.devices]
+        assert [device.name for device in after.devices] == [device.name for device in plan.devices]
+        assert running_home.worker_pid(victim) not in (None, worker)
 
 
 def test_device_loss_fails_no_request(running_home: TestHome, model: Path) -> None:

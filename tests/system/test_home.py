@@ -231,8 +231,9 @@ def test_killed_worker_loses_no_request(slow_model_dir: Path, profile_cache: Pat
             assert again.shape == (64, 512)
             plan = home.status().plan
             assert plan is not None
-            assert {device.name for device in plan.devices} == {"a", "c"}
-            assert "trying again" not in running_home.log("coordinator")  # one new plan was sufficient
+            assert {device.name for device in plan.devices} == {"a", "b", "c"}
+            assert running_home.worker_pid("b") not in (None, victim)
+            assert "trying again" not in running_home.log("coordinator")  # loading the plan once more was sufficient
 
 
 def test_lost_device_loses_no_request(slow_model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
