@@ -1,0 +1,250 @@
+"""Requests of clients at the gateway: roles, limits, starts, answers, cancellation and changes of access."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.gateway import link
+from coordinator.gateway.access import Access, MessageRule
+from coordinator.gateway.plane import Action, ClientPlane, Forward, Send, encode_failed
+from hearth.errors import (
+    AppRevoked,
+    BadMessage,
+    DeviceLost,
+    FrameTooLarge,
+    HearthError,
+    NotAuthorised,
+    ProtocolMismatch,
+    QueueFull,
+    UnknownMessage,
+)
+from hearth.wire.messages import AddApp, Cancel, Failed, GetReadiness, decode, encode
+from hearth.wire.quota import Limits
+
+ADMIN, APP, OTHER = "admin", "app", "other"
+RULES = {
+    "get_readiness": MessageRule("GetReadiness", for_apps=True, any_version=False),
+    "add_app": MessageRule("AddApp", for_apps=False, any_version=False),
+}
+LIMITS = Limits(requests=4, total_bytes=100_000, request_bytes=50_000)
+ACCESS = Access(
+    admins=[ADMIN], apps={APP: "lamp", OTHER: "door"}, revoked={}, app_limits=LIMITS,
+    admin_limits=LIMITS._replace(total_bytes=400_000), app_bytes=120_000,
+)  # fmt: skip
+READINESS = encode(GetReadiness())
+
+
+class Plane(ClientPlane):
+    """A gateway's plane that notes refusals."""
+
+    def __init__(self, access: Access = ACCESS) -> None:
+        self.refused: list[str] = []
+        super().__init__(RULES, access, lambda reason, public_key: self.refused.append(f"{reason} {public_key}"))
+
+    def ask(
+        self, key: str = APP, number: int = 1, body: bytes = READINESS, payload: Sequence[bytes] = (), now: float = 0.0
+    ) -> list[Action]:
+        identity = key.encode()
+        return self.receive(frames(identity, request_id(number), body, *payload), key, now)
+
+    def reply(self, kind: bytes, number: bytes, *rest: bytes) -> list[Action]:
+        return self.answer(frames(kind, number, *rest))
+
+
+def frames(*parts: bytes) -> list[zmq.Frame]:
+    return [zmq.Frame(part) for part in parts]
+
+
+def request_id(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+def content(part: object) -> bytes:
+    return part.bytes if isinstance(part, zmq.Frame) else bytes(part)  # type: ignore[call-overload,no-any-return]
+
+
+def number_of(actions: list[Action]) -> bytes:
+    """The number of the one request that was forwarded."""
+    (forward,) = actions
+    assert isinstance(forward, Forward)
+    assert forward.frames[0] == link.REQUEST
+    return content(forward.frames[1])
+
+
+def failure(actions: list[Action]) -> HearthError:
+    """The error of the one answer."""
+    (sent,) = actions
+    assert isinstance(sent, Send)
+    message = decode(content(sent.frames[-1]))
+    assert isinstance(message, Failed)
+    return message.error()
+
+
+def test_request_is_forwarded_with_the_key_and_its_answer_goes_back() -> None:
+    plane = Plane()
+    (forward,) = plane.ask(payload=[b"x"])
+    assert isinstance(forward, Forward)
+    assert [content(part) for part in forward.frames] == [
+        link.REQUEST, content(forward.frames[1]), b"app", READINESS, b"x"
+    ]  # fmt: skip
+    number = content(forward.frames[1])
+    (first,) = plane.reply(link.ANSWER, number, b"one")
+    (last,) = plane.reply(link.LAST_ANSWER, number, b"two", b"y")
+    assert isinstance(first, Send)
+    assert isinstance(last, Send)
+    assert [content(part) for part in first.frames] == [b"app", request_id(1), b"one"]
+    assert [content(part) for part in last.frames] == [b"app", request_id(1), b"two", b"y"]
+    assert plane.num_requests == 0
+    assert plane.reply(link.LAST_ANSWER, number, b"late") == []
+
+
+@pytest.mark.parametrize(
+    ("key", "body", "expected"),
+    [
+        (APP, encode(AddApp(name="x", public_key="0" * 40)), NotAuthorised),
+        ("stranger", READINESS, NotAuthorised),
+        ("former", READINESS, AppRevoked),
+        (APP, encode(Cancel(request=b"12345678")).replace(b"cancel", b"foobar"), UnknownMessage),
+        (APP, b"\xc1", BadMessage),
+        (APP, READINESS.replace(b"\xa1v\x02", b"\xa1v\x07"), ProtocolMismatch),
+    ],
+)
+def test_refused_messages_are_answered_and_not_forwarded(key: str, body: bytes, expected: type[HearthError]) -> None:
+    plane = Plane(ACCESS._replace(revoked={"former": "old lamp"}))
+    assert isinstance(failure(plane.ask(key, body=body)), expected)
+    assert len(plane.refused) == 1
+    assert plane.num_requests == 0
+
+
+def test_malformed_messages_get_no_answer() -> None:
+    plane = Plane()
+    assert plane.receive(frames(b"a", b"12345678"), APP, 0.0) == []
+    assert plane.receive(frames(b"a", b"1", READINESS), APP, 0.0) == []
+    assert len(plane.refused) == 2
+
+
+def test_requests_of_a_key_are_limited_in_number_and_size() -> None:
+    plane = Plane()
+    for number in range(4):
+        number_of(plane.ask(number=number))
+    assert isinstance(failure(plane.ask(number=4)), QueueFull)
+    number_of(plane.ask(OTHER, number=4))
+    assert isinstance(failure(plane.ask(OTHER, number=5, payload=[bytes(60_000)])), FrameTooLarge)
+
+
+def test_one_app_leaves_the_others_their_part_of_the_memory() -> None:
+    """60,000 of the 120,000 bytes are for all, and 30,000 for each app."""
+    plane = Plane()
+    for number in range(2):
+        number_of(plane.ask(number=number, payload=[bytes(44_000)]))
+    assert isinstance(failure(plane.ask(number=2, payload=[bytes(10_000)])), QueueFull)
+    number_of(plane.ask(OTHER, number=3, payload=[bytes(29_000)]))
+    assert isinstance(failure(plane.ask(OTHER, number=4, payload=[bytes(10_000)])), QueueFull)
+    number_of(plane.ask(ADMIN, number=5, payload=[bytes(49_000)]))
+
+
+def test_unread_answers_count_until_they_have_left() -> None:
+    plane = Plane()
+    streams = [number_of(plane.ask(number=number)) for number in range(3)]
+    held = [plane.reply(link.LARGE_ANSWER, number, bytes(44_000))[0] for number in streams[:2]]
+    assert isinstance(held[0], Send)
+    assert isinstance(held[1], Send)
+    assert held[0].num_bytes > 44_000
+    refused, cancelled = plane.reply(link.LARGE_ANSWER, streams[2], bytes(44_000))
+    assert isinstance(failure([refused]), QueueFull)
+    assert cancelled == Forward([link.CANCEL, streams[2]])
+    assert plane.left(held[0]) == [Forward([link.LEFT, streams[0]])]
+    plane.reply(link.END, streams[1])
+    assert plane.left(held[1]) == []  # its stream has ended
+    (more,) = plane.reply(link.LARGE_ANSWER, streams[0], bytes(44_000))
+    assert isinstance(more, Send)
+
+
+def test_requests_beyond_the_rate_start_later_and_in_order() -> None:
+    plane = Plane(ACCESS._replace(app_limits=LIMITS._replace(per_second=10.0, burst=1.5)))
+    number_of(plane.ask(number=1))
+    assert plane.ask(number=2) == plane.ask(number=3) == []
+    start = plane.next_start
+    assert start is not None
+    assert 0.04 < start < 0.06
+    assert plane.start_due(0.0) == []
+    first = plane.start_due(start)
+    second = plane.start_due(1.0)
+    assert number_of(first) < number_of(second)
+    assert plane.next_start is None
+
+
+def test_cancelled_request_is_forgotten_at_both_ends() -> None:
+    plane = Plane(ACCESS._replace(app_limits=LIMITS._replace(per_second=10.0, burst=1.5)))
+    running = number_of(plane.ask(number=1))
+    plane.ask(number=2)
+    assert plane.ask(number=8, body=encode(Cancel(request=request_id(2)))) == []  # it had not started
+    assert plane.ask(number=9, body=encode(Cancel(request=request_id(1)))) == [Forward([link.CANCEL, running])]
+    assert plane.ask(OTHER, number=10, body=encode(Cancel(request=request_id(1)))) == []
+    assert plane.start_due(10.0) == []
+    assert plane.num_requests == 0
+
+
+def test_client_that_is_gone_ends_its_requests_only() -> None:
+    plane = Plane()
+    mine, others = number_of(plane.ask()), number_of(plane.ask(OTHER))
+    assert plane.gone(b"app") == [Forward([link.CANCEL, mine])]
+    assert plane.reply(link.LAST_ANSWER, others, b"x") != []
+
+
+def test_waiting_request_of_a_key_that_is_revoked_never_starts() -> None:
+    limited = ACCESS._replace(app_limits=LIMITS._replace(per_second=10.0, burst=1.5))
+    plane = Plane(limited)
+    number_of(plane.ask(number=1))
+    plane.ask(number=2)
+    actions = plane.change_access(limited._replace(apps={OTHER: "door"}, revoked={APP: "lamp"}))
+    assert isinstance(failure(actions), AppRevoked)
+    assert plane.start_due(10.0) == []
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["ask", "answer", "large", "end", "gone", "cancel"]), st.integers(0, 5)), max_size=60
+    )
+)
+def test_no_counter_is_left_once_all_requests_have_ended(steps: list[tuple[str, int]]) -> None:
+    plane, unread = Plane(), []
+    forwarded: list[bytes] = []
+    for kind, number in steps:
+        key = (APP, OTHER)[number % 2]
+        actions: list[Action] = []
+        match kind:
+            case "ask":
+                actions = plane.ask(key, number, payload=[bytes(1000 * number)])
+            case "cancel":
+                actions = plane.ask(key, 99, body=encode(Cancel(request=request_id(number))))
+            case "gone":
+                actions = plane.gone(key.encode())
+            case _ if forwarded:
+                sent = {"answer": link.LAST_ANSWER, "large": link.LARGE_ANSWER, "end": link.END}[kind]
+                actions = plane.reply(sent, forwarded[number % len(forwarded)], bytes(20_000))
+        for action in actions:
+            if isinstance(action, Send) and action.num_bytes:
+                unread.append(action)
+            elif isinstance(action, Forward) and action.frames[0] == link.REQUEST:
+                forwarded.append(content(action.frames[1]))
+    for send in unread:
+        plane.left(send)
+    for key in (APP, OTHER):
+        plane.gone(key.encode())
+    assert plane.num_requests == 0
+    assert all(
+        (quota.num_requests, quota.num_bytes, quota.unread_bytes) == (0, 0, 0) for quota in plane._quotas.values()
+    )
+
+
+@pytest.mark.parametrize(
+    "error", [QueueFull(limit=5), DeviceLost(device="attic", reason="it is gone"), AppRevoked(app="lamp")]
+)
+def test_failure_is_encoded_as_messages_are(error: HearthError) -> None:
+    assert encode_failed(error) == encode(Failed.of(error))
