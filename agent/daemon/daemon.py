@@ -39,6 +39,7 @@ from hearth.errors import (
     StoreFailed,
 )
 from hearth.plan.plan import plan_hash
+from hearth.platform.allocator import give_back_freed_buffers
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk, read_seconds
 from hearth.protocol import LEASE_CHECK_SECONDS, PROTOCOL_VERSION, WATCH_SECONDS
@@ -359,7 +360,10 @@ class AgentDaemon:
         async with self._load_locks[deployment]:
             self._check_load(message)
             self._last_epochs[deployment] = plan.epoch
-            return await self._reload_worker(start) or await self._start_worker(start)
+            try:
+                return await self._reload_worker(start) or await self._start_worker(start)
+            finally:
+                give_back_freed_buffers()  # of the chunks that were received and hashed
 
     async def _reload_worker(self, start: wire.Start) -> wire.WorkerBound | None:
         """Load the plan in the worker that runs, if there is one that can. None if a new process has to."""

@@ -21,6 +21,7 @@ from agent.daemon.links import LinkServer
 from agent.daemon.store import ShardStore
 from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadKey, HearthError
+from hearth.platform.allocator import share_one_arena
 from hearth.platform.asyncio_tools import cancel_all, supervised
 from hearth.platform.discovery import AGENT_SERVICE, advertised
 from hearth.platform.disk import FILE_SECONDS, on_disk
@@ -108,6 +109,7 @@ def main() -> None:
         settings = load_agent_settings(parser.parse_args(), os.environ)
         logging.basicConfig(level=settings.log_level.upper(), format="%(name)s %(levelname)s %(message)s")
         raise_file_limit()
+        share_one_arena()
         asyncio.run(run_agent(settings))
     except HearthError as error:
         print(f"hearth-agent: {error}", file=sys.stderr)

@@ -23,7 +23,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from agent.worker.allocator import keep_freed_buffers
 from agent.worker.tracing import Recorder
 from agent.worker.transformer.comm.collectives import Collectives
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
@@ -38,6 +37,7 @@ from hearth.plan.geometry import spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan, plan_from_json
+from hearth.platform.allocator import keep_freed_buffers
 from hearth.platform.security import new_keypair
 from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport

@@ -24,7 +24,6 @@ import onnx
 import onnxruntime as ort
 from google.protobuf.message import DecodeError
 
-from agent.worker.allocator import give_back_freed_buffers, keep_freed_buffers
 from agent.worker.graph.kernels import operators_of
 from agent.worker.graph.sessions import (
     DTYPES,
@@ -39,6 +38,7 @@ from agent.worker.meter import Meter
 from agent.worker.profiling import serve_one
 from agent.worker.wire_cost import measure_wire_cost
 from hearth.errors import BadPlan, StoreFull
+from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
 from hearth.wire.codec import NUMPY_CASTS, Array
 from hearth.wire.messages import ComputeDevice, GraphProfile, Kernel, StartProfile
 

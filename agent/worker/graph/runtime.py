@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from agent.worker.allocator import keep_freed_buffers
 from agent.worker.data_plane import bind_transport
 from agent.worker.graph.engine import GraphEngine
 from agent.worker.graph.schedule import OwnSegment, routes_for
@@ -16,6 +15,7 @@ from agent.worker.graph.sessions import SegmentSession, load_segment
 from agent.worker.server import SendAnswer
 from hearth.errors import BadRequest
 from hearth.plan.plan import is_graph_plan
+from hearth.platform.allocator import keep_freed_buffers
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Codec
 from hearth.wire.messages import (

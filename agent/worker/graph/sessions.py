@@ -22,8 +22,8 @@ import onnx
 import onnxruntime as ort
 from google.protobuf.message import DecodeError
 
-from agent.worker.allocator import give_back_freed_buffers
 from hearth.errors import BadPlan, BadRequest, ChunkCorrupt, ChunkMissing, StepFailed, StoreFull
+from hearth.platform.allocator import give_back_freed_buffers
 from hearth.wire.framing import MAX_DIMS
 from hearth.wire.messages import ArrayChunks, ComputeDevice, SegmentFiles
 

@@ -16,7 +16,6 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from agent.worker.allocator import give_back_freed_buffers, keep_freed_buffers
 from agent.worker.meter import Meter
 from agent.worker.profiling import serve_one
 from agent.worker.transformer import blocks
@@ -32,6 +31,7 @@ from hearth.plan.kept_caches import CacheBlock
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspicious_point
 from hearth.plan.transformer import LayerShare
+from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
 from hearth.wire.messages import BlocksOf, ComputeDevice, NewSequence, Sampling, StartProfile
 
 _MEASURED_FRACTIONS = (

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from agent.worker.allocator import give_back_freed_buffers, keep_freed_buffers
 from agent.worker.data_plane import bind_transport
 from agent.worker.server import SendAnswer, failed_message
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
@@ -27,6 +26,7 @@ from agent.worker.transformer.shard import HeldWeights, Shard, load_shard
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.plan.kept_caches import reserved_bytes
 from hearth.plan.plan import TransformerPlan, is_transformer_plan
+from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
 from hearth.transport.sockets import SocketTransport
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays

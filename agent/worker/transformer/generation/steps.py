@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent.worker.allocator import give_back_freed_buffers
 from agent.worker.tracing import Recorder
 from agent.worker.transformer import blocks, micro_batches, strategies
 from agent.worker.transformer.comm.collectives import Collectives
@@ -36,6 +35,7 @@ from hearth.plan.geometry import Span, rows_per_rank, spans
 from hearth.plan.kept_caches import cached_block
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan
+from hearth.platform.allocator import give_back_freed_buffers
 from hearth.wire.messages import SequenceRows, StepOrder, decode, encode
 
 log = logging.getLogger("hearth.worker")

@@ -1,4 +1,4 @@
-"""Settings of glibc's allocator for a worker's large buffers.
+"""Settings of glibc's allocator: for a worker's large buffers, and for a daemon that must stay small.
 
 By default, glibc maps every buffer above 128 KiB from the kernel and unmaps it when freed. The kernel then clears the pages of
 every activation of every layer, which costs several per cent of a step on small devices. A worker's buffers have the same few
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from <malloc.h>
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # parameters of mallopt, from <malloc.h>
 # Freed memory at the top of the heap that is not returned to the kernel: more than the buffers of a layer take.
 _KEEP_BYTES = 256 << 20
 _MMAP_ABOVE_BYTES = 32 << 20  # glibc's maximum; larger buffers are weights, which are long-lived
@@ -22,6 +22,16 @@ def keep_freed_buffers() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+
+
+def share_one_arena() -> None:
+    """Make all threads allocate from one area of memory. Call it at the start of a process; no effect without glibc.
+
+    By default, glibc makes one for each of several threads, and freed memory stays resident in each. Python's threads run in
+    turn anyway.
+    """
+    with suppress(AttributeError, TypeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def give_back_freed_buffers() -> None:
