@@ -181,7 +181,7 @@ def test_changes_of_a_worker_are_reported_at_once_while_the_lease_lasts(run: Run
             await asyncio.sleep(0)
             worker.late_rank = late_rank
             worker.change()
-            state = await asyncio.wait_for(following, 20)
+            state = await asyncio.wait_for(following, 1)
             assert isinstance(state, wire.AgentState)
             assert [each.late_rank for each in state.workers] == [late_rank]
         await agent.ask(wire.ReleaseLease(holder=LOAD.holder))

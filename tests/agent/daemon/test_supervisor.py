@@ -259,7 +259,7 @@ def test_stop_while_the_process_is_being_started_leaves_no_process(
             await let_tasks_run(1 + num_turns)
             await asyncio.wait_for(process.stop(), 20)
             with pytest.raises(WorkerDied, match="it was stopped"):
-                await asyncio.wait_for(starting, 20)
+                await asyncio.wait_for(starting, 1)
 
     asyncio.run(main())
     assert psutil.Process().children() == []
@@ -278,7 +278,7 @@ def test_process_that_does_not_end_when_killed_is_abandoned(
         with monkeypatch.context() as patch:
             patch.setattr(asyncio.subprocess.Process, "terminate", lambda self: None)
             patch.setattr(asyncio.subprocess.Process, "kill", lambda self: None)
-            await asyncio.wait_for(process.stop(), 60)
+            await asyncio.wait_for(process.stop(), 5)
         assert process.abandoned
         os.kill(pid, signal.SIGKILL)
 

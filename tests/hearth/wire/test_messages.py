@@ -195,7 +195,7 @@ def test_list_of_wrong_items_is_refused_at_once() -> None:
     began = time.process_time()
     with pytest.raises(BadMessage):
         decode(data)
-    assert time.process_time() - began < 5.0  # an error object for each item would take half a minute
+    assert time.process_time() - began < 1.0  # an error object for each item would take half a minute
 
 
 def test_large_plan_of_many_layers_is_checked_in_bounded_time() -> None:
