@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ from hearth.errors import (
 )
 from hearth.plan.plan import plan_hash
 from hearth.platform.allocator import give_back_freed_buffers
-from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
+from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time
 from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk, read_seconds
 from hearth.protocol import LEASE_CHECK_SECONDS, PROTOCOL_VERSION, WATCH_SECONDS
 from hearth.transport.base import Buffer
@@ -87,7 +87,7 @@ class AgentDaemon:
         self._last_epochs: dict[str, int] = {}
         self._requested_epochs: dict[str, int] = {}  # of the newest plan, which may still wait for an older one to load
         self.spawner = Spawner(settings.spare_worker, telemetry.has_room)
-        self._watchers: set[asyncio.Event] = set()  # set when a worker's state changes: one for each `WatchWorkers`
+        self._watchers: set[Signal] = set()  # set when a worker's state changes: one for each `WatchWorkers`
         self._num_abandoned = 0  # workers that did not end when they were killed
         self._running: dict[str, wire.RunningWorker] = {}  # what another coordinator needs to take a worker over
         self._streams_end: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # when their lease ends
@@ -263,7 +263,7 @@ class AgentDaemon:
 
     async def _watch_workers(self, message: wire.WatchWorkers) -> AsyncGenerator[wire.Message, None]:
         """Report the workers' states at every change. Raises LeaseLost when this holder has no lease."""
-        changed = asyncio.Event()
+        changed = Signal()
         self._watchers.add(changed)
         try:
             while True:
@@ -273,8 +273,7 @@ class AgentDaemon:
                 ):
                     raise LeaseLost(device=self.name)
                 yield self._state()
-                with suppress(asyncio.TimeoutError):
-                    await with_timeout(WATCH_SECONDS, changed.wait())
+                await changed.wait(WATCH_SECONDS)
         finally:
             self._watchers.discard(changed)
 

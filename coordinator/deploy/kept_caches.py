@@ -66,7 +66,10 @@ def _kept_cache(
 
 
 def _reserved_tokens(plan: TransformerPlan, held: Sequence[HeldBlock]) -> int | None:
-    """Tokens in the plan's own KV caches that take as much memory as what is held, on any rank; None: a rank has none."""
+    """The number of tokens whose KV cache in this plan takes as much memory as what is held, on the rank with most of them.
+
+    None if a rank that holds something reserves no memory for a KV cache.
+    """
     assert plan.body.generation is not None
     most = 0
     for rank in range(plan.num_ranks):

@@ -49,7 +49,7 @@ _RELEASE_SECONDS = 3.0  # timeout of releasing a lease, so that a dead agent doe
 # and 0.3 s; the request of a device that is gone should not wait for longer.
 _ANSWER_AGAIN_SECONDS = 0.4
 _ANSWER_POLL_SECONDS = 0.02  # interval at which `answers_again` checks: short against the pause
-_LATE_SECONDS = 0.05  # a timer of this process that fires later than this shows that the process itself is too busy
+LATE_SECONDS = 0.05  # a timer of this process that fires later than this shows that the process itself is too busy
 # Connections to agents found by mDNS that do not answer, at most. Anyone on the network can advertise agents; each connection
 # takes three of ZeroMQ's 1023 sockets. A home has fewer devices.
 _MAX_SILENT_CONNECTIONS = 64
@@ -116,9 +116,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._by_device: dict[str, _Connection] = {}
         self._refusals: dict[tuple[str, int], HearthError] = {}  # by address, until that agent is accepted
         self._browser: Browser | None = None
-        self._waiting: dict[
-            tuple[str, int], str
-        ] = {}  # discovered addresses without a connection, by turn: the agent's key
+        # Discovered addresses without a connection, by turn: the agent's key.
+        self._waiting: dict[tuple[str, int], str] = {}
         self._turns_task: asyncio.Task[None] | None = None
         self._last_joined = -math.inf  # loop time
 
@@ -259,7 +258,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             await _ask(connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, seconds)
             return False
         except DeadlineExceeded:
-            if loop_time() - asked - seconds > _LATE_SECONDS:
+            if loop_time() - asked - seconds > LATE_SECONDS:
                 return False  # this process was too busy to read the answer
         except HearthError:
             return False
@@ -327,7 +326,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         for connection in list(self._connections.values()):
             if admitted.intersection(connection.server_keys):
                 continue
-            for device_id in [each for each, used in self._by_device.items() if used is connection]:
+            for device_id in self._devices_at(connection):
                 self._replace(registry.after_refusal(self.devices[device_id], "refused", "its key was revoked"))
             await self._disconnect(connection)
 
@@ -370,10 +369,14 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 if (service.hosts[0], service.port) not in self._connections:
                     self._on_discovered(service)
 
+    def _devices_at(self, connection: _Connection) -> list[str]:
+        """The ids of the devices that are reached over this connection."""
+        return [device_id for device_id, used in self._by_device.items() if used is connection]
+
     async def _disconnect(self, connection: _Connection) -> None:
         """Close the connection to an agent and forget it; what is known of the device stays."""
         del self._connections[connection.address]
-        for device_id in [each for each, used in self._by_device.items() if used is connection]:
+        for device_id in self._devices_at(connection):
             del self._by_device[device_id]
         if connection.task is not None:
             await cancel_all([connection.task])
@@ -425,10 +428,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def _miss_hello(self, connection: _Connection) -> None:
         """Record that a known device has not answered a hello, or the requests that follow it."""
-        for device_id in [
-            each for each, used in self._by_device.items() if used is connection and each in self.devices
-        ]:
-            before = self.devices[device_id]
+        for device_id in self._devices_at(connection):
+            if (before := self.devices.get(device_id)) is None:
+                continue
             self._replace(registry.after_missed_heartbeat(before, loop_time()))
             if before.health != "dead" and self.devices[device_id].health == "dead":
                 await self._end_calls(connection)
@@ -590,7 +592,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     def _excuse(self, device_id: str, late_seconds: float) -> None:
         """Do not count this coordinator's own lateness, if it is busy, as a silence of the device."""
-        if late_seconds > _LATE_SECONDS:
+        if late_seconds > LATE_SECONDS:
             device = self.devices[device_id]
             self.devices[device_id] = replace(device, last_seen=min(device.last_seen + late_seconds, loop_time()))
 

@@ -38,9 +38,8 @@ _ANSWERS_PER_CONNECTION = 256
 # Messages that are handled in a row: of the coordinator first, since its answers end requests and free memory.
 _ANSWERS_IN_A_ROW = 256
 _REQUESTS_IN_A_ROW = 64
-_POLL_SECONDS = (
-    0.005  # interval at which answers are looked at that have not left: a stream of large answers waits for it
-)
+# Interval at which answers are looked at that have not left: a stream of large answers waits for it.
+_POLL_SECONDS = 0.005
 _FLUSH_SECONDS = 2.0  # for the last answers to leave
 # A coordinator that is stopped (SIGSTOP) for this long serves no one: the gateway ends, and with it the connections, so that
 # clients turn to another coordinator. One that ends is noticed at once.
@@ -70,9 +69,8 @@ class Gateway:
         limit_connections(self._clients)
         self._clients.sndhwm = _ANSWERS_PER_CONNECTION
         self._clients.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error for an answer to a caller that is gone
-        self._clients.setsockopt(
-            zmq.TCP_MAXRT, int(STALLED_SECONDS * 1000)
-        )  # the kernel ends a connection that nobody reads
+        # The kernel ends a connection that nobody reads.
+        self._clients.setsockopt(zmq.TCP_MAXRT, int(STALLED_SECONDS * 1000))
         self._clients.setsockopt(zmq.USE_FD, start.listener)
         self._clients.bind("tcp://127.0.0.1:*")  # the address is that of the listening socket
         self._parent = os.getppid()

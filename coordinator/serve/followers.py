@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 
-from hearth.platform.asyncio_tools import with_timeout
+from hearth.platform.asyncio_tools import Signal, with_timeout
 
 log = logging.getLogger(__name__)
 
@@ -23,14 +23,11 @@ class Follower:
         self.confirmed = -1  # the number of changes that it has stored; -1: it has no complete copy yet
         self.is_late = False  # it did not confirm a change in time, and none since
         self.receipts: dict[int, int] = {}  # the number of changes that each receipt stands for
-        self.news = asyncio.Event()  # there is something to send
+        self.news = Signal()  # there is something to send
 
     async def wait_news(self, seconds: float) -> None:
         """Wait until there is something to send, at most this long."""
-        try:
-            await with_timeout(seconds, self.news.wait())
-        except asyncio.TimeoutError:
-            pass
+        await self.news.wait(seconds)
         self.news.clear()
 
 

@@ -225,9 +225,8 @@ class Lifecycle:
     next_plan: Plan | None = None  # while draining: the plan to deploy next; None: stop
     last_epoch: int = 0  # the newest of all deployments of this home
     has_served: bool = False
-    lost: frozenset[str] = (
-        frozenset()
-    )  # names of devices for whose fault the bring-up began again at once, since the last service
+    # Names of devices for whose fault the bring-up began again at once, since the last service.
+    lost: frozenset[str] = frozenset()
     finished: bool = False  # final state
     history: tuple[Transition, ...] = ()
 

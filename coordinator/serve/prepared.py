@@ -94,7 +94,7 @@ class Preparation:
     def for_devices(self, usable: frozenset[str]) -> PreparedPlan | None:
         """A plan that was made for the loss of a device that is gone, and whose devices are all usable.
 
-        Rather the one that was made for exactly these devices, or else for most of them.
+        Prefers the one that was made for exactly these devices, then the one for most of them.
         """
         possible = [each for lost, each in self.plans.items() if lost not in usable and each.device_ids <= usable]
         return max(possible, key=lambda each: (each.made_for == usable, len(each.made_for & usable)), default=None)

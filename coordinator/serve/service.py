@@ -179,7 +179,7 @@ class Service:
             await asyncio.sleep(_DISK_CHECK_SECONDS)
             if self._followers and (paths := hung_paths()):
                 log.error("the disk that holds %s does not answer", paths[0])
-                await self._leave()
+                await self._hand_over.offer()
 
     def _stop(self, notifier: Notifier) -> None:
         notifier.send("STOPPING=1")
@@ -189,12 +189,8 @@ class Service:
             self._stop_controllers()
 
     async def _leave_or_stop(self) -> None:
-        if not await self._leave():
+        if not await self._hand_over.offer():
             self._stop_controllers()
-
-    async def _leave(self) -> bool:
-        """Hand over to a standby and end; returns False if none accepts."""
-        return await self._hand_over.offer()
 
     def _stop_controllers(self) -> None:
         for controller in self._controllers.values():

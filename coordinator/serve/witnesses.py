@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from coordinator.deploy.deployment import Deployment
-from coordinator.devices.fleet import Fleet
+from coordinator.devices.fleet import LATE_SECONDS, Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from hearth.errors import HearthError, StepFailed
@@ -19,7 +19,6 @@ from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 # In which a connection between two devices must be possible: on good links it takes milliseconds. Together with the wait that
 # came before, a silence of almost 2 s, longer than those of bad Wi-Fi.
 _CONNECT_SECONDS = 1.0
-_LATE_SECONDS = 0.05  # a timer that fires later than this shows that this process was too busy to read the answer
 _AGAIN_SECONDS = 1.0  # from a check without a finding to the next one, while the worker still waits
 
 
@@ -65,7 +64,7 @@ class Witnesses:
         try:
             return await with_timeout(_CONNECT_SECONDS, self._profiler.can_connect(*pair))
         except asyncio.TimeoutError:
-            return loop_time() - began - _CONNECT_SECONDS > _LATE_SECONDS  # if so: unknown
+            return loop_time() - began - _CONNECT_SECONDS > LATE_SECONDS  # if so: unknown
 
     def _waits_for(self, deployment: Deployment, waiting: str, late: str) -> bool:
         device = self._fleet.devices.get(waiting)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
-import logging
-import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+from simulation.command import silence_process, start_reproducibly
 from simulation.home import HOME, Home
 from simulation.run import Run, run_schedule
 from simulation.schedule import Call, Fault, FaultKind, Schedule, generate
@@ -128,9 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hours", type=float, default=6.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
-    logging.disable(logging.CRITICAL)
-    sys.unraisablehook = lambda _: None  # abandoned tasks of killed processes
-    gc.disable()  # see `simulation.run`
+    silence_process()
     schedule = replace(
         generate(options.seed), seconds=options.hours * 3600, num_devices=NUM_DEVICES, causal=False, standby=False,
         lasting=None, faults=(), calls=(), step_seconds=0.05, revoke_at=None, thorough=False,
@@ -145,8 +140,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if os.environ.get("PYTHONHASHSEED") != "0":  # see `simulation.run`
-        os.environ["PYTHONHASHSEED"] = "0"
-        os.environ["OPENBLAS_NUM_THREADS"] = "1"
-        os.execv(sys.executable, [sys.executable, "-W", "ignore", "-m", "simulation.churn", *sys.argv[1:]])
-    sys.exit(main())
+    start_reproducibly("simulation.churn", main)

@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import logging
-import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from simulation.command import silence_process, start_reproducibly
 from simulation.run import run_schedule
 from simulation.schedule import Schedule, generate
 
@@ -114,9 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Apply all defects, or those that are named, one after the other."""
     parser = argparse.ArgumentParser(prog="python -m simulation.mutations", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="; ".join(MUTATIONS))
-    logging.disable(logging.CRITICAL)
-    sys.unraisablehook = lambda _: None  # abandoned tasks of killed processes
-    gc.disable()
+    silence_process()
     missed = 0
     for name in parser.parse_args(arguments).names or MUTATIONS:
         caught = schedules_until_caught(MUTATIONS[name])
@@ -128,8 +124,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if os.environ.get("PYTHONHASHSEED") != "0":  # see `simulation.run`
-        os.environ["PYTHONHASHSEED"] = "0"
-        os.environ["OPENBLAS_NUM_THREADS"] = "1"
-        os.execv(sys.executable, [sys.executable, "-W", "ignore", "-m", "simulation.mutations", *sys.argv[1:]])
-    sys.exit(main())
+    start_reproducibly("simulation.mutations", main)

@@ -10,9 +10,7 @@ import asyncio
 import gc
 import logging
 import multiprocessing
-import os
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from typing import Any
 
 from simulation import model
 from simulation.clock import Process, Stuck
+from simulation.command import silence_process, start_reproducibly
 from simulation.history import Answer, exclusive_epochs, exclusive_leaders, no_request_lost
 from simulation.home import HOME, Home, app_key, simulated
 from simulation.schedule import REQUEST_SECONDS, Call, Fault, Schedule, generate
@@ -33,9 +32,8 @@ SERVING_SECONDS = 60.0  # from the end of all faults until the home must serve
 ALL_DEVICES_SECONDS = 400.0  # until all devices must be in use: quarantines and pauses between plans end
 STOP_SECONDS = 30.0  # from SIGTERM to the end of a process
 ABANDONED_SECONDS = 75.0  # until a worker has ended whose coordinator is gone: a lease, and the time for adoption
-COPY_SECONDS = (
-    0.6  # until the standby that follows again has a change of keys: two intervals of the leader's signs of life
-)
+# Until the standby that follows again has a change of keys: two intervals of the leader's signs of life.
+COPY_SECONDS = 0.6
 SURPLUS_SECONDS = 40.0  # until the workers of earlier plans have ended: the home may be changing its plan
 SEEDS_PER_JOB = 50
 SEEDS_PER_COLLECTION = 25  # each leaves about 5 MB of garbage
@@ -471,9 +469,7 @@ def run_schedule(schedule: Schedule, run_type: type[Run] = Run) -> Outcome:
 
 def run_seeds(seeds: Sequence[int]) -> list[Outcome]:
     """Run seeds one after the other; garbage is collected between them, since that decides when abandoned tasks end."""
-    logging.disable(logging.CRITICAL)
-    sys.unraisablehook = lambda _: None  # abandoned tasks of killed processes
-    gc.disable()
+    silence_process()
     gc.freeze()  # what was imported is not looked at again
     outcomes = []
     for count, seed in enumerate(seeds, start=1):
@@ -545,8 +541,4 @@ def _in_processes(parts: Sequence[Sequence[int]], jobs: int) -> Any:
 
 
 if __name__ == "__main__":
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings must not differ between runs
-        os.environ["PYTHONHASHSEED"] = "0"
-        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would wait busily for work that never comes
-        os.execv(sys.executable, [sys.executable, "-W", "ignore", "-m", "simulation.run", *sys.argv[1:]])
-    sys.exit(main())
+    start_reproducibly("simulation.run", main)

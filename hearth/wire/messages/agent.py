@@ -171,9 +171,7 @@ class AgentState(Message):
     boot_id: Name
     workers: tuple[WorkerStatus, ...] = Field(default=(), max_length=256)
     num_abandoned: Annotated[int, Field(ge=0)] = 0  # worker processes that did not end when they were killed
-    num_hung: Annotated[int, Field(ge=0)] = (
-        0  # accesses to the store's disk that have not ended within their time limits
-    )
+    num_hung: Annotated[int, Field(ge=0)] = 0  # accesses to the store's disk beyond their time limits
 
     def worker(self, deployment: str) -> WorkerStatus | None:
         """The status of one deployment's worker, or None if it has none."""

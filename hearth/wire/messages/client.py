@@ -254,9 +254,8 @@ class Status(Message):
     dropped_messages: int
     refused_requests: int = 0
     refused_connections: int = 0
-    hung_files: tuple[Text, ...] = Field(
-        default=(), max_length=MAX_LIST_ITEMS
-    )  # of accesses to a disk that does not answer
+    # Of accesses to a disk that does not answer.
+    hung_files: tuple[Text, ...] = Field(default=(), max_length=MAX_LIST_ITEMS)
     redundancy: Text = ""  # whether the deployment survives the loss of any one device, as a sentence for users
 
 

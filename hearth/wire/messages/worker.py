@@ -295,9 +295,7 @@ class GenerationEnded(Message):
     queued_seconds: Annotated[float, Field(ge=0)]
     prefill_seconds: Annotated[float, Field(ge=0)]
     decode_seconds: Annotated[float, Field(ge=0)]
-    num_kept_rows: Annotated[int, Field(ge=0)] = (
-        0  # of the prompt's rows, those that came from an earlier plan's KV caches
-    )
+    num_kept_rows: Annotated[int, Field(ge=0)] = 0  # of the prompt's rows: from KV caches of an earlier plan
 
 
 # ---- from an agent to its own child processes ---------------------------------------------------------------------
@@ -327,9 +325,8 @@ class WorkerProgress(Message):
     step_seconds: Annotated[float, Field(ge=0)] = 0.0  # since the step began
     busy_seconds: Annotated[float, Field(ge=0)] = 0.0  # the same without waits for peers
     limit_seconds: Annotated[float, Field(ge=0)] = 0.0  # the worker counts as hung once `busy_seconds` is that long
-    late_rank: Annotated[int, Field(ge=0)] | None = (
-        None  # it waits for a tile of this rank, unusually long (`protocol.late_seconds`)
-    )
+    # It waits for a tile of this rank, unusually long (`protocol.late_seconds`).
+    late_rank: Annotated[int, Field(ge=0)] | None = None
 
 
 class ForkWorker(Message):

@@ -110,6 +110,11 @@ def prepare_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "_POLL_SECONDS", 0.02)
 
 
+async def until_prepared(home: ServedController) -> None:
+    """Wait until there is a plan for the loss of each device."""
+    await home.until(lambda: home.controller.redundancy.startswith("yes, any one device"))
+
+
 # ---- fatal and temporary errors -------------------------------------------------------------------------------------
 
 
@@ -485,7 +490,7 @@ def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
         case = Case(kind, tmp_path, graph, "abc")
         async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
             lost = home.plan.devices[-1].name
-            await home.until(lambda: home.controller.redundancy.startswith("yes, any one device"))
+            await until_prepared(home)
             assert home.count_lines("planned by") == (kind == "graph")  # not for the plans made ahead
             already = len(case.fleet.asked)
             home.kill(lost)
@@ -559,7 +564,7 @@ def test_plans_are_made_ahead_while_requests_never_stop(
             room = home.kind.capacity(home.controller.deployment)
             asked = [asyncio.create_task(case.ask(home, 60.0)) for _ in range(room + 3)]
             await home.until(lambda: home.controller.requests.admission.num_waiting == 3)
-            await home.until(lambda: home.controller.redundancy.startswith("yes, any one device"))
+            await until_prepared(home)
             case.fleet.released.set()
             await asyncio.gather(*asked)
 
@@ -575,7 +580,7 @@ def test_worker_that_died_starts_again_in_the_same_plan_and_the_second_one_is_le
     async def main() -> None:
         case = Case(kind, tmp_path, graph, "abc")
         async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            await home.until(lambda: home.controller.redundancy.startswith("yes, any one device"))
+            await until_prepared(home)
             plan, ahead = home.plan, home.controller._preparer.preparation
             victim = plan.devices[-1].name
             case.fleet.failures = [WorkerDied(device=victim, reason="killed")]
@@ -617,7 +622,7 @@ def test_chunks_that_were_sent_ahead_and_evicted_are_sent_again(
     async def main() -> None:
         case = Case("transformer", tmp_path, graph, "abc")
         async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            await home.until(lambda: home.controller.redundancy.startswith("yes, any one device"))
+            await until_prepared(home)
             already, working = len(case.fleet.asked), case.fleet.call
 
             async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:

@@ -88,9 +88,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._arrived: dict[TileKey, Array] = {}
         self._partials: dict[TileKey, Array] = {}  # this rank's, waiting for the sum from the previous rank
         self._waits: list[_Wait] = []
-        self._inline_wait: tuple[float, TileKey] | None = (
-            None  # of the compute thread, when it receives itself: since when
-        )
+        self._inline_wait: tuple[float, TileKey] | None = None  # of the compute thread when it receives: since when
         self._changed = threading.Condition()
         self._failure: HearthError | None = None
         self._keep_copy: Callable[[int, int, Array], None] | None = None

@@ -1,0 +1,25 @@
+"""How the commands of the simulation start: with the same results in each process, and without output of the simulated ones."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+
+def start_reproducibly(module: str, main: Callable[[], int]) -> None:
+    """Run `main` in a process of which the order of sets does not differ between runs, and exit with its status."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would wait busily for work that never comes
+        os.execv(sys.executable, [sys.executable, "-W", "ignore", "-m", module, *sys.argv[1:]])
+    sys.exit(main())
+
+
+def silence_process() -> None:
+    """Log nothing, ignore abandoned tasks, and leave the time of garbage collection, which ends them, to the caller."""
+    logging.disable(logging.CRITICAL)
+    sys.unraisablehook = lambda _: None  # abandoned tasks of killed processes
+    gc.disable()
