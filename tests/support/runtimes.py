@@ -84,6 +84,9 @@ class RuntimeProcess:
     def close(self) -> None:
         """End for good. The transport of a worker process ends with the process, which runtimes do not have here."""
         self.end()
+        data_plane = getattr(self._runtime, "_communicator", None) or getattr(self._runtime, "_engine", None)
+        if data_plane is not None:
+            data_plane.close()  # its threads: a socket that another thread still uses must not be closed
         transport = getattr(self._runtime, "_transport", None)
         if transport is not None:
             transport.close()
