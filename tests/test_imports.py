@@ -178,6 +178,10 @@ def loaded_by(statement: str) -> set[str]:
         ),
         ("import agent.daemon.main", {*ML_LIBRARIES, "numpy", "lz4", "coordinator", "agent.worker"}),
         ("import coordinator.cli.app", {*ML_LIBRARIES, "agent"}),
+        (
+            "import coordinator.gateway.process",  # a process of its own, which must stay small
+            {*ML_LIBRARIES, "numpy", "pydantic", "asyncio", "ssl", "agent", "coordinator.serve"},
+        ),
     ],
 )
 def test_imports_load_no_unneeded_packages(statement: str, absent: set[str]) -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from hearth.errors import BadSetting
 from hearth.files import FolderInUse, locked_folder, write_atomically
-from hearth.platform.security import KeyPair, new_keypair
+from hearth.platform.curve import KeyPair, new_keypair
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,9 @@ import zmq.asyncio
 
 from hearth.errors import ChunkCorrupt, HearthError, WrongKey
 from hearth.platform.asyncio_tools import all_or_first_error, loop_time
-from hearth.platform.security import Access, Gatekeeper, KeyPair
+from hearth.platform.curve import KeyPair
+from hearth.platform.gatekeeper import Gatekeeper
+from hearth.platform.security import Access
 from hearth.transport.base import Buffer
 from hearth.wire.messages import Done, FetchChunks, GetChunk, LinkMeasured, MeasureLink, Message, OpenLinkProbe
 from hearth.wire.rpc import Caller, Policy, Reply, RpcClient, RpcServer

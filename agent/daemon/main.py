@@ -23,12 +23,14 @@ from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadKey, HearthError
 from hearth.platform.allocator import share_one_arena
 from hearth.platform.asyncio_tools import cancel_all, supervised
+from hearth.platform.authenticators import asyncio_gatekeeper
+from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import AGENT_SERVICE, advertised
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.file_limit import raise_file_limit
 from hearth.platform.interfaces import choose_address, current_address
 from hearth.platform.notify import Notifier
-from hearth.platform.security import DeviceKey, HomeKey, agent_trust, asyncio_gatekeeper, fingerprint, load_credential
+from hearth.platform.security import DeviceKey, HomeKey, agent_trust, load_credential
 from hearth.wire.rpc import Policy, RpcServer
 
 log = logging.getLogger("hearth.agent")

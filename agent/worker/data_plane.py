@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from hearth.errors import BadMessage, FrameTooLarge, InternalError
-from hearth.platform.security import new_keypair
+from hearth.platform.curve import new_keypair
 from hearth.transport.base import Received, Transport
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Codec

@@ -10,7 +10,7 @@ from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
 from hearth.plan.profile import WireCost
 from hearth.plan.value_formats import VALUE_FORMAT_NAMES, ValueFormatName
-from hearth.platform.security import new_keypair
+from hearth.platform.curve import new_keypair
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Casts, Codec
 from hearth.wire.framing import TileKey, decode_tile, encode_tile

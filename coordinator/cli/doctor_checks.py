@@ -27,6 +27,7 @@ from coordinator.serve.config import default_state_dir
 from hearth.client.connection import COORDINATOR_PORT
 from hearth.errors import HearthError
 from hearth.platform import security
+from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import AGENT_PORT, COORDINATOR_SERVICE, Browser, DiscoveredService
 from hearth.platform.interfaces import Interface, choose_interface, interfaces, verify_reachable
 from hearth.platform.units import format_bytes
@@ -223,7 +224,7 @@ def check_key(path: Path) -> tuple[CheckResult, security.Credential | None]:
         credential = security.load_credential(path)
     except HearthError as error:
         return _problem("key", error), None
-    home = security.fingerprint(security.coordinator_access(credential).server_public)
+    home = fingerprint(security.coordinator_access(credential).server_public)
     what = f"{credential.kind} key in {path}, home {home}"
     if path.stat().st_mode & 0o077:
         return CheckResult("key", "warning", f"{what}, readable by others", f"chmod 600 {path}"), credential
@@ -235,7 +236,7 @@ async def check_network(
 ) -> list[CheckResult]:
     """Search the network for `look_seconds`: check agents (protocol, version, clock) and count coordinators."""
     coordinators: dict[str, DiscoveredService] = {}
-    home = security.fingerprint(security.coordinator_access(credential).server_public)
+    home = fingerprint(security.coordinator_access(credential).server_public)
     browser = Browser(COORDINATOR_SERVICE, lambda found: coordinators.update({found.id: found}), mdns_interfaces)
     findings: list[CheckResult] = []
     try:

@@ -28,8 +28,9 @@ from hearth.errors import (
 )
 from hearth.plan.parts import PlannedDevice
 from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervised
+from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers
-from hearth.platform.security import Access, fingerprint
+from hearth.platform.security import Access
 from hearth.protocol import (
     LEASE_MARGIN_SECONDS,
     LEASE_SECONDS,

@@ -18,16 +18,9 @@ from coordinator.gateway import link
 from coordinator.gateway.link import GatewayStart, GatewayState
 from coordinator.gateway.outbox import STALLED_SECONDS, Outbox, Outcome
 from coordinator.gateway.plane import Action, ClientPlane, Forward, Send
+from hearth.platform.curve import KeyPair, fingerprint, limit_connections, secure_server, user_id
+from hearth.platform.gatekeeper import Gatekeeper, PolledAuthenticator
 from hearth.platform.refusals import Refusals
-from hearth.platform.security import (
-    Gatekeeper,
-    KeyPair,
-    PolledAuthenticator,
-    fingerprint,
-    limit_connections,
-    secure_server,
-    user_id,
-)
 
 log = logging.getLogger(__name__)
 

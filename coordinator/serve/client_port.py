@@ -28,7 +28,7 @@ from coordinator.serve.trust import CLIENT_MESSAGES, MESSAGE_RULES, Trust
 from hearth.errors import BadSetting, HearthError, NotServing, PortInUse
 from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised, with_timeout
 from hearth.platform.child import describe_exit
-from hearth.platform.security import BACKLOG, fingerprint
+from hearth.platform.curve import BACKLOG, fingerprint
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Handler, Policy, Reply, Request, RequestServer, Response
 

@@ -46,10 +46,11 @@ from hearth.errors import (
 from hearth.files import FolderInUse, locked_folder
 from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import cancel_all, loop_time
+from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk
 from hearth.platform.notify import Notifier
-from hearth.platform.security import HomeKey, agent_access, fingerprint
+from hearth.platform.security import HomeKey, agent_access
 from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Reply, Response

@@ -31,15 +31,11 @@ from coordinator.serve.trust import Trust
 from hearth.client.connection import endpoints_of
 from hearth.errors import AgentBusy, ConnectionLost, HearthError, NotServing, Unreachable
 from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time
+from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, Browser, DiscoveredService
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.notify import Notifier
-from hearth.platform.security import (
-    HomeKey,
-    agent_access,
-    coordinator_access,
-    fingerprint,
-)
+from hearth.platform.security import HomeKey, agent_access, coordinator_access
 from hearth.protocol import DEFAULT_DEPLOYMENT, STANDBY_LEASE_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response, RpcClient

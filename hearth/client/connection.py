@@ -24,7 +24,8 @@ from hearth.errors import (
     WrongKey,
 )
 from hearth.platform.asyncio_tools import cancel_all, with_timeout
-from hearth.platform.security import Access, fingerprint
+from hearth.platform.curve import fingerprint
+from hearth.platform.security import Access
 from hearth.wire import messages as wire
 from hearth.wire.rpc import RpcClient
 

@@ -1,4 +1,4 @@
-"""Keys and authentication: the home key, derived key pairs, credential files, CURVE sockets and ZAP.
+"""The home key, the key pairs derived from it, credential files, and whom a credential gives access to.
 
 The home key is 32 random bytes. One CURVE key pair each for agents, coordinators and admins is derived from it, so a holder
 of the home key can authenticate in every role. Apps and devices can have separate key pairs;
@@ -9,72 +9,29 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import zmq
-import zmq.asyncio
 from pydantic import AfterValidator, BaseModel, Field
-from zmq.auth.base import Authenticator
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from hearth.errors import BadKey, KeyExists, KeyMissing, NotAuthorised
 from hearth.files import write_atomically
-from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised
-from hearth.platform.refusals import Refusals
-from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
-
-log = logging.getLogger(__name__)
+from hearth.platform.curve import KeyPair, new_keypair
 
 Role = Literal["agent", "coordinator", "admin"]
 
 _CHECKSUM_BYTES = 4  # of the SHA-256 of a credential's text: misses one typing error in 2^32
-_DECISION_SECONDS = 5.0  # a rule reads a set of keys, or a small file: it takes milliseconds
-_HEARTBEAT_MS = 2000  # interval of ZeroMQ heartbeats, which detect a peer that vanished without closing its connection
-_HEARTBEAT_TIMEOUT_MS = 6000  # three intervals: bad Wi-Fi may lose two heartbeats
-# The same for a client that can change to another server and repeat its requests. ZeroMQ answers in a thread of its own, so
-# that a busy server is not silent. Wi-Fi that is silent for longer costs the client a repetition.
-_QUICK_HEARTBEAT_MS = 1000
-_QUICK_HEARTBEAT_TIMEOUT_MS = 2000
-
-
-# A connection whose handshake takes longer is closed: idle ones must not use up the descriptors. A busy event loop answers
-# within a second or two; clients take several closed handshakes in a row for a wrong key.
-_HANDSHAKE_MS = 10_000
-BACKLOG = 1024  # connections that the kernel accepts while ZeroMQ is busy; more than a home has
-
-
-class KeyPair(NamedTuple):
-    """A CURVE key pair in Z85."""
-
-    public: str
-    secret: str
-
-    def __repr__(self) -> str:
-        return f"KeyPair({self.public})"
-
-
-def new_keypair() -> KeyPair:
-    """Generate a random CURVE key pair."""
-    public, secret = zmq.curve_keypair()
-    return KeyPair(public.decode(), secret.decode())
 
 
 def derive_keypair(home_key: bytes, role: Role) -> KeyPair:
     """Derive the home's CURVE key pair for a role: keyed BLAKE2b of the role's name, with the home key as the key."""
     secret = z85.encode(hashlib.blake2b(f"hearth {role} 1".encode(), digest_size=32, key=home_key).digest())
     return KeyPair(zmq.curve_public(secret).decode(), secret.decode())
-
-
-def fingerprint(public_key: str) -> str:
-    """A short identifier of a public key (64 bits of its SHA-256), safe to show and to advertise."""
-    return hashlib.sha256(public_key.encode()).hexdigest()[:16]
 
 
 def _checked(key: str) -> str:
@@ -278,166 +235,3 @@ def new_device_key(home: HomeKey, name: str) -> DeviceKey:
         coordinator_public=shared.coordinator_public,
         admin_public=shared.admin_public,
     )
-
-
-# ---- sockets --------------------------------------------------------------------------------------------------------
-
-
-def harden(socket: zmq.Socket[Any]) -> None:
-    """Set message size limit and heartbeats. Applies to every socket, including unencrypted data-plane sockets."""
-    socket.linger = 0
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_FRAME_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.IPV6, 1)
-
-
-def secure_server(socket: zmq.Socket[Any], keypair: KeyPair, domain: str) -> None:
-    """Make a socket a CURVE server that admits only the keys that the gatekeeper admits to `domain`.
-
-    ZAP_ENFORCE_DOMAIN is required: without it, a server admits any key while no gatekeeper runs.
-    """
-    harden(socket)
-    socket.curve_server = True
-    socket.curve_secretkey = keypair.secret.encode()
-    socket.curve_publickey = keypair.public.encode()
-    socket.zap_domain = domain.encode()
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-
-def limit_connections(socket: zmq.Socket[Any]) -> None:
-    """Limit what idle connections to a server's socket take up. Call it before `bind`."""
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    socket.setsockopt(zmq.BACKLOG, BACKLOG)
-
-
-def detect_silence(socket: zmq.Socket[Any]) -> None:
-    """Make a client's socket end its connection within 3 s if the server is silent, instead of 8 s."""
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _QUICK_HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _QUICK_HEARTBEAT_TIMEOUT_MS)
-
-
-def secure_client(socket: zmq.Socket[Any], own: KeyPair, server_public: str) -> None:
-    """Make a socket a CURVE client that connects only to the server with the public key `server_public`."""
-    harden(socket)
-    socket.curve_serverkey = server_public.encode()
-    socket.curve_secretkey = own.secret.encode()
-    socket.curve_publickey = own.public.encode()
-
-
-def user_id(frame: zmq.Frame) -> str:
-    """The authenticated public key (Z85) of the peer that sent a frame."""
-    return str(frame.get("User-Id"))
-
-
-AdmitRule = Callable[[str], bool]
-
-
-class _Callback:
-    """A credentials provider as pyzmq expects it. A rule that fails refuses this key; the next one is decided anew."""
-
-    def __init__(self, admit: AdmitRule, refusals: Refusals) -> None:
-        self._admit = admit
-        self._refusals = refusals
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        public_key = key.decode()
-        try:
-            admitted = self._admit(public_key)
-            if not admitted:
-                self._refusals.note(f"the key {fingerprint(public_key)}")
-            return admitted
-        except Exception:
-            log.exception("whether %s may connect could not be decided; it is refused", fingerprint(public_key))
-            return False
-
-
-class _LoopAuthenticator(Authenticator):
-    """pyzmq's authenticator in the running event loop. It survives a message that it cannot handle."""
-
-    _waiting_since: float | None = None  # since when a message is handled, in the loop's time
-
-    def has_worked(self) -> bool:
-        """Whether no handshake has waited for its decision for long."""
-        return self._waiting_since is None or loop_time() - self._waiting_since < _DECISION_SECONDS
-
-    async def _answer_all(self) -> None:
-        poller = zmq.asyncio.Poller()
-        poller.register(self.zap_socket, zmq.POLLIN)
-        while True:
-            await poller.poll()
-            message = self.zap_socket.recv_multipart(zmq.NOBLOCK)
-            self._waiting_since = loop_time()
-            try:
-                await self.handle_zap_message(message)
-            except Exception:
-                log.exception("a handshake could not be decided; it must be tried again")
-                with suppress(zmq.ZMQError):  # it was answered before
-                    self._send_zap_reply(message[1], b"300", b"Internal error")  # temporary: the client tries again
-            self._waiting_since = None
-
-    def start(self) -> None:
-        super().start()
-        self._task = supervised(self._answer_all(), "the gatekeeper")
-
-    async def end_task(self) -> None:
-        await cancel_all([self._task])
-
-    def stop(self) -> None:
-        self._task.cancel()
-        super().stop()
-
-
-class PolledAuthenticator(Authenticator):
-    """pyzmq's authenticator for a program that polls its sockets itself, and calls `answer` when `zap_socket` is readable."""
-
-    def answer(self) -> None:
-        """Answer one handshake."""
-        message = self.zap_socket.recv_multipart(zmq.NOBLOCK)
-        with suppress(StopIteration):
-            self.handle_zap_message(message).send(None)  # our rules wait for nothing
-
-
-class Gatekeeper:
-    """The ZAP handler of a context. Each domain has its own rule; a domain without a rule admits no key.
-
-    `refusals` counts the keys that were not admitted.
-    """
-
-    def __init__(self, authenticator: Authenticator) -> None:
-        self.refusals = Refusals("connections")
-        self._authenticator = authenticator
-        # Without any rule, pyzmq falls back to stored certificates; this rule for an unused domain prevents that.
-        self._authenticator.configure_curve_callback("-", _Callback(lambda key: False, self.refusals))
-
-    def admit(self, domain: str, rule: AdmitRule) -> None:
-        """Set the rule of a domain. `rule(public_key)` is called at every handshake."""
-        self._authenticator.configure_curve_callback(domain, _Callback(rule, self.refusals))
-
-    def has_worked(self) -> bool:
-        """Whether handshakes are answered: since the last call, or none waits."""
-        return self._authenticator.has_worked() if isinstance(self._authenticator, _LoopAuthenticator) else True
-
-    def start(self) -> None:
-        """Start answering handshakes. Until then, no key is admitted."""
-        self._authenticator.start()
-
-    def stop(self) -> None:
-        """Stop answering handshakes."""
-        self._authenticator.stop()
-
-    async def close(self) -> None:
-        """As `stop`, in an event loop that goes on: a later socket may get the file descriptor of the closed one."""
-        if isinstance(self._authenticator, _LoopAuthenticator):
-            await self._authenticator.end_task()
-        self._authenticator.stop()
-
-
-def asyncio_gatekeeper(context: zmq.Context[Any]) -> Gatekeeper:
-    """A gatekeeper for the daemon and the coordinator. Start it inside the running event loop."""
-    return Gatekeeper(_LoopAuthenticator(context))
-
-
-def thread_gatekeeper(context: zmq.Context[Any]) -> Gatekeeper:
-    """A gatekeeper for the worker, which has no event loop: the handler runs in its own thread."""
-    return Gatekeeper(ThreadAuthenticator(context))

@@ -23,7 +23,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from hearth.errors import PortInUse
-from hearth.platform.security import KeyPair, harden, secure_client, secure_server, thread_gatekeeper, user_id
+from hearth.platform.authenticators import thread_gatekeeper
+from hearth.platform.curve import KeyPair, harden, secure_client, secure_server, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, WORKER_CONNECT_SECONDS
 from hearth.transport.base import Buffer, PeerAddress, Received
 from hearth.transport.recent import RecentMessages

@@ -34,9 +34,7 @@ from hearth.errors import (
     WrongKey,
 )
 from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervised, with_timeout
-from hearth.platform.refusals import Refusals
-from hearth.platform.security import (
-    Access,
+from hearth.platform.curve import (
     KeyPair,
     detect_silence,
     fingerprint,
@@ -45,6 +43,8 @@ from hearth.platform.security import (
     secure_server,
     user_id,
 )
+from hearth.platform.refusals import Refusals
+from hearth.platform.security import Access
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire.messages import (
     MESSAGE_TYPES,

@@ -26,8 +26,10 @@ from hearth.errors import (
     Unreachable,
     WrongKey,
 )
+from hearth.platform.authenticators import asyncio_gatekeeper
+from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
-from hearth.platform.security import Access, HomeKey, asyncio_gatekeeper, derive_keypair, fingerprint, new_home_key
+from hearth.platform.security import Access, HomeKey, derive_keypair, new_home_key
 from hearth.wire import messages as wire
 from hearth.wire.rpc import ACCEPT_ALL, Caller, Policy, Response, RpcServer
 

@@ -50,7 +50,8 @@ from coordinator.serve.state import TransformerGoal
 from coordinator.serve.trust import CLIENT_MESSAGES, Trust
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
-from hearth.platform.security import AppKey, HomeKey, KeyPair, derive_keypair, new_home_key, new_keypair
+from hearth.platform.curve import KeyPair, new_keypair
+from hearth.platform.security import AppKey, HomeKey, derive_keypair, new_home_key
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Policy, RpcServer
 

@@ -38,6 +38,7 @@ from hearth.errors import (
     TextTooLong,
     WrongKey,
 )
+from hearth.platform.curve import new_keypair
 from hearth.platform.security import (
     AppKey,
     Credential,
@@ -47,7 +48,6 @@ from hearth.platform.security import (
     coordinator_access,
     load_credential,
     new_home_key,
-    new_keypair,
 )
 from hearth.platform.units import parse_bytes
 from hearth.wire.messages import (

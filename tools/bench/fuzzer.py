@@ -20,6 +20,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from hearth.platform.curve import new_keypair, secure_client
 from hearth.platform.security import (
     Access,
     HomeKey,
@@ -27,9 +28,7 @@ from hearth.platform.security import (
     agent_access,
     coordinator_access,
     load_credential,
-    new_keypair,
     parse_credential,
-    secure_client,
 )
 from hearth.wire.messages import GetReadiness, decode, encode
 from tools.bench.child import AsyncTarget, serve

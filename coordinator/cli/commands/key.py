@@ -14,6 +14,7 @@ from coordinator.cli.output import handles_errors, out, print_json, report
 from hearth.client.sync import connect
 from hearth.errors import BadKey, BadSetting
 from hearth.platform import security
+from hearth.platform.curve import fingerprint, new_keypair
 
 key_app = typer.Typer(
     no_args_is_help=True,
@@ -49,8 +50,8 @@ def show(key: KeyPathOption = None, as_json: AsJsonOption = False) -> None:
     facts = {
         "path": str(path),
         "kind": credential.kind,
-        "own_fingerprint": security.fingerprint(access.own.public),
-        "home_fingerprint": security.fingerprint(access.server_public),
+        "own_fingerprint": fingerprint(access.own.public),
+        "home_fingerprint": fingerprint(access.server_public),
     }
     if isinstance(credential, security.AppKey):
         facts["app"] = credential.name
@@ -117,14 +118,14 @@ def add_app(
 ) -> None:
     """Create a key for an app, for inference requests only. Needs an admin or home key and the running coordinator."""
     credential = security.resolve_credential(key)
-    pair = security.new_keypair()
+    pair = new_keypair()
     with connect(address, credential, interfaces=interface_list(mdns_interfaces)) as home:
         home.add_app(name, pair.public)
     home_public = security.coordinator_access(credential).server_public
     app = security.AppKey(name=name, secret=pair.secret, coordinator_public=home_public)
     line = security.format_credential(app)
     if as_json:
-        print_json({"name": name, "key": line, "fingerprint": security.fingerprint(pair.public)})
+        print_json({"name": name, "key": line, "fingerprint": fingerprint(pair.public)})
         return
     report(f"The key is shown only once. Give it to {name} in the file that $HEARTH_KEY names, or as connect(key=...):")
     typer.echo(line)
@@ -157,7 +158,7 @@ def add_device(
         home.add_device(name, public)
     line = security.format_credential(device)
     if as_json:
-        print_json({"name": name, "key": line, "fingerprint": security.fingerprint(public)})
+        print_json({"name": name, "key": line, "fingerprint": fingerprint(public)})
         return
     report(f"The key is shown only once. On {name}: `hearth key import`, paste the line, and restart hearth-agent:")
     typer.echo(line)

@@ -17,7 +17,8 @@ from agent.daemon.store import ShardStore
 from hearth.errors import (
     WrongKey,
 )
-from hearth.platform.security import asyncio_gatekeeper, new_keypair
+from hearth.platform.authenticators import asyncio_gatekeeper
+from hearth.platform.curve import new_keypair
 from hearth.transport.base import Buffer
 from hearth.wire.messages import (
     FetchChunks,

@@ -31,9 +31,10 @@ from coordinator.cli.doctor_checks import (
 )
 from coordinator.devices.registry import Device
 from hearth.errors import ProtocolMismatch
+from hearth.platform.curve import fingerprint, new_keypair
 from hearth.platform.discovery import COORDINATOR_SERVICE, DiscoveredService, advertised
 from hearth.platform.interfaces import Interface
-from hearth.platform.security import coordinator_access, fingerprint, new_home_key, new_keypair, save_credential
+from hearth.platform.security import coordinator_access, new_home_key, save_credential
 from hearth.wire.messages import AgentWelcome
 
 LOOPBACK = Interface("lo", "127.0.0.1", False, 0, "it reaches this machine only")

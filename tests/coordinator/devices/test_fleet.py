@@ -18,8 +18,10 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import RECONNECT_SECONDS, Device
 from hearth.errors import DeviceLost
 from hearth.platform.asyncio_tools import loop_time
+from hearth.platform.authenticators import asyncio_gatekeeper
+from hearth.platform.curve import fingerprint, new_keypair
 from hearth.platform.discovery import Browser, DiscoveredService
-from hearth.platform.security import Access, asyncio_gatekeeper, fingerprint, new_keypair
+from hearth.platform.security import Access
 from hearth.protocol import (
     DEAD_SECONDS,
     HEARTBEAT_SECONDS,

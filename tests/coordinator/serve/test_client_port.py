@@ -33,7 +33,8 @@ from hearth.errors import (
     Unreachable,
     WrongKey,
 )
-from hearth.platform.security import Access, KeyPair, derive_keypair, new_home_key, new_keypair
+from hearth.platform.curve import KeyPair, new_keypair
+from hearth.platform.security import Access, derive_keypair, new_home_key
 from hearth.wire.messages import (
     CoordinatorWelcome,
     Done,
@@ -296,7 +297,7 @@ def test_requests_that_run_when_a_role_ends_are_told(tmp_path: Path) -> None:
 FLOOD = """
 import sys, time
 import zmq
-from hearth.platform.security import KeyPair, secure_client
+from hearth.platform.curve import KeyPair, secure_client
 from hearth.wire.messages import Infer, encode
 
 port, server_key, public, secret = sys.argv[1:]

@@ -60,7 +60,8 @@ from hearth.errors import (
 )
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits
-from hearth.platform.security import Access, HomeKey, asyncio_gatekeeper, derive_keypair, new_home_key, save_credential
+from hearth.platform.authenticators import asyncio_gatekeeper
+from hearth.platform.security import Access, HomeKey, derive_keypair, new_home_key, save_credential
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
     Abort,

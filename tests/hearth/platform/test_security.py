@@ -17,30 +17,27 @@ from support.contexts import zmq_context
 from zmq.auth.base import Authenticator
 
 from hearth.errors import BadKey, HearthError, KeyExists, KeyMissing, NotAuthorised, Unreachable, WrongKey
-from hearth.platform import security
+from hearth.platform import curve
+from hearth.platform.authenticators import asyncio_gatekeeper
+from hearth.platform.curve import KeyPair, fingerprint, new_keypair, secure_server
+from hearth.platform.gatekeeper import Gatekeeper
 from hearth.platform.security import (
     Access,
     AppKey,
     Credential,
-    Gatekeeper,
     HomeKey,
-    KeyPair,
     admin_key,
     agent_access,
     agent_trust,
-    asyncio_gatekeeper,
     coordinator_access,
     default_key_path,
     derive_keypair,
-    fingerprint,
     format_credential,
     load_credential,
     new_device_key,
     new_home_key,
-    new_keypair,
     parse_credential,
     save_credential,
-    secure_server,
 )
 from hearth.wire.messages import Done, GetReadiness
 from hearth.wire.rpc import Caller, RpcClient, RpcServer
@@ -259,7 +256,7 @@ def test_handshake_that_cannot_be_answered_does_not_end_the_gatekeeper(monkeypat
         await answer(self, message)
 
     monkeypatch.setattr(Authenticator, "handle_zap_message", fail_once)
-    monkeypatch.setattr(security, "_HANDSHAKE_MS", 500)  # then the client tries again
+    monkeypatch.setattr(curve, "_HANDSHAKE_MS", 500)  # then the client tries again
 
     async def scenario() -> None:
         async with guarded() as (guard, client):

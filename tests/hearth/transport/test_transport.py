@@ -13,7 +13,7 @@ from support.tcp_proxy import TcpProxy
 from support.waiting import wait_for
 
 from hearth.errors import PortInUse
-from hearth.platform.security import KeyPair, new_keypair, secure_client
+from hearth.platform.curve import KeyPair, new_keypair, secure_client
 from hearth.transport.base import Transport
 from hearth.transport.recent import MAX_BYTES, MAX_SECONDS, RecentMessages
 from hearth.transport.sockets import MAX_FRAMES, SocketTransport

@@ -34,8 +34,10 @@ from hearth.errors import (
     Unreachable,
 )
 from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.authenticators import asyncio_gatekeeper
+from hearth.platform.curve import new_keypair, secure_client
 from hearth.platform.file_limit import raise_file_limit
-from hearth.platform.security import Access, asyncio_gatekeeper, new_keypair, secure_client
+from hearth.platform.security import Access
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire import rpc
 from hearth.wire.messages import (
@@ -557,7 +559,8 @@ def test_stopped_server_is_noticed_sooner_by_a_client_that_can_go_elsewhere() ->
     code = """
 import asyncio, sys, zmq.asyncio
 from hearth.platform.asyncio_tools import cancel_all
-from hearth.platform.security import KeyPair, asyncio_gatekeeper
+from hearth.platform.authenticators import asyncio_gatekeeper
+from hearth.platform.curve import KeyPair
 from hearth.wire.messages import Done
 from hearth.wire.rpc import RpcServer
 

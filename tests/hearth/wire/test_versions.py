@@ -21,7 +21,9 @@ from support.waiting import until
 
 from coordinator.devices.fleet import Fleet
 from hearth.errors import PortInUse, ProtocolMismatch
-from hearth.platform.security import Access, asyncio_gatekeeper, new_keypair, secure_client, secure_server
+from hearth.platform.authenticators import asyncio_gatekeeper
+from hearth.platform.curve import new_keypair, secure_client, secure_server
+from hearth.platform.security import Access
 from hearth.protocol import PROTOCOL_VERSION
 from hearth.wire.messages import AgentWelcome, Done, GetTelemetry, Hello, Message, encode
 from hearth.wire.rpc import Caller, Response, RpcClient, RpcServer
