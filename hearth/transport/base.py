@@ -38,14 +38,17 @@ class PeerAddress(Protocol):
 class Transport(Protocol):
     """Sends multi-frame messages between the ranks of one plan: ordered per pair, reliable while both ends are alive.
 
-    After a connection broke, the newest messages may arrive a second time.
+    After a connection broke, the newest messages may arrive a second time, and later ones before them.
     """
 
     rank: int
     num_ranks: int
 
-    def send(self, target: int, frames: Sequence[Buffer]) -> None:
-        """Queue a message and return at once. Thread-safe. The buffers must not change until they are sent."""
+    def send(self, target: int, frames: Sequence[Buffer], background: bool = False) -> None:
+        """Queue a message and return at once. Thread-safe. The buffers must not change until they are sent.
+
+        No step waits for a `background` message, so it takes no room from the others that are sent again after a break.
+        """
 
     def receive(self, timeout_seconds: float) -> Received | None:
         """Return the next message from any peer, or None after the timeout or when closed. For one thread at a time."""

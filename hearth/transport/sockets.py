@@ -27,7 +27,7 @@ from hearth.platform.authenticators import thread_gatekeeper
 from hearth.platform.curve import KeyPair, harden, secure_client, secure_server, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, WORKER_CONNECT_SECONDS
 from hearth.transport.base import Buffer, PeerAddress, Received
-from hearth.transport.recent import RecentMessages
+from hearth.transport.recent import MAX_BACKGROUND_BYTES, RecentMessages
 
 MAX_FRAMES = 8  # per tile message; a tile has a header and one or two buffers
 _DOMAIN = "data"
@@ -40,13 +40,14 @@ _LINK_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVEN
 
 
 class _Link:
-    """The outgoing connection to one peer. `lock` guards the socket and `recent`."""
+    """The outgoing connection to one peer. `lock` guards the socket and the recent messages."""
 
     def __init__(self, socket: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
         self.socket = socket
         self.monitor = monitor  # receives the socket's events; only the watching thread uses it
         self.lock = threading.Lock()
         self.recent = RecentMessages()
+        self.recent_background = RecentMessages(MAX_BACKGROUND_BYTES)
         self.broken_at: float | None = None  # monotonic time of the first break since the connection was last there
         self.has_connected = False
 
@@ -141,7 +142,7 @@ class SocketTransport:
         self._close_links()
         self.rank, self.num_ranks, self.dropped = rank, num_ranks, 0
 
-    def send(self, target: int, frames: Sequence[Buffer]) -> None:
+    def send(self, target: int, frames: Sequence[Buffer], background: bool = False) -> None:
         """Queue a message for a peer; after `close`, drop it. See `Transport.send`."""
         if self._keypair is None:
             frames = [bytes([self.rank]), *frames]
@@ -149,7 +150,7 @@ class SocketTransport:
         with link.lock:
             if self._closed.is_set():
                 return
-            link.recent.add(frames, time.monotonic())
+            (link.recent_background if background else link.recent).add(frames, time.monotonic())
             link.write(frames, self._copied_bytes)
 
     def receive(self, timeout_seconds: float) -> Received | None:
@@ -219,8 +220,9 @@ class SocketTransport:
         if link.has_connected and broken_at is not None:
             with link.lock:
                 if not link.socket.closed:
-                    for frames in link.recent.sent_between(time.monotonic(), broken_at):
-                        link.write(frames, self._copied_bytes)
+                    for recent in (link.recent, link.recent_background):
+                        for frames in recent.sent_between(time.monotonic(), broken_at):
+                            link.write(frames, self._copied_bytes)
         link.has_connected = True
 
     def _close_links(self) -> None:

@@ -97,7 +97,7 @@ class MemoryTransport:
         self._closed = False
         self._interrupted = False
 
-    def send(self, target: int, frames: Sequence[Buffer]) -> None:
+    def send(self, target: int, frames: Sequence[Buffer], background: bool = False) -> None:
         self._hub._send(self.rank, target, frames)
 
     def receive(self, timeout_seconds: float) -> Received | None:

@@ -68,7 +68,7 @@ class _CountingTransport(SocketTransport):
         self.sent_bytes = self.raw_bytes = self.unpacked_bytes = 0
         self.counting = counting
 
-    def send(self, target: int, frames: Sequence[Buffer]) -> None:
+    def send(self, target: int, frames: Sequence[Buffer], background: bool = False) -> None:
         if self.counting:
             tile = read_header(_TOKEN, frames)
             self.sent_bytes += sum(len(frame) for frame in split_frames(frames)[1:])
@@ -76,7 +76,7 @@ class _CountingTransport(SocketTransport):
             self.unpacked_bytes += sum(
                 math.prod(shape) * dtype.itemsize for dtype, shape in wire_layout(tile.values, tile.dtype, tile.shape)
             )
-        super().send(target, frames)
+        super().send(target, frames, background)
 
 
 @dataclass

@@ -95,21 +95,29 @@ class SequenceCache:
 
 
 class CopiedRows:
-    """The copy of a block's rows of one sequence, in the pieces in which they arrived. It may have been cut off from a peer."""
+    """The copy of a block's rows of one sequence, in the pieces in which they arrived.
+
+    `num_rows` are there without a gap, of `num_held`. A gap is left by messages that were lost with a connection, until they
+    are sent again.
+    """
 
     def __init__(self, block: CacheBlock) -> None:
         self.block = block
-        self.num_rows = 0
+        self.num_rows = self.num_held = 0
         self._pieces: list[Array] = []  # read-only, each with its own memory
+        self._later: dict[int, Array] = {}  # pieces after a gap, by their first row
 
-    def append(self, first_row: int, piece: Array) -> None:
-        """Append rows; those that came before are ignored. Raises BadMessage if they do not follow the last row."""
-        if first_row + piece.shape[3] <= self.num_rows:  # sent again, over a new connection
+    def add(self, first_row: int, piece: Array) -> None:
+        """Add rows; those that came before are ignored. Raises BadMessage if only some of them did."""
+        if first_row in self._later or first_row + piece.shape[3] <= self.num_rows:  # sent again, over a new connection
             return
-        if first_row != self.num_rows:
-            raise BadMessage(reason=f"rows of a KV cache from {first_row} on, {self.num_rows} were expected")
-        self._pieces.append(piece)
-        self.num_rows += piece.shape[3]
+        if first_row < self.num_rows:
+            raise BadMessage(reason=f"rows of a KV cache from {first_row} on, of which {self.num_rows} are there")
+        self._later[first_row] = piece
+        self.num_held += piece.shape[3]
+        while (following := self._later.pop(self.num_rows, None)) is not None:
+            self._pieces.append(following)
+            self.num_rows += following.shape[3]
 
     def rows(self, block: CacheBlock, rows: Span) -> Tensor:
         """Some rows of a part of the block, copied."""
@@ -141,14 +149,19 @@ class CacheCopies:
 
     def accept(self, sequence: int, first_row: int, piece: Array) -> None:
         """Take rows of a sequence; those of one that has ended are ignored. Raises BadMessage."""
-        if piece.dtype != np.float32 or piece.ndim != 5 or (*piece.shape[:3], piece.shape[4]) != self._shape:
+        if (
+            piece.dtype != np.float32
+            or piece.ndim != 5
+            or not piece.size
+            or (*piece.shape[:3], piece.shape[4]) != self._shape
+        ):
             raise BadMessage(reason=f"rows of a KV cache have the shape {piece.shape}")
         with self._lock:
             if sequence <= self._newest and sequence not in self._running:
                 return
-            if sum(copy.num_rows for copy in self._copies.values()) + piece.shape[3] > self._max_tokens:
+            if sum(copy.num_held for copy in self._copies.values()) + piece.shape[3] > self._max_tokens:
                 raise BadMessage(reason="more rows of KV caches than the plan has room for")
-            self._copies.setdefault(sequence, CopiedRows(self._block)).append(first_row, piece)
+            self._copies.setdefault(sequence, CopiedRows(self._block)).add(first_row, piece)
 
     def begin(self, sequence: int) -> None:
         """This rank begins the sequence."""

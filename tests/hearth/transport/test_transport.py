@@ -218,6 +218,22 @@ def test_messages_lost_with_a_connection_are_sent_again_at_once(encrypted: bool)
         assert bytes(received.frames[0]) == b"later"
 
 
+def test_background_messages_leave_room_for_those_of_steps_that_are_sent_again() -> None:
+    with proxied(encrypted=True) as (sender, receiver, proxy):
+        proxy.swallow()
+        sender.send(0, [b"step", bytes(1000)])
+        for number in range(20):  # more than both kinds of messages may take
+            sender.send(0, [bytes([number]), bytes(MAX_BYTES // 16)], background=True)
+        assert receiver.receive(0.2) is None
+        proxy.reset()
+        arrived = []
+        while not arrived or arrived[-1] != b"\x13":
+            received = receiver.receive(10)
+            assert received is not None
+            arrived.append(bytes(received.frames[0]))
+        assert b"step" in arrived
+
+
 def test_a_broken_connection_is_made_again_when_nothing_was_lost() -> None:
     with proxied(encrypted=True) as (sender, receiver, proxy):
         for count in range(2, 5):

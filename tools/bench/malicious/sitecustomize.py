@@ -20,10 +20,10 @@ if any(argument.startswith("agent.worker") for argument in sys.orig_argv):
     _send = SocketTransport.send
     _chance = random.Random(1)
 
-    def _send_damaged(self: SocketTransport, target: int, frames: Sequence[Any]) -> None:
+    def _send_damaged(self: SocketTransport, target: int, frames: Sequence[Any], background: bool = False) -> None:
         for _ in range(_COPIES if os.path.exists(_flag) else 0):
             damaged = [with_changed_bytes(bytes(frame), _chance) for frame in frames]
             _send(self, target, damaged[: _chance.randrange(1, len(damaged) + 1)] + damaged[: _chance.randrange(2)])
-        _send(self, target, frames)
+        _send(self, target, frames, background)
 
     SocketTransport.send = _send_damaged  # type: ignore[method-assign]

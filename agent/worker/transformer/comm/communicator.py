@@ -205,7 +205,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         with self._codec_locks[target]:
             frames = encode_tile(self._token, key, tile, self._codecs[target])
         self._record("send", key, target, frames)
-        self._transport.send(target, frames)
+        self._transport.send(target, frames, background=key.phase is Phase.CACHE_COPY)
 
     def reduce(self, key: TileKey, partial: Array) -> None:
         """Add this rank's partial sum to the one from the previous rank, and send the result once both are there.
