@@ -35,8 +35,8 @@ from hearth.wire.rpc import Caller, Handler, Policy, Reply, Request, RequestServ
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25  # interval of the checks below; a stall of our own event loop counts as one tick
-# Without a sign of life, after which a gateway hangs: four of its signs. Clients wait for its successor.
-_SILENT_TICKS = 8
+# Without a sign of life, after which a gateway hangs: three of its signs. Clients wait for its successor.
+_SILENT_TICKS = 6
 _START_SECONDS = 30.0  # until its first sign of life: starting Python takes seconds from a Raspberry Pi's SD card
 _FLUSH_SECONDS = 3.0  # for a gateway to send the last answers and to end
 # Pause before a gateway is started again: none if it ran for longer than this, else one that grows.

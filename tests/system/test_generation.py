@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gateway_faults import CALL_SECONDS, survive_gateway_faults
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_decoder
 from support.waiting import wait_for
@@ -108,6 +109,16 @@ def test_abandoned_answer_is_cancelled(pair: TestHome) -> None:
         again = home.generate(token_ids=PROMPT, max_tokens=CONTEXT - len(PROMPT), timeout_seconds=60.0)
         again.text()
         assert again.usage is not None
+
+
+def test_streams_go_on_when_the_gateway_dies_or_hangs(pair: TestHome) -> None:
+    def ask(home: Home) -> list[int]:
+        sampling = {"temperature": 1.0, "seed": 7}
+        answer = home.generate(token_ids=PROMPT, max_tokens=60, timeout_seconds=CALL_SECONDS, **sampling)  # type: ignore[arg-type]
+        answer.text()
+        return answer.token_ids
+
+    survive_gateway_faults(pair, ask, list.__eq__)
 
 
 def test_requests_above_limits_and_invalid_ones_are_rejected(pair: TestHome) -> None:

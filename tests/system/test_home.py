@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from support.contexts import zmq_context
+from support.gateway_faults import CALL_SECONDS, survive_gateway_faults
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
 from support.plans import BERT_LARGE
@@ -135,6 +136,13 @@ def test_status_and_devices_describe_the_deployment(pair: TestHome) -> None:
     assert {(link.source, link.target) for link in devices.links} == {
         (a.device_id, b.device_id) for a in devices.devices for b in devices.devices if a != b
     }
+
+
+def test_no_call_fails_when_the_gateway_dies_or_hangs(pair: TestHome) -> None:
+    def ask(home: Home) -> object:
+        return home.hidden_states(TOKENS, timeout_seconds=CALL_SECONDS)
+
+    survive_gateway_faults(pair, ask, np.array_equal)
 
 
 def test_second_coordinator_finds_agents_busy(pair: TestHome) -> None:
