@@ -105,7 +105,7 @@ class Profiler:
         workload.check(device)
         telemetry = device.telemetry
         settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
-        path = self._cache_path(workload.cache_prefix, device.device_id, *workload.cache_key, settings)
+        path = result_path(self._cache_dir, workload, device.device_id, settings)
         if (cached := _cached(path, workload.result)) is not None:
             return cached
         self._report(f"profiling {workload.title} on {device.name}")
@@ -141,7 +141,7 @@ class Profiler:
         """Drop the cached links between these devices, so that they are measured again."""
         for pair in permutations(device_ids, 2):
             self.links.pop(pair, None)
-            remove_cached(self._cache_path("link", *pair))
+            remove_cached(self._link_path(pair))
 
     def link_is_cut(self, source: str, target: str) -> None:
         """Two devices cannot connect: the next plan does without their link, which is measured later."""
@@ -154,7 +154,7 @@ class Profiler:
         by_id = {device.device_id: device for device in devices}
         pairs = list(permutations(by_id, 2))
         for pair in pairs:
-            if pair not in self.links and (link := _cached(self._cache_path("link", *pair), Link, LINK_CACHE_SECONDS)):
+            if pair not in self.links and (link := _cached(self._link_path(pair), Link, LINK_CACHE_SECONDS)):
                 self.links[pair] = link
         self._cut_at = {pair: at for pair, at in self._cut_at.items() if loop_time() - at < _CUT_SECONDS}
         unmeasured = [pair for pair in pairs if pair not in self.links and pair not in self._cut_at]
@@ -198,14 +198,21 @@ class Profiler:
             round_trip_seconds=measured.round_trip_seconds,
         )
         self.links[source.device_id, target.device_id] = link
-        write_cached(self._cache_path("link", link.source, link.target), link.model_dump_json().encode())
+        write_cached(self._link_path((link.source, link.target)), link.model_dump_json().encode())
 
-    # ---- cache ----------------------------------------------------------------------------------------------------
+    def _link_path(self, pair: tuple[str, str]) -> Path:
+        return _cache_path(self._cache_dir, "link", *pair)
 
-    def _cache_path(self, kind: str, *parts: object) -> Path:
-        """The file of a cached result; its name is a hash of all `parts`."""
-        key = json.dumps([_CACHE_VERSION, *map(str, parts)])
-        return self._cache_dir / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+def result_path(cache_dir: Path, workload: Workload[R], device_id: str, settings: tuple[object, ...]) -> Path:
+    """The file of a workload's cached result on a device; `settings`: its number of threads and its compute device."""
+    return _cache_path(cache_dir, workload.cache_prefix, device_id, *workload.cache_key, settings)
+
+
+def _cache_path(cache_dir: Path, kind: str, *parts: object) -> Path:
+    """The file of a cached result; its name is a hash of all `parts`."""
+    key = json.dumps([_CACHE_VERSION, *map(str, parts)])
+    return cache_dir / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 async def measure_each(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+from support.profiles import MeasuredProfiles
 from support.waiting import WAIT_LIMIT_SECONDS, wait_for
 
+from agent.daemon.identity import load_identity
 from hearth.client.sync import Home, connect
 from hearth.errors import HearthError
 from hearth.platform.security import Credential, new_home_key, save_credential
@@ -25,19 +26,20 @@ _SETTLE_SECONDS = "0.2"
 class TestHome:
     """Start and kill its programs by name; everything is gone when the context ends.
 
-    Identities and profiles are kept in `profile_cache`, if given, for later homes: an agent is then the device that had
-    its name before, and a coordinator finds its profile, as after a restart. Keys, stores and plans belong to one home.
+    With `profiles`, coordinators find a profile of every device in their caches. Without, they measure the devices.
     """
 
     __test__ = False
 
-    def __init__(self, folder: Path, model_dir: Path, profile_cache: Path | None = None) -> None:
+    def __init__(self, folder: Path, model_dir: Path, profiles: MeasuredProfiles | None = None) -> None:
         self.folder = folder
         self.model_dir = model_dir
-        self.profile_cache = profile_cache
+        self._profiles = profiles
         self.key = folder / "key"
         save_credential(self.key, new_home_key())
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._device_ids: set[str] = set()
+        self._served: dict[Path, tuple[str, ...]] = {}  # by a coordinator's cache of profiles: its options
         self._began: dict[str, int] = {}  # by program: offset in its log of the current run
 
     def __enter__(self) -> TestHome:
@@ -53,12 +55,12 @@ class TestHome:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self.profile_cache is not None:
-            for path in (*self.folder.glob("*/state/identity.json"), *self.folder.glob("*/profiles/*.json")):
-                _copy(path, self.profile_cache / path.relative_to(self.folder))
 
     def start_agent(self, name: str, *options: str) -> None:
-        self._copy_cached(f"{name}/state/identity.json")
+        with load_identity(self.folder / name / "state") as identity:  # made here, as its profile must be there first
+            self._device_ids.add(identity.device_id)
+        for cache_dir, options_of_serve in self._served.items():
+            self._copy_profiles(cache_dir, *options_of_serve)
         self._start(
             name,
             "hearth-agent", "--name", name, "--key-path", str(self.key),
@@ -69,7 +71,9 @@ class TestHome:
 
     def start_coordinator(self, *options: str, model: bool = True, name: str = "coordinator") -> None:
         arguments = [str(self.model_dir)] if model else []
-        self._copy_cached(f"{name}/profiles/*.json")
+        if model:
+            self._served[self.folder / name / "profiles"] = options
+            self._copy_profiles(self.folder / name / "profiles", *options)
         self._start(
             name,
             "hearth", "serve", *arguments, "--key", str(self.key), "--port", "0", "--name", name,
@@ -137,12 +141,9 @@ class TestHome:
     def _log_bytes(self, name: str) -> bytes:
         return (self.folder / f"{name}.log").read_bytes()
 
-    def _copy_cached(self, pattern: str) -> None:
-        """Copy files of earlier homes, unless this home has its own."""
-        for path in self.profile_cache.glob(pattern) if self.profile_cache is not None else ():
-            here = self.folder / path.relative_to(self.profile_cache)
-            if not here.exists():
-                _copy(path, here)
+    def _copy_profiles(self, cache_dir: Path, *options: str) -> None:
+        if self._profiles is not None:
+            self._profiles.copy_to(cache_dir, self.model_dir, self._device_ids, *options)
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
         command = [str(Path(sys.executable).parent / program), *arguments]
@@ -152,8 +153,3 @@ class TestHome:
             self._processes[name] = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ
             )
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 import pytest
+from support.profiles import MeasuredProfiles
 
 
 @pytest.fixture(scope="session")
-def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder for the profiles of devices, shared by the homes of all tests."""
-    return tmp_path_factory.mktemp("profile_cache")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> MeasuredProfiles:
+    """Profiles of this machine, shared by the homes of all tests, also of those in other processes of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "profiles"
+    folder.mkdir(exist_ok=True)
+    return MeasuredProfiles(folder)

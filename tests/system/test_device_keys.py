@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
+from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 
 from hearth.errors import HearthError
@@ -15,9 +16,9 @@ from hearth.platform.security import HomeKey, agent_trust, load_credential, new_
 pytestmark = pytest.mark.processes
 
 
-def test_device_with_its_own_key_serves_until_it_is_revoked(profile_cache: Path, tmp_path: Path) -> None:
+def test_device_with_its_own_key_serves_until_it_is_revoked(profiles: MeasuredProfiles, tmp_path: Path) -> None:
     model_dir = save_random_model(tmp_path / "model", small_bert())
-    with TestHome(tmp_path, model_dir, profile_cache) as home:
+    with TestHome(tmp_path, model_dir, profiles) as home:
         credential = load_credential(home.key)
         assert isinstance(credential, HomeKey)
         device = new_device_key(credential, "b")

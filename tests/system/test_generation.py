@@ -19,6 +19,7 @@ import pytest
 from support.gateway_faults import CALL_SECONDS, survive_gateway_faults
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_decoder
+from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -55,9 +56,9 @@ def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(model_dir: Path, profile_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+def pair(model_dir: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
     """Two agents that generate together, for tests that leave them running."""
-    with TestHome(tmp_path_factory.mktemp("pair"), model_dir, profile_cache) as home:
+    with TestHome(tmp_path_factory.mktemp("pair"), model_dir, profiles) as home:
         home.start_agent("a")
         home.start_agent("b")
         home.start_coordinator("--strategy", "hmp", "--min-devices", "2", "--context", str(CONTEXT))
@@ -142,11 +143,11 @@ def test_requests_above_limits_and_invalid_ones_are_rejected(pair: TestHome) -> 
 
 
 def test_worker_killed_during_an_answer_changes_no_token(
-    slow_model_dir: Path, profile_cache: Path, tmp_path: Path
+    slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
 ) -> None:
     """The worker of one of three stages dies, and starts again in the same plan."""
     count, victim = 80, "a"
-    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
+    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
         for name in ("a", "b", "c"):
             running_home.start_agent(name)
         running_home.start_coordinator("--strategy", "pipeline", "--min-devices", "3", "--context", str(CONTEXT))
@@ -169,10 +170,10 @@ def test_worker_killed_during_an_answer_changes_no_token(
 
 
 def test_device_lost_during_an_answer_changes_no_token(
-    slow_model_dir: Path, profile_cache: Path, tmp_path: Path
+    slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
 ) -> None:
     count = 40
-    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
+    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
         for name in ("a", "b"):
             running_home.start_agent(name)
         running_home.start_coordinator("--strategy", "hmp", "--min-devices", "2", "--context", str(CONTEXT))
@@ -195,10 +196,12 @@ def test_device_lost_during_an_answer_changes_no_token(
             assert [answer.token_ids for answer in answers] == expected
 
 
-def test_killed_device_does_not_cost_the_kv_cache(slow_model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
+def test_killed_device_does_not_cost_the_kv_cache(
+    slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
+) -> None:
     """One of three devices is lost: the copies of the others make the KV cache whole, and few rows are computed again."""
     count = 200
-    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
+    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
         for name in ("a", "b", "c"):
             running_home.start_agent(name)
         running_home.start_coordinator("--strategy", "hmp", "--min-devices", "3", "--context", str(CONTEXT))
@@ -218,10 +221,10 @@ def test_killed_device_does_not_cost_the_kv_cache(slow_model_dir: Path, profile_
 
 
 def test_coordinator_killed_during_an_answer_changes_no_token(
-    slow_model_dir: Path, profile_cache: Path, tmp_path: Path
+    slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
 ) -> None:
     count = 80
-    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
+    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
         running_home.start_agent("a")
         running_home.start_coordinator("--context", str(CONTEXT))
         port = running_home.port("coordinator")
@@ -243,10 +246,10 @@ def test_coordinator_killed_during_an_answer_changes_no_token(
 
 
 def test_full_queue_rejects_and_killed_client_frees_its_requests(
-    slow_model_dir: Path, profile_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEARTH_COORDINATOR_QUEUE_LIMIT", "2")
-    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
+    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
         running_home.start_agent("a")
         running_home.start_coordinator("--strategy", "local", "--context", "8000")
         with running_home.ready() as home, _two_long_answers(running_home) as other:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from support.graphs import save_two_branch_model
 from support.home import TestHome
+from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 
 from hearth.client.sync import Home
@@ -34,8 +35,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running_home(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
-    with TestHome(tmp_path_factory.mktemp("home"), model) as home:
+def running_home(
+    model: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TestHome]:
+    with TestHome(tmp_path_factory.mktemp("home"), model, profiles) as home:
         for name in ("a", "b", "c"):
             home.start_agent(name)
         home.start_coordinator("--objective", "throughput", "--strategy", "pipeline-exact", "--min-devices", "3")
@@ -158,8 +161,8 @@ class _Load:
             thread.join(40)
 
 
-def test_graph_is_served_again_after_a_power_cut(model: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model) as running_home:
+def test_graph_is_served_again_after_a_power_cut(model: Path, profiles: MeasuredProfiles, tmp_path: Path) -> None:
+    with TestHome(tmp_path, model, profiles) as running_home:
         running_home.start_agent("a")
         running_home.start_agent("b")
         running_home.start_coordinator("--objective", "latency", "--strategy", "critical-path", "--min-devices", "2")

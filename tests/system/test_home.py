@@ -21,6 +21,7 @@ from support.gateway_faults import CALL_SECONDS, survive_gateway_faults
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
 from support.plans import BERT_LARGE
+from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -85,9 +86,9 @@ def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def home_of_two(folder: Path, model_dir: Path, profile_cache: Path, strategy: str) -> Iterator[TestHome]:
+def home_of_two(folder: Path, model_dir: Path, profiles: MeasuredProfiles, strategy: str) -> Iterator[TestHome]:
     """Two agents, and a coordinator that serves with `strategy`."""
-    with TestHome(folder, model_dir, profile_cache) as home:
+    with TestHome(folder, model_dir, profiles) as home:
         home.start_agent("a")
         home.start_agent("b")
         home.start_coordinator("--strategy", strategy, "--min-devices", "2")
@@ -96,9 +97,9 @@ def home_of_two(folder: Path, model_dir: Path, profile_cache: Path, strategy: st
 
 
 @pytest.fixture(scope="module")
-def pair(model_dir: Path, profile_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+def pair(model_dir: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
     """Two agents that serve with hmp, for tests that leave them running."""
-    with home_of_two(tmp_path_factory.mktemp("pair"), model_dir, profile_cache, "hmp") as home:
+    with home_of_two(tmp_path_factory.mktemp("pair"), model_dir, profiles, "hmp") as home:
         yield home
 
 
@@ -226,8 +227,8 @@ def test_key_of_another_home_is_rejected(pair: TestHome) -> None:
         _ask_agent(pair, new_home_key(), GetTelemetry())
 
 
-def test_killed_worker_loses_no_request(slow_model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
+def test_killed_worker_loses_no_request(slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path) -> None:
+    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
         for name in ("a", "b", "c"):
             running_home.start_agent(name)
         running_home.start_coordinator("--strategy", "hmp", "--min-devices", "3")
@@ -244,8 +245,8 @@ def test_killed_worker_loses_no_request(slow_model_dir: Path, profile_cache: Pat
             assert "trying again" not in running_home.log("coordinator")  # loading the plan once more was sufficient
 
 
-def test_lost_device_loses_no_request(slow_model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
+def test_lost_device_loses_no_request(slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path) -> None:
+    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
         for name in ("a", "b"):
             running_home.start_agent(name)
         running_home.start_coordinator("--strategy", "hmp", "--min-devices", "2")
@@ -293,9 +294,11 @@ def _harm_in_mid_request(home: Home, harm: Callable[[], object]) -> None:
 
 
 @pytest.fixture(scope="module")
-def sp_pair(model_dir: Path, profile_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+def sp_pair(
+    model_dir: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TestHome]:
     """Two agents that both hold all weights."""
-    with home_of_two(tmp_path_factory.mktemp("sp_pair"), model_dir, profile_cache, "sp") as home:
+    with home_of_two(tmp_path_factory.mktemp("sp_pair"), model_dir, profiles, "sp") as home:
         yield home
 
 
@@ -358,9 +361,9 @@ def _stored_chunks(folder: Path) -> dict[Path, int]:
 
 
 def test_missing_bytes_are_reported_if_the_model_does_not_fit(
-    model_dir: Path, profile_cache: Path, tmp_path: Path
+    model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
 ) -> None:
-    with TestHome(tmp_path, model_dir, profile_cache) as running_home:
+    with TestHome(tmp_path, model_dir, profiles) as running_home:
         running_home.start_agent("a", "--memory-bytes", "100MiB")
         running_home.start_coordinator()
         with running_home.connect() as home:
@@ -374,8 +377,10 @@ def test_missing_bytes_are_reported_if_the_model_does_not_fit(
     assert ModelDoesNotFit(model="m", missing_bytes=5).details()["missing_bytes"] == 5
 
 
-def test_full_store_is_reported_and_the_agent_survives(model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model_dir, profile_cache) as running_home:
+def test_full_store_is_reported_and_the_agent_survives(
+    model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
+) -> None:
+    with TestHome(tmp_path, model_dir, profiles) as running_home:
         running_home.start_agent("a", "--store-bytes", "1MiB")
         running_home.start_coordinator()
         with running_home.connect() as home:
@@ -384,9 +389,9 @@ def test_full_store_is_reported_and_the_agent_survives(model_dir: Path, profile_
 
 
 def test_corrupt_chunk_is_detected_discarded_and_sent_again(
-    model_dir: Path, profile_cache: Path, tmp_path: Path
+    model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
 ) -> None:
-    with TestHome(tmp_path, model_dir, profile_cache) as running_home:
+    with TestHome(tmp_path, model_dir, profiles) as running_home:
         running_home.start_agent("a")
         running_home.start_coordinator()
         with running_home.ready() as home:
@@ -407,10 +412,10 @@ def test_corrupt_chunk_is_detected_discarded_and_sent_again(
 
 
 def test_static_addresses_replace_multicast(
-    model_dir: Path, profile_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEARTH_COORDINATOR_ADVERTISE", "false")
-    with TestHome(tmp_path, model_dir, profile_cache) as running_home:
+    with TestHome(tmp_path, model_dir, profiles) as running_home:
         running_home.start_agent("a", "--no-advertise")
         running_home.start_coordinator("--devices", f"{LOOPBACK}:{running_home.port('a')}")
         with connect(

@@ -14,13 +14,14 @@ pytest.importorskip("highspy")
 
 from support.home import TestHome
 from support.models import save_random_model, small_bert
+from support.profiles import MeasuredProfiles
 
 pytestmark = pytest.mark.processes
 
 
-def test_stopped_worker_is_replaced_and_no_request_is_lost(profile_cache: Path, tmp_path: Path) -> None:
+def test_stopped_worker_is_replaced_and_no_request_is_lost(profiles: MeasuredProfiles, tmp_path: Path) -> None:
     model = save_random_model(tmp_path / "model", small_bert())
-    with TestHome(tmp_path, model, profile_cache) as running_home:
+    with TestHome(tmp_path, model, profiles) as running_home:
         for name in ("a", "b"):
             running_home.start_agent(name)
         running_home.start_coordinator("--strategy", "hmp", "--min-devices", "2")

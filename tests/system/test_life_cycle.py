@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert, small_decoder
+from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def running_home(profile_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+def running_home(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
     """One device, a model that takes a good part of a second per request, and a queue of two requests."""
     config = small_bert(
         num_hidden_layers=8, hidden_size=512, num_attention_heads=8, intermediate_size=2048, max_position_embeddings=512,
@@ -34,7 +35,7 @@ def running_home(profile_cache: Path, tmp_path_factory: pytest.TempPathFactory) 
     model = save_random_model(tmp_path_factory.mktemp("model"), config)
     with (
         pytest.MonkeyPatch.context() as environ,
-        TestHome(tmp_path_factory.mktemp("home"), model, profile_cache) as home,
+        TestHome(tmp_path_factory.mktemp("home"), model, profiles) as home,
     ):
         environ.setenv("HEARTH_COORDINATOR_QUEUE_LIMIT", "2")
         home.start_agent("a")
@@ -43,10 +44,10 @@ def running_home(profile_cache: Path, tmp_path_factory: pytest.TempPathFactory) 
         yield home
 
 
-def test_contradictory_settings_end_serve_with_status_2(profile_cache: Path, tmp_path: Path) -> None:
+def test_contradictory_settings_end_serve_with_status_2(profiles: MeasuredProfiles, tmp_path: Path) -> None:
     """Retrying would not help; systemd does not restart the service at this status."""
     model = save_random_model(tmp_path / "model", small_decoder("llama"), generates=True)
-    with TestHome(tmp_path, model, profile_cache) as running_home:
+    with TestHome(tmp_path, model, profiles) as running_home:
         running_home.start_coordinator("--strategy", "sp", "--context", "64", "--seq-len", "16", "--min-devices", "1")
         wait_for(
             "a first attempt", lambda: "trying again: No device" in running_home.log("coordinator")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.home import TestHome
 from support.models import save_random_model, small_bert
+from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -21,10 +22,10 @@ TOKENS = list(range(5, 45))
 
 
 def test_survivors_of_a_killed_worker_keep_their_processes(
-    profile_cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    profiles: MeasuredProfiles, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model_dir = save_random_model(tmp_path_factory.mktemp("model"), small_bert(num_hidden_layers=4))
-    with TestHome(tmp_path, model_dir, profile_cache) as running_home:
+    with TestHome(tmp_path, model_dir, profiles) as running_home:
         for name in ("a", "b", "c"):
             running_home.start_agent(name)
         running_home.start_coordinator("--strategy", "hmp", "--min-devices", "3")

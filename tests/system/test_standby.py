@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.checkpoints import write_model
 from support.home import LOOPBACK, TestHome
+from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 
 from hearth.client.sync import connect
@@ -27,8 +28,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "small")
 
 
-def test_standby_takes_over_the_running_workers(model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model_dir, profile_cache) as home:
+def test_standby_takes_over_the_running_workers(model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path) -> None:
+    with TestHome(tmp_path, model_dir, profiles) as home:
         for name in ("a", "b", "c"):
             home.start_agent(name)
         home.start_coordinator("--strategy", "hmp", "--min-devices", "3")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.home import TestHome
 from support.models import save_random_model, small_bert
+from support.profiles import MeasuredProfiles
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
@@ -23,10 +24,10 @@ TOKENS = list(range(5, 45))
 SERVING_V1 = Path(__file__).parent / "serving_v1.json"
 
 
-def test_v1_state_is_served_without_a_command(profile_cache: Path, tmp_path: Path) -> None:
+def test_v1_state_is_served_without_a_command(profiles: MeasuredProfiles, tmp_path: Path) -> None:
     """The names of the chunks are those of version 1, too; `test_sharding` checks their hashes."""
     model_dir = save_random_model(tmp_path / "model", small_bert())
-    with TestHome(tmp_path, model_dir, profile_cache) as home:
+    with TestHome(tmp_path, model_dir, profiles) as home:
         home.start_agent("a")
         home.start_agent("b")
         home.start_coordinator("--strategy", "hmp", "--min-devices", "2")  # the stores then hold all chunks
