@@ -17,7 +17,7 @@ from corpus.normal import normalise, seconds_that_count
 from corpus.transformer_cases import transformer_cases
 from support.graphs import save_two_branch_model
 from support.onnx_models import HANDMADE_MODELS, branches
-from support.planning import in_process_graph_planning
+from support.planning import in_process_planning
 
 # A part of a search may end by the clock at half of the time limit; above this share of it, results may not repeat.
 _CLOCK_SHARE = 0.4
@@ -49,7 +49,7 @@ def subset_of(part: str) -> Iterator[Case]:
 
 def run_case(case: Case) -> dict[str, Any]:
     """The case's record: the normal form of the printed plan, or the error."""
-    with tempfile.TemporaryDirectory() as folder, in_process_graph_planning():
+    with tempfile.TemporaryDirectory() as folder, in_process_planning():
         _, printed = run_hearth(["plan", *case.write(Path(folder))])
         printed = json.loads(json.dumps(printed).replace(folder, "@"))
     record: dict[str, Any] = {"digest": case.digest}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fleets import FakeFleet
+from support.planning import in_process_planning
 from support.waiting import WAIT_LIMIT_SECONDS, until
 
 from coordinator.devices.profiling import Profiler
@@ -119,15 +120,19 @@ async def serving(
     plan: Plan | None = None,
     **settings: Any,
 ) -> AsyncIterator[ServedController]:
-    """A served model until the context ends; the controller must not end before."""
+    """A served model until the context ends; the controller must not end before.
+
+    It plans in this process. Searches stop when proven, however busy the machine: their clock stands still.
+    """
     monkeypatch.setattr(replanning, "_POLL_SECONDS", 0.002)
-    served = ServedController(fleet, folder, goal, plan, **settings)
-    running = asyncio.create_task(served.controller.run())
-    try:
-        await served.until(lambda: served.ready or running.done())
-        yield served
-        assert not running.done()
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await served.tools.spare_planners.close()
+    with in_process_planning(lambda: 0.0):
+        served = ServedController(fleet, folder, goal, plan, **settings)
+        running = asyncio.create_task(served.controller.run())
+        try:
+            await served.until(lambda: served.ready or running.done())
+            yield served
+            assert not running.done()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await served.tools.spare_planners.close()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
-from coordinator.cli.planning import graph, problem
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_graph, plan_instance
-from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.solution import PlanningResult
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
-from coordinator.serve.state import GraphGoal
+from coordinator.serve import planner_process
 from hearth.errors import HearthError
-from hearth.plan.plan import GraphPlan, Plan, TransformerPlan
+from hearth.plan.plan import TransformerPlan
 
 
 def plan_for(request: PlanRequest) -> TransformerPlan:
@@ -24,28 +23,35 @@ def plan_for(request: PlanRequest) -> TransformerPlan:
 
 
 @contextmanager
-def in_process_graph_planning() -> Iterator[None]:
-    """Let `hearth plan` of a graph plan in this process."""
+def in_process_planning(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Let `hearth plan` and controllers plan in this process; searches for graphs take the time from `clock`.
 
-    async def solve(request: GraphRequest, progress: Callable[[str], None]) -> PlanningResult[GraphPlan]:
-        return plan_graph(request, time.monotonic, progress)
+    That the planner process gives the same plans is tested with the planners and with the idle planner processes.
+    """
 
-    async def solve_instance(goal: GraphGoal, progress: Callable[[str], None]) -> PlanningResult[GraphPlan]:
-        problem = read_instance(goal.model_file, goal.congestion)
-        return plan_instance(problem, goal.strategy, goal.time_limit_seconds, time.monotonic, progress)
+    def plan(kind: str, request: Any, report_strategy: Callable[[str], None]) -> Any:
+        if kind == "transformer":
+            return plan_transformer(request)
+        if kind == "graph":
+            return plan_graph(request, clock, report_strategy)
+        problem = read_instance(request.model_file, request.congestion)
+        return plan_instance(problem, request.strategy, request.time_limit_seconds, clock, report_strategy)
 
-    async def plans_or_errors(kind: str, requests: Sequence[GraphRequest]) -> list[Plan | HearthError]:
-        made: list[Plan | HearthError] = []
+    async def plan_all(
+        kind: str,
+        requests: Sequence[Any],
+        report_strategy: Callable[[str], None] = lambda line: None,
+        *_: Any,
+        **__: Any,
+    ) -> list[Any]:
+        await asyncio.sleep(0)  # other tasks run meanwhile
+        results: list[Any] = []
         for request in requests:
             try:
-                made.append(plan_graph(request, time.monotonic).plan)
+                results.append(plan(kind, request, report_strategy))
             except HearthError as error:
-                made.append(error)
-        return made
+                results.append(error)
+        return results
 
-    with (
-        mock.patch.object(graph, "solve_graph", solve),
-        mock.patch.object(graph, "plans_or_errors", plans_or_errors),
-        mock.patch.object(problem, "solve_instance", solve_instance),
-    ):
+    with mock.patch.object(planner_process, "_plan_in_child", plan_all):
         yield

@@ -20,7 +20,7 @@ from support.checkpoints import write_model
 from support.graphs import cluster_of, save_bfloat16_model, save_two_branch_model, two_branches
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
-from support.planning import in_process_graph_planning, plan_for
+from support.planning import in_process_planning, plan_for
 from support.plans import BERT_LARGE, cluster, device_profile
 from support.waiting import wait_for
 from typer.testing import CliRunner, Result
@@ -457,7 +457,7 @@ def test_graph_strategies_with_equal_plans_share_a_run(strategy: str) -> None:
     spec = two_branches(flops=1e6, out_bytes=10)
     asked = GraphRequest(spec, cluster_of(spec, (1e8, 1e8), 1e9), strategy=strategy, time_limit_seconds=2.0)
     planned = PlannedGraph(plan_graph(asked, time.monotonic), asked)
-    with in_process_graph_planning():
+    with in_process_planning():
         plans = asyncio.run(planned.best_of_each_strategy())
     assert plans[0].body == planned.plan.body
     assert plans[0].planner.split(", ")[0] == planned.plan.planner

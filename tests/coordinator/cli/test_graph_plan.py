@@ -14,7 +14,7 @@ import pytest
 from support.checkpoints import write_model
 from support.graph_plans import make_graph_plan
 from support.graphs import cluster_of, save_graph, save_two_branch_model, two_branches
-from support.planning import in_process_graph_planning
+from support.planning import in_process_planning
 from support.schedule_checker import violations
 from typer.testing import CliRunner
 
@@ -44,7 +44,7 @@ INSTANCE = {
 
 @pytest.fixture(autouse=True)
 def _plan_here() -> Iterator[None]:
-    with in_process_graph_planning():
+    with in_process_planning():
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +15,10 @@ from support.checkpoints import write_model
 from support.controllers import ServedController, serving
 from support.fleets import FakeFleet, GraphFleet, TransformerFleet
 from support.graphs import save_two_branch_model
+from support.planning import in_process_planning
 from support.waiting import let_tasks_run
 
 from coordinator.models.graph_file import GraphFile, read_graph_file
-from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.solution import PlanningResult
-from coordinator.serve import graph as graph_kind
 from coordinator.serve import lifecycle, prepared
 from coordinator.serve.drift import MIN_PRESENCE_SECONDS, REPLAN_SECONDS
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
@@ -44,7 +41,7 @@ from hearth.errors import (
     UnsupportedWeights,
     WorkerDied,
 )
-from hearth.plan.plan import GraphPlan, plan_hash
+from hearth.plan.plan import plan_hash
 from hearth.platform.asyncio_tools import loop_time
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import (
@@ -92,17 +89,9 @@ class Case:
 
 
 @pytest.fixture(autouse=True)
-def plan_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan in this process; the planner process is tested with the plans."""
-
-    async def here(request: GraphRequest, **_: Any) -> PlanningResult[GraphPlan]:
-        return plan_graph(request, lambda: 0.0)  # stops when proven, however busy the machine
-
-    async def each_here(kind: str, requests: list[GraphRequest]) -> list[Any]:
-        return [(await here(request)).plan for request in requests]
-
-    monkeypatch.setattr(graph_kind, "solve_graph", here)
-    monkeypatch.setattr(graph_kind, "plans_or_errors", each_here)
+def _plan_here() -> Iterator[None]:
+    with in_process_planning(lambda: 0.0):
+        yield
 
 
 def prepare_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,6 @@ from coordinator.cli.load_generator import random_inputs
 from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.models.graph_file import GraphFile, model_file_kind, parse_dims, read_graph_file
 from coordinator.models.onnx.cutting import cut
-from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.solution import PlanningResult
-from coordinator.serve import graph as graph_kind
 from coordinator.serve.graph import arrays_by_name, check_inputs
 from coordinator.serve.state import GraphGoal, StateFile
 from hearth.errors import (
@@ -37,7 +33,7 @@ from hearth.errors import (
     StepFailed,
 )
 from hearth.plan.graph_spec import Tensor
-from hearth.plan.plan import GraphPlan, Plan
+from hearth.plan.plan import Plan
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
     ArrayInfo,
@@ -163,12 +159,6 @@ async def serving_graph(
     folder: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch, names: str = "abc", plan: Plan | None = None,
     **wishes: Any,
 ) -> AsyncIterator[ServedController]:  # fmt: skip
-    async def here(
-        request: GraphRequest, **_: Any
-    ) -> PlanningResult[GraphPlan]:  # the planner's process is tested with the plans
-        return plan_graph(request, lambda: 0.0)  # stops when proven, however busy the machine
-
-    monkeypatch.setattr(graph_kind, "solve_graph", here)
     fields = {"model_file": str(graph.path), "objective": "throughput", "time_limit_seconds": 60.0, **wishes}
     goal, fleet = GraphGoal.model_validate(fields), GraphFleet(names, graph)
     async with serving(monkeypatch, fleet, folder / "state", goal, plan, queue_limit=5) as home:
