@@ -232,6 +232,16 @@ class DeviceLost(HearthError, scope="worker"):
     advice = "The next request runs on the remaining devices; `hearth devices` shows them."
 
 
+class LinkLost(HearthError, scope="worker"):
+    """Two devices of the running plan cannot reach each other."""
+
+    device: str
+    peer: str
+    reason: str
+    summary = "The link between {device} and {peer} was lost: {reason}."
+    advice = "The next request runs without one of the two; `hearth doctor` checks the network."
+
+
 class WorkerDied(HearthError, scope="worker"):
     """A worker or profiler process has ended."""
 

@@ -26,6 +26,7 @@ from hearth.errors import (
     DeviceLost,
     HearthError,
     LeaseLost,
+    LinkLost,
     NotServing,
     WorkerDied,
 )
@@ -105,6 +106,18 @@ class Deployment:
         """Mark the deployment as failed: running and later requests raise `error`. Only the first call counts."""
         if not self._failed.done():
             self._failed.set_result(error)
+
+    async def unless_failed(self, work: Awaitable[T]) -> T:
+        """The result of `work`, which is cancelled when the deployment fails; then raises its error."""
+        task = asyncio.ensure_future(work)
+        try:
+            futures: set[asyncio.Future[Any]] = {task, self._failed}
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            if self.failure is not None:
+                raise self.failure
+            return task.result()
+        finally:
+            await cancel_all([task])
 
     def check_may_run(self) -> None:
         """Raise the error of a failed deployment; LeaseLost if another coordinator may have taken over."""
@@ -344,7 +357,7 @@ class Deployment:
         """
         aborts: list[asyncio.Future[Any]] = []
         reachable = [rank for rank, device in enumerate(self.plan.devices) if self._is_reachable(device.device_id)]
-        is_known = any(isinstance(error, WorkerDied | DeviceLost) for error in _task_errors(tasks))
+        is_known = any(isinstance(error, WorkerDied | DeviceLost | LinkLost) for error in _task_errors(tasks))
         if self.failure is None:
             if abort is not None:
                 abort = abort.model_copy(update={"reason": str(_task_errors(tasks)[0])[:1000]})
@@ -371,7 +384,7 @@ class Deployment:
 
 def _distance_from_cause(error: HearthError) -> int:
     """How far an error is from the cause, compared with other errors of the same request."""
-    if isinstance(error, WorkerDied | DeviceLost):
+    if isinstance(error, WorkerDied | DeviceLost | LinkLost):
         return 0
     return 1 if isinstance(error, ConnectionLost) else 2
 

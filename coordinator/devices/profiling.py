@@ -145,7 +145,14 @@ class Profiler:
 
     def link_is_cut(self, source: str, target: str) -> None:
         """Two devices cannot connect: the next plan does without their link, which is measured later."""
-        self._cut_at |= dict.fromkeys(permutations((source, target), 2), loop_time())
+        pairs = list(permutations((source, target), 2))
+        self._cut_at |= dict.fromkeys(pairs, loop_time())
+        self.failed_links |= set(pairs)
+
+    def cut_links(self) -> set[tuple[str, str]]:
+        """Pairs of devices that were found a moment ago not to reach each other, in both orders."""
+        self._cut_at = {pair: at for pair, at in self._cut_at.items() if loop_time() - at < _CUT_SECONDS}
+        return set(self._cut_at)
 
     # ---- links ----------------------------------------------------------------------------------------------------
 
@@ -156,10 +163,10 @@ class Profiler:
         for pair in pairs:
             if pair not in self.links and (link := _cached(self._link_path(pair), Link, LINK_CACHE_SECONDS)):
                 self.links[pair] = link
-        self._cut_at = {pair: at for pair, at in self._cut_at.items() if loop_time() - at < _CUT_SECONDS}
-        unmeasured = [pair for pair in pairs if pair not in self.links and pair not in self._cut_at]
+        cut = self.cut_links()
+        unmeasured = [pair for pair in pairs if pair not in self.links and pair not in cut]
         self.failed_links -= set(unmeasured)
-        self.failed_links |= self._cut_at.keys() & set(pairs)
+        self.failed_links |= cut & set(pairs)
         if unmeasured:
             self._report(f"measuring {len(unmeasured)} links")
         for concurrent in _disjoint_rounds(unmeasured, {device.device_id: device.host_id for device in devices}):

@@ -28,6 +28,7 @@ from hearth.errors import (
     DeviceLost,
     HearthError,
     LeaseLost,
+    LinkLost,
     ModelDoesNotFit,
     NoDevices,
     NoPlacement,
@@ -200,9 +201,9 @@ class Controller:
         """
         if pair := [self._services.fleet.devices[each] for each in _suspect_pair(error, deployment.plan)]:
             waiting, other = pair
-            if not await self._services.profiler.can_connect(waiting, other):
+            if not await deployment.unless_failed(self._services.profiler.can_connect(waiting, other)):
                 self._services.profiler.link_is_cut(waiting.device_id, other.device_id)
-                raise error
+                raise LinkLost(device=waiting.name, peer=other.name, reason=error.explanation())
         predicted = deployment.plan.predicted.latency_seconds
         await with_timeout(_PROBE_SECONDS + _PROBE_FACTOR * predicted, self.kind.probe(deployment))
 
@@ -394,7 +395,8 @@ class Controller:
             if (prepared := found.plan) is not None:
                 self._prepared = prepared
                 if not found.is_same:
-                    self._replanner.record_best_plan([fleet.devices[each] for each in prepared.made_for], prepared.plan)
+                    considered = {*prepared.made_for, found.left_out} & fleet.devices.keys()
+                    self._replanner.record_best_plan([fleet.devices[each] for each in considered], prepared.plan)
                 return cycle.PreparedPlanFound(prepared.plan, fleet.last_epoch, found.is_same)
         quiet_seconds, min_devices = (0.0, 1) if recovering else (settings.settle_seconds, settings.min_devices)
         await fleet.settle(quiet_seconds, min_devices, _WAIT_FOR_DEVICES_SECONDS)
@@ -436,7 +438,7 @@ class Controller:
 
 def _suspect_pair(error: HearthError, plan: Plan) -> list[str]:
     """The ids of the device that waited and of the one that it waited for; empty if the error names no such pair."""
-    if not isinstance(error, StepFailed):
+    if not isinstance(error, StepFailed | LinkLost):
         return []
     ids = {device.name: device.device_id for device in plan.devices}
     return [ids[error.device], ids[error.peer]] if {error.device, error.peer} <= ids.keys() else []

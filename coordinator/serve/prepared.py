@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, NamedTuple
 
 from coordinator.deploy.deployment import Deployment
@@ -91,13 +92,28 @@ class Preparation:
             and (device not in self.plans or self.plans[device].made_for != usable - {device})
         ]
 
-    def for_devices(self, usable: frozenset[str]) -> PreparedPlan | None:
-        """A plan that was made for the loss of a device that is gone, and whose devices are all usable.
+    def for_devices(
+        self, usable: frozenset[str], cut_links: Collection[tuple[str, str]] = ()
+    ) -> tuple[str, PreparedPlan | None]:
+        """The device for whose loss a plan was made, and this plan, whose devices are all usable; `("", None)` without one.
 
-        Prefers the one that was made for exactly these devices, then the one for most of them.
+        That device is gone, or an end of a cut link, of which no plan uses both ends. Prefers a plan that was made for
+        exactly the usable devices, then one for most of them, then the one that is predicted to be faster.
         """
-        possible = [each for lost, each in self.plans.items() if lost not in usable and each.device_ids <= usable]
-        return max(possible, key=lambda each: (each.made_for == usable, len(each.made_for & usable)), default=None)
+        ends = {device for pair in cut_links for device in pair if usable.issuperset(pair)}
+        possible = [
+            (lost, each)
+            for lost, each in sorted(self.plans.items())
+            if (lost not in usable or lost in ends)
+            and each.device_ids <= usable
+            and not any(each.device_ids.issuperset(pair) for pair in cut_links)
+        ]
+
+        def preference(found: tuple[str, PreparedPlan]) -> tuple[bool, int, float]:
+            _, each = found
+            return each.made_for == usable, len(each.made_for & usable), -each.plan.predicted.latency_seconds
+
+        return max(possible, key=preference, default=("", None))
 
     def spare_chunks(self, deployed: PreparedPlan) -> dict[str, list[str]]:
         """By device id: the chunks that a plan made ahead needs there and the deployed plan does not, without repetition."""
@@ -145,6 +161,7 @@ class Found(NamedTuple):
     plan: PreparedPlan | None
     reason: str  # a line for the log; empty if there is nothing to say
     is_same: bool = False
+    left_out: str = ""  # the id of a device that is there, and that the plan does without because its link is cut
 
 
 class Preparer:
@@ -178,16 +195,21 @@ class Preparer:
         planned, self._prepared_for = self._prepared_for, None
         if planned is None:
             return Found(None, "")
-        found = preparation.for_devices(usable)
+        prepared_for, found = preparation.for_devices(usable, self._services.profiler.cut_links())
         if found is not None and self._links_are_known(found):
-            return Found(found, "the plan that was made ahead for this loss is loaded")
+            if prepared_for not in usable:
+                return Found(found, "the plan that was made ahead for this loss is loaded")
+            name = next(device.name for device in planned.devices if device.device_id == prepared_for)
+            reason = f"the plan that was made ahead for the loss of {name} is loaded, since it does not use the link"
+            return Found(found, reason, left_out=prepared_for)
         lost = [device for device in planned.devices if device.device_id not in usable]
         reason = "not all of its links have been measured" if found is not None else _why_unprepared(preparation, lost)
         return Found(None, f"a plan is made now, because none that was made ahead can be used: {reason}")
 
     def _links_are_known(self, prepared: PreparedPlan) -> bool:
-        ids, links = prepared.device_ids, self._services.profiler.links
-        return all((a, b) in links for a in ids for b in ids if a != b)
+        """Whether all links of the plan have been measured, and none was found cut since."""
+        known = self._services.profiler.links.keys() - self._services.profiler.cut_links()
+        return known.issuperset(permutations(prepared.device_ids, 2))
 
     async def run(self, goal: Goal, deployment: Deployment) -> None:
         """Prepare, and again whenever other devices become usable. Ends only by cancellation."""

@@ -12,7 +12,16 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from coordinator.serve.admission import Admission, Place
 from coordinator.serve.drift import DriftMonitor
 from coordinator.serve.retry import Failures, is_lost, needs_probe
-from hearth.errors import DeadlineExceeded, DeviceLost, HearthError, InternalError, LeaseLost, NotServing, WorkerDied
+from hearth.errors import (
+    DeadlineExceeded,
+    DeviceLost,
+    HearthError,
+    InternalError,
+    LeaseLost,
+    LinkLost,
+    NotServing,
+    WorkerDied,
+)
 from hearth.platform.asyncio_tools import with_timeout
 from hearth.wire.messages import Inferred, Vectors
 from hearth.wire.rpc import Reply
@@ -223,8 +232,9 @@ class Requests(Generic[D]):
             self._on_loss(deployment, error)
         except Exception as failure:
             found = as_hearth_error(failure)
-            # The first error says what was waited for, unless the probe found a device or worker that is gone.
-            self._on_loss(deployment, found if isinstance(found, WorkerDied | DeviceLost | LeaseLost) else error)
+            # The first error says what was waited for, unless the probe found what is gone.
+            is_cause = isinstance(found, WorkerDied | DeviceLost | LinkLost | LeaseLost)
+            self._on_loss(deployment, found if is_cause else error)
         else:
             return True
         return False

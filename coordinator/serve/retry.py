@@ -16,6 +16,7 @@ from hearth.errors import (
     HearthError,
     InternalError,
     LeaseLost,
+    LinkLost,
     NotServing,
     Unreachable,
     WorkerDied,
@@ -31,7 +32,7 @@ _MAX_FAILURES_ALONE = 3
 _MAX_FAILURES_ON_A_WORKING_PLAN = 2
 
 # Errors that a request cannot cause.
-_NOT_BY_A_REQUEST = (DeviceLost, LeaseLost, AgentBusy, NotServing, Unreachable, ConnectionLost)
+_NOT_BY_A_REQUEST = (DeviceLost, LinkLost, LeaseLost, AgentBusy, NotServing, Unreachable, ConnectionLost)
 
 
 def is_lost(error: HearthError) -> bool:

@@ -13,7 +13,7 @@ from coordinator.deploy.deployment import Deployment
 from coordinator.devices.fleet import LATE_SECONDS, Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from hearth.errors import HearthError, StepFailed
+from hearth.errors import HearthError, LinkLost
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 
 # In which a connection between two devices must be possible: on good links it takes milliseconds. Together with the wait that
@@ -53,8 +53,8 @@ class Witnesses:
             if not connects and deployment.failure is None and self._waits_for(deployment, waiting, late):
                 self._profiler.link_is_cut(waiting, late)
                 names = [self._fleet.devices[each].name for each in (waiting, late)]
-                reason = f"it gets nothing from {names[1]}, and cannot connect to it"
-                self._on_link_lost(deployment, StepFailed(device=names[0], reason=reason, peer=names[1]))
+                reason = "a step waits for it, and they cannot connect"
+                self._on_link_lost(deployment, LinkLost(device=names[0], peer=names[1], reason=reason))
                 return
             await asyncio.sleep(_AGAIN_SECONDS)
 

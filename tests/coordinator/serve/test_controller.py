@@ -30,6 +30,7 @@ from hearth.errors import (
     DeadlineExceeded,
     DeviceLost,
     HearthError,
+    LinkLost,
     ModelDoesNotFit,
     NoDevices,
     NoPlacement,
@@ -489,6 +490,53 @@ def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
             assert FindMissing not in since[: since.index(Load)]  # the chunks are known to be there
             assert home.count_lines("the plan that was made ahead for this loss is loaded") == 1
             await case.ask(home)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plan_that_was_made_ahead_for_one_end_of_a_link_is_deployed_at_once_when_the_link_is_cut(
+    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_at_once(monkeypatch)
+
+    async def main() -> None:
+        case = Case(kind, tmp_path, graph, "abc")
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            one, other = home.plan.devices[0].name, home.plan.devices[1].name
+            await until_prepared(home)
+            home.tools.profiler.link_is_cut(one, other)
+            home.controller.lose_deployment(LinkLost(device=one, peer=other, reason="they cannot connect"))
+            await home.until(lambda: home.ready and not {one, other} <= set(home.names()))
+            assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
+            assert home.count_lines("is loaded, since it does not use the link") == 1
+            await case.ask(home)
+
+    asyncio.run(main())
+
+
+def test_request_whose_step_failed_goes_on_when_the_plan_is_lost_during_the_check_of_its_link(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class HangingFleet(FaultyFleet):
+        checks = 0
+
+        async def call(self, device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
+            if self.cut and isinstance(message, MeasureLink):
+                self.checks += 1
+                await asyncio.sleep(60)
+            return await super().call(device_id, message, *arguments, **options)
+
+    async def main() -> None:
+        case, fleet = Case("transformer", tmp_path, graph), HangingFleet("ab")
+        async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
+            fleet.cut = True
+            asking = asyncio.create_task(home.hidden_states(16))
+            await home.until(lambda: fleet.checks)
+            home.tools.profiler.link_is_cut("a", "b")
+            home.controller.lose_deployment(LinkLost(device="a", peer="b", reason="they cannot connect"))
+            await asyncio.wait_for(asking, 5)
+            assert len(home.names()) == 1
 
     asyncio.run(main())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.plans import BERT_LARGE, make_plan
 
@@ -60,14 +62,30 @@ def test_loss_that_cannot_be_prepared_for_is_tried_again_after_a_while_or_when_t
 )
 def test_plan_is_found_for_the_loss_that_it_was_made_for_if_its_devices_are_left(usable: set[str], found: bool) -> None:
     one = prepared_without("id1")
-    assert (NOTHING.prepared("id1", one).for_devices(frozenset(usable)) is one) == found
+    expected = ("id1", one) if found else ("", None)
+    assert NOTHING.prepared("id1", one).for_devices(frozenset(usable)) == expected
+
+
+def test_plan_without_one_end_of_a_cut_link_is_found_and_the_faster_one_preferred() -> None:
+    preparation = all_prepared()
+    faster = prepared_without("id2")
+    predicted = faster.plan.predicted.model_copy(
+        update={"latency_seconds": 0.5 * faster.plan.predicted.latency_seconds}
+    )
+    faster = replace(faster, plan=faster.plan.model_copy(update={"predicted": predicted}))
+    preparation = preparation.prepared("id2", faster)
+    cut = {("id0", "id2"), ("id2", "id0")}
+    assert preparation.for_devices(ALL, cut) == ("id2", faster)
+    assert preparation.for_devices(ALL, {*cut, ("id0", "id1"), ("id1", "id0")}) == ("id0", preparation.plans["id0"])
+    assert preparation.for_devices(ALL, {*cut, ("id0", "id1"), ("id1", "id2")}) == ("", None)
+    assert preparation.for_devices(ALL - {"id1"}, cut) == ("", None)
 
 
 def test_plan_for_exactly_the_devices_that_are_left_is_preferred() -> None:
     wide, narrow = PreparedPlan(frozenset("abd"), plan_on("a"), ()), PreparedPlan(frozenset("ab"), plan_on("a"), ())
     preparation = NOTHING.prepared("c", wide).prepared("e", narrow)
-    assert preparation.for_devices(frozenset("ab")) is narrow
-    assert preparation.for_devices(frozenset("abd")) is wide
+    assert preparation.for_devices(frozenset("ab")) == ("e", narrow)
+    assert preparation.for_devices(frozenset("abd")) == ("c", wide)
 
 
 def test_description_names_the_device_that_cannot_be_lost() -> None:

@@ -16,7 +16,7 @@ from support.waiting import let_tasks_run, until
 from coordinator.devices.registry import Device
 from coordinator.serve import witnesses as module
 from coordinator.serve.witnesses import Witnesses
-from hearth.errors import HearthError, StepFailed
+from hearth.errors import HearthError, LinkLost
 from hearth.wire.messages import WorkerStatus
 
 
@@ -85,7 +85,7 @@ def test_link_that_cannot_be_used_is_reported_with_both_devices(monkeypatch: pyt
         home.waits("id2", 1)
         await until("the finding", lambda: home.found, seconds=5)
         (error,) = home.found
-        assert isinstance(error, StepFailed)
+        assert isinstance(error, LinkLost)
         assert home.reported == ("id2", "id1")
         assert (error.device, error.peer) == (home.devices["id2"].name, home.devices["id1"].name)
 
