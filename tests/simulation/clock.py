@@ -114,29 +114,26 @@ class _Future(_Numbered, asyncio.Future):  # type: ignore[type-arg]
     """A future whose order in sets repeats."""
 
 
-class _Handle:
-    """A callback that was scheduled; less than `asyncio.Handle`, since a run creates thousands."""
+class _Handle(list):  # type: ignore[type-arg]
+    """A callback that was scheduled: callback, arguments, context, and the time of a timer.
 
-    __slots__ = ("_args", "_callback", "_cancelled", "_context", "_when")
+    A run creates thousands, so it is a list, which C code constructs. The callback is None once it is cancelled.
+    """
 
-    def __init__(self, callback: Callable[..., object], args: Any, context: Context, when: float = 0.0) -> None:
-        self._callback = callback
-        self._args = args
-        self._context = context
-        self._when = when
-        self._cancelled = False
+    __slots__ = ()
 
     def cancel(self) -> None:
-        self._cancelled = True
+        self[0] = None
 
     def cancelled(self) -> bool:
-        return self._cancelled
+        return self[0] is None
 
     def when(self) -> float:
-        return self._when
+        when: float = self[3]
+        return when
 
     def __repr__(self) -> str:
-        return f"{self._callback}{self._args}"
+        return f"{self[0]}{self[1]}"
 
 
 class VirtualLoop(asyncio.base_events.BaseEventLoop):
@@ -170,8 +167,10 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         self, process: Process | None, delay_seconds: float, callback: Callable[..., object], *args: Any
     ) -> _Handle:
         """Call back after a delay as a part of `process`; None: as a part of the simulated world."""
-        context = process.context if process is not None else _WORLD
-        return self.call_later(delay_seconds, callback, *args, context=context)
+        when = self.virtual_time + delay_seconds
+        timer = _Handle((callback, args, process.context if process is not None else _WORLD, when))
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
 
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """Run the function after `THREAD_SECONDS`, in the loop's own thread."""
@@ -205,19 +204,22 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         return task
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> _Handle:
-        handle = _Handle(callback, args, copy_context() if context is None else context)
+        handle = _Handle((callback, args, copy_context() if context is None else context, 0.0))
         self._ready.append(handle)
         return handle
 
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Handle:
-        return self.call_at(self.virtual_time + delay, callback, *args, context=context)
+        when = self.virtual_time + delay
+        timer = _Handle((callback, args, copy_context() if context is None else context, when))
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Handle:
-        timer = _Handle(callback, args, copy_context() if context is None else context, when)
+        timer = _Handle((callback, args, copy_context() if context is None else context, when))
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
@@ -234,9 +236,9 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
             if num_at_once > MAX_CALLBACKS_AT_ONCE:
                 raise Stuck(f"{num_at_once} callbacks at {self.virtual_time:.3f} s: an endless loop without a wait")
             handle = ready.popleft()
-            if handle._cancelled:
+            callback, args, context, _ = handle
+            if callback is None:
                 continue
-            context = handle._context
             process = context.get(current)
             if process is not None:
                 if not process.alive:
@@ -245,7 +247,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
                     process.hold(handle)
                     continue
             try:
-                context.run(handle._callback, *handle._args)
+                context.run(callback, *args)
             except KeyboardInterrupt:
                 raise
             except SystemExit as error:
@@ -258,7 +260,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         self.num_callbacks += num_at_once
 
     def _jump_to_next_timer(self, timers: list[tuple[float, int, _Handle]], ready: deque[_Handle]) -> None:
-        while timers and timers[0][2]._cancelled:
+        while timers and timers[0][2][0] is None:
             heapq.heappop(timers)
         if not timers:
             raise Stuck(f"nothing can happen any more at {self.virtual_time:.3f} s")
@@ -266,7 +268,7 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
         self.virtual_time = max(when, self.virtual_time)
         while timers and timers[0][0] <= when:
             handle = heapq.heappop(timers)[2]
-            if not handle._cancelled:
+            if handle[0] is not None:
                 ready.append(handle)
 
     def _process_events(self, event_list: Any) -> None:

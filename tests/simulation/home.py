@@ -9,12 +9,12 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,7 @@ from simulation import disk, model
 from simulation.clock import CURRENT_PROCESS, Process, VirtualLoop
 from simulation.history import History
 from simulation.network import Context, Gatekeeper, Host, Network
+from simulation.schedule import Schedule
 from simulation.worker import WorkerProcess, sample
 
 import agent.daemon.daemon
@@ -40,6 +41,7 @@ from agent.daemon.config import AgentSettings
 from agent.daemon.daemon import AgentDaemon
 from agent.daemon.identity import Identity
 from agent.daemon.main import run_agent
+from coordinator.devices.profiling import Profiler
 from coordinator.serve.client_port import ClientPort, refuse
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
@@ -80,27 +82,17 @@ def app_key(name: str) -> tuple[AppKey, str]:
 class Home:
     """All hosts, and what is started on them. Faults are methods of `network` and of this class."""
 
-    def __init__(
-        self,
-        loop: VirtualLoop,
-        random: Random,
-        folder: Path,
-        devices: Sequence[str],
-        coordinators: Sequence[str],
-        causal: bool,
-        step_seconds: float,
-    ) -> None:
+    def __init__(self, loop: VirtualLoop, random: Random, folder: Path, schedule: Schedule) -> None:
         self.loop = loop
         self.random = random
         self.history = History()
         self.network = Network(loop, random, folder)
-        self.devices = list(devices)
-        self.coordinators = list(coordinators)  # the first leads at the beginning, the others stand by
+        self.devices = schedule.devices
+        self.coordinators = schedule.coordinators  # the first leads at the beginning, the others stand by
         self.clients: list[str] = []
         self.agents: dict[str, Process] = {}
         self.serving: dict[str, Process] = {}
-        self._causal = causal
-        self._step_seconds = step_seconds
+        self._schedule = schedule
         for name in (*self.devices, *self.coordinators):
             self._add_host(name)
 
@@ -108,8 +100,9 @@ class Home:
         host = self.network.add_host(name)
         host.variables["network"] = self.network
         host.variables["history"] = self.history
-        host.variables["step seconds"] = self._step_seconds
+        host.variables["step seconds"] = self._schedule.step_seconds
         host.variables["leaders"] = self.leaders
+        host.variables["known links"] = self._schedule.devices if self._schedule.links_known else []
         return host
 
     def note(self, line: str) -> None:
@@ -146,7 +139,7 @@ class Home:
             name=host.name, state_dir=host.disk.folder, port=COORDINATOR_PORT, advertise=False, devices=devices,
             settle_seconds=0.5, min_devices=1, standby=host.name != self.coordinators[0], leader=others,
         )  # fmt: skip
-        goal = TransformerGoal(model_dir="decoder" if self._causal else "encoder")
+        goal = TransformerGoal(model_dir="decoder" if self._schedule.causal else "encoder")
         saved = restart and (host.disk.folder / "serving.json").exists()
         await run_coordinator(
             settings,
@@ -246,6 +239,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (main, "asyncio_gatekeeper", Gatekeeper),
         (coordinator.serve.standby, "Browser", _Browser),
         (coordinator.serve.roles, "Service", _service),
+        (service, "Profiler", _profiler),
         (coordinator.serve.roles, "client_port", _client_port),
         (main, "load_credential", lambda path: HOME),
         (main, "load_identity", _load_identity),
@@ -261,16 +255,14 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (agent.daemon.supervisor.WorkerProcess, "peak_bytes", 0),
         (agent.daemon.store, "_HASH_THREADS", 1),
         (asyncio, "create_subprocess_exec", _start_process),
+        # Tasks are entered in a WeakSet, of which nothing here makes use.
+        *((tasks, "add", lambda task: None) for tasks in _sets_of_tasks()),
         (shutil, "disk_usage", lambda path: SimpleNamespace(free=disk.current_disk().free_bytes())),
         (secrets, "token_hex", lambda num_bytes=8: tokens.randbytes(num_bytes).hex()),
         (secrets, "token_bytes", lambda num_bytes=16: tokens.randbytes(num_bytes)),
         (secrets, "randbits", tokens.getrandbits),
-        *(
-            (module, name, stand_in)
-            for title, module in list(sys.modules.items())
-            for name, stand_in in (("write_atomically", disk.write_atomically), ("derive_keypair", _derived))
-            if title.partition(".")[0] in ("agent", "coordinator", "hearth") and hasattr(module, name)
-        ),
+        *((module, "write_atomically", disk.write_atomically) for module in _users_of("write_atomically")),
+        *((module, "derive_keypair", _derived) for module in _users_of("derive_keypair")),
         (transformer, "open_transformer", model.open_transformer),
         (transformer, "block_cluster", model.block_cluster),
         (transformer, "solve_transformer", model.solve_transformer),
@@ -281,6 +273,22 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (transformer, "transformer_files", lambda directory: []),
         (transformer, "read_generation_defaults", lambda directory: GenerationDefaults()),
         (hearth.wire.rpc, "decode", _decode),
+        (hearth.wire.rpc, "message_type", _message_type),
+    ]
+
+
+def _sets_of_tasks() -> list[Any]:
+    """The sets behind `asyncio.all_tasks`; their name differs between versions of Python."""
+    return [vars(asyncio.tasks)[name] for name in ("_all_tasks", "_scheduled_tasks") if name in vars(asyncio.tasks)]
+
+
+@lru_cache
+def _users_of(name: str) -> list[ModuleType]:
+    """The modules of the product in which this name is defined or imported."""
+    return [
+        module
+        for title, module in sys.modules.items()
+        if title.partition(".")[0] in ("agent", "coordinator", "hearth") and hasattr(module, name)
     ]
 
 
@@ -297,6 +305,16 @@ def _decoded(data: bytes) -> wire.Message:
 def _decode(data: bytes | memoryview, *_: Any) -> wire.Message:
     """The real decoding; equal messages, which are immutable, are decoded once."""
     return _decoded(bytes(data))
+
+
+@lru_cache(maxsize=4096)
+def _known_type(data: bytes) -> type[wire.Message]:
+    return wire.message_type(data)
+
+
+def _message_type(data: bytes | memoryview) -> type[wire.Message]:
+    """The real function, called once for equal messages."""
+    return _known_type(bytes(data))
 
 
 @contextmanager
@@ -334,6 +352,16 @@ def _service(*arguments: Any) -> Service:
     assert process is not None
     service = process.variables["service"] = Service(*arguments)
     return service
+
+
+def _profiler(*arguments: Any) -> Profiler:
+    """The real profiler, which may know the links from an earlier run."""
+    process = CURRENT_PROCESS.get()
+    assert process is not None
+    profiler = Profiler(*arguments)
+    for source, target in itertools.permutations(process.host.variables["known links"], 2):
+        profiler.links[f"id-{source}", f"id-{target}"] = model.link(f"id-{source}", f"id-{target}")
+    return profiler
 
 
 class _ClientPort(RpcServer):
@@ -420,7 +448,9 @@ async def _measure_link(request: wire.MeasureLink, own_keypair: KeyPair) -> wire
     """One exchange with the other agent's link port; the real measurement sends megabytes."""
     async with agent.daemon.links._link_client(request, own_keypair) as client:
         await client.call(wire.Done(), timeout_seconds=request.max_seconds + 2.0)
-    return wire.LinkMeasured(bytes_per_second=1e8, round_trip_seconds=1e-3, num_bytes=0, stable=True)
+    return wire.LinkMeasured(
+        bytes_per_second=model.BYTES_PER_SECOND, round_trip_seconds=model.ROUND_TRIP_SECONDS, num_bytes=0, stable=True
+    )
 
 
 class _TemporaryDirectory:

@@ -25,13 +25,15 @@ from hearth.errors import NoDevices
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import Prediction
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.profile import ClusterProfile, DeviceProfile
+from hearth.plan.profile import ClusterProfile, DeviceProfile, Link
 from hearth.wire.messages import ChunkRef, Sampling, ShardParts
 
 NUM_CHUNKS = 6  # one for each KV group: with up to six devices every one holds at least one
 VOCABULARY = 1000
 CONTEXT = 64  # tokens of a sequence
 STEP_SECONDS = 0.06  # predicted time of a step on one device
+
+BYTES_PER_SECOND, ROUND_TRIP_SECONDS = 1e8, 1e-3  # of each link, as it is measured
 
 _GENERATION = GenerationRequest(CONTEXT, sequences=64)
 
@@ -114,6 +116,12 @@ def open_transformer(goal: TransformerGoal) -> TransformerModel:
     """Stands for `coordinator.serve.goal.open_transformer`; the goal's path names the kind of model."""
     causal = Path(goal.model_dir).name == "decoder"
     return TransformerModel(Path(goal.model_dir), spec(causal), CONTEXT, None, _GENERATION if causal else None)
+
+
+@lru_cache
+def link(source: str, target: str) -> Link:
+    """A measured link between two device ids."""
+    return Link(source=source, target=target, bytes_per_second=BYTES_PER_SECOND, round_trip_seconds=ROUND_TRIP_SECONDS)
 
 
 @lru_cache

@@ -23,6 +23,9 @@ from simulation.disk import Disk
 # A connection whose other end is silent breaks after this many seconds: a ZMTP heartbeat every 2 s, timeout 6 s.
 HEARTBEAT_LOSS_SECONDS = (6.0, 8.0)
 CONNECT_RETRY_SECONDS = 1.0  # to a host that does not answer: the next attempt of TCP's
+# Between attempts to connect to a process that does not listen yet. A child process is tried every 20 ms in truth, which would
+# be a tenth of all events.
+MIN_RETRY_SECONDS = 0.1
 _SPACING_SECONDS = 1e-6  # between two messages of a connection: timers of one instant fire in any order
 KEY_REFUSED = 400  # the status of a gatekeeper's refusal
 FIRST_PORT = 50_000  # of ports that the simulation chooses
@@ -156,7 +159,7 @@ class Network:
             return again(CONNECT_RETRY_SECONDS)
         server = self.listeners.get((server_host, where))
         if server is None or server.closed:
-            return again(client.next_retry_seconds())
+            return again(max(client.next_retry_seconds(), MIN_RETRY_SECONDS))
         self._next_identity += 1
         connection = Connection(
             client,

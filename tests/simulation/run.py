@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import multiprocessing
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +34,7 @@ ABANDONED_SECONDS = 75.0  # until a worker has ended whose coordinator is gone: 
 # Until the standby that follows again has a change of keys: two intervals of the leader's signs of life.
 COPY_SECONDS = 0.6
 SURPLUS_SECONDS = 40.0  # until the workers of earlier plans have ended: the home may be changing its plan
-SEEDS_PER_JOB = 50
-SEEDS_PER_COLLECTION = 25  # each leaves about 5 MB of garbage
+SEEDS_PER_PROCESS = 25  # each leaves about 5 MB, which the end of the process frees sooner than garbage collection
 
 
 @dataclass(frozen=True)
@@ -421,9 +419,7 @@ def run_seed(seed: int) -> Outcome:
 def run_schedule(schedule: Schedule, run_type: type[Run] = Run) -> Outcome:
     """Run a schedule, and check what must always hold."""
     with simulated(schedule.seed) as (loop, random, folder):
-        home = Home(
-            loop, random, folder, schedule.devices, schedule.coordinators, schedule.causal, schedule.step_seconds
-        )
+        home = Home(loop, random, folder, schedule)
         run = run_type(home, schedule)
         handler = _ErrorLog(run)
         logging.root.addHandler(handler)
@@ -468,16 +464,9 @@ def run_schedule(schedule: Schedule, run_type: type[Run] = Run) -> Outcome:
 
 
 def run_seeds(seeds: Sequence[int]) -> list[Outcome]:
-    """Run seeds one after the other; garbage is collected between them, since that decides when abandoned tasks end."""
+    """Run seeds one after the other."""
     silence_process()
-    gc.freeze()  # what was imported is not looked at again
-    outcomes = []
-    for count, seed in enumerate(seeds, start=1):
-        outcomes.append(run_seed(seed))
-        if count % SEEDS_PER_COLLECTION == 0:
-            gc.collect()
-    gc.enable()
-    return outcomes
+    return list(map(run_seed, seeds))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -492,7 +481,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first, _, last = options.seeds.partition(":")
     seeds = range(int(first), int(last) if last else int(first) + 1)
     began = time.monotonic()
-    parts = [seeds[start : start + SEEDS_PER_JOB] for start in range(0, len(seeds), SEEDS_PER_JOB)]
+    parts = [seeds[start : start + SEEDS_PER_PROCESS] for start in range(0, len(seeds), SEEDS_PER_PROCESS)]
     failing, callbacks, virtual = [], 0, 0.0
     counts: Counter[str] = Counter()
     waits: defaultdict[str, list[float]] = defaultdict(list)
@@ -532,11 +521,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failing else 0
 
 
-def _in_processes(parts: Sequence[Sequence[int]], jobs: int) -> Any:
-    if jobs == 1:
-        yield from map(run_seeds, parts)
-        return
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+def _in_processes(parts: Sequence[Sequence[int]], jobs: int) -> Iterator[list[Outcome]]:
+    """Run each part in a copy of this process."""
+    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
         yield from pool.imap(run_seeds, parts)
 
 

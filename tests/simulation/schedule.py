@@ -29,6 +29,7 @@ SHORT_SECONDS, LONG_SECONDS = 6.0, 12.0
 LONG_FRACTION = 0.2
 # How many homes have a damaged chunk when the plan is deployed that was made ahead for the loss of a device, at about 9 s.
 ROT_BEFORE_LOSS = 0.03
+LINKS_KNOWN_FRACTION = 0.75  # as in a home that has run before; to measure them takes a tenth of all messages
 LAST_FAULT_MARGIN_SECONDS = 1.0  # between the last fault and the end of all
 REQUEST_SECONDS = 100.0  # deadline of a call: ample
 MAX_DEVICES = 5
@@ -75,6 +76,7 @@ class Schedule:
     standby: bool  # whether a second coordinator stands by
     lasting: Fault | None  # one that does not end in time: the home must serve without this device
     thorough: bool  # whether to wait until all devices are in use again, which takes minutes of virtual time
+    links_known: bool = False  # whether the coordinators have measured the links in an earlier run
 
     @property
     def devices(self) -> list[str]:
@@ -124,7 +126,7 @@ def generate(seed: int) -> Schedule:
     for client in clients:
         times = sorted(random.uniform(1.0, seconds) for _ in range(random.randint(2, 5)))
         for number, at in enumerate(times):
-            length = random.choice((1, 3, 10)) if causal else random.randint(1, 12)
+            length = random.choice((1, 2, 6)) if causal else random.randint(1, 12)
             calls.append(Call(at, client, number, length, random.randrange(1, 900)))
     revoke_at = random.uniform(2.0, seconds - 1.0) if "p1" in clients and random.random() < 0.2 else None
     step_seconds = random.choice((0.004, 0.05, 0.15) if causal else (0.004, 0.1, 0.6))
@@ -134,6 +136,7 @@ def generate(seed: int) -> Schedule:
             random.choice((0.0, random.uniform(1.0, 4.0))), random.choice(LASTING_KINDS), random.choice(devices)
         )
     thorough = random.random() < 0.05 and lasting is None
+    links_known = random.random() < LINKS_KNOWN_FRACTION
     return Schedule(
         seed,
         seconds,
@@ -146,6 +149,7 @@ def generate(seed: int) -> Schedule:
         standby,
         lasting,
         thorough,
+        links_known,
     )
 
 

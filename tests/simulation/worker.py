@@ -28,10 +28,14 @@ END_SECONDS = 5.0  # for a step to end when another plan comes; then the process
 
 @dataclass
 class _Tiles:
-    """The tiles of one step that have arrived, by rank."""
+    """The tiles of one step that have arrived, by rank. `waiter` is woken by another one, and by an abort."""
 
     by_rank: dict[int, tuple[int, Any]] = field(default_factory=dict)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
 
 class Worker:
@@ -213,20 +217,27 @@ class Worker:
 
     async def _wait(self, tiles: _Tiles, deadline: float, ranks: int) -> None:
         """Wait for a tile. Raises the reason of an abort, and StepFailed with the rank that is late."""
-        assert self._aborted is not None
-        aborted, arrival = self._aborted, asyncio.ensure_future(tiles.changed.wait())
-        try:
-            timeout = max(deadline - asyncio.get_running_loop().time(), 0.0)
-            await asyncio.wait({aborted, arrival}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if aborted.done():
-                raise aborted.result()
-            if not arrival.done():
-                late = min(set(range(ranks)) - {self.load.rank} - tiles.by_rank.keys())
-                reason = f"no tile of rank {late} arrived in time"
-                raise StepFailed(device=self._name, reason=reason, peer=f"rank {late}")
-            tiles.changed.clear()
-        finally:
-            arrival.cancel()
+        aborted, loop = self._aborted, asyncio.get_running_loop()
+        assert aborted is not None
+        if not aborted.done():
+            tiles.waiter = loop.create_future()
+            timer = loop.call_at(deadline, tiles.wake)
+
+            def wake(_: asyncio.Future[HearthError]) -> None:
+                tiles.wake()
+
+            aborted.add_done_callback(wake)
+            try:
+                await tiles.waiter
+            finally:
+                timer.cancel()
+                aborted.remove_done_callback(wake)
+        if aborted.done():
+            raise aborted.result()
+        if len(tiles.by_rank) < ranks - 1 and loop.time() >= deadline:
+            late = min(set(range(ranks)) - {self.load.rank} - tiles.by_rank.keys())
+            reason = f"no tile of rank {late} arrived in time"
+            raise StepFailed(device=self._name, reason=reason, peer=f"rank {late}")
 
     def _send_tile(self, rank: int, epoch: int, step: int, content: Any) -> None:
         host, port = self._peers[rank]
@@ -248,7 +259,7 @@ class Worker:
             return
         tiles = self._tiles.setdefault((epoch, step), _Tiles())
         tiles.by_rank[rank] = (content, None)
-        tiles.changed.set()
+        tiles.wake()
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
