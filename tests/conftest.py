@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from support.profiles import MeasuredProfiles
 
 # No deadline: test machines are shared. Speed is checked by benchmarks, not by tests.
 settings.register_profile("hearth", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -11,9 +17,27 @@ settings.register_profile("hearth", deadline=None, max_examples=60, suppress_hea
 settings.register_profile("few", settings.get_profile("hearth"), max_examples=10)
 settings.load_profile("hearth")
 
+# Fixtures with a home of real processes that the tests of a module share.
+_SHARED_HOMES = {"pair", "sp_pair", "running_home"}
 
+
+@pytest.fixture(scope="session")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> MeasuredProfiles:
+    """Profiles of this machine, shared by the homes of all tests, also of those in other processes of pytest-xdist."""
+    from support.profiles import MeasuredProfiles  # few tests need what it imports
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "profiles"
+    folder.mkdir(exist_ok=True)
+    return MeasuredProfiles(folder)
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip slow tests, and say how to run them, unless `-m` decides about them."""
+    """Keep tests that share a home in one process; skip slow tests, and say how to run them, unless `-m` names them."""
+    for item in items:
+        for home in _SHARED_HOMES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{home}"))
     if "slow" in config.getoption("markexpr"):
         return
     skip = pytest.mark.skip(reason="slow: run `make test-slow`, or pytest with `-m slow`")

@@ -60,7 +60,7 @@ class TestHome:
         with load_identity(self.folder / name / "state") as identity:  # made here, as its profile must be there first
             self._device_ids.add(identity.device_id)
         for cache_dir, options_of_serve in self._served.items():
-            self._copy_profiles(cache_dir, *options_of_serve)
+            self.copy_profiles(cache_dir, *options_of_serve)
         self._start(
             name,
             "hearth-agent", "--name", name, "--key-path", str(self.key),
@@ -73,7 +73,7 @@ class TestHome:
         arguments = [str(self.model_dir)] if model else []
         if model:
             self._served[self.folder / name / "profiles"] = options
-            self._copy_profiles(self.folder / name / "profiles", *options)
+            self.copy_profiles(self.folder / name / "profiles", *options)
         self._start(
             name,
             "hearth", "serve", *arguments, "--key", str(self.key), "--port", "0", "--name", name,
@@ -141,7 +141,8 @@ class TestHome:
     def _log_bytes(self, name: str) -> bytes:
         return (self.folder / f"{name}.log").read_bytes()
 
-    def _copy_profiles(self, cache_dir: Path, *options: str) -> None:
+    def copy_profiles(self, cache_dir: Path, *options: str) -> None:
+        """Write the profiles of the devices so far into the cache of a coordinator with these options."""
         if self._profiles is not None:
             self._profiles.copy_to(cache_dir, self.model_dir, self._device_ids, *options)
 

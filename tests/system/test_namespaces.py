@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from support.models import minilm
+from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 
+from agent.daemon.identity import load_identity
 from tools.testbed import EmulatedDevice, Scenario, Testbed
 from tools.testbed.cluster import what_is_missing
 
@@ -26,7 +28,7 @@ SCENARIO = Scenario(
 )
 
 
-def test_home_in_namespaces_discovers_devices_serves_and_traces(tmp_path: Path) -> None:
+def test_home_in_namespaces_discovers_devices_serves_and_traces(profiles: MeasuredProfiles, tmp_path: Path) -> None:
     if reason := what_is_missing():
         pytest.skip(reason)
     model_dir = minilm()
@@ -51,8 +53,14 @@ def test_home_in_namespaces_discovers_devices_serves_and_traces(tmp_path: Path) 
                 len(os.sched_getaffinity(0))
             )  # full speed: this test is about the network
         try:
+            ids = []
+            for name in NAMES:
+                with load_identity(testbed.folder / name / "state") as identity:
+                    ids.append(identity.device_id)
+            profiles.copy_to(testbed.folder / "coordinator" / "profiles", model_dir, ids)
             testbed.start_agents()  # default ports, which do not collide between namespaces
             testbed.start_coordinator(str(model_dir), "--strategy", "hmp", "--min-devices", "3")
+            wait_for("serving", lambda: "\nserving " in testbed.log("coordinator.log"))
             status = wait_for("serving", serving)
             assert [device["name"] for device in status["plan"]["devices"]] != []
             hosts = {f"{testbed.address(name)}:47800" for name in NAMES}

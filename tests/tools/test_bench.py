@@ -561,8 +561,9 @@ def test_ctrl_c_cleans_up(files: Path, moment: str, to_all: bool) -> None:
             process.kill()
     assert process.returncode == 130, (inside, said, complained)
     assert slot_of(process) is None
-    assert namespaces(running.slot) == []
-    assert [*Path("/sys/fs/cgroup").glob(f"hearth-ht{running.slot}"),
-            *Path("/sys/fs/cgroup").glob(f"*/hearth-ht{running.slot}")] == []  # fmt: skip
+    left = [*namespaces(running.slot), *Path("/sys/fs/cgroup").glob(f"hearth-ht{running.slot}"),
+            *Path("/sys/fs/cgroup").glob(f"*/hearth-ht{running.slot}")]  # fmt: skip
+    # The testbed of another test may have taken the free slot meanwhile.
+    assert left == [] or running.slot in {other.slot for other in running_testbeds()}
     assert alive_in_group(process.pid) == []
     assert list((files / "tmp").glob("hearth-*")) == []

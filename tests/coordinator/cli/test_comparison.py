@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
 from support.planning import in_process_planning, plan_for
 from support.plans import BERT_LARGE, cluster, device_profile
+from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 from typer.testing import CliRunner, Result
 
@@ -473,24 +474,29 @@ def test_graph_with_unsupported_input_is_rejected_early(options: tuple[str, ...]
     assert "its tensor x is of bfloat16, which numpy lacks" in " ".join(result.output.split())
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("objective", ["latency", "throughput"])
-def test_real_agents_run_the_plans_of_a_graph(objective: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def running_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    """Two agents, and a graph that is measured on them once."""
     pytest.importorskip("onnxruntime", reason="onnxruntime has no wheel for this Python here")
-    model = save_two_branch_model(tmp_path / "model.onnx", channels=16, size=32)
-    with TestHome(tmp_path, model) as home:
+    folder = tmp_path_factory.mktemp("home")
+    model = save_two_branch_model(folder / "model.onnx", channels=16, size=32)
+    with TestHome(folder, model) as home:
         for name in NAMES[:2]:
             home.start_agent(name)
-        ports = ",".join(f"{LOOPBACK}:{home.port(name)}" for name in NAMES[:2])
-        command = [
-            str(Path(sys.executable).parent / "hearth"), "plan", str(model), "--compare", "--rounds", "2", "--json",
-            "--objective", objective, "--time-limit", "2", "--key", str(home.key), "--mdns-interfaces", LOOPBACK,
-            "--devices", ports, "--wait", "0.5",
-        ]  # fmt: skip
-        environ = {**os.environ, "HEARTH_COORDINATOR_STATE_DIR": str(tmp_path / "state")}
-        done = subprocess.run(
-            command, env=environ, text=True, capture_output=True, timeout=WAIT_LIMIT_SECONDS, check=False
-        )
+        yield home
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_real_agents_run_the_plans_of_a_graph(objective: str, running_home: TestHome) -> None:
+    ports = ",".join(f"{LOOPBACK}:{running_home.port(name)}" for name in NAMES[:2])
+    command = [
+        str(Path(sys.executable).parent / "hearth"), "plan", str(running_home.model_dir), "--compare", "--rounds", "2",
+        "--json", "--objective", objective, "--time-limit", "2", "--key", str(running_home.key), "--mdns-interfaces",
+        LOOPBACK, "--devices", ports, "--wait", "0.5",
+    ]  # fmt: skip
+    environ = {**os.environ, "HEARTH_COORDINATOR_STATE_DIR": str(running_home.folder / "state")}
+    done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=WAIT_LIMIT_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["objective"], found["rounds"]) == (objective, 2)
@@ -504,13 +510,14 @@ def test_real_agents_run_the_plans_of_a_graph(objective: str, tmp_path: Path) ->
 
 
 @pytest.mark.processes
-def test_comparison_leases_real_agents_and_stops_their_workers(tmp_path: Path) -> None:
+def test_comparison_leases_real_agents_and_stops_their_workers(profiles: MeasuredProfiles, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     names = ("attic", "kitchen")
     model_dir = save_random_model(tmp_path / "model", small_bert())
-    with TestHome(tmp_path, model_dir) as home:
+    with TestHome(tmp_path, model_dir, profiles) as home:
         for name in names:
             home.start_agent(name)
+        home.copy_profiles(tmp_path / "state" / "profiles", "--seq-len", "32")
         command = [
             str(Path(sys.executable).parent / "hearth"), "plan", str(model_dir), "--compare", "--seq-len", "32",
             "--key", str(home.key), "--mdns-interfaces", LOOPBACK, "--wait", "0.5",
