@@ -30,6 +30,7 @@ from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised, wit
 from hearth.platform.child import describe_exit
 from hearth.platform.curve import BACKLOG, fingerprint
 from hearth.wire import messages as wire
+from hearth.wire.loop_socket import loop_socket
 from hearth.wire.rpc import Caller, Handler, Policy, Reply, Request, RequestServer, Response
 
 log = logging.getLogger(__name__)
@@ -163,14 +164,14 @@ class ClientPort(RequestServer):
 
     async def _receive_loop(self, gateway: _Gateway) -> None:
         while True:
-            frames = await gateway.socket.recv_multipart(copy=False)
+            frames = await gateway.socket.receive()
             self._num_turns += 1
             try:
                 await self._receive(gateway, frames)
             except Exception:  # whatever a client sends, the others are served
                 self.refusals.count += 1
                 log.exception("a message could not be handled")
-            # While messages wait, ZeroMQ's futures are done at once: without this, a flood would stop all other tasks.
+            # While messages wait, `receive` does not: without this, a flood would stop all other tasks.
             await asyncio.sleep(0)
 
     async def _receive(self, gateway: _Gateway, frames: list[zmq.Frame]) -> None:
@@ -241,7 +242,7 @@ class _Gateway:
         self._process: asyncio.subprocess.Process | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="hearth-gateway-")  # mode 0700: only this user has access
         self._endpoint = f"ipc://{Path(self._folder.name) / 'gateway'}"
-        self.socket = context.socket(zmq.DEALER)
+        self.socket = loop_socket(context, zmq.DEALER)
         self.socket.sndhwm = self.socket.rcvhwm = 0  # what is under way is bounded by the gateway's limits
         self.socket.linger = 0
         self.socket.bind(self._endpoint)
@@ -271,7 +272,7 @@ class _Gateway:
         """Send a message; the socket queues without limit."""
         if frames[0] in (link.LAST_ANSWER, link.END):
             self.expected.discard(frames[1])
-        self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        self.socket.send_now(frames)
 
     def change_access(self, access: Access) -> None:
         """Send the rules, if they have changed."""

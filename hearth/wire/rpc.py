@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import zmq
 import zmq.asyncio
@@ -46,6 +46,7 @@ from hearth.platform.curve import (
 from hearth.platform.refusals import Refusals
 from hearth.platform.security import Access
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
+from hearth.wire.loop_socket import loop_socket
 from hearth.wire.messages import (
     MESSAGE_TYPES,
     PEER_SIZES,
@@ -238,7 +239,7 @@ class RpcServer(RequestServer):
         self._num_turns = 0  # of the receive loop
         self._num_turns_seen = 0  # by `has_worked`
         self._quotas: defaultdict[str, Quota] = defaultdict(Quota)  # keyed by public key; only admitted ones get here
-        self._socket = context.socket(zmq.ROUTER)
+        self._socket = loop_socket(context, zmq.ROUTER)
         secure_server(self._socket, keypair, domain)
         limit_connections(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error for an answer to a caller that is gone
@@ -270,14 +271,14 @@ class RpcServer(RequestServer):
 
     async def _receive_loop(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart(copy=False)
+            frames = await self._socket.receive()
             try:
                 self._num_turns += 1
                 await self._receive(frames)
             except Exception:  # whatever a peer sends, the others are served
                 self.refusals.count += 1
                 log.exception("a message could not be handled")
-            # While messages wait, ZeroMQ's futures are done at once: without this, a flood would stop all other tasks.
+            # While messages wait, `receive` does not: without this, a flood would stop all other tasks.
             await asyncio.sleep(0)
 
     async def _receive(self, frames: list[zmq.Frame]) -> None:
@@ -325,7 +326,7 @@ class RpcServer(RequestServer):
         while True:
             try:
                 # Non-blocking: one full buffer must not delay the answers to other callers.
-                await self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+                self._socket.send_now(frames)
                 return True
             except zmq.Again:
                 if loop_time() >= deadline:
@@ -379,7 +380,7 @@ class RpcClient:
         self.server_key = access.server_public if access else ""  # public key that the server must have
         self._name = name
         self._where = endpoint if access else name
-        self._socket = context.socket(zmq.DEALER)
+        self._socket = loop_socket(context, zmq.DEALER)
         self._handshake_ended = asyncio.Event()  # set while connected, or once our key was refused
         self._refused = False
         self._num_closed_handshakes = 0  # in a row
@@ -400,9 +401,8 @@ class RpcClient:
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
             self._socket.reconnect_ivl = _RECONNECT_MS
             self._socket.reconnect_ivl_max = _RECONNECT_MAX_MS
-            monitor = self._monitor = self._socket.get_monitor_socket(
-                zmq.EVENT_HANDSHAKE_SUCCEEDED | _CONNECTION_LOSSES
-            )
+            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | _CONNECTION_LOSSES
+            monitor = self._monitor = cast(zmq.asyncio.Socket, self._socket.get_monitor_socket(events))
             self._tasks.append(asyncio.create_task(self._watch_connection(monitor)))
         self._socket.connect(endpoint)
 
@@ -491,7 +491,7 @@ class RpcClient:
                 self._last_id += 1
                 frames = [self._last_id.to_bytes(ID_BYTES, "little"), encode(Cancel(request=request_id))]
                 with suppress(zmq.ZMQError):  # no connection: the server notices that by itself
-                    await self._socket.send_multipart(frames, zmq.NOBLOCK)
+                    self._socket.send_now(frames)
 
     async def _send(self, message: Message, payload: Sequence[Any], timeout_seconds: float) -> tuple[bytes, _Answers]:
         """Wait for the connection, send, and register the request id. Returns the id and its answers."""
@@ -503,7 +503,7 @@ class RpcClient:
         request_id = self._last_id.to_bytes(ID_BYTES, "little")
         self._pending[request_id] = _Answers()
         try:
-            await self._socket.send_multipart([request_id, body, *payload], zmq.NOBLOCK, copy=False)
+            self._socket.send_now([request_id, body, *payload])
         except BaseException as error:
             del self._pending[request_id]
             if isinstance(error, zmq.Again):
@@ -553,7 +553,7 @@ class RpcClient:
 
     async def _receive_loop(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart(copy=False)
+            frames = await self._socket.receive()
             replies = self._pending.get(frames[0].bytes) if len(frames) >= 2 else None
             if replies is None:
                 continue  # the caller no longer waits

@@ -471,6 +471,9 @@ class Socket:
         return [frame.bytes for frame in frames] if copy else frames
 
     async def send_multipart(self, frames: Sequence[Any], flags: int = 0, copy: bool = True, **_: Any) -> None:
+        self.send_now(frames)
+
+    def send_now(self, frames: Sequence[Any]) -> None:
         parts = tuple([frame.bytes if isinstance(frame, Frame) else bytes(frame) for frame in frames])
         if self.kind == zmq.ROUTER:
             route = self.routes.get(parts[0])
@@ -485,6 +488,9 @@ class Socket:
             raise zmq.Again
         else:
             self._outgoing.append(parts)
+
+    async def receive(self) -> list[Any]:
+        return await self.recv_multipart(copy=False)
 
     # ---- called by the network --------------------------------------------------------------------------------------
 
