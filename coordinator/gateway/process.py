@@ -21,6 +21,7 @@ from coordinator.gateway.plane import Action, ClientPlane, Forward, Send
 from hearth.platform.curve import KeyPair, fingerprint, limit_connections, secure_server, user_id
 from hearth.platform.gatekeeper import Gatekeeper, PolledAuthenticator
 from hearth.platform.refusals import Refusals
+from hearth.wire.direct_socket import DirectSocket, direct_socket
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +54,11 @@ class Gateway:
         self._gatekeeper = Gatekeeper(self._authenticator)
         self._gatekeeper.admit(_ZAP_DOMAIN, lambda public_key: self._plane.access.admits(public_key))
         self._gatekeeper.start()
-        self._coordinator = self._context.socket(zmq.DEALER)
+        self._coordinator = direct_socket(self._context, zmq.DEALER)
         self._coordinator.sndhwm = self._coordinator.rcvhwm = 0  # what is under way is bounded by the plane's limits
         self._coordinator.linger = 0
         self._coordinator.connect(start.endpoint)
-        self._clients = self._context.socket(zmq.ROUTER)
+        self._clients = direct_socket(self._context, zmq.ROUTER)
         secure_server(self._clients, KeyPair(start.public_key, start.secret_key), _ZAP_DOMAIN)
         limit_connections(self._clients)
         self._clients.sndhwm = _ANSWERS_PER_CONNECTION
@@ -82,7 +83,7 @@ class Gateway:
                 if self._is_coordinator_gone(now):
                     return
                 state = GatewayState(self._refusals.count, self._gatekeeper.refusals.count)
-                self._coordinator.send_multipart([link.STATE, state.encode()])
+                self._coordinator.send_frames([link.STATE, state.encode()])
                 next_state = now + link.STATE_SECONDS
             ready = dict(poller.poll(self._milliseconds_until(next_state)))
             now = time.monotonic()
@@ -110,11 +111,9 @@ class Gateway:
         seconds = max(min(deadlines) - time.monotonic(), 0.0)
         return math.ceil(1000 * (min(seconds, _POLL_SECONDS) if self._outbox.is_busy else seconds))
 
-    def _drain(self, socket: zmq.Socket[bytes], most: int, handle: Any, now: float) -> None:
+    def _drain(self, socket: DirectSocket, most: int, handle: Any, now: float) -> None:
         for _ in range(most):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if (frames := socket.receive_frames()) is None:
                 return
             handle(frames, now)
 
@@ -133,7 +132,7 @@ class Gateway:
     def _act(self, actions: Sequence[Action], now: float) -> None:
         for action in actions:
             if isinstance(action, Forward):
-                self._coordinator.send_multipart(action.frames, zmq.NOBLOCK, copy=False)
+                self._coordinator.send_frames(action.frames)
             else:
                 self._outbox.post(action, now)
 
@@ -145,7 +144,7 @@ class Gateway:
             frames[largest] = zmq.Frame(frames[largest].buffer, track=True, copy=False, copy_threshold=0)
             tracker = frames[largest].tracker
         try:
-            self._clients.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self._clients.send_frames(frames)
         except zmq.Again:
             return "full"
         except zmq.ZMQError as error:

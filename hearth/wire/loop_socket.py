@@ -1,4 +1,4 @@
-"""ZeroMQ sockets in the running event loop, at a quarter of the time that `zmq.asyncio` takes for each message."""
+"""ZeroMQ sockets in the running event loop, at a fraction of the time that `zmq.asyncio` takes for each message."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any, cast
 import zmq
 import zmq.asyncio
 
+from hearth.wire.direct_socket import DirectSocket
 
-class LoopSocket(zmq.Socket[Any]):
+
+class LoopSocket(DirectSocket):
     """A socket that sends without waiting, and whose messages one task receives.
 
     ZeroMQ's descriptor is readable until this thread has looked at the socket, whether or not that was to receive. So each
@@ -24,22 +26,29 @@ class LoopSocket(zmq.Socket[Any]):
 
     async def receive(self) -> list[zmq.Frame]:
         """The frames of the next message."""
+        if (frames := self.receive_frames()) is not None:
+            return frames
+        if self._loop is None:
+            self._loop, self._descriptor = asyncio.get_running_loop(), int(super().get(zmq.FD))
+            self._loop.add_reader(self._descriptor, self._look)
+        self._waiter = self._loop.create_future()
         try:
-            return self.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return await self._next()
+            return await self._waiter
+        finally:
+            self._waiter = None
 
     def send_now(self, frames: Sequence[Any]) -> None:
         """Send a message. Raises zmq.Again if the buffer is full or there is no connection, zmq.ZMQError."""
-        self.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        self._look()
-
-    def get(self, option: int) -> Any:
-        """The value of an option."""
-        value = super().get(option)
-        if option == zmq.EVENTS:
+        self.send_frames(frames)
+        if self._waiter is not None:
             self._look()
-        return value
+
+    def has_waiting_message(self) -> bool:
+        """Whether a message has come that is not received yet."""
+        found = self.has_message()
+        if found and self._waiter is not None:
+            self._look()
+        return found
 
     def close(self, linger: int | None = None) -> None:
         """Close the socket; a receiver is cancelled."""
@@ -49,30 +58,14 @@ class LoopSocket(zmq.Socket[Any]):
             self._waiter.cancel()
         super().close(linger)
 
-    async def _next(self) -> list[zmq.Frame]:
-        if self._loop is None:
-            self._loop, self._descriptor = asyncio.get_running_loop(), int(super().get(zmq.FD))
-            self._loop.add_reader(self._descriptor, self._receive)
-        self._waiter = self._loop.create_future()
-        try:
-            return await self._waiter
-        finally:
-            self._waiter = None
-
     def _look(self) -> None:
-        """Receive the next message if there is one: its signal was cleared by the last access."""
-        if self._waiter is not None and not self._waiter.done() and int(super().get(zmq.EVENTS)) & zmq.POLLIN:
-            self._receive()
-
-    def _receive(self) -> None:
-        """The descriptor is readable: messages may have come."""
+        """Hand the next message to the receiver, if there are both. The descriptor is not readable after this."""
         if self._waiter is None or self._waiter.done():
-            super().get(zmq.EVENTS)  # clears the signal; the next call of `recv_multipart` finds the message
+            self.has_message()  # `receive` finds it
             return
         try:
-            self._waiter.set_result(self.recv_multipart(zmq.NOBLOCK, copy=False))
-        except zmq.Again:
-            pass
+            if (frames := self.receive_frames()) is not None:
+                self._waiter.set_result(frames)
         except zmq.ZMQError as error:
             self._waiter.set_exception(error)
 

@@ -267,7 +267,7 @@ class RpcServer(RequestServer):
     def has_worked(self) -> bool:
         """Whether the receive loop has handled a message since the last call, or none waits for it."""
         seen, self._num_turns_seen = self._num_turns_seen, self._num_turns
-        return seen != self._num_turns or not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN
+        return seen != self._num_turns or not self._socket.has_waiting_message()
 
     async def _receive_loop(self) -> None:
         while True:

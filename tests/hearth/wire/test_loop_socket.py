@@ -61,7 +61,7 @@ def test_message_is_not_missed_if_another_access_clears_its_signal(access: str) 
                 await asyncio.sleep(0)
                 socket.send_now([b"%d" % number])
                 if access == "events":
-                    socket.get(zmq.EVENTS)
+                    socket.has_waiting_message()
                 assert (await reading)[0].bytes == b"%d" % number
 
         await asyncio.gather(exchange(one), exchange(other))
@@ -102,5 +102,15 @@ def test_closing_ends_the_receiver() -> None:
         other.close(linger=0)
         with pytest.raises(asyncio.CancelledError):
             await reading
+
+    run(scenario)
+
+
+def test_frames_that_cannot_be_sent_leave_no_half_message() -> None:
+    async def scenario(one: LoopSocket, other: LoopSocket) -> None:
+        with pytest.raises(TypeError):
+            one.send_now([b"first", "text is not bytes"])
+        one.send_now([b"whole", bytearray(b"message"), memoryview(b"!"), zmq.Frame(b"?")])
+        assert [frame.bytes for frame in await other.receive()] == [b"whole", b"message", b"!", b"?"]
 
     run(scenario)
