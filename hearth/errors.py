@@ -390,6 +390,14 @@ class ModelDoesNotFit(HearthError, scope="plan"):
     advice = "Add a device, raise a device's memory limit, or use a smaller model or a shorter length."
 
 
+class StoresTooSmall(ModelDoesNotFit, scope="plan"):
+    """The model exceeds what the stores of the devices have room for. `rooms` names the devices and their room."""
+
+    rooms: str
+    summary = "{model} does not fit into the shard stores of the devices at hand: {rooms}."
+    advice = "Free disk space on these devices, raise their --store-bytes, or add a device."
+
+
 class UnsupportedWeights(HearthError, scope="plan"):
     """A device's compute device has no kernel for the weight format."""
 

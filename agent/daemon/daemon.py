@@ -53,6 +53,8 @@ _T = TypeVar("_T")
 
 # Of the free memory, for chunks that are read into the page cache ahead: the rest is left to files that are in use.
 _READ_AHEAD_SHARE = 0.5
+# For reading how full the disk is. A coordinator waits for 3 s for telemetry, which it can do without.
+_ROOM_SECONDS = 2.0
 _CONTROL_TYPES = (
     wire.Hello, wire.GetTelemetry, wire.Heartbeat, wire.WatchWorkers, wire.OpenLinkProbe, wire.MeasureLink,
     wire.Profile, wire.Command,
@@ -113,7 +115,7 @@ class AgentDaemon:
         if isinstance(message, wire.Hello):
             return self._hello(message)
         if isinstance(message, wire.GetTelemetry):
-            return self._telemetry.read(time.time())
+            return await self._read_telemetry()
         if isinstance(message, wire.Command) and not isinstance(message, wire.AcquireLease):
             require_lease(self._leases.get(message.deployment), self.name, message.holder, loop_time())
         return await self._execute(message, payload)
@@ -288,6 +290,14 @@ class AgentDaemon:
             num_abandoned=self._num_abandoned,
             num_hung=len(hung_paths()),
         )
+
+    async def _read_telemetry(self) -> wire.Telemetry:
+        telemetry = self._telemetry.read(time.time())
+        try:
+            room_bytes = await self._on_disk(_ROOM_SECONDS, self._store.room_bytes)
+        except (OSError, StoreFailed):  # the disk fails: the next access to a chunk says so
+            return telemetry
+        return telemetry.model_copy(update={"store_room_bytes": room_bytes})
 
     async def _find_missing(self, message: wire.FindMissing) -> wire.ChunksMissing:
         missing = await self._on_disk(FILE_SECONDS, self._store.missing, message.hashes)

@@ -68,6 +68,17 @@ class ShardStore:
     def total_bytes(self) -> int:
         return sum(self._sizes.values())
 
+    def room_bytes(self) -> int:
+        """The bytes of chunks that can be stored besides the pinned ones, if all others are evicted. Raises OSError.
+
+        Waits for no other access: without the lock, the result may miss a chunk that is being stored.
+        """
+        sizes = self._sizes.copy()
+        pinned = frozenset[str]().union(*self._pinned.copy().values())
+        pinned_bytes = sum(sizes.get(chunk, 0) for chunk in pinned)
+        on_disk = sum(sizes.values()) + self._disk_free() - _RESERVE_BYTES
+        return max(min(self._max_bytes, on_disk) - pinned_bytes, 0)
+
     def num_bytes(self, hashes: Iterable[str]) -> int:
         """The bytes of those of these chunks that are stored."""
         return sum(self._sizes.get(chunk, 0) for chunk in hashes)

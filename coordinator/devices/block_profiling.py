@@ -51,6 +51,7 @@ async def block_cluster(
                 name=device.name,
                 budget_bytes=device.budget_bytes,
                 blocks=blocks[device.device_id].scaled(profiler.slowdown(device.device_id)),
+                store_room_bytes=device.store_room_bytes,
             )
             for device in measured.devices
         ),

@@ -54,6 +54,7 @@ def _device(device: Device, profile: GraphProfile) -> ClusterDevice:
         loading_bytes=max(profile.peak_bytes - profile.process_bytes - profile.load_bytes, 0),
         run_bytes=profile.run_bytes,
         wire=profile.wire,
+        store_room_bytes=device.store_room_bytes,
     )
 
 

@@ -73,6 +73,11 @@ class Device:
         """Memory that a worker may use, in bytes; 0 if unknown."""
         return self.telemetry.memory_budget_bytes if self.telemetry else 0
 
+    @property
+    def store_room_bytes(self) -> int | None:
+        """The chunks that its store can take besides those of deployed plans, in bytes; None if unknown."""
+        return self.telemetry.store_room_bytes if self.telemetry else None
+
     def worker(self, deployment: str) -> WorkerStatus | None:
         """The worker of a deployment, as of the last heartbeat."""
         return self.state.worker(deployment) if self.state else None

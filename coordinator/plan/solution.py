@@ -79,10 +79,11 @@ class Candidate(Generic[P]):
 
 @dataclass(frozen=True)
 class PlanningResult(Generic[P]):
-    """The chosen candidate, and the others by increasing seconds."""
+    """The chosen candidate, and the others by increasing seconds. `notes`: what the user should know about the plan."""
 
     chosen: Candidate[P]
     others: tuple[Candidate[P], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def plan(self) -> P:

@@ -19,7 +19,7 @@ from coordinator.serve.sentences import SentenceTokenizer
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.plan import TransformerPlan
+from hearth.plan.plan import GraphPlan, TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.value_formats import ValueFormatName
 
@@ -98,8 +98,10 @@ def plan_request(
     )
 
 
-def graph_request(goal: GraphGoal, graph: GraphFile, cluster: GraphCluster) -> GraphRequest:
-    """The planner's request for an operator graph."""
+def graph_request(
+    goal: GraphGoal, graph: GraphFile, cluster: GraphCluster, deployed: GraphPlan | None = None
+) -> GraphRequest:
+    """The planner's request for an operator graph. `deployed`: the current plan, whose weights its devices hold."""
     return GraphRequest(
         spec=graph.spec,
         cluster=cluster,
@@ -109,4 +111,5 @@ def graph_request(goal: GraphGoal, graph: GraphFile, cluster: GraphCluster) -> G
         time_limit_seconds=goal.time_limit_seconds,
         wire=goal.wire,
         model_hash=graph.fingerprint,
+        held=deployed,
     )

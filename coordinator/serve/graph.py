@@ -28,7 +28,7 @@ from coordinator.serve.spare_planners import PlannerKind
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError
 from hearth.plan.graph_spec import Tensor
-from hearth.plan.plan import Plan, is_graph_plan
+from hearth.plan.plan import GraphPlan, Plan, is_graph_plan
 from hearth.platform.units import format_seconds
 from hearth.wire.codec import Array
 from hearth.wire.framing import pack_arrays, unpack_arrays
@@ -79,8 +79,7 @@ class GraphKind:
         return await graph_cluster(self._services.profiler, devices, self.graph, self.workload)
 
     async def plan(self, cluster: GraphCluster, recovering: bool, held: Plan | None = None) -> Plan:
-        request = self._request(cluster, recovering, held)
-        return (await solve_graph(request, spares=self._services.spare_planners)).plan
+        return await self._solve(self._request(cluster, recovering, held))
 
     async def plans_ahead(self, clusters: Sequence[GraphCluster], held: Plan) -> list[Plan | HearthError]:
         return await plans_or_errors("graph", [self._request(cluster, True, held) for cluster in clusters])
@@ -89,7 +88,14 @@ class GraphKind:
         goal = self._goal
         if recovering:
             goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, MAX_RECOVERY_SECONDS)})
-        return graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits, held))
+        deployed = held if held is not None and is_graph_plan(held) else None
+        return graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits, held), deployed)
+
+    async def _solve(self, request: GraphRequest) -> GraphPlan:
+        planned = await solve_graph(request, spares=self._services.spare_planners)
+        for note in planned.notes:
+            self._services.report(note)
+        return planned.plan
 
     def summary(self, plan: Plan) -> str:
         assert is_graph_plan(plan)
@@ -98,8 +104,8 @@ class GraphKind:
 
     async def revise(self, cluster: GraphCluster, deployment: GraphDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan
-        request = graph_request(self._goal, self.graph, graph_cluster_with_limits(cluster, self._goal.limits, deployed))
-        new = (await solve_graph(request, spares=self._services.spare_planners)).plan
+        request = self._request(cluster, False, deployed)
+        new = await self._solve(request)
         return new, objective_seconds(new), current_objective_seconds(request, deployed)
 
     # ---- deployments ----------------------------------------------------------------------------------------------

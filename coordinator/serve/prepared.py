@@ -292,11 +292,7 @@ class Preparer:
     def _room_for_chunks(self) -> dict[str, int]:
         """Bytes of chunks that each device may get ahead now."""
         usable = self._services.fleet.usable()
-        return {
-            each.device_id: int(_AHEAD_DISK_SHARE * each.telemetry.disk_free_bytes)
-            for each in usable
-            if each.telemetry is not None
-        }
+        return {each.device_id: _bytes_ahead(each.telemetry) for each in usable if each.telemetry is not None}
 
     def _refuse(self, device: str, reason: str) -> None:
         self.preparation = self.preparation.refused(device, Refusal(reason, loop_time() + _TRY_AGAIN_SECONDS))
@@ -306,6 +302,12 @@ class Preparer:
         async with self._chunk_turn:
             if self._admission.num_waiting:
                 await asyncio.sleep(_CHUNK_PAUSE_SECONDS)
+
+
+def _bytes_ahead(telemetry: wire.Telemetry) -> int:
+    """Bytes of chunks that a device may get ahead."""
+    share, room = int(_AHEAD_DISK_SHARE * telemetry.disk_free_bytes), telemetry.store_room_bytes
+    return share if room is None else min(share, room)
 
 
 def _why_unprepared(preparation: Preparation, lost: Sequence[Any]) -> str:

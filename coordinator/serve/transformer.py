@@ -28,7 +28,7 @@ from coordinator.serve.spare_planners import PlannerKind
 from coordinator.serve.state import TransformerGoal
 from coordinator.serve.text_threads import TextThreads
 from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, TextTooLong
-from hearth.plan.plan import Plan, is_transformer_plan
+from hearth.plan.plan import Plan, TransformerPlan, is_transformer_plan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.value_formats import ValueFormatName
 from hearth.wire import messages as wire
@@ -96,7 +96,13 @@ class TransformerKind:
         return await block_cluster(self._services.profiler, devices, self.workload)
 
     async def plan(self, cluster: ClusterProfile, recovering: bool, held: Plan | None = None) -> Plan:
-        return (await solve_transformer(self._request(cluster, held), self._services.spare_planners)).plan
+        return await self._solve(self._request(cluster, held))
+
+    async def _solve(self, request: PlanRequest) -> TransformerPlan:
+        planned = await solve_transformer(request, self._services.spare_planners)
+        for note in planned.notes:
+            self._services.report(note)
+        return planned.plan
 
     async def plans_ahead(self, clusters: Sequence[ClusterProfile], held: Plan) -> list[Plan | HearthError]:
         return await plans_or_errors("transformer", [self._request(cluster, held) for cluster in clusters])
@@ -112,7 +118,7 @@ class TransformerKind:
         deployed = deployment.plan
         request = plan_request(self._goal, self.model, cluster, self._values, deployed)
         members = tuple(device.device_id for device in deployed.devices)
-        new = (await solve_transformer(request, self._services.spare_planners)).plan
+        new = await self._solve(request)
         old = build_plan(on_subset(request, members), deployed.body, deployed.planner)
         return new, request_seconds(new), request_seconds(old)
 

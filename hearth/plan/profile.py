@@ -182,12 +182,16 @@ class BlockProfile(BaseModel, frozen=True):
 
 
 class DeviceProfile(BaseModel, frozen=True):
-    """A device as seen by planners. `budget_bytes` is the memory limit of its worker."""
+    """A device as seen by planners. `budget_bytes` is the memory limit of its worker.
+
+    `store_room_bytes`: the weights that its store can take besides those of deployed plans; None: not known, no limit.
+    """
 
     device_id: str
     name: str
     budget_bytes: int = Field(ge=0)
     blocks: BlockProfile
+    store_room_bytes: int | None = Field(default=None, ge=0)
 
 
 class Link(BaseModel, frozen=True):

@@ -56,6 +56,8 @@ async def plan_model(
         print_json(planned.as_json(output.explain))
         return
     planned.show(output.explain)
+    for note in planned.result.notes:
+        out.print(note, soft_wrap=True, markup=False)
     if planned.plan.num_ranks <= MAX_EXAMINED_DEVICES:
         out.print(f"loss of a device: {describe_losses(await planned.losses(), RECONNECT_SECONDS)}")
     if output.picture is not None:

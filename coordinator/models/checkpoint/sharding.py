@@ -11,8 +11,8 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from coordinator.models.cache_files import read_cached, write_cached
-from coordinator.models.checkpoint.checkpoint import SAFETENSORS_DTYPES, Checkpoint
-from coordinator.models.checkpoint.chunk_layout import all_chunks, tensor_shapes
+from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.chunk_layout import all_chunks, chunk_header, tensor_shapes
 from coordinator.models.checkpoint.families import FAMILIES, TensorNames, TensorSource
 from hearth.errors import BadCheckpoint
 from hearth.plan.chunks import LAYER_CHUNK_KINDS, ChunkKind, chunk_slices
@@ -35,22 +35,17 @@ def chunk_bytes(checkpoint: Checkpoint, spec: ModelSpec, kind: ChunkKind, layer:
         if part.columns is not None:
             array = array[:, slice(*part.columns)]
         tensors[part.tensor] = checkpoint.copy_view(source.name, array)
-    return _safetensors_blob(tensors, SAFETENSORS_DTYPES[spec.dtype])
+    return _safetensors_blob(spec, tensors)
 
 
-def _safetensors_blob(tensors: dict[str, np.ndarray[Any, Any]], dtype: str) -> bytes:
+def _safetensors_blob(spec: ModelSpec, tensors: dict[str, np.ndarray[Any, Any]]) -> bytes:
     """Encode tensors in the safetensors format.
 
     Not by the library: the chunk's hash depends on every byte, and another version may order or pad differently. Also,
     the library supports bfloat16 only through torch.
     """
-    header, offset = {}, 0
-    for name, array in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
-        offset += array.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *(array.data for array in tensors.values())])
+    header = chunk_header(spec, {name: array.shape for name, array in tensors.items()})
+    return b"".join([header, *(array.data for array in tensors.values())])
 
 
 def _checked_view(checkpoint: Checkpoint, spec: ModelSpec, source: TensorSource, tensor: str) -> np.ndarray[Any, Any]:

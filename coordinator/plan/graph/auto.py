@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import GraphCluster
@@ -18,6 +19,7 @@ from coordinator.plan.graph.methods import GRAPH_METHODS, LOCAL
 from coordinator.plan.graph.predict import coordinator_cpu_seconds, predict_segments, segment_seconds, tensor_transfers
 from coordinator.plan.graph.rebalance import rebalance
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
+from coordinator.plan.graph.stored import restricted, stored_weights
 from coordinator.plan.graph.throughput.planners import plan_pipeline
 from coordinator.plan.graph.wire import with_wire_sizes
 from coordinator.plan.methods import Method
@@ -30,6 +32,7 @@ from coordinator.plan.solution import (
     choose_candidate,
     with_reasons,
 )
+from coordinator.plan.stores import StorePlanning, plan_within_stores
 from hearth.errors import HearthError, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph import GraphModel, GraphSegments
 from hearth.plan.graph_spec import GraphSpec
@@ -54,9 +57,18 @@ def plan_graph(
 ) -> PlanningResult[GraphPlan]:
     """Plan with the requested strategy, or with the best one for `auto`; return the plan and all other candidates.
 
-    With a single device in the cluster, the result is that device alone, whatever the strategy.
-    Raises ModelDoesNotFit, NoPlacement and BadSetting.
+    With a single device in the cluster, the result is that device alone, whatever the strategy. Devices get no more weights
+    than their stores have room for. Raises ModelDoesNotFit, StoresTooSmall, NoPlacement and BadSetting.
     """
+    planning = StorePlanning[GraphRequest, GraphPlan](
+        lambda each: _plan_graph(each, clock, progress), restricted, partial(stored_weights, request.spec)
+    )
+    held = stored_weights(request.spec, request.held)
+    return plan_within_stores(planning, request, request.cluster.devices, held)
+
+
+def _plan_graph(request: GraphRequest, clock: Clock, progress: Callable[[str], None]) -> PlanningResult[GraphPlan]:
+    """As `plan_graph`, whatever the stores have room for."""
     options = SearchOptions(request.time_limit_seconds, request.seed, clock)
     has_several_devices = len(request.cluster.devices) > 1
     candidates = list(_local_candidates(request))

@@ -16,7 +16,10 @@ FloatTable = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class ClusterDevice:
-    """Memory of one device, in bytes. A worker may hold `budget_bytes`; of those, `reserved_bytes` are not for weights."""
+    """Memory of one device, in bytes. A worker may hold `budget_bytes`; of those, `reserved_bytes` are not for weights.
+
+    `store_room_bytes`: the weights that its store can take besides those of deployed plans; None: not known, no limit.
+    """
 
     device_id: str
     name: str
@@ -27,6 +30,7 @@ class ClusterDevice:
     loading_bytes: int = 0  # temporary, while the graph is loaded
     run_bytes: int = 0  # on top of `load_bytes`, while the graph runs
     wire: WireCost = field(default_factory=WireCost)
+    store_room_bytes: int | None = None
 
     def room_bytes(self, graph_bytes: int) -> int:
         """Room for weights, in bytes as they are in the file; `graph_bytes` is the weight size of the whole graph."""

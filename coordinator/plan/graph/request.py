@@ -26,6 +26,7 @@ class GraphRequest:
     seed: int = 0
     wire: WireFormat = field(default_factory=WireFormat)
     model_hash: str = ""
+    held: GraphPlan | None = None  # the deployed plan, whose weights its devices need not get again
 
 
 def objective_seconds(plan: GraphPlan) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coordinator.plan.solution import PlanningResult, with_reasons
+from coordinator.plan.stores import StorePlanning, plan_within_stores
 from coordinator.plan.transformer.auto import make_candidate, plan_auto, plan_strategy
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.methods import TRANSFORMER_METHODS
@@ -14,6 +15,7 @@ from coordinator.plan.transformer.refine.exact_links import add_exact_links
 from coordinator.plan.transformer.refine.keep_in_place import keep_in_place
 from coordinator.plan.transformer.refine.kv_copies import add_kv_copies
 from coordinator.plan.transformer.request import PlanRequest, with_ring_order
+from coordinator.plan.transformer.stored import restricted, stored_chunks
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.plan import TransformerPlan
 
@@ -21,9 +23,15 @@ from hearth.plan.plan import TransformerPlan
 def plan_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:
     """The chosen plan and all candidates.
 
-    A named strategy is used even if another one is faster; the alternatives say so. Raises ModelDoesNotFit and
-    BadSetting.
+    A named strategy is used even if another one is faster; the alternatives say so. Devices get no more weights than their
+    stores have room for. Raises ModelDoesNotFit, StoresTooSmall and BadSetting.
     """
+    planning = StorePlanning(_plan_transformer, restricted, stored_chunks)
+    return plan_within_stores(planning, request, request.cluster.devices, stored_chunks(request.held))
+
+
+def _plan_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:
+    """As `plan_transformer`, whatever the stores have room for."""
     planned = plan_auto(request) if request.strategy == "auto" else _plan_by_name(request)
     plan = planned.plan
     if request.held is not None:

@@ -72,6 +72,8 @@ class Telemetry(Message):
     compute_device: ComputeDevice
     clock_unix_seconds: float
     python_version: Name
+    # Chunks that the store can take besides those of the plans deployed here, if it drops all others; None: not known.
+    store_room_bytes: Bytes | None = None
 
 
 # ---- leases -------------------------------------------------------------------------------------------------------

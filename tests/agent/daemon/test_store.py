@@ -156,6 +156,29 @@ def test_pinned_chunks_are_never_evicted(tmp_path: Path) -> None:
     store.put(second, two)
 
 
+def test_room_is_the_limit_without_the_chunks_of_deployed_plans(tmp_path: Path) -> None:
+    store = ShardStore(tmp_path, 350, "d")
+    assert store.room_bytes() == 350
+    (first, one), (second, two) = chunk(1), chunk(2)
+    store.put(first, one)
+    store.put(second, two)
+    assert store.room_bytes() == 350
+    store.pin("default", [first])
+    store.pin("other", [first, "0" * 64])
+    assert store.room_bytes() == 250
+    store.put(*chunk(3, 250))
+    assert store.missing([first, second]) == (second,)
+
+
+def test_room_ends_where_the_disk_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ShardStore(tmp_path, 1 << 40, "d")
+    store.put(*chunk(1))
+    monkeypatch.setattr(store, "_disk_free", lambda: (64 << 20) + 1000)
+    assert store.room_bytes() == 1100
+    monkeypatch.setattr(store, "_disk_free", lambda: 0)
+    assert store.room_bytes() == 0
+
+
 def test_full_disk_raises_store_full_and_leaves_no_partial_file(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")

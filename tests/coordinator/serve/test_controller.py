@@ -589,6 +589,24 @@ def test_chunks_that_are_sent_ahead_do_not_fill_a_small_disk(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_device_whose_store_has_no_room_gets_no_weights_and_the_log_says_so(
+    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case = Case(kind, tmp_path, graph, "abc")
+        known = case.fleet.devices["b"]
+        assert known.telemetry is not None
+        full = known.telemetry.model_copy(update={"store_room_bytes": 0})
+        case.fleet.devices["b"] = replace(known, telemetry=full)
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            assert home.names() == "ac"
+            assert home.count_lines("the store of b has room for 0 B of the ") == 1
+            assert not case.fleet.stored["b"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_plans_are_made_ahead_while_requests_never_stop(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

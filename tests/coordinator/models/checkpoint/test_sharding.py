@@ -16,7 +16,7 @@ from support.checkpoints import CONFIGS, as_stored, canonical_tensors, reassembl
 from support.plans import BERT_LARGE, make_plan
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
-from coordinator.models.checkpoint.chunk_layout import all_chunks, chunks_for_rank, num_chunk_weights
+from coordinator.models.checkpoint.chunk_layout import all_chunks, chunks_for_rank, num_chunk_bytes, num_chunk_weights
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import build_manifest, cached_manifest, chunk_bytes
 from hearth.errors import BadCheckpoint
@@ -46,6 +46,14 @@ def test_all_chunks_together_equal_the_model_bit_for_bit(family: str, num_files:
     assert set(found) == set(expected)
     for name, array in expected.items():
         assert np.array_equal(found[name], array), name
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_planners_know_the_size_of_each_chunk(family: str, tmp_path: Path) -> None:
+    spec = read_spec(write_model(tmp_path, family))
+    with Checkpoint(tmp_path) as checkpoint:
+        for ref in build_manifest(checkpoint, spec):
+            assert num_chunk_bytes(spec, ref.kind, ref.grain) == ref.num_bytes
 
 
 def test_chunk_names_depend_on_content_only(tmp_path: Path) -> None:

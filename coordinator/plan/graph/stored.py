@@ -1,0 +1,37 @@
+"""The weights that each device of a graph plan stores. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.stores import Stored
+from hearth.plan.graph_spec import GraphSpec
+from hearth.plan.plan import GraphPlan
+
+# Of the ONNX model of a segment, for each of its operators: the node, its tensors' names, and weights that are too small to be
+# chunks of their own. More than models from PyTorch need.
+_BYTES_PER_OPERATOR = 1024
+
+
+def stored_weights(spec: GraphSpec, plan: GraphPlan | None) -> Stored:
+    """The bytes of what each device stores: its weights by name, and its operators by number. Nothing without a plan."""
+    if plan is None:
+        return {}
+    by_device: dict[str, dict[Hashable, int]] = {}
+    for rank, device in enumerate(plan.devices):
+        operators = {each for segment in plan.body.segments_of(rank) for each in segment.operators}
+        weights = {index for each in operators for index in spec.operators[each].parameters}
+        by_device[device.device_id] = {
+            **{spec.parameters[index].name: spec.parameters[index].num_bytes for index in weights},
+            **dict.fromkeys(operators, _BYTES_PER_OPERATOR),
+        }
+    return by_device
+
+
+def restricted(request: GraphRequest, budgets: Mapping[str, int | None]) -> GraphRequest:
+    """The same request with these budgets in bytes, by device id; without the devices that have None."""
+    left = request.cluster.subset([each for each in budgets if budgets[each] is not None])
+    devices = tuple(replace(device, budget_bytes=budgets[device.device_id] or 0) for device in left.devices)
+    return replace(request, cluster=replace(left, devices=devices))
