@@ -60,9 +60,9 @@ def late_seconds(timeout_seconds: float) -> float:
     """How long a worker waits for a tile until it reports the rank that should have sent it.
 
     `timeout_seconds` bounds the wait: at least 5 s, and 20 times the predicted duration of the whole step. So this is at least
-    0.75 s, and three times that duration; a false report costs one message to that device, and a check of the link to it.
+    0.4 s, and 1.6 times that duration; a false report costs one message to that device, and a check of the link to it.
     """
-    return 0.15 * timeout_seconds
+    return 0.08 * timeout_seconds
 
 
 def hung_step_seconds(timeout_seconds: float) -> float:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -49,6 +49,8 @@ _RELEASE_SECONDS = 3.0  # timeout of releasing a lease, so that a dead agent doe
 # How long a request waits for the device that it was sent to when the connection broke. A new connection is tried after 0.1
 # and 0.3 s; the request of a device that is gone should not wait for longer.
 _ANSWER_AGAIN_SECONDS = 0.4
+# In which a device must answer whose link to another one is in question: if it is silent itself, the link may be well.
+_AT_ONCE_SECONDS = 0.3
 _ANSWER_POLL_SECONDS = 0.02  # interval at which `answers_again` checks: short against the pause
 LATE_SECONDS = 0.05  # a timer of this process that fires later than this shows that the process itself is too busy
 # Connections to agents found by mDNS that do not answer, at most. Anyone on the network can advertise agents; each connection
@@ -253,7 +255,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         device, connection = self.devices[device_id], self._by_device.get(device_id)
         if connection is None or not device.reachable:
             return False  # its loss is known, or its connection broke, and the next heartbeat decides
-        seconds = registry.witnessed_seconds(device, loop_time()) * (1 if num_witnesses > 1 else 2)
+        seconds = registry.witnessed_seconds(device, loop_time(), num_witnesses)
         try:
             asked = loop_time()
             await _ask(connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, seconds)
@@ -267,6 +269,21 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         log.warning("%s is dead: %s", device.name, self.devices[device_id].reason)
         await self._end_calls(connection)
         return True
+
+    async def answer_at_once(self, device_ids: Iterable[str]) -> bool:
+        """Whether all these devices answer a heartbeat now, within the shortest time that a silent device is given."""
+
+        async def answers(device_id: str) -> bool:
+            connection = self._by_device.get(device_id)
+            if connection is None:
+                return False
+            try:
+                await _ask(connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, _AT_ONCE_SECONDS)
+            except HearthError:
+                return False
+            return True
+
+        return all(await asyncio.gather(*map(answers, device_ids)))
 
     async def ask(self, device_id: str, message: wire.Message, expected: type[_T], timeout_seconds: float = 10.0) -> _T:
         """As `call`, but returns the message, and raises BadMessage if it is not of the type `expected`."""

@@ -22,10 +22,19 @@ _SILENCE_FACTOR = 2.0  # times the longest silence: twice a normal interval on a
 MIN_DEAD_SECONDS = 1.0  # two heartbeats
 MAX_DEAD_SECONDS = 4.0  # shorter than the lease
 _LEARNING_SECONDS = 30.0  # a device that has answered for less than this has `DEAD_SECONDS`
+# A longer silence of a device that returns is the end of a loss, such as a link that was cut, and not one of those to expect
+# when it is well: two seconds more than the longest that is waited for, for the new connection.
+_LONGEST_STALL_SECONDS = MAX_DEAD_SECONDS + 2.0
 _LEASE_FACTOR = 1.5  # times that time lasts the lease on a device, which is given up before its lease ends
-# Fraction of that time in which a device must answer that others wait for: their wait is a second sign of its loss. As long as
-# its longest silence if it often is silent for so long, else several round trips.
+# A device that others wait for must answer in this fraction of that time and these seconds: their wait of at least 0.4 s is a
+# second sign of its loss. Together as long as its longest silence if it often is silent for so long, and never below 1 s.
 _WITNESSED_FRACTION = 0.3
+_WITNESSED_SECONDS = 0.35
+# Fraction of that time in which two devices must be able to connect while a step waits, within these limits in seconds. On good
+# links it takes milliseconds; with the wait of at least 0.4 s that came before, a link is lost after 1 to 1.5 s.
+_CONNECT_FRACTION = 0.6
+_MIN_CONNECT_SECONDS = 0.6
+_MAX_CONNECT_SECONDS = 1.0
 _SUSPECT_FRACTION = 0.6  # of that time, from which a device is suspect: longer than one interval
 
 Health = Literal["alive", "suspect", "dead", "busy", "refused"]
@@ -133,12 +142,16 @@ def after_answer(device: Device, now: float) -> Device:
 
 
 def silences_at_return(previous: Device | None, welcome: AgentWelcome, now: float) -> tuple[tuple[float, float], ...]:
-    """The silences of a device that says hello again. If it was given up although it ran, that silence counts."""
+    """The silences of a device that says hello again. If it was given up although it ran, that silence counts.
+
+    One that no limit would have covered does not: it would delay the notice of the next loss, and prevent none.
+    """
     if previous is None:
         return ()
-    if previous.welcome.boot_id != welcome.boot_id:
+    silence_seconds = now - previous.last_seen
+    if previous.welcome.boot_id != welcome.boot_id or silence_seconds > _LONGEST_STALL_SECONDS:
         return previous.silences
-    return _add_silence(previous.silences, now, now - previous.last_seen)
+    return _add_silence(previous.silences, now, silence_seconds)
 
 
 def _add_silence(
@@ -167,9 +180,16 @@ def lease_seconds(device: Device, shortest: float, now: float) -> float:
     return min(max(_LEASE_FACTOR * dead_seconds(device, now), shortest), LEASE_SECONDS)
 
 
-def witnessed_seconds(device: Device, now: float) -> float:
-    """Seconds in which a device must answer that at least two others, or one for twice as long, wait for."""
-    return _WITNESSED_FRACTION * dead_seconds(device, now)
+def witnessed_seconds(device: Device, now: float, num_witnesses: int) -> float:
+    """Seconds in which a device must answer that this many others wait for: longer if it is only one."""
+    patience = _WITNESSED_FRACTION * dead_seconds(device, now)
+    return _WITNESSED_SECONDS + patience * (1 if num_witnesses > 1 else 2)
+
+
+def connect_seconds(one: Device, other: Device, now: float) -> float:
+    """Seconds in which two devices must be able to connect, if a step waits for their link."""
+    patience = _CONNECT_FRACTION * max(dead_seconds(one, now), dead_seconds(other, now))
+    return min(max(patience, _MIN_CONNECT_SECONDS), _MAX_CONNECT_SECONDS)
 
 
 def suspect_seconds(device: Device, now: float) -> float:

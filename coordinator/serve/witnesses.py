@@ -1,7 +1,8 @@
 """Acts on workers that wait unusually long for another rank: its device is lost, or the link between the two.
 
 A device of which others say that it is late is asked at once, and must answer sooner than to a heartbeat. If it does, the link
-is checked: TCP alone notices a cut one only after minutes, and the step's timeout ends it after 5 s.
+is checked in both directions: TCP alone notices a cut one only after minutes, and the step's timeout ends it after 5 s. The
+link counts as lost only if both devices answer this coordinator at once while they cannot connect to each other.
 """
 
 from __future__ import annotations
@@ -12,13 +13,10 @@ from collections.abc import Callable
 from coordinator.deploy.deployment import Deployment
 from coordinator.devices.fleet import LATE_SECONDS, Fleet
 from coordinator.devices.profiling import Profiler
-from coordinator.devices.registry import Device
+from coordinator.devices.registry import Device, connect_seconds
 from hearth.errors import HearthError, LinkLost
-from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
+from hearth.platform.asyncio_tools import cancel_all, loop_time
 
-# In which a connection between two devices must be possible: on good links it takes milliseconds. Together with the wait that
-# came before, a silence of almost 2 s, longer than those of bad Wi-Fi.
-_CONNECT_SECONDS = 1.0
 _AGAIN_SECONDS = 1.0  # from a check without a finding to the next one, while the worker still waits
 
 
@@ -45,12 +43,10 @@ class Witnesses:
 
     async def _check(self, deployment: Deployment, waiting: str, late: str) -> None:
         while deployment.failure is None and self._waits_for(deployment, waiting, late):
-            ids = [device.device_id for device in deployment.plan.devices]
-            num_witnesses = sum(self._waits_for(deployment, each, late) for each in ids)
-            if await self._fleet.is_lost(late, num_witnesses):
+            if await self._fleet.is_lost(late, self._num_witnesses(deployment, late)):
                 return
-            connects = await self._can_connect(waiting, late)
-            if not connects and deployment.failure is None and self._waits_for(deployment, waiting, late):
+            is_cut = not await self._can_connect(waiting, late) and await self._fleet.answer_at_once((waiting, late))
+            if is_cut and deployment.failure is None and self._waits_for(deployment, waiting, late):
                 self._profiler.link_is_cut(waiting, late)
                 names = [self._fleet.devices[each].name for each in (waiting, late)]
                 reason = "a step waits for it, and they cannot connect"
@@ -59,12 +55,31 @@ class Witnesses:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _can_connect(self, waiting: str, late: str) -> bool:
+        """Whether one of two devices reaches the other in time. A packet that is lost delays one attempt by a second."""
         began = loop_time()
-        pair = self._fleet.devices[waiting], self._fleet.devices[late]
+        one, other = self._fleet.devices[waiting], self._fleet.devices[late]
+        seconds = connect_seconds(one, other, began)
+        attempts = [asyncio.ensure_future(self._profiler.can_connect(*pair)) for pair in ((one, other), (other, one))]
         try:
-            return await with_timeout(_CONNECT_SECONDS, self._profiler.can_connect(*pair))
+            for attempt in asyncio.as_completed(attempts, timeout=seconds):
+                if await attempt:
+                    return True
+            return False
         except asyncio.TimeoutError:
-            return loop_time() - began - _CONNECT_SECONDS > LATE_SECONDS  # if so: unknown
+            return loop_time() - began - seconds > LATE_SECONDS  # if so: unknown
+        finally:
+            await cancel_all(attempts)
+
+    def _num_witnesses(self, deployment: Deployment, late: str) -> int:
+        """How many devices wait for this one, or for another device that waits for it."""
+        ids = [device.device_id for device in deployment.plan.devices if device.device_id != late]
+        witnesses, found = {late}, {late}
+        while found:
+            found = {
+                each for each in ids if any(self._waits_for(deployment, each, other) for other in found)
+            } - witnesses
+            witnesses |= found
+        return len(witnesses) - 1
 
     def _waits_for(self, deployment: Deployment, waiting: str, late: str) -> bool:
         device = self._fleet.devices.get(waiting)

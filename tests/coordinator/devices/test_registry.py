@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from coordinator.devices import registry
 from coordinator.devices.registry import MAX_DEAD_SECONDS, MIN_DEAD_SECONDS, RECONNECT_SECONDS, Device
 from hearth.errors import ChunkCorrupt, DeviceLost, DuplicateDevice, HearthError, StepFailed, StoreFull, WorkerDied
-from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, LEASE_SECONDS
+from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, LEASE_SECONDS, late_seconds
 from hearth.wire.messages import AgentState, AgentWelcome, WorkerStatus
 
 runner = CliRunner()
@@ -64,6 +64,24 @@ def test_device_that_was_given_up_although_it_ran_gets_more_time() -> None:
     assert registry.silences_at_return(known, known.welcome, now + 1.7)[-1] == (now + 1.7, pytest.approx(1.7))
     assert registry.silences_at_return(known, device(boot_id="new").welcome, now + 9) == known.silences
     assert registry.silences_at_return(None, known.welcome, now) == ()
+
+
+def test_device_that_was_away_for_longer_than_any_limit_is_noticed_as_soon_as_before_at_its_next_loss() -> None:
+    known, now = watched([0.51] * 100)
+    assert registry.silences_at_return(known, known.welcome, now + 12) == known.silences
+
+
+@pytest.mark.parametrize("longest_silence", [0.51, 1.0, 1.8])
+def test_witnessed_device_or_link_is_given_a_second_with_the_wait_before_and_longer_if_it_is_often_silent(
+    longest_silence: float,
+) -> None:
+    known, now = watched([0.51] * 100 + [longest_silence])
+    waited = late_seconds(5.0)
+    assert waited + registry.witnessed_seconds(known, now, 3) >= max(MIN_DEAD_SECONDS, longest_silence)
+    assert waited + registry.witnessed_seconds(known, now, 1) >= max(1.35, longest_silence)
+    assert MIN_DEAD_SECONDS <= waited + registry.connect_seconds(known, known, now) <= 1.5
+    new, now = watched([0.51])
+    assert waited + registry.witnessed_seconds(new, now, 3) < 2.0
 
 
 @given(st.lists(st.floats(0.05, 6.0), min_size=1, max_size=200))

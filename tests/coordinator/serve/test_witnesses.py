@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +21,7 @@ from hearth.wire.messages import WorkerStatus
 
 
 class Home:
-    """Three devices of a plan. `lost` do not answer, `cut` pairs cannot connect."""
+    """Three devices of a plan. `lost` do not answer, `cut` pairs cannot connect; `stalled`: no device answers at once."""
 
     def __init__(self) -> None:
         plan = make_plan(BERT_LARGE, "hmp", (1, 1, 1))
@@ -29,6 +29,7 @@ class Home:
         self.devices = {each.device_id: ready_device(each.device_id) for each in plan.devices}
         self.lost: set[str] = set()
         self.cut: set[tuple[str, str]] = set()
+        self.stalled = False
         self.asked: list[tuple[str, int]] = []
         self.found: list[HearthError] = []
         self.witnesses = Witnesses(cast(Any, self), cast(Any, self), lambda deployment, error: self.found.append(error))
@@ -36,6 +37,9 @@ class Home:
     async def is_lost(self, device_id: str, num_witnesses: int) -> bool:
         self.asked.append((device_id, num_witnesses))
         return device_id in self.lost
+
+    async def answer_at_once(self, device_ids: Iterable[str]) -> bool:
+        return not self.stalled
 
     async def can_connect(self, source: Device, target: Device) -> bool:
         if (source.device_id, target.device_id) in self.cut:
@@ -76,11 +80,24 @@ def test_device_that_others_wait_for_is_asked_at_once_with_the_number_of_witness
     run(scenario)
 
 
+def test_devices_that_wait_for_one_that_waits_are_witnesses_too_and_a_ring_of_them_ends() -> None:
+    async def scenario(home: Home) -> None:
+        home.waits("id1", 0)
+        home.waits("id2", 1)
+        await let_tasks_run()
+        assert home.asked == [("id0", 2), ("id1", 1)]
+        home.waits("id0", 2)
+        await let_tasks_run()
+        assert home.asked[-1] == ("id2", 2)
+
+    run(scenario)
+
+
 def test_link_that_cannot_be_used_is_reported_with_both_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CONNECT_SECONDS", 0.05)
+    monkeypatch.setattr(module, "connect_seconds", lambda *_: 0.05)
 
     async def scenario(home: Home) -> None:
-        home.cut = {("id2", "id1")}
+        home.cut = {("id2", "id1"), ("id1", "id2")}
         home.waits("id0", 2)  # it waits because the other one does
         home.waits("id2", 1)
         await until("the finding", lambda: home.found, seconds=5)
@@ -88,6 +105,23 @@ def test_link_that_cannot_be_used_is_reported_with_both_devices(monkeypatch: pyt
         assert isinstance(error, LinkLost)
         assert home.reported == ("id2", "id1")
         assert (error.device, error.peer) == (home.devices["id2"].name, home.devices["id1"].name)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("one_way", [False, True])
+def test_link_is_not_lost_if_it_works_one_way_or_a_device_does_not_answer_at_once(
+    one_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "connect_seconds", lambda *_: 0.02)
+    monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.01)
+
+    async def scenario(home: Home) -> None:
+        home.cut = {("id2", "id1")} if one_way else {("id2", "id1"), ("id1", "id2")}
+        home.stalled = not one_way
+        home.waits("id2", 1)
+        await until("the check is repeated", lambda: len(home.asked) >= 3, seconds=5)
+        assert home.found == []
 
     run(scenario)
 
