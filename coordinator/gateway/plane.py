@@ -16,7 +16,7 @@ import msgpack
 
 from coordinator.gateway import link
 from coordinator.gateway.access import Access, MessageRule
-from hearth.errors import BadMessage, HearthError, QueueFull, UnknownMessage
+from hearth.errors import AppRevoked, BadMessage, HearthError, QueueFull, UnknownMessage
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire.envelope import NOT_MSGPACK, message_tag
 from hearth.wire.quota import Quota
@@ -41,7 +41,13 @@ class Send(NamedTuple):
     number: bytes | None = None  # of the stream that goes on once they have left
 
 
-Action: TypeAlias = Forward | Send
+class Disconnect(NamedTuple):
+    """End the connection on which this frame came."""
+
+    frame: Any
+
+
+Action: TypeAlias = Forward | Send | Disconnect
 
 
 @dataclass(eq=False)
@@ -88,6 +94,8 @@ class ClientPlane:
             self._note_refusal("a message that is no request", public_key)
             return []
         identity, request_id = frames[0].bytes, frames[1].bytes
+        if public_key in self.access.revoked:
+            return self._refuse_revoked(frames, public_key, now)
         try:
             if len(frames) - 3 > MAX_PAYLOAD_FRAMES:
                 raise BadMessage(reason=f"{len(frames) - 3} payload frames, at most {MAX_PAYLOAD_FRAMES} are allowed")
@@ -177,6 +185,14 @@ class ClientPlane:
                 self._remove(number)
                 actions.append(Send(request.identity, [request.identity, request.request_id, encode_failed(error)]))
         return actions
+
+    def _refuse_revoked(self, frames: Sequence[Any], public_key: str, now: float) -> list[Action]:
+        """Answer a message of a revoked app, which is not read. If it sends too many, end its connection."""
+        error = AppRevoked(app=self.access.revoked[public_key])
+        self._note_refusal(error.code, public_key)
+        if not self._quotas[public_key].answers_refusal(now, is_revoked=True):
+            return [Disconnect(frames[-1])]
+        return [Send(frames[0].bytes, [frames[0].bytes, frames[1].bytes, encode_failed(error)])]
 
     def _has_room(self, public_key: str, num_bytes: int) -> bool:
         """Whether there is room for these bytes: of an administrator's answers, or of an app's requests and answers.

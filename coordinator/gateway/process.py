@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import resource
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ import zmq
 from coordinator.gateway import link
 from coordinator.gateway.link import GatewayStart, GatewayState
 from coordinator.gateway.outbox import STALLED_SECONDS, Outbox, Outcome
-from coordinator.gateway.plane import Action, ClientPlane, Forward, Send
+from coordinator.gateway.plane import Action, ClientPlane, Disconnect, Forward, Send
 from hearth.platform.curve import KeyPair, fingerprint, limit_connections, secure_server, user_id
 from hearth.platform.gatekeeper import Gatekeeper, PolledAuthenticator
 from hearth.platform.refusals import Refusals
@@ -74,8 +75,8 @@ class Gateway:
     def run(self) -> None:
         """Serve until the coordinator says `STOP`, has ended, or is stopped."""
         poller = zmq.Poller()
-        for socket in (self._coordinator, self._clients, self._authenticator.zap_socket):
-            poller.register(socket, zmq.POLLIN)
+        for each in (self._coordinator, self._clients, self._authenticator.zap_socket):
+            poller.register(each, zmq.POLLIN)
         next_state = 0.0
         while not self._ended:
             now = time.monotonic()
@@ -111,9 +112,9 @@ class Gateway:
         seconds = max(min(deadlines) - time.monotonic(), 0.0)
         return math.ceil(1000 * (min(seconds, _POLL_SECONDS) if self._outbox.is_busy else seconds))
 
-    def _drain(self, socket: DirectSocket, most: int, handle: Any, now: float) -> None:
+    def _drain(self, source: DirectSocket, most: int, handle: Any, now: float) -> None:
         for _ in range(most):
-            if (frames := socket.receive_frames()) is None:
+            if (frames := source.receive_frames()) is None:
                 return
             handle(frames, now)
 
@@ -133,6 +134,8 @@ class Gateway:
         for action in actions:
             if isinstance(action, Forward):
                 self._coordinator.send_frames(action.frames)
+            elif isinstance(action, Disconnect):
+                _disconnect(action.frame)
             else:
                 self._outbox.post(action, now)
 
@@ -173,6 +176,15 @@ class Gateway:
             else:
                 self._stopped_since = min(self._stopped_since, now)
         return now - self._stopped_since >= _STOPPED_SECONDS
+
+
+def _disconnect(frame: zmq.Frame) -> None:
+    """End the connection on which a frame came; ZeroMQ notices that as if the client had closed it.
+
+    If it has ended already, another connection may have its descriptor by now: that client connects again.
+    """
+    with suppress(OSError, zmq.ZMQError), socket.socket(fileno=os.dup(int(frame.get(zmq.SRCFD)))) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def limit_memory(num_bytes: int) -> None:

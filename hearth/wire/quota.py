@@ -16,6 +16,9 @@ _BYTES_PER_TOKEN = 64 << 10
 # would cost as much time as the requests.
 _REFUSALS_PER_SECOND = 200.0
 _REFUSAL_BURST = 4096.0
+# The same for a key that may do nothing: enough for the threads of a program to learn why.
+_REVOKED_PER_SECOND = 5.0
+_REVOKED_BURST = 50.0
 MAX_REQUESTS_PER_CALLER = 256  # in progress, which bounds the memory; a further one is answered with QueueFull
 
 
@@ -75,9 +78,10 @@ class Quota:
             return 0.0
         return self._starts.take(1 + message_bytes / _BYTES_PER_TOKEN, limits.per_second, limits.burst, now)
 
-    def answers_refusal(self, now: float) -> bool:
+    def answers_refusal(self, now: float, is_revoked: bool = False) -> bool:
         """Whether one more refusal of this key is answered; a flood that is refused is not."""
-        if self._refusals.take(1, _REFUSALS_PER_SECOND, _REFUSAL_BURST, now) == 0.0:
+        rate, burst = (_REVOKED_PER_SECOND, _REVOKED_BURST) if is_revoked else (_REFUSALS_PER_SECOND, _REFUSAL_BURST)
+        if self._refusals.take(1, rate, burst, now) == 0.0:
             return True
         self._refusals.give_back(1)
         return False

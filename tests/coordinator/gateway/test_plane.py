@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.gateway import link
 from coordinator.gateway.access import Access, MessageRule
-from coordinator.gateway.plane import Action, ClientPlane, Forward, Send, encode_failed
+from coordinator.gateway.plane import Action, ClientPlane, Disconnect, Forward, Send, encode_failed
 from hearth.errors import (
     AppRevoked,
     BadMessage,
@@ -101,6 +101,15 @@ def test_request_is_forwarded_with_the_key_and_its_answer_goes_back() -> None:
     assert [content(part) for part in last.frames] == [b"app", request_id(1), b"two", b"y"]
     assert plane.num_requests == 0
     assert plane.reply(link.LAST_ANSWER, number, b"late") == []
+
+
+def test_messages_of_a_revoked_app_are_not_read_and_many_end_its_connection() -> None:
+    plane = Plane(ACCESS._replace(apps={}, revoked={APP: "lamp"}))
+    answers = [plane.ask(number=number, body=b"\xc1") for number in range(60)]
+    assert isinstance(failure(answers[0]), AppRevoked)
+    assert [type(action) for (action,) in answers] == [Send] * 50 + [Disconnect] * 10
+    assert isinstance(failure(plane.ask(now=1.0)), AppRevoked)
+    assert len(plane.refused) == 61
 
 
 @pytest.mark.parametrize(

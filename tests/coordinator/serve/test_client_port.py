@@ -234,6 +234,27 @@ def test_new_app_may_connect_at_once_and_revoked_one_is_ended_at_once(tmp_path: 
     run(tmp_path, scenario)
 
 
+def test_connection_of_a_revoked_app_ends_if_it_goes_on_asking(tmp_path: Path) -> None:
+    async def scenario(home: Home) -> None:
+        client, other = home.client(home.app), home.client()
+        await client.call(GetReadiness(), timeout_seconds=20)
+        home.trust.apps.revoke("lamp")
+        home.port.change_access()
+        await other.call(GetReadiness(), timeout_seconds=20)
+        errors: list[type[Exception]] = []
+        ended = asyncio.Event()
+        client.on_disconnect = ended.set
+        while not ended.is_set():
+            calls = [client.call(GetReadiness(), timeout_seconds=20) for _ in range(20)]
+            errors += [type(error) for error in await asyncio.gather(*calls, return_exceptions=True)]  # type: ignore[misc]
+        assert set(errors) <= {AppRevoked, ConnectionLost, Unreachable}
+        assert 0 < errors.count(AppRevoked) < 70
+        await other.call(GetReadiness(), timeout_seconds=20)
+        assert len(home.callers) == 3
+
+    run(tmp_path, scenario)
+
+
 def test_coordinator_refuses_a_revoked_key_that_its_gateway_still_admits(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         client = home.client(home.app)

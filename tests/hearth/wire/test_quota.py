@@ -45,6 +45,12 @@ def test_trusted_peer_never_waits() -> None:
     assert [quota.enter(Limits(), 1 << 20, 1 << 20, now=0.0) for _ in range(200)] == [0.0] * 200
 
 
+def test_few_requests_of_a_revoked_key_are_answered() -> None:
+    quota = Quota()
+    assert sum(quota.answers_refusal(0.0, is_revoked=True) for _ in range(100)) == 50
+    assert sum(quota.answers_refusal(1.0, is_revoked=True) for _ in range(100)) == 5
+
+
 def test_flood_of_refused_requests_is_not_answered() -> None:
     quota = Quota()
     assert all(quota.answers_refusal(0.0) for _ in range(4000))
