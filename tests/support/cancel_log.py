@@ -8,11 +8,9 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from agent.worker.transformer.generation.facts import FACT_PREFIX, SequenceCancelled, StepBegun
+from agent.worker.transformer.generation.facts import FACT_PREFIX, Fact, SequenceCancelled, SequenceResumed
 
-_FACT: TypeAdapter[StepBegun | SequenceCancelled] = TypeAdapter(
-    Annotated[StepBegun | SequenceCancelled, Field(discriminator="fact")]
-)
+_FACT: TypeAdapter[Fact] = TypeAdapter(Annotated[Fact, Field(discriminator="fact")])
 
 
 @dataclass
@@ -36,6 +34,8 @@ def read_cancel_log(lines: Iterable[str]) -> CancelLog:
         if isinstance(fact, SequenceCancelled):
             log.cancelled[fact.sequence] = fact.num_tokens
             ended.add(fact.sequence)
+        elif isinstance(fact, SequenceResumed):
+            ended.discard(fact.sequence)
         else:
             log.steps += 1
             ended.update(fact.freed)
@@ -43,7 +43,7 @@ def read_cancel_log(lines: Iterable[str]) -> CancelLog:
     return log
 
 
-def _facts_in(lines: Iterable[str]) -> Iterator[StepBegun | SequenceCancelled]:
+def _facts_in(lines: Iterable[str]) -> Iterator[Fact]:
     """The facts in a process's log. Raises pydantic's ValidationError for facts of another version."""
     for line in lines:
         _, prefix, text = line.partition(FACT_PREFIX)

@@ -18,7 +18,7 @@ from agent.daemon.store import ShardStore
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import make_staging
 from agent.worker.transformer.engine import EncoderEngine
-from agent.worker.transformer.generation.leader import Leader
+from agent.worker.transformer.generation.leader import Leader, Replies
 from agent.worker.transformer.generation.steps import StepExecutor
 from agent.worker.transformer.shard import Shard, load_shard
 from coordinator.models.checkpoint.checkpoint import Checkpoint
@@ -147,6 +147,7 @@ class GenerationCluster:
         self.leader = Leader(cluster.plan, cluster.executors[0])
         self.answers: dict[bytes, list[int]] = {}
         self.ended: dict[bytes, GenerationEnded] = {}
+        self.refused: list[bytes] = []  # requests that failed alone
         self.chosen: list[bytes] = []  # the request of every token, in the order in which tokens were chosen
         self._followers = [
             threading.Thread(target=self._follow, args=(executor,), daemon=True) for executor in cluster.executors[1:]
@@ -161,18 +162,23 @@ class GenerationCluster:
         request_id = len(self.answers).to_bytes(8, "little")
         self.answers[request_id] = []
         payload = [bytes(frame) for frame in pack_array(np.asarray(prompt, dtype=np.int32))]
-        self.leader.submit(request_id, request, payload)
+        self._take(self.leader.submit(request_id, request, payload))
         return request_id
 
     def step(self) -> None:
-        for request_id, message in self.leader.step():
+        self._take(self.leader.step())
+
+    def _take(self, replies: Replies) -> None:
+        for request_id, message in replies:
             if isinstance(message, TokensGenerated):
                 self.answers[request_id] += message.token_ids
                 self.chosen += [request_id] * len(message.token_ids)
             elif isinstance(message, GenerationEnded):
                 self.ended[request_id] = message
             elif isinstance(message, Failed):
-                raise message.error()
+                if message.error().scope != "request":
+                    raise message.error()
+                self.refused.append(request_id)
 
     def run(self) -> None:
         while not self.leader.idle:

@@ -243,6 +243,9 @@ def test_coordinator_killed_during_an_answer_changes_no_token(
             assert sampled.token_ids == undisturbed.token_ids
             assert greedy_answer.usage is not None
             assert greedy_answer.usage.num_tokens == count
+            if "loading on" not in running_home.log("coordinator"):  # the worker was taken over, as on an idle machine
+                rows = re.findall(r"a stream goes on with (\d+) rows of its KV cache", running_home.log("a"))
+                assert [int(each) >= len(PROMPT) + 9 for each in rows] == [True, True]
 
 
 def test_full_queue_rejects_and_killed_client_frees_its_requests(

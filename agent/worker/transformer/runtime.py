@@ -201,7 +201,8 @@ class TransformerRuntime:
             request, message, payload = item
             try:
                 if isinstance(message, wire.GenerateTokens):
-                    leader.submit(request, message, payload)
+                    for answered, answer in leader.submit(request, message, payload):
+                        self._answer(answered, answer, ())
                 elif isinstance(message, wire.Cancel):
                     leader.cancel(request)
                 else:

@@ -268,7 +268,9 @@ class GenerateTokens(PlanCommand):
 
     The answer is a stream of `TokensGenerated` that ends with `GenerationEnded`. `first_index` is the number of prompt
     tokens that an earlier, lost plan has generated: sampling continues at that index. `stream` is the same on all plans on
-    which the answer continues; rows of its KV cache that the ranks have kept are not computed again.
+    which the answer continues; rows of its KV cache that the ranks have kept are not computed again. A sequence of the same
+    stream, with equal tokens and settings, goes on as it is, even if its request was cancelled in the last 30 s, or has
+    ended in the last 10 s.
     """
 
     stream: Name = ""  # empty: its KV cache ends with the plan
@@ -295,7 +297,7 @@ class GenerationEnded(Message):
     queued_seconds: Annotated[float, Field(ge=0)]
     prefill_seconds: Annotated[float, Field(ge=0)]
     decode_seconds: Annotated[float, Field(ge=0)]
-    num_kept_rows: Annotated[int, Field(ge=0)] = 0  # of the prompt's rows: from KV caches of an earlier plan
+    num_kept_rows: Annotated[int, Field(ge=0)] = 0  # of the prompt's rows: computed for an earlier request, or plan
 
 
 # ---- from an agent to its own child processes ---------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel
 
@@ -27,6 +27,16 @@ class SequenceCancelled(BaseModel):
     num_tokens: int
 
 
-def log_fact(log: logging.Logger, fact: StepBegun | SequenceCancelled) -> None:
+class SequenceResumed(BaseModel):
+    """A newer request continues a sequence, which may have been cancelled."""
+
+    fact: Literal["resumed"] = "resumed"
+    sequence: int
+
+
+Fact: TypeAlias = StepBegun | SequenceCancelled | SequenceResumed
+
+
+def log_fact(log: logging.Logger, fact: Fact) -> None:
     """Log an event at debug level."""
     log.debug("%s%s", FACT_PREFIX, fact.model_dump_json())

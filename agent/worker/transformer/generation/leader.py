@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agent.worker.transformer.generation.facts import SequenceCancelled, log_fact
+from agent.worker.transformer.generation.facts import SequenceCancelled, SequenceResumed, log_fact
 from agent.worker.transformer.generation.scheduler import Scheduler, SequenceState
 from agent.worker.transformer.generation.steps import StepExecutor
 from hearth.errors import BadRequest, HearthError, StepFailed
@@ -21,18 +21,26 @@ log = logging.getLogger("hearth.worker")
 
 # How long KV caches of streams are kept that may return. Streams return as soon as the next plan serves.
 _KEPT_SECONDS = 30.0
+# The same after the last token: it is lost if the coordinator has died, and the next one asks within about twice its lease.
+_ENDED_SECONDS = 10.0
 
 Replies = list[tuple[bytes, Message]]  # request id and answer
 
 
 @dataclass
 class _PendingRequest:
-    """A request and the times of its progress, in seconds of the monotonic clock."""
+    """A request and the times of its progress, in seconds of the monotonic clock.
+
+    One that continues a sequence of this plan has `num_earlier_tokens` of that sequence's answer in its prompt, and
+    `num_kept_rows` of its prompt in the KV cache.
+    """
 
     request_id: bytes
     submitted: float
     started: float | None = None
     first_token: float | None = None
+    num_earlier_tokens: int = 0
+    num_kept_rows: int = 0
 
 
 class Leader:
@@ -49,6 +57,7 @@ class Leader:
         self._scheduler = self._new_scheduler()
         self._scheduler.keep(kept)
         self._drops_kept_at = time.monotonic() + _KEPT_SECONDS
+        self._expiries: dict[int, float] = {}  # of paused sequences: by number, on the monotonic clock
         self._requests: dict[int, _PendingRequest] = {}  # keyed by sequence number
         self._last_number = 0
         self._failure: HearthError | None = None
@@ -60,12 +69,13 @@ class Leader:
     @property
     def seconds_until_due(self) -> float | None:
         """How long an idle leader may wait for requests before it must `step`; None: without limit."""
-        if self._failure is not None or not self._scheduler.has_kept:
+        due = [*self._expiries.values(), *([self._drops_kept_at] if self._scheduler.has_kept else [])]
+        if self._failure is not None or not due:
             return None
-        return max(self._drops_kept_at - time.monotonic(), 0.0)
+        return max(min(due) - time.monotonic(), 0.0)
 
-    def submit(self, request_id: bytes, request: GenerateTokens, payload: list[bytes]) -> None:
-        """Queue a request. Raises BadRequest, or the error that ended this plan."""
+    def submit(self, request_id: bytes, request: GenerateTokens, payload: list[bytes]) -> Replies:
+        """Queue a request; return its first answers. Raises BadRequest, or the error that ended this plan."""
         if self._failure is not None:
             raise self._failure
         token_ids = unpack_array(payload)
@@ -73,23 +83,45 @@ class Leader:
             raise BadRequest(reason="a prompt is a non-empty list of 32-bit token ids")
         if token_ids.min() < 0 or token_ids.max() >= self._spec.vocab_size:
             raise BadRequest(reason=f"token ids must lie between 0 and {self._spec.vocab_size - 1}")
-        self._last_number += 1
         prompt = token_ids.tolist()
+        if (resumed := self._scheduler.resume(request, prompt)) is not None:
+            return self._resume(request_id, resumed, len(prompt))
+        self._last_number += 1
         sequence = SequenceState(self._last_number, request, prompt, len(prompt))
         if sequence.capacity > self._spec.max_positions or not self._scheduler.fits(sequence):
             room = min(self._spec.max_positions, self._scheduler.max_sequence_tokens)
             raise BadRequest(reason=f"{sequence.capacity} tokens of context; the plan has room for {room}")
         self._requests[sequence.number] = _PendingRequest(request_id, time.monotonic())
         self._scheduler.add(sequence)
+        return []
+
+    def _resume(self, request_id: bytes, sequence: SequenceState, num_prompt_tokens: int) -> Replies:
+        """Answer a request with a sequence that it continues, beginning with the tokens that its prompt lacks."""
+        replies: Replies = []
+        now, number = time.monotonic(), sequence.number
+        self._expiries.pop(number, None)
+        if (earlier := self._requests.get(number)) is not None:  # of a coordinator that is gone
+            error = BadRequest(reason="a newer request continues this stream")
+            replies.append((earlier.request_id, Failed.of(error)))
+        request = self._requests[number] = _PendingRequest(
+            request_id,
+            submitted=now,
+            started=now if sequence.started else None,
+            num_earlier_tokens=num_prompt_tokens - sequence.num_prompt_tokens,
+            num_kept_rows=min(sequence.num_computed_rows, num_prompt_tokens) if sequence.started else 0,
+        )
+        log_fact(log, SequenceResumed(sequence=number))
+        log.info("a stream goes on with %d rows of its KV cache", request.num_kept_rows)
+        if tokens := sequence.generated[request.num_earlier_tokens :]:
+            replies += self._answer_tokens(sequence, request, tokens)
+        return replies
 
     def cancel(self, request_id: bytes) -> None:
         """Cancel a request. Does nothing if it has ended."""
         for number in [number for number, request in self._requests.items() if request.request_id == request_id]:
             running = self._scheduler.running.get(number)
             log_fact(log, SequenceCancelled(sequence=number, num_tokens=len(running.generated) if running else 0))
-            self._scheduler.cancel(number)
-            self._drops_kept_at = time.monotonic() + _KEPT_SECONDS
-            del self._requests[number]
+            self._pause(number, _KEPT_SECONDS)
 
     def step(self) -> Replies:
         """Begin a step on all ranks, or finish the oldest step in flight.
@@ -107,14 +139,19 @@ class Leader:
             return self._fail(error)
         replies: Replies = []
         for number, token in tokens.items():
+            self._scheduler.append_token(number, token)
             if number in self._requests:  # it may have been cancelled meanwhile
-                replies += self._append_token(number, token)
+                replies += self._answer_tokens(self._scheduler.running[number], self._requests[number], [token])
         return replies
 
     def _begin(self) -> bool:
         """Begin the next step, if there is one. Returns whether there was."""
-        if self._scheduler.has_kept and time.monotonic() >= self._drops_kept_at:
+        now = time.monotonic()
+        if self._scheduler.has_kept and now >= self._drops_kept_at:
             self._scheduler.drop_unclaimed()
+        for number in [number for number, expiry in self._expiries.items() if now >= expiry]:
+            del self._expiries[number]
+            self._scheduler.expire(number)
         order = self._scheduler.next_order()
         if order is None:
             return False
@@ -125,15 +162,13 @@ class Leader:
         self._executor.begin(order)
         return True
 
-    def _append_token(self, number: int, token: int) -> Replies:
-        sequence, request = self._scheduler.running[number], self._requests[number]
-        self._scheduler.append_token(number, token)
+    def _answer_tokens(self, sequence: SequenceState, request: _PendingRequest, tokens: Sequence[int]) -> Replies:
         if request.first_token is None:
             request.first_token = time.monotonic()
-        replies: Replies = [(request.request_id, TokensGenerated(token_ids=(token,)))]
+        replies: Replies = [(request.request_id, TokensGenerated(token_ids=tuple(tokens)))]
         if sequence.ended:
             replies.append((request.request_id, self._end(sequence, request)))
-            self._forget(number)
+            self._pause(sequence.number, _ENDED_SECONDS)
         return replies
 
     def _end(self, sequence: SequenceState, request: _PendingRequest) -> GenerationEnded:
@@ -141,12 +176,12 @@ class Leader:
         started, first = request.started or now, request.first_token or now
         return GenerationEnded(
             reason="stop" if sequence.generated[-1] in sequence.request.stop_ids else "length",
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_tokens=len(sequence.generated),
+            num_prompt_tokens=sequence.num_prompt_tokens + request.num_earlier_tokens,
+            num_tokens=len(sequence.generated) - request.num_earlier_tokens,
             queued_seconds=started - request.submitted,
             prefill_seconds=first - started,
             decode_seconds=now - first,
-            num_kept_rows=sequence.num_kept_rows,
+            num_kept_rows=max(sequence.num_kept_rows, request.num_kept_rows),
         )
 
     def end(self, error: HearthError) -> Replies:
@@ -159,14 +194,16 @@ class Leader:
             error = StepFailed(device="rank 0", reason=error.explanation())
         self._failure = error
         failed, self._requests = list(self._requests.values()), {}
-        self._scheduler = self._new_scheduler()
+        self._scheduler, self._expiries = self._new_scheduler(), {}
         return [(request.request_id, Failed.of(error)) for request in failed]
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self._limits, self._whole_prompts, self._num_groups)
 
-    def _forget(self, number: int) -> None:
-        self._scheduler.remove(number)
+    def _pause(self, number: int, seconds: float) -> None:
+        """End a sequence for now; if it is one of a named stream, a request may continue it within `seconds`."""
+        if self._scheduler.pause(number):
+            self._expiries[number] = time.monotonic() + seconds
         del self._requests[number]
 
 

@@ -37,6 +37,10 @@ class SequenceState:
     num_kept_rows: int = 0
     started: bool = False
     last_order: int = 0  # number of the last order that contained it
+    prompt: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt = list(self.pending)
 
     @property
     def capacity(self) -> int:
@@ -52,6 +56,22 @@ class SequenceState:
         if not self.generated:
             return False
         return self.generated[-1] in self.request.stop_ids or len(self.generated) >= self.request.max_tokens
+
+    @property
+    def num_computed_rows(self) -> int:
+        """Rows of its KV cache that have been ordered."""
+        return len(self.prompt) + len(self.generated) - len(self.pending)
+
+    def is_continued_by(self, request: GenerateTokens, prompt: list[int]) -> bool:
+        """Whether `request` asks for the rest of this answer, with all or some of its tokens so far in the prompt."""
+        own, count = self.request, len(prompt) - len(self.prompt)
+        return (
+            own.stream == request.stream != ""
+            and 0 <= count <= len(self.generated) - self.ended
+            and (request.first_index, request.max_tokens) == (own.first_index + count, own.max_tokens - count)
+            and (request.sampling, request.stop_ids) == (own.sampling, own.stop_ids)
+            and prompt == [*self.prompt, *self.generated[:count]]
+        )
 
 
 class Scheduler:
@@ -71,7 +91,7 @@ class Scheduler:
         self._freed: list[int] = []
         self._kept: dict[str, KeptCache] = {}  # of the plan's ranks, by stream, until a sequence takes it over
         self._dropped: list[str] = []
-        self._cancelled: dict[int, int] = {}  # capacity of sequences whose KV caches are kept, by number, oldest first
+        self._paused: dict[int, SequenceState] = {}  # whose KV caches are kept, by number, oldest first
         self._prefilled_last = False
 
     @property
@@ -100,13 +120,11 @@ class Scheduler:
 
     @property
     def has_kept(self) -> bool:
-        """Whether the ranks keep KV caches that no sequence uses."""
-        return bool(self._kept or self._cancelled)
+        """Whether the ranks keep KV caches of earlier plans that no sequence uses."""
+        return bool(self._kept)
 
     def drop_unclaimed(self) -> None:
-        """Have the ranks free the kept KV caches for which no sequence waits."""
-        self._freed += self._cancelled
-        self._cancelled = {}
+        """Have the ranks free the KV caches of earlier plans for which no sequence waits."""
         claimed = {sequence.kept.stream for sequence in self._waiting if sequence.kept is not None}
         for stream in [stream for stream in self._kept if stream not in claimed]:
             self._drop(stream)
@@ -115,8 +133,21 @@ class Scheduler:
         sequence.kept = self._kept.get(sequence.request.stream)
         self._waiting.append(sequence)
 
+    def resume(self, request: GenerateTokens, prompt: list[int]) -> SequenceState | None:
+        """The sequence that `request` continues, if there is one: of the same stream, with equal tokens. It goes on.
+
+        It may have been cancelled or have ended, because its coordinator was gone, or still run for that one.
+        """
+        known = [*self._running.values(), *self._paused.values(), *self._waiting]
+        found = next((sequence for sequence in known if sequence.is_continued_by(request, prompt)), None)
+        if found is not None and found.number in self._paused:
+            if len(self._running) >= self._limits.max_sequences:
+                return None
+            self._running[found.number] = self._paused.pop(found.number)
+        return found
+
     def remove(self, number: int) -> None:
-        """Remove a sequence that has ended. The next step frees its memory; unknown numbers are ignored."""
+        """Remove a sequence that has not been paused. The next step frees its memory; unknown numbers are ignored."""
         sequence = self._running.pop(number, None)
         if sequence is not None and sequence.started:
             self._freed.append(number)
@@ -124,17 +155,22 @@ class Scheduler:
             self._kept[sequence.kept.stream] = sequence.kept
         self._waiting = deque(sequence for sequence in self._waiting if sequence.number != number)
 
-    def cancel(self, number: int) -> None:
-        """Remove a sequence that was cancelled.
+    def pause(self, number: int) -> bool:
+        """End a sequence for now. One of a named stream may go on, here or in another plan: returns whether it is kept.
 
-        That of a named stream, which may go on in another plan, keeps its KV cache until its room is needed.
+        Its KV cache is then kept until its room is needed, or until `expire`.
         """
         sequence = self._running.get(number)
         if sequence is not None and sequence.started and sequence.request.stream:
-            self._cancelled[number] = sequence.capacity
-            del self._running[number]
-        else:
-            self.remove(number)
+            self._paused[number] = self._running.pop(number)
+            return True
+        self.remove(number)
+        return False
+
+    def expire(self, number: int) -> None:
+        """Have the ranks free the KV cache of a sequence, unless it has been freed or goes on."""
+        if self._paused.pop(number, None) is not None:
+            self._freed.append(number)
 
     def next_order(self) -> StepOrder | None:
         """Decide the next step, which must then be executed. None: nothing to do until a step in flight has ended."""
@@ -156,18 +192,19 @@ class Scheduler:
         return StepOrder(kind="decode", rows=rows, freed=freed, dropped_streams=dropped)
 
     def append_token(self, number: int, token: int) -> None:
-        """Append the token that a step has sampled."""
-        sequence = self._running[number]
-        sequence.generated.append(token)
-        sequence.pending.append(token)
+        """Append the token that a step has sampled, unless the sequence has been removed."""
+        sequence = self._running.get(number) or self._paused.get(number)
+        if sequence is not None:
+            sequence.generated.append(token)
+            sequence.pending.append(token)
 
     def _admit(self) -> None:
-        used = sum(sequence.capacity for sequence in self._running.values()) + sum(self._cancelled.values())
+        used = sum(sequence.capacity for sequence in (*self._running.values(), *self._paused.values()))
         while self._waiting and len(self._running) < self._limits.max_sequences:
             first = self._waiting[0]
-            while self._cancelled and used + first.capacity > self._limits.kv_tokens:
-                number = next(iter(self._cancelled))
-                used -= self._cancelled.pop(number)
+            while self._paused and used + first.capacity > self._limits.kv_tokens:
+                number = next(iter(self._paused))
+                used -= self._paused.pop(number).capacity
                 self._freed.append(number)
             if used + first.capacity > self._limits.kv_tokens:
                 return  # strictly first come, first served; otherwise a long context could wait for ever

@@ -10,7 +10,7 @@ from support.cancel_log import read_cancel_log
 from support.models import save_random_model, small_decoder
 from support.plans import make_plan
 
-from agent.worker.transformer.generation.facts import SequenceCancelled, StepBegun, log_fact
+from agent.worker.transformer.generation.facts import SequenceCancelled, SequenceResumed, StepBegun, log_fact
 from coordinator.models.checkpoint.families import read_spec
 
 
@@ -26,6 +26,15 @@ def test_rows_after_a_cancel_or_release_are_late_on_every_rank() -> None:
     assert late.late_rows == 5
     follower = read_cancel_log([leader[2], *logged(StepBegun(kind="decode", rows={2: 1, 1: 1}, freed=()))])
     assert (follower.cancelled, follower.late_rows) == ({}, 1)
+
+
+def test_rows_of_a_resumed_sequence_are_not_late() -> None:
+    resumed = logged(
+        SequenceCancelled(sequence=1, num_tokens=3),
+        SequenceResumed(sequence=1),
+        StepBegun(kind="decode", rows={1: 1}, freed=()),
+    )
+    assert read_cancel_log(resumed).late_rows == 0
 
 
 def test_cancel_log_reads_the_facts_of_a_real_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

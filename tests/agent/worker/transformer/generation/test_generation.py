@@ -246,6 +246,41 @@ def test_continuous_batching_and_cancellation(models: Any) -> None:
         assert cluster.executors[0].num_sequences == 0
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+@pytest.mark.parametrize("strategy", ["hmp", "pipeline"])
+def test_stream_goes_on_for_the_next_coordinator(strategy: str, cancelled: bool, models: Any) -> None:
+    """It asks again for a stream that the one before has begun: equal tokens, and no row is computed again."""
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    (prompt,) = prompts_of(spec, [30])
+    sampling = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=11)
+    with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 2))) as cluster:
+        home = GenerationCluster(cluster)
+        whole = home.submit(prompt, 20, sampling)
+        home.run()
+        first = home.submit(prompt, 20, sampling, stream="story")
+        while len(home.answers[first]) < 12:
+            home.step()
+        received = home.answers[first][:9]  # the others were lost on their way
+        if cancelled:
+            home.leader.cancel(first)
+            home.submit(prompt[:5], 2)  # further steps
+            for _ in range(3):
+                home.step()
+        home.refused.clear()
+        rest = home.submit([*prompt, *received], 11, sampling, stream="story", first_index=9)
+        assert home.answers[rest][:3] == home.answers[first][9:12]
+        assert home.refused == ([] if cancelled else [first])
+        home.run()
+        assert received + home.answers[rest] == home.answers[whole]
+        end = home.ended[rest]
+        assert (end.num_prompt_tokens, end.num_tokens, end.num_kept_rows) == (39, 11, 39)
+        again = home.submit([*prompt, *received], 11, sampling, stream="story", first_index=9)  # its answer was lost
+        assert home.leader.idle
+        assert home.answers[again] == home.answers[rest]
+        assert home.ended[again].num_kept_rows == 39
+
+
 def test_stop_tokens_end_a_sequence(models: Any) -> None:
     model_dir = models("gpt2")
     spec = read_spec(model_dir)

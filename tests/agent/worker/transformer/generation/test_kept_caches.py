@@ -183,7 +183,7 @@ def test_only_equal_tokens_are_taken_over(home: Home) -> None:
     changed, end = home.generate(other, 20, SAMPLINGS[0])
     assert end is not None
     assert end.num_kept_rows == 100
-    fresh, end = home.generate(other, 20, SAMPLINGS[0])
+    fresh, end = home.generate(other, 20, SAMPLINGS[0], stream="fresh")
     assert end is not None
     assert end.num_kept_rows == 0
     assert changed == fresh

@@ -158,3 +158,103 @@ def test_random_traffic_respects_limits_and_ends(seed: int) -> None:
     assert scheduler.idle
     assert not held
     assert all(1 <= answers[each] <= most for each, most in wanted.items())
+
+
+# ---- requests that continue a sequence of the same plan ------------------------------------------------------------
+
+
+def streaming(number: int = 1, prompt: int = 6, count: int = 10, stream: str = "story") -> SequenceState:
+    request = GenerateTokens(holder="test", epoch=1, max_tokens=count, stream=stream)
+    return SequenceState(number, request, [10 + i for i in range(prompt)], prompt)
+
+
+def continuing(sequence: SequenceState, num_tokens: int, **changes: object) -> tuple[GenerateTokens, list[int]]:
+    """The request that a client sends which has received so many tokens, and its prompt."""
+    fields = {"first_index": num_tokens, "max_tokens": sequence.request.max_tokens - num_tokens, **changes}
+    return sequence.request.model_copy(update=fields), [*sequence.prompt, *sequence.generated[:num_tokens]]
+
+
+def scheduler_after(num_steps: int, first: SequenceState, **limits: int) -> Scheduler:
+    scheduler = Scheduler(GenerationLimits(**{"kv_tokens": 100, "max_sequences": 4, "prefill_rows": 64, **limits}))
+    scheduler.add(first)
+    for step in range(num_steps):
+        execute_order(scheduler, scheduler.next_order(), token=20 + step)
+    return scheduler
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+@pytest.mark.parametrize("num_received", [0, 2, 4])
+def test_request_that_continues_a_sequence_computes_nothing_again(cancelled: bool, num_received: int) -> None:
+    first = streaming()
+    scheduler = scheduler_after(4, first)
+    if cancelled:
+        scheduler.pause(1)
+        assert scheduler.next_order() is None
+    assert scheduler.resume(*continuing(first, num_received)) is first
+    order = scheduler.next_order()
+    assert [(rows.sequence, rows.token_ids, rows.new) for rows in order.rows] == [(1, (23,), None)]
+    assert not order.freed
+
+
+def test_token_of_a_step_in_flight_is_not_lost_with_the_request() -> None:
+    first = streaming()
+    scheduler = scheduler_after(4, first)
+    scheduler.next_order()
+    scheduler.pause(1)
+    scheduler.append_token(1, 24)
+    assert scheduler.resume(*continuing(first, 5)) is first
+    assert scheduler.next_order().rows[0].token_ids == (24,)
+
+
+def test_stream_that_has_ended_is_repeated_until_its_room_is_needed() -> None:
+    first = streaming(count=4)
+    scheduler = scheduler_after(3, first)
+    scheduler.next_order()
+    scheduler.append_token(1, 23)
+    assert first.ended
+    scheduler.pause(1)
+    assert scheduler.idle
+    assert scheduler.resume(*continuing(first, 2)) is first
+    scheduler.pause(1)
+    scheduler.expire(1)
+    assert scheduler.resume(*continuing(first, 2)) is None
+    assert scheduler.next_order().freed == (1,)
+
+
+def test_prefill_goes_on_where_it_was_cancelled() -> None:
+    first = streaming(prompt=30)
+    scheduler = scheduler_after(2, first, prefill_rows=8)
+    scheduler.pause(1)
+    assert scheduler.resume(*continuing(first, 0)) is first
+    assert len(scheduler.next_order().rows[0].token_ids) == 8
+    assert first.num_computed_rows == 24
+
+
+@pytest.mark.parametrize(
+    "changes", [{"stream": "other"}, {"stream": ""}, {"first_index": 1}, {"max_tokens": 9}, {"stop_ids": (5,)}], ids=str
+)
+def test_other_requests_continue_no_sequence(changes: dict[str, object]) -> None:
+    first = streaming()
+    scheduler = scheduler_after(4, first)
+    scheduler.pause(1)
+    assert scheduler.resume(*continuing(first, 2, **changes)) is None
+    request, prompt = continuing(first, 2)
+    assert scheduler.resume(request, [*prompt[:-1], 99]) is None
+
+
+def test_sequence_whose_room_was_needed_is_not_resumed() -> None:
+    first = streaming()
+    scheduler = scheduler_after(4, first, kv_tokens=20)
+    scheduler.pause(1)
+    scheduler.add(sequence(2, 6, 10))
+    assert scheduler.next_order().freed == (1,)
+    assert scheduler.resume(*continuing(first, 2)) is None
+
+
+def test_resumed_sequence_takes_no_more_than_its_place() -> None:
+    first = streaming()
+    scheduler = scheduler_after(4, first, max_sequences=1)
+    scheduler.pause(1)
+    scheduler.add(sequence(2, 6, 10))
+    scheduler.next_order()
+    assert scheduler.resume(*continuing(first, 2)) is None
