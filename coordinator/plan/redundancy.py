@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
+from coordinator.plan.stores import Stored
 from hearth.platform.units import format_bytes
 
 MAX_EXAMINED_DEVICES = 8  # of a plan; each costs a plan of the others
@@ -15,11 +17,21 @@ _START_SECONDS = 0.3
 
 
 class Loss(NamedTuple):
-    """The loss of one device, by name. `load_bytes`: of weights, that one of the others must load then, at most."""
+    """The loss of one device, by name. `lacking`: the chunks that the others need then and do not hold."""
 
     device: str
     reason: str = ""  # why the others cannot serve the model; empty if they can
-    load_bytes: int = 0
+    lacking: Stored = MappingProxyType({})
+
+    @property
+    def load_bytes(self) -> int:
+        """Bytes of weights that one of the others must load, at most."""
+        return max((sum(chunks.values()) for chunks in self.lacking.values()), default=0)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of weights that all others need in addition."""
+        return sum(sum(chunks.values()) for chunks in self.lacking.values())
 
 
 def describe_refusals(reasons: Mapping[str, str]) -> str:
@@ -39,3 +51,21 @@ def describe_losses(losses: Sequence[Loss], notice_seconds: float) -> str:
         f"device falls silent), {read_seconds:.1f} s to read {format_bytes(num_bytes)} of weights from an SD card, "
         f"{_START_SECONDS:.1f} s to start"
     )
+
+
+def describe_spares(losses: Sequence[Loss]) -> str:
+    """The bytes of weights that the others store ahead for the loss of each device that may be lost, and of all together.
+
+    Empty if no device may be lost. A chunk that several losses need on one device counts once in the total.
+    """
+    possible = [loss for loss in losses if not loss.reason]
+    if not possible:
+        return ""
+    together: dict[tuple[str, Hashable], int] = {
+        (device, key): num_bytes
+        for loss in possible
+        for device, chunks in loss.lacking.items()
+        for key, num_bytes in chunks.items()
+    }
+    each = ", ".join(f"{format_bytes(loss.spare_bytes)} for {loss.device}" for loss in possible)
+    return f"{each}; {format_bytes(sum(together.values()))} on all disks together"

@@ -13,7 +13,7 @@ from coordinator.cli.planning.live import ConnectionOptions, connect_devices, se
 from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.cli.render.picture import save_picture
 from coordinator.devices.registry import RECONNECT_SECONDS
-from coordinator.plan.redundancy import MAX_EXAMINED_DEVICES, describe_losses
+from coordinator.plan.redundancy import MAX_EXAMINED_DEVICES, describe_losses, describe_spares
 from coordinator.serve.config import load_coordinator_settings
 from hearth.trace import chrome_trace
 
@@ -57,8 +57,11 @@ async def plan_model(
         return
     planned.show(output.explain)
     for note in planned.result.notes:
-        out.print(note, soft_wrap=True, markup=False)
+        out.print(note, markup=False)
     if planned.plan.num_ranks <= MAX_EXAMINED_DEVICES:
-        out.print(f"loss of a device: {describe_losses(await planned.losses(), RECONNECT_SECONDS)}")
+        losses = await planned.losses()
+        out.print(f"loss of a device: {describe_losses(losses, RECONNECT_SECONDS)}")
+        if spares := describe_spares(losses):
+            out.print(f"weights that others store for a loss: {spares}")
     if output.picture is not None:
         out.print(f"wrote {output.picture}")

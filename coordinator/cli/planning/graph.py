@@ -28,34 +28,22 @@ from coordinator.models.graph_file import read_graph_file
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
 from coordinator.plan.graph.predict import predict_plan, predicted_graph_timeline
 from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.graph.stored import stored_weights, with_stored
 from coordinator.plan.redundancy import Loss
 from coordinator.plan.solution import PlanningResult
+from coordinator.plan.stores import lacking
 from coordinator.serve.goal import graph_request
 from coordinator.serve.graph import MAX_RECOVERY_SECONDS
 from coordinator.serve.planner_process import plans_or_errors, solve_graph
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting, HearthError
-from hearth.plan.graph_spec import GraphSpec
+from hearth.plan.parts import PlannedDevice
 from hearth.plan.plan import GraphPlan, Plan, is_graph_plan
 from hearth.platform.asyncio_tools import all_or_first_error
 from hearth.platform.units import format_bytes, format_seconds
 from hearth.wire.messages import DeviceTrace
 
 NUM_ALTERNATIVES = 4  # candidates shown without --explain, so that plan and alternatives fit on one screen
-
-
-def _most_loaded_bytes(spec: GraphSpec, plan: Plan, held: GraphPlan) -> int:
-    """Bytes of weights that a device of a plan must load after the plan before, at most."""
-
-    def operators(of: Plan) -> dict[str, set[int]]:
-        assert is_graph_plan(of)
-        return {
-            device.device_id: {each for segment in of.body.segments_of(rank) for each in segment.operators}
-            for rank, device in enumerate(of.devices)
-        }
-
-    before = operators(held)
-    return max(spec.parameter_bytes(new - before.get(each, set())) for each, new in operators(plan).items())
 
 
 @dataclass(frozen=True)
@@ -118,23 +106,23 @@ class PlannedGraph:
         if len(ids) == 1:
             return [Loss(plan.devices[0].name, "there is no other device")]
         limit = min(request.time_limit_seconds, MAX_RECOVERY_SECONDS)
+        stored = stored_weights(request.spec, plan)
+        deployed = replace(request, cluster=with_stored(request.cluster, stored), held=plan, time_limit_seconds=limit)
         after = await plans_or_errors(
             "graph",
             [
-                replace(
-                    request,
-                    cluster=request.cluster.subset([each for each in ids if each != lost.device_id]),
-                    time_limit_seconds=limit,
-                )
+                replace(deployed, cluster=deployed.cluster.subset([each for each in ids if each != lost.device_id]))
                 for lost in plan.devices
             ],
         )
-        return [
-            Loss(lost.name, made.explanation())
-            if isinstance(made, HearthError)
-            else Loss(lost.name, load_bytes=_most_loaded_bytes(request.spec, made, plan))
-            for lost, made in zip(plan.devices, after, strict=True)
-        ]
+
+        def loss(lost: PlannedDevice, made: Plan | HearthError) -> Loss:
+            if isinstance(made, HearthError):
+                return Loss(lost.name, made.explanation())
+            assert is_graph_plan(made)
+            return Loss(lost.name, lacking=lacking(stored_weights(request.spec, made), stored))
+
+        return [loss(*each) for each in zip(plan.devices, after, strict=True)]
 
     async def best_of_each_strategy(self) -> list[GraphPlan]:
         """This plan, then the best one of each other strategy. Equal plans become one, whose `planner` names all strategies."""

@@ -20,12 +20,13 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.profile_file import SavedTransformerProfile, read_transformer_profile
 from coordinator.plan.redundancy import Loss
 from coordinator.plan.solution import PlanningResult
+from coordinator.plan.stores import lacking
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import predicted_step_timeline
 from coordinator.plan.transformer.explain import best_of_each_strategy, candidate_as_json, seconds_unit, why_won
 from coordinator.plan.transformer.make import plan_transformer
-from coordinator.plan.transformer.refine.keep_in_place import most_loaded_bytes
 from coordinator.plan.transformer.request import PlanRequest, on_subset
+from coordinator.plan.transformer.stored import stored_chunks, with_stored
 from coordinator.serve.generation import max_context_tokens
 from coordinator.serve.goal import open_transformer, plan_request
 from coordinator.serve.sentences import pack_sequences
@@ -86,17 +87,18 @@ class PlannedTransformer:
 
     async def losses(self) -> list[Loss]:
         """What the loss of each device of the plan would cost."""
-        plan, devices = self.plan, self.request.cluster.devices
+        plan, devices, stored = self.plan, self.request.cluster.devices, stored_chunks(self.plan)
+        deployed = replace(self.request, cluster=with_stored(self.request.cluster, stored), held=plan)
 
         def loss(lost: PlannedDevice) -> Loss:
             others = tuple(device.device_id for device in devices if device.device_id != lost.device_id)
             if not others:
                 return Loss(lost.name, "there is no other device")
             try:
-                after = plan_transformer(replace(on_subset(self.request, others), held=plan)).plan
+                after = plan_transformer(on_subset(deployed, others)).plan
             except HearthError as error:
                 return Loss(lost.name, error.explanation())
-            return Loss(lost.name, load_bytes=most_loaded_bytes(after, plan))
+            return Loss(lost.name, lacking=lacking(stored_chunks(after), stored))
 
         return [loss(device) for device in plan.devices]
 

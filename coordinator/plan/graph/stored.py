@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
+from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.stores import Stored
+from coordinator.plan.stores import Stored, room_after
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
 
@@ -28,6 +29,14 @@ def stored_weights(spec: GraphSpec, plan: GraphPlan | None) -> Stored:
             **dict.fromkeys(operators, _BYTES_PER_OPERATOR),
         }
     return by_device
+
+
+def with_stored(cluster: GraphCluster, stored: Stored) -> GraphCluster:
+    """The cluster once a plan with these weights is deployed: its stores have room for less."""
+    rooms = room_after(cluster.devices, stored)
+    return replace(
+        cluster, devices=tuple(replace(each, store_room_bytes=rooms[each.device_id]) for each in cluster.devices)
+    )
 
 
 def restricted(request: GraphRequest, budgets: Mapping[str, int | None]) -> GraphRequest:

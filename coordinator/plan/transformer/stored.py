@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from coordinator.models.checkpoint.chunk_layout import chunk_keys_for_rank, num_chunk_bytes
-from coordinator.plan.stores import Stored
+from coordinator.plan.stores import Stored, room_after
 from coordinator.plan.transformer.request import PlanRequest, on_subset
 from hearth.plan.plan import TransformerPlan
+from hearth.plan.profile import ClusterProfile
 
 
 def stored_chunks(plan: TransformerPlan | None) -> Stored:
@@ -22,6 +23,13 @@ def stored_chunks(plan: TransformerPlan | None) -> Stored:
         }
         for rank, device in enumerate(plan.devices)
     }
+
+
+def with_stored(cluster: ClusterProfile, stored: Stored) -> ClusterProfile:
+    """The cluster once a plan with these chunks is deployed: its stores have room for less."""
+    rooms = room_after(cluster.devices, stored)
+    devices = (device.model_copy(update={"store_room_bytes": rooms[device.device_id]}) for device in cluster.devices)
+    return cluster.model_copy(update={"devices": tuple(devices)})
 
 
 def restricted(request: PlanRequest, budgets: Mapping[str, int | None]) -> PlanRequest:

@@ -195,6 +195,9 @@ def test_saved_profile_gives_the_same_plan_offline(offline: Any) -> None:
 def test_plan_says_what_the_loss_of_a_device_costs(offline: Any) -> None:
     text = " ".join(offline("--strategy", "hmp").output.split())
     assert "loss of a device: yes, any one device; predicted pause about 0.9 s: 0.6 s to notice it" in text
+    assert re.search(
+        r"weights that others store for a loss: .* for kitchen.*; [\d.]+ [KM]iB on all disks together", text
+    )
     text = " ".join(offline("--exclude", "attic", "--exclude", "living-room").output.split())
     assert "loss of a device: cannot lose kitchen (there is no other device)" in text
     limits = [argument for name in NAMES for argument in ("--limit", f"{name}=60%")]

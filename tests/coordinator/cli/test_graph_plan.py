@@ -107,6 +107,8 @@ def test_graph_is_planned_explained_drawn_and_saved_offline(files: Path) -> None
         "segments:",
         "local on hall",
         "loss of a device: yes, any one device; predicted pause about",
+        "weights that others store for a loss: ",
+        " on all disks together",
         "wrote",
     ):
         assert text in " ".join(result.output.split())

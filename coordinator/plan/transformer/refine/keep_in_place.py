@@ -52,13 +52,6 @@ def loaded_weights(plan: TransformerPlan, held: TransformerPlan) -> int:
     return round(_Loads(plan, held).total(tuple(range(plan.num_ranks))))
 
 
-def most_loaded_bytes(plan: TransformerPlan, held: TransformerPlan) -> int:
-    """Bytes of weights that a device of a plan must load after the plan before, at most."""
-    loads = _Loads(plan, held)
-    stored = [device.memory.weights + device.memory.embeddings for device in plan.devices]
-    return round(max(loads.fraction(rank) * num_bytes for rank, num_bytes in enumerate(stored)))
-
-
 def reordered(spec: ModelSpec, body: TransformerBody, order: Sequence[int]) -> TransformerBody:
     """The body whose rank r has the share of rank `order[r]` of this one; of a pipeline, its number of layers."""
     if isinstance(body, Pipeline):
@@ -117,11 +110,6 @@ class _Loads:
         """Weights to be loaded by all devices, if rank r has the device and the share of rank `order[r]`."""
         body = reordered(self._spec, self._body, order)
         return sum(self._rank(body, rank, self._held_ranks[device]) for rank, device in enumerate(order))
-
-    def fraction(self, rank: int) -> float:
-        """The fraction of its weights that the device of this rank must load, in the order of the plan."""
-        new, needed = (self._rank(self._body, rank, held) for held in (self._held_ranks[rank], None))
-        return new / needed if needed else 0.0
 
     def _first_alike_layers(self) -> list[int]:
         """For each layer, the first one that has the same modes."""
