@@ -180,15 +180,15 @@ def test_wire_format_may_differ_between_links(strategy: Any, bert: Path) -> None
 
 
 def test_bert_base_shape_with_random_weights(tmp_path: Path) -> None:
-    # BERT-base with a smaller vocabulary: 12 layers, 12 heads, hidden size 768.
-    config = transformers.BertConfig(vocab_size=3000)
+    # BERT-base with fewer layers and a smaller vocabulary: 12 heads, hidden size 768.
+    config = transformers.BertConfig(vocab_size=3000, num_hidden_layers=4)
     model_dir = save_random_model(tmp_path / "model", config)
     for strategy in ("hmp", "megatron-tp"):
         check_full_shape(model_dir, strategy, (3, 2, 1), [101], tmp_path / strategy)
 
 
 def test_distilbert_shape_with_random_weights(tmp_path: Path) -> None:
-    model_dir = save_random_model(tmp_path / "model", transformers.DistilBertConfig(vocab_size=3000))
+    model_dir = save_random_model(tmp_path / "model", transformers.DistilBertConfig(vocab_size=3000, n_layers=3))
     check_full_shape(model_dir, "hmp", (2, 1), [64], tmp_path)
 
 
