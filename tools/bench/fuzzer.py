@@ -159,19 +159,19 @@ class Fuzzer(AsyncTarget):
 
     async def _hold(self, many: int, target: Address, chance: random.Random, pace: _Pace, counts: Counts) -> None:
         """Keep TCP connections open that say nothing; broken ones are renewed."""
-        held: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        held: list[asyncio.Transport] = []
         while pace.goes_on():
-            held = [each for each in held if not each[0].at_eof()]
+            held = [transport for transport in held if not transport.is_closing()]
             while len(held) < many and pace.goes_on():
                 try:
-                    held.append(await asyncio.wait_for(asyncio.open_connection(*target), 2.0))
+                    held.append(await asyncio.wait_for(_open_idle(target), 2.0))
                     counts.frames += 1
                 except (OSError, asyncio.TimeoutError):
                     counts.broken += 1
                     await asyncio.sleep(_REPLY_SECONDS)
             await asyncio.sleep(_REPLY_SECONDS)
-        for _, writer in held:
-            writer.transport.abort()
+        for transport in held:
+            transport.abort()
 
     def _connected(self, access: Access | None, target: Address) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.DEALER)
@@ -203,6 +203,12 @@ class _Pace:
     async def step(self, num_frames: int) -> None:
         """Let other tasks run, for as long as so many frames may take."""
         await asyncio.sleep(num_frames / self._rate if self._rate else 0)
+
+
+async def _open_idle(target: Address) -> asyncio.Transport:
+    """A connection that says nothing, reads what comes, and is closed when the other end closes it."""
+    transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, *target)
+    return transport
 
 
 async def _read(socket: zmq.asyncio.Socket, counts: Counts) -> None:
