@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 # From the start of serving until plans are made ahead: requests that waited for the deployment go first.
 _REST_SECONDS = 1.0
-_POLL_SECONDS = 5.0  # between looks at the devices, which rarely change
+_POLL_SECONDS = 1.0  # between looks at the devices: one that comes back is soon in the plans for the next loss
 # Until a device whose loss could not be prepared for is tried again: its fault may have ended, but memory that is too small
 # rarely grows, and each try is a plan.
 _TRY_AGAIN_SECONDS = 60.0
@@ -226,7 +226,7 @@ class Preparer:
             devices = allowed_devices(goal, self._services.fleet.usable())
             usable = frozenset(device.device_id for device in devices)
             if usable != seen:
-                seen, self.preparation = usable, self.preparation.without_refusals()
+                seen, self.preparation, self.spares = usable, self.preparation.without_refusals(), None
             if lost := self.preparation.to_prepare(planned, usable, loop_time()):
                 await self._prepare(lost, devices, deployment)
                 read_ahead_at = 0.0

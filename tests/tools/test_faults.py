@@ -20,10 +20,12 @@ from tools.bench.fault_rows import (
     FaultRow,
     Gap,
     Happened,
+    answers_steadily,
     longest_gap,
     phases_since,
     summarise_faults,
     tokens_that_differ,
+    two_leaders,
     worst_pause,
 )
 from tools.bench.faults import Faults
@@ -92,6 +94,40 @@ def test_longest_gap_lies_within_the_observation(times: list[float], one: float,
     assert min(times[0], since) <= gap.start <= gap.end <= 100.0
 
 
+# ---- recovery and partitions --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("happened", "steady"),
+    [
+        ([*answers(0, 8.6, 9.4), *answers(1, 8.9, 9.9)], True),
+        ([*answers(0, 8.6, 9.4), *answers(1, 8.9)], False),  # stalls
+        ([*answers(0, 8.6, 9.4), *answers(1, 7.0, 9.9)], False),
+        ([*answers(0, 8.6, 9.4), (8.9, 1, "failed", "gone"), *answers(1, 9.9)], False),
+        (answers(0, 8.6, 9.4), False),
+        ([], False),
+    ],
+)
+def test_home_has_recovered_once_every_client_goes_on_getting_answers(happened: list[Happened], steady: bool) -> None:
+    assert answers_steadily(happened, range(2), since=8.0, until=10.0) == steady
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "harm"),
+    [
+        ([0.5, 1.0, 2.0], [3.0, 4.0], False),  # the other side took over
+        ([3.0, 4.0], [1.0, 2.0], False),
+        ([0.5, 5.0], [], False),
+        ([0.5, 1.0], [0.02, 3.0], False),  # the first one had passed the network before it was parted
+        ([0.5, 3.5], [3.0, 4.0], True),
+        ([3.0], [2.0, 4.0], True),
+    ],
+)
+def test_two_leaders_are_seen_by_answers_on_both_sides(near: list[float], far: list[float], harm: bool) -> None:
+    happened = [*answers(0, *near), *answers(4, *far), *answers(0, 12.0), *answers(5, 12.0)]
+    assert bool(two_leaders(happened, num_near=4, parted=0.0, mended=10.0)) == harm
+
+
 # ---- answers and phases -------------------------------------------------------------------------------------------------
 
 
@@ -137,11 +173,19 @@ def test_table_has_worst_pause_limit_and_kept_workers_of_each_fault() -> None:
 
 
 def test_schedule_has_each_fault_as_often_and_repeats_for_a_seed() -> None:
-    experiment = faults(count=3, faults=["worker killed", "link cut"])
+    experiment = faults(loads=["embed"], count=3, faults=["worker killed", "link cut"])
     schedule = experiment._schedule("embed")
     assert sorted(schedule) == ["link cut"] * 3 + ["worker killed"] * 3
     assert schedule == experiment._schedule("embed")
     assert len({tuple(faults(count=3, seed=seed)._schedule("embed")) for seed in range(5)}) == 5
+
+
+def test_faults_are_divided_among_the_loads() -> None:
+    experiment = faults(count=5, faults=["worker killed", "link cut", "store full"])
+    schedules = [experiment._schedule(load) for load in experiment.loads]
+    assert [len(schedule) for schedule in schedules] == [5, 5, 5]
+    for fault in experiment.faults:
+        assert sorted(schedule.count(fault) for schedule in schedules) == [1, 2, 2]
 
 
 def test_unknown_fault_is_refused() -> None:
@@ -153,6 +197,9 @@ def test_home_with_a_standby_takes_faults_of_coordinators_only() -> None:
     assert faults(standby=True, faults=["coordinator killed"]).standby
     with pytest.raises(BadSetting, match="standby"):
         faults(standby=True, faults=["coordinator killed", "link cut"])
+    with pytest.raises(BadSetting, match="between two coordinators"):
+        faults(faults=["coordinator parted"])
+    assert "coordinator parted" not in faults().faults
 
 
 # ---- census, churn and idle cost ----------------------------------------------------------------------------------------
@@ -264,7 +311,7 @@ def test_killed_worker_of_a_real_home_is_observed(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     if reason := what_is_missing():
         pytest.skip(reason)
-    experiment = faults(loads=["generate"], faults=["worker killed"], count=1, devices=2, quiet_seconds=2)
+    experiment = faults(loads=["generate"], faults=["worker killed"], count=1, devices=2)
     (measured,) = experiment.measure(Context(tmp_path, lambda step: None))
     assert measured.harmless, f"{measured.failed} {measured.wrong} {measured.log}"
     assert len(measured.workers_before) == 2

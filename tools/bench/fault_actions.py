@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hearth.errors import InternalError
-from tools.bench.fault_home import FaultHome
+from tools.bench.fault_home import HUB, FaultHome
 from tools.bench.watch import agent_of, template_of, worker_of
 
 _RESTART_SECONDS = 1.0  # RestartSec of the systemd units
 _CUT_SECONDS = 10.0  # for which a link is cut
-_POWER_SECONDS = 15.0  # for which a device has no power
-_STOPPED_SECONDS = (10.0, 20.0)  # for which processes are stopped
-_FULL_SECONDS = 15.0  # for which a store is full
+# For which processes are stopped, a device has no power or a store is full: longer than the silence that makes a device lost.
+_GONE_SECONDS = (5.0, 8.0)
 _NEXT_PHASE_SECONDS = 20.0  # most time to wait for the phase in which the second fault happens
 _LOSSES = 10  # of devices, in a row
 _RECOVERY_SECONDS = 60.0  # most time to wait for the next plan between them
@@ -39,12 +38,14 @@ class Repair(NamedTuple):
 class Fault:
     """A kind of fault.
 
-    `act` does it to a device, at once; `limit_seconds`: target of the pause.
+    `act` does it to what `choose` chose, at once; `limit_seconds`: target of the pause.
     """
 
     act: Callable[[FaultHome, str, random.Random], list[Repair]]
     limit_seconds: float | None = None
     standby_limit_seconds: float | None = None  # if the coordinator has a standby
+    choose: Callable[[FaultHome, random.Random], str] = lambda home, chance: chance.choice(home.planned())
+    parts_network: bool = False  # in two, with clients on both sides
 
 
 def _signal(pids: Iterable[int], number: int) -> None:
@@ -101,14 +102,16 @@ def _restart(home: FaultHome, target: str) -> None:
 
 def _stop_worker(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
     pids = [_worker(home, target)]
+    return _stopped(pids, chance)
+
+
+def _stopped(pids: list[int], chance: random.Random) -> list[Repair]:
     _signal(pids, signal.SIGSTOP)
-    return [Repair(chance.uniform(*_STOPPED_SECONDS), lambda: _signal(pids, signal.SIGCONT))]
+    return [Repair(chance.uniform(*_GONE_SECONDS), lambda: _signal(pids, signal.SIGCONT))]
 
 
 def _stop_device(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    pids = home.testbed.pids(target)
-    _signal(pids, signal.SIGSTOP)
-    return [Repair(chance.uniform(*_STOPPED_SECONDS), lambda: _signal(pids, signal.SIGCONT))]
+    return _stopped(home.testbed.pids(target), chance)
 
 
 def power_off(home: FaultHome, target: str) -> None:
@@ -125,7 +128,7 @@ def power_on(home: FaultHome, target: str) -> None:
 
 def _power_cycle(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
     power_off(home, target)
-    return [Repair(_POWER_SECONDS, lambda: power_on(home, target))]
+    return [Repair(chance.uniform(*_GONE_SECONDS), lambda: power_on(home, target))]
 
 
 # ---- links ------------------------------------------------------------------------------------------------------------
@@ -168,7 +171,7 @@ def _fill_store(home: FaultHome, target: str, chance: random.Random) -> list[Rep
         while True:
             file.write(bytes(1 << 20))
     repairs = _kill_agent(home, _other(home, target, chance), chance)
-    return [*repairs, Repair(_FULL_SECONDS, lambda: ballast.unlink(missing_ok=True))]
+    return [*repairs, Repair(chance.uniform(*_GONE_SECONDS), lambda: ballast.unlink(missing_ok=True))]
 
 
 # ---- several at once ---------------------------------------------------------------------------------------------------
@@ -239,9 +242,28 @@ def _kill_coordinator(home: FaultHome, target: str, chance: random.Random) -> li
 
 
 def _stop_coordinator(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    pids = [home.coordinator(home.leader()).pid]
-    _signal(pids, signal.SIGSTOP)
-    return [Repair(chance.uniform(*_STOPPED_SECONDS), lambda: _signal(pids, signal.SIGCONT))]
+    return _stopped([home.coordinator(home.leader()).pid], chance)
+
+
+def _choose_side(home: FaultHome, chance: random.Random) -> str:
+    """The devices that are cut off from the hub: that of the standby, and any others."""
+    *others, standby = home.names
+    return ",".join([*(name for name in others if chance.random() < 0.5), standby])
+
+
+def _part_coordinators(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    """Part the network in two, with a coordinator on each side."""
+    far = target.split(",")
+    near = [HUB, *(name for name in home.names if name not in far)]
+    pairs = [(one, other) for one in near for other in far]
+
+    def rejoin() -> None:
+        for one, other in pairs:
+            home.testbed.network.rejoin(one, other)
+
+    for one, other in pairs:
+        home.testbed.network.part(one, other)
+    return [Repair(_CUT_SECONDS, rejoin)]
 
 
 # Limits: targets on wired links and an idle machine.
@@ -264,4 +286,5 @@ FAULTS: dict[str, Fault] = {
     "all but one lost": Fault(_lose_all_but_one),
     "coordinator killed": Fault(_kill_coordinator, 5.0, 3.0),
     "coordinator stopped": Fault(_stop_coordinator, None, 3.0),
+    "coordinator parted": Fault(_part_coordinators, choose=_choose_side, parts_network=True),
 }

@@ -7,18 +7,20 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from hearth.errors import BadSetting, InternalError
 from tools.bench.experiment import Context
-from tools.bench.fault_rows import Happened
+from tools.bench.fault_rows import Happened, answers_steadily
 from tools.bench.homes import agent_names, decoder_directory
-from tools.bench.processes import ClientProcess
+from tools.bench.processes import ClientProcess, DeviceProcess
 from tools.bench.results import REPOSITORY
-from tools.bench.watch import worker_of
+from tools.bench.watch import template_of, worker_of
 from tools.testbed import Scenario, Testbed
 from tools.testbed.cluster import check_possible, wait_until
 from tools.testbed.scenario import EmulatedDevice
@@ -26,6 +28,7 @@ from tools.testbed.scenario import EmulatedDevice
 LoadName = Literal["embed", "generate", "infer"]
 LOADS: tuple[LoadName, ...] = ("embed", "generate", "infer")
 CLIENTS = 4  # at once, of each load
+_FAR_CLIENTS = 2  # more of them, on the device of the standby
 HUB = "hub"
 _MINILM = REPOSITORY / ".models" / "minilm"
 # A small Llama: a step of it takes milliseconds on four devices that share two cores.
@@ -37,7 +40,10 @@ _DISK_BYTES = 256 << 20  # of a device's store: the models here, and the 64 MiB 
 _MAX_TOKENS = 100  # of a streamed answer
 _BRANCH_WIDTH = 96  # channels of the two-branch graph: enough compute for a pipeline of several devices
 _POLL_SECONDS = 0.2  # between two looks at the coordinator
-_FOLLOWS = f"the standby of {HUB}\n"  # in the log of a standby that has a copy of the leader's state
+_FOLLOWS = "this is the standby of "  # begin of the state of a coordinator that follows another one
+_COPIES = "copied"  # in it, until it has a copy of the leader's state
+# After the start of a coordinator: it counts a device as lost after 3 s until it knows for 30 s how long it usually is silent.
+_LEARNING_SECONDS = 33.0
 _STOP_SECONDS = 20.0  # for the coordinator to end after SIGTERM
 _ANSWER_SECONDS = 30.0  # for a busy coordinator to tell its plan
 _READY_SECONDS = 240.0  # for the coordinator to profile, plan, push and load on a busy machine
@@ -87,11 +93,17 @@ def make_model(load: LoadName, folder: Path) -> Path:
 
 @contextmanager
 def served_home(
-    load: LoadName, context: Context, num_devices: int, mbit: float, standby: bool = False
+    load: LoadName,
+    context: Context,
+    num_devices: int,
+    mbit: float,
+    standby: bool = False,
+    far_clients: bool = False,
 ) -> Iterator[FaultHome]:
     """A home that serves the model of a load on emulated devices that share all cores. The load has not begun.
 
-    Raises BadSetting (the testbed, the model), InternalError, DeadlineExceeded.
+    `far_clients`: clients on the device of the standby, too. Raises BadSetting (the testbed, the model), InternalError,
+    DeadlineExceeded.
     """
     cores = len(os.sched_getaffinity(0))
     scenario = shared_scenario(num_devices, cores, mbit)
@@ -104,7 +116,7 @@ def served_home(
     ):
         context.report(f"{load}: planning, pushing and loading")
         home = FaultHome(testbed, clients, load, model)
-        home.serve(standby)
+        home.serve(standby, far_clients)
         yield home
 
 
@@ -118,11 +130,14 @@ class FaultHome:
         self._coordinators: dict[str, subprocess.Popen[bytes]] = {}  # by device, and name
         self.has_standby = False
         self.began = 0.0  # of the load
+        self._far: DeviceProcess | None = None  # clients on the device of the standby
+        self._served = 0.0  # since when the coordinator of the hub runs
+        self._template_seconds: dict[int, float] = {}  # CPU time of the templates of workers, by pid, at the last look
         self._num_planned = 0  # devices of the first plan: a graph may leave some out
 
     # ---- serving --------------------------------------------------------------------------------------------------
 
-    def serve(self, standby: bool = False) -> None:
+    def serve(self, standby: bool = False, far_clients: bool = False) -> None:
         """Serve on all devices, and ask for the references. `standby`: of the coordinator, on the last device.
 
         Raises InternalError, DeadlineExceeded.
@@ -130,19 +145,36 @@ class FaultHome:
         self.start_coordinator(HUB)
         status = self._clients.ready_status(_READY_SECONDS)
         self._num_planned = len(status["plan"]["devices"])
-        self._clients.call("prepare", load=self.load, vocab_size=_DECODER["vocab_size"], max_tokens=_MAX_TOKENS)
+        if far_clients:
+            device, key = self.names[-1], str(self.testbed.key)
+            self._far = DeviceProcess(
+                self.testbed, "load_clients", device, key, self.testbed.address(HUB), limited=False
+            )
+        for process in self._processes:
+            process.call("prepare", load=self.load, vocab_size=_DECODER["vocab_size"], max_tokens=_MAX_TOKENS)
         if standby:
             self._start_standby()
 
     def begin(self) -> None:
         """Start the load."""
-        self._clients.call("take")
-        self._clients.call("begin", num_clients=CLIENTS)
+        for process, count in zip(self._processes, (CLIENTS, _FAR_CLIENTS), strict=False):
+            process.call("take")
+            process.call("begin", num_clients=count)
         self.began = time.monotonic()
 
     def end(self) -> None:
         """Stop the load."""
-        self._clients.call("end")
+        for process in self._processes:
+            process.call("end")
+
+    @property
+    def _processes(self) -> list[DeviceProcess]:
+        """The processes of the clients."""
+        return [self._clients] if self._far is None else [self._clients, self._far]
+
+    @property
+    def num_clients(self) -> int:
+        return CLIENTS + (_FAR_CLIENTS if self._far is not None else 0)
 
     def start_coordinator(self, device: str) -> None:
         """Start the coordinator of the hub, or the standby of another device, always with the same options."""
@@ -154,6 +186,7 @@ class FaultHome:
         if device == HUB:
             options = (str(self._model), *of_load[self.load], "--min-devices", str(len(self.names)), "--name", HUB)
             self._coordinators[HUB] = self.testbed.start_coordinator(*options)
+            self._served = time.monotonic()
         else:
             options = ("--standby", "--leader", self.testbed.address(HUB), "--name", device)
             self._coordinators[device] = self.testbed.start_coordinator(*options, device=device)
@@ -162,11 +195,16 @@ class FaultHome:
         """Start the standby, wait until it has the leader's state, and tell the clients its address."""
         device = self.names[-1]
         self.start_coordinator(device)
-        log = self.testbed.folder / f"coordinator-{device}.log"
-        wait_until("the standby", lambda: _FOLLOWS in log.read_text(errors="replace"), _ANSWER_SECONDS)
+        wait_until("the standby", lambda: self._follows(device), _ANSWER_SECONDS)
         addresses = ",".join(map(self.testbed.address, (HUB, device)))
-        self._clients.call("use", addresses=addresses)
+        for process in self._processes:
+            process.call("use", addresses=addresses)
         self.has_standby = True
+
+    def _follows(self, device: str) -> bool:
+        """Whether the coordinator of a device follows another one and has a copy of its state."""
+        state = str(self._clients.call("state_of", address=self.testbed.address(device))["state"])
+        return state.startswith(_FOLLOWS) and _COPIES not in state
 
     def redeploy(self) -> None:
         """Stop the load and the coordinators, serve on all devices again, and start the load.
@@ -213,7 +251,11 @@ class FaultHome:
 
     def take(self) -> list[Happened]:
         """What has happened to the clients since the last call."""
-        return [(each[0], each[1], each[2], each[3]) for each in self._clients.call("take")["happened"]]
+        return [
+            (each[0], each[1] + number * CLIENTS, each[2], each[3])
+            for number, process in enumerate(self._processes)
+            for each in process.call("take")["happened"]
+        ]
 
     def planned(self) -> list[str]:
         """The names of the devices of the plan, once the coordinator answers. Raises InternalError."""
@@ -224,7 +266,7 @@ class FaultHome:
             return bool(found)
 
         if not self.wait_for(is_known, _ANSWER_SECONDS):
-            reason = f"it names no plan within {_ANSWER_SECONDS:g} s; its log ends: {self.log_since(0)[-500:]}"
+            reason = f"it names no plan within {_ANSWER_SECONDS:g} s; its log ends: {self.logs_since({}, 500)}"
             raise InternalError(where="the coordinator", reason=reason)
         return found
 
@@ -238,26 +280,63 @@ class FaultHome:
         found = {name: worker_of(self.testbed, name) for name in self.names}
         return {name: worker.pid for name, worker in found.items() if worker is not None}
 
-    def wait_until_recovered(self, quiet_seconds: float, seconds: float) -> tuple[bool, list[Happened]]:
-        """Wait until all devices are there and every client gets answers for `quiet_seconds`, at most for `seconds`.
+    def wait_until_recovered(self, steady_seconds: float, seconds: float) -> tuple[bool, list[Happened]]:
+        """Wait until all devices are there and every client gets answers, for `steady_seconds` without a break.
 
-        Returns whether that came about, and what happened to the clients.
+        At most for `seconds`. Returns whether that came about, and what happened to the clients.
         """
-        deadline, happened = time.monotonic() + seconds, []
-        while True:
-            time.sleep(quiet_seconds)
-            new = self.take()
-            happened += new
-            answered = {client for _, client, kind, _ in new if kind in ("answer", "token")}
-            state = self.look()
-            if state.serves and state.alive >= set(self.names) and len(answered) == CLIENTS:
-                return True, happened
-            if time.monotonic() > deadline:
-                return False, happened
+        return self._wait_until_steady(self._is_complete, steady_seconds, seconds)
 
-    def wait_until_on_all(self, seconds: float) -> bool:
-        """Wait until the plan that is served has as many devices as the first one."""
-        return self.wait_for(lambda state: state.serves and len(state.planned) >= self._num_planned, seconds)
+    def wait_until_ready(self, steady_seconds: float, seconds: float, missing: int) -> tuple[bool, list[Happened]]:
+        """Wait until the home can lose a device again; the rest as `wait_until_recovered`.
+
+        Its plan has all devices but `missing` ones, the losses of its devices are prepared for, the processes from which
+        workers are forked are idle, and a coordinator that does not lead follows the other one.
+        """
+
+        def is_ready(state: HomeState) -> bool:
+            spares = len(state.planned) >= self._num_planned - missing and state.prepared
+            return self._is_complete(state) and spares and self._templates_are_idle() and self._is_followed(state)
+
+        return self._wait_until_steady(is_ready, steady_seconds, seconds)
+
+    def learning_seconds(self) -> float:
+        """Seconds until the coordinator knows how long its devices usually are silent."""
+        return max(self._served + _LEARNING_SECONDS - time.monotonic(), 0.0)
+
+    def _is_complete(self, state: HomeState) -> bool:
+        return state.serves and state.alive >= set(self.names)
+
+    def _is_followed(self, state: HomeState) -> bool:
+        others = [device for device in self._coordinators if device != state.coordinator]
+        return not self.has_standby or (len(others) == 1 and self._follows(others[0]))
+
+    def _templates_are_idle(self) -> bool:
+        """Whether they have used no CPU time since the last look."""
+        found = [template for name in self.names if (template := template_of(self.testbed, name)) is not None]
+        before, self._template_seconds = self._template_seconds, {}
+        for template in found:
+            with suppress(psutil.NoSuchProcess):
+                self._template_seconds[template.pid] = sum(template.cpu_times()[:2])
+        return self._template_seconds == before
+
+    def _wait_until_steady(
+        self, holds: Callable[[HomeState], bool], steady_seconds: float, seconds: float
+    ) -> tuple[bool, list[Happened]]:
+        since = time.monotonic()
+        deadline, happened = since + seconds, []
+        while True:
+            time.sleep(_POLL_SECONDS)
+            holds_now = holds(self.look())
+            happened += self.take()
+            now = time.monotonic()
+            since = since if holds_now else now
+            if now - since >= steady_seconds and answers_steadily(
+                happened, range(self.num_clients), now - steady_seconds, now
+            ):
+                return True, happened
+            if now > deadline:
+                return False, happened
 
     def wait_for(self, holds: Callable[[HomeState], bool], seconds: float) -> bool:
         """Look at the coordinator until a condition holds; returns whether it does within `seconds`."""
@@ -268,8 +347,14 @@ class FaultHome:
             time.sleep(_POLL_SECONDS)
         return True
 
-    def log_since(self, offset: int) -> str:
-        return self.testbed.log("coordinator.log")[offset:]
+    def log_sizes(self) -> dict[str, int]:
+        """Characters of each coordinator's log, by its name."""
+        return {path.name: len(self.testbed.log(path.name)) for path in self.testbed.folder.glob("coordinator*.log")}
+
+    def logs_since(self, sizes: Mapping[str, int], most: int) -> str:
+        """The ends of the coordinators' logs, at most so many characters of each, without what they had at `sizes`."""
+        new = {name: self.testbed.log(name)[sizes.get(name, 0) :][-most:] for name in sorted(self.log_sizes())}
+        return "\n".join(f"{name}: {text}" for name, text in new.items())
 
 
 class HomeState:
@@ -295,6 +380,12 @@ class HomeState:
     def planned(self) -> list[str]:
         """The names of the plan's devices."""
         return [device["name"] for device in (self._status.get("plan") or {}).get("devices", ())]
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the loss of each device has been prepared for, with the devices that are there now, or found impossible."""
+        redundancy = str(self._status.get("redundancy", ""))
+        return "spare weights" in redundancy or redundancy.startswith("cannot lose")
 
     @property
     def coordinator(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ _MOST_HARMS = 10  # errors that the conclusions name
 
 # Seconds (monotonic), client, "answer", "token", "wrong" or "failed", and what was wrong.
 Happened = tuple[float, int, str, str]
+_DELIVERY_SECONDS = 0.1  # after a network was parted: answers that had passed it may still be read
 
 
 class FaultRow(BaseModel):
@@ -33,7 +35,7 @@ class FaultRow(BaseModel):
     target: str  # device, or devices
     moment_seconds: float  # from the start of the load
     answers: int  # correct ones, from the fault to the end of the observation
-    failed: tuple[str, ...] = ()  # errors of calls
+    failed: tuple[str, ...] = ()  # errors of calls since the last fault, with seconds from this one
     wrong: tuple[str, ...] = ()  # what was wrong with answers
     pause_seconds: float
     rejoin_pause_seconds: float = 0.0
@@ -43,6 +45,7 @@ class FaultRow(BaseModel):
     workers_before: dict[str, int] = {}  # pids by device
     workers_after: dict[str, int] = {}
     phases: tuple[str, ...] = ()  # of the deployment, with seconds since the fault
+    plan_devices_before: int = 0
     plan_devices: int = 0  # after it
     disturbed: str = ""  # why times cannot be trusted
     log: str = ""  # of the coordinator, where something went wrong
@@ -97,6 +100,32 @@ def worst_pause(happened: Iterable[Happened], since: float, until: float, end: f
     return max(found, key=lambda pause: pause[0])
 
 
+def answers_steadily(happened: Iterable[Happened], clients: Iterable[int], since: float, until: float) -> bool:
+    """Whether each of these clients got an answer in either half of this time."""
+    middle = (since + until) / 2
+    halves: tuple[set[int], set[int]] = (set(), set())
+    for seconds, client, kind, _ in happened:
+        if kind != "failed" and since <= seconds <= until:
+            halves[seconds > middle].add(client)
+    return all(half.issuperset(clients) for half in halves)
+
+
+def two_leaders(happened: Iterable[Happened], num_near: int, parted: float, mended: float) -> str:
+    """What shows that both sides of a parted network computed at the same time; empty if nothing does.
+
+    The clients below `num_near` are on one side, the others on the other. A side may take over from the other one, once.
+    """
+    sides: tuple[list[float], list[float]] = ([], [])
+    for seconds, client, kind, _ in happened:
+        if kind != "failed" and parted + _DELIVERY_SECONDS <= seconds <= mended:
+            sides[client >= num_near].append(seconds)
+    near, far = sides
+    if not near or not far or max(near) < min(far) or max(far) < min(near):
+        return ""
+    spans = " and ".join(f"from +{min(side) - parted:.2f} to +{max(side) - parted:.2f} s" for side in sides)
+    return f"both sides of the network got answers: {spans}"
+
+
 def tokens_that_differ(answer: Sequence[int], reference: Sequence[int]) -> int:
     """Positions at which two answers differ; missing and additional tokens count."""
     different = sum(a != b for a, b in zip(answer, reference, strict=False))
@@ -129,11 +158,13 @@ def summarise_faults(rows: Sequence[FaultRow]) -> Summary:
     late = [row for row in rows if row.limit_seconds is not None and row.pause_seconds > row.limit_seconds]
     limited = sum(row.limit_seconds is not None for row in rows)
     disturbed = sum(bool(row.disturbed) for row in rows)
+    sizes = Counter(row.plan_devices_before for row in rows)
     harms = [f"{row.load}, {row.fault} of {row.target}: {row.harms[0]}" for row in rows if row.harms]
     conclusions = (
         f"{len(rows)} faults, {answers} correct answers, {failed} failed calls, {wrong} wrong answers; "
         f"{stuck} times the home did not recover",
         f"{limited - len(late)} of {limited} pauses are within their limits",
+        "devices of the plan at the fault: " + ", ".join(f"{size} in {sizes[size]} cases" for size in sorted(sizes)),
         *(
             [f"other programs used the machine during {disturbed} faults: their pauses are too long"]
             if disturbed

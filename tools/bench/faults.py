@@ -1,6 +1,7 @@
 """Kind `faults`: faults at random moments in a home under load: calls that fail, wrong answers, and pauses.
 
-Every fault happens to a home that has recovered from the last one and whose plan has all devices.
+Every fault happens to a home that has recovered from the last one: all devices are there, its plan has all of them but
+`missing` ones, and the loss of each of them has been prepared for.
 """
 
 from __future__ import annotations
@@ -13,34 +14,36 @@ from typing import Any, ClassVar
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 from typing_extensions import Self
 
-from hearth.platform.units import format_seconds
 from tools.bench.experiment import Context, Experiment
 from tools.bench.fault_actions import FAULTS
-from tools.bench.fault_home import LOADS, FaultHome, LoadName, served_home
-from tools.bench.fault_rows import FaultRow, Happened, phases_since, summarise_faults, worst_pause
+from tools.bench.fault_home import CLIENTS, LOADS, FaultHome, LoadName, served_home
+from tools.bench.fault_rows import FaultRow, Happened, phases_since, summarise_faults, two_leaders, worst_pause
 from tools.bench.load import load_between, snapshot
 from tools.bench.results import Summary
 
-_MOMENT_SECONDS = (0.5, 2.5)  # range of the time from a warm home to the fault
-_LOG_CHARACTERS = 3000  # of the coordinator's log that are kept where something went wrong
+_MOMENT_SECONDS = (0.5, 2.5)  # range of the time from a home that is ready to the fault
+_WITHOUT_STANDBY = tuple(name for name, fault in FAULTS.items() if not fault.parts_network)
+_LOG_CHARACTERS = 3000  # of each coordinator's log that are kept where something went wrong
 
 
 class Faults(Experiment):
-    """`count` faults of each kind under each load, in random order."""
+    """`count` faults of each kind, divided among the loads, in random order."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(FaultRow)
 
     loads: tuple[LoadName, ...] = LOADS
-    faults: tuple[str, ...] = Field(tuple(FAULTS), min_length=1)
-    count: int = Field(5, ge=1)  # of each fault, under each load
+    faults: tuple[str, ...] = Field(_WITHOUT_STANDBY, min_length=1)
+    count: int = Field(15, ge=1)  # of each fault, under all loads together
     devices: int = Field(4, ge=2, le=8)
     mbit: float = Field(1000.0, ge=1)  # real rate of every link
     standby: bool = False  # a second coordinator follows on the last device; then only coordinators fail
     seed: int = 1
-    quiet_seconds: float = Field(8.0, ge=0)  # from a recovered home to the next fault: spare processes get warm
-    answer_seconds: float = Field(3.0, gt=0)  # for which every client must get answers until a home counts as recovered
+    # Devices that the plan may lack when a fault happens. A device that was lost is there again after seconds, but joins a plan
+    # after 10 s at the earliest: 1 measures a home that has such a spare device, and 0 serves anew after most faults.
+    missing: int = Field(1, ge=0)
+    answer_seconds: float = Field(1.5, gt=0)  # for which every client must get answers until a home counts as recovered
     recover_seconds: float = Field(90.0, ge=1)  # after the last repair; then the home counts as not recovered
-    rejoin_seconds: float = Field(15.0, ge=0)  # for the plan to have all devices; then it is deployed by hand
+    rejoin_seconds: float = Field(20.0, ge=0)  # for the home to be ready for the next fault; then it serves anew
 
     @field_validator("faults")
     @classmethod
@@ -53,7 +56,13 @@ class Faults(Experiment):
     def _fails_only_coordinators(self) -> Self:
         if self.standby and not all(name.startswith("coordinator") for name in self.faults):
             raise ValueError("standby: the faults must be those of a coordinator, such as 'coordinator killed'")
+        if not self.standby and self._parts_network:
+            raise ValueError("standby: a network can only be parted between two coordinators")
         return self
+
+    @property
+    def _parts_network(self) -> bool:
+        return any(FAULTS[name].parts_network for name in self.faults)
 
     def measure(self, context: Context) -> Iterator[FaultRow]:
         yield from context.known
@@ -62,7 +71,9 @@ class Faults(Experiment):
             done = {row.number for row in context.known if row.load == load}
             waiting = [number for number in range(len(schedule)) if number not in done]
             while waiting:
-                with served_home(load, context, self.devices, self.mbit, self.standby) as home:
+                with served_home(
+                    load, context, self.devices, self.mbit, self.standby, far_clients=self._parts_network
+                ) as home:
                     home.begin()
                     recovered = True
                     while waiting and recovered:
@@ -75,45 +86,58 @@ class Faults(Experiment):
     def summary(self, rows: Sequence[FaultRow]) -> Summary:
         return summarise_faults(rows)
 
-    def _schedule(self, load: str) -> list[str]:
-        schedule = [name for name in self.faults for _ in range(self.count)]
+    def _schedule(self, load: LoadName) -> list[str]:
+        place, places = self.loads.index(load), len(self.loads)
+        # Where `count` is no multiple of the number of loads, the rest falls to another load for each fault.
+        schedule = [
+            name for first, name in enumerate(self.faults) for number in range(first, first + self.count)
+            if number % places == place
+        ]  # fmt: skip
         random.Random(f"{self.seed} {load}").shuffle(schedule)
         return schedule
 
     def _measure_one(self, home: FaultHome, number: int, name: str) -> FaultRow:
         chance, fault = random.Random(f"{self.seed} {home.load} {number}"), FAULTS[name]
-        if not home.wait_until_on_all(self.rejoin_seconds):
+        is_ready, before = home.wait_until_ready(self.answer_seconds, self.rejoin_seconds, self.missing)
+        if not is_ready:
             home.redeploy()
-        home.take()
-        time.sleep(self.quiet_seconds + chance.uniform(*_MOMENT_SECONDS))
-        target, before = chance.choice(home.planned()), home.take()
-        workers, log_offset, load_before = home.workers(), len(home.testbed.log("coordinator.log")), snapshot()
+            _, more = home.wait_until_ready(self.answer_seconds, self.recover_seconds, self.missing)
+            before += more
+        learning_seconds = 0.0 if name.startswith("coordinator") else home.learning_seconds()
+        time.sleep(learning_seconds + chance.uniform(*_MOMENT_SECONDS))
+        target, planned = fault.choose(home, chance), home.planned()
+        before += home.take()
+        workers, log_sizes, load_before = home.workers(), home.log_sizes(), snapshot()
         moment = time.monotonic()
         repairs = sorted(fault.act(home, target, chance), key=lambda repair: repair.seconds)
+        acted = repairing = time.monotonic()
         for repair in repairs:
             time.sleep(max(moment + repair.seconds - time.monotonic(), 0.0))
+            repairing = time.monotonic()
             repair.act()
         repaired = time.monotonic()
         recovered, after = home.wait_until_recovered(self.answer_seconds, self.recover_seconds)
         state, end, happened = home.look(), time.monotonic(), [*before, *after]
-        harm = [each for each in happened if each[0] >= moment and each[2] in ("failed", "wrong")]
+        failed, wrong = _details(happened, "failed", moment), _details(happened, "wrong", moment)
+        if fault.parts_network and (both := two_leaders(after, CLIENTS, acted, repairing)):
+            wrong = (*wrong, both)
         # Until the repair of a silent device, or else for as long as it takes
         pause, gap = worst_pause(happened, moment, repaired if repairs else end, end)
         back = max(repaired, gap.end)
         rejoin, _ = worst_pause(happened, back, end, end) if repairs else (0.0, gap)
         limit = fault.standby_limit_seconds if home.has_standby else fault.limit_seconds
         background = load_between([(load_before, snapshot())])
+        went_wrong = failed or wrong or not recovered
         return FaultRow(
             load=home.load, number=number, fault=name, target=target, moment_seconds=moment - home.began,
-            answers=sum(each[0] >= moment and each[2] == "answer" for each in happened),
-            failed=_details(harm, "failed", moment), wrong=_details(harm, "wrong", moment),
+            answers=sum(each[0] >= moment and each[2] == "answer" for each in happened), failed=failed, wrong=wrong,
             pause_seconds=pause, rejoin_pause_seconds=rejoin, again_seconds=max(gap.end - moment, 0.0),
             limit_seconds=limit, recovered=recovered, workers_before=workers,
             workers_after=home.workers(), phases=phases_since(state.history, end - moment),
-            plan_devices=len(state.planned), disturbed=background.distrust,
-            log=home.log_since(log_offset)[-_LOG_CHARACTERS:] if harm or not recovered else "",
+            plan_devices_before=len(planned), plan_devices=len(state.planned), disturbed=background.distrust,
+            log=home.logs_since(log_sizes, _LOG_CHARACTERS) if went_wrong else "",
         )  # fmt: skip
 
 
 def _details(happened: Sequence[Happened], kind: str, moment: float) -> tuple[str, ...]:
-    return tuple(f"+{format_seconds(seconds - moment)}: {what}" for seconds, _, each, what in happened if each == kind)
+    return tuple(f"{seconds - moment:+.2f} s: {what}" for seconds, _, each, what in happened if each == kind)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from coordinator.cli.load_generator import random_inputs
-from hearth.client.home import AsyncHome
+from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
 from tools.bench.child import serve
 from tools.bench.clients import HomeClients
@@ -162,6 +162,14 @@ class LoadClients(HomeClients):
         except HearthError:
             return {"seconds": None}
         return {"seconds": loop.time() - began}
+
+    async def state_of(self, address: str) -> dict[str, Any]:
+        """The state of the coordinator at this address as a sentence; empty if it does not answer."""
+        try:
+            async with await connect_async(address, self._key, _LOOK_SECONDS) as home:
+                return {"state": (await home.readiness(_LOOK_SECONDS)).state}
+        except HearthError:
+            return {"state": ""}
 
     async def look(self, devices: bool) -> dict[str, Any]:
         """The coordinator's status, and its devices if wanted; {} if it does not answer."""
