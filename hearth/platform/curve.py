@@ -15,6 +15,9 @@ _HEARTBEAT_TIMEOUT_MS = 6000  # three intervals: bad Wi-Fi may lose two heartbea
 # that a busy server is not silent. Wi-Fi that is silent for longer costs the client a repetition.
 _QUICK_HEARTBEAT_MS = 1000
 _QUICK_HEARTBEAT_TIMEOUT_MS = 2000
+# Of one attempt to connect. The kernel repeats it after 1 s, then after 2, 4 and 8 s more: a link that was cut for 10 s would
+# be found mended only after 15 s. So each attempt has one repetition.
+_CONNECT_MS = 2000
 # A connection whose handshake takes longer is closed: idle ones must not use up the descriptors. A busy event loop answers
 # within a second or two; clients take several closed handshakes in a row for a wrong key.
 _HANDSHAKE_MS = 10_000
@@ -46,11 +49,12 @@ def fingerprint(public_key: str) -> str:
 
 
 def harden(socket: zmq.Socket[Any]) -> None:
-    """Set message size limit and heartbeats. Applies to every socket, including unencrypted data-plane sockets."""
+    """Set the options that every socket has, also the unencrypted ones of the data plane: limits of sizes and times."""
     socket.linger = 0
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_FRAME_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
     socket.setsockopt(zmq.IPV6, 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
@@ -214,6 +215,19 @@ def test_client_without_a_key_gets_no_answer() -> None:
                 assert guard.received == []
 
     asyncio.run(scenario())
+
+
+def test_server_that_does_not_answer_is_tried_again_before_the_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curve, "_CONNECT_MS", 100)
+    with zmq.Context() as context, socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        port = server.getsockname()[1]
+        # The first connection fills the queue: the kernel drops the packets of further ones.
+        with socket.create_connection(("127.0.0.1", port)), context.socket(zmq.DEALER) as client:
+            curve.harden(client)
+            with client.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED) as monitor:
+                client.connect(f"tcp://127.0.0.1:{port}")
+                assert monitor.poll(900)  # the kernel repeats its first packet after 1 s
+                client.disable_monitor()
 
 
 def test_server_without_gatekeeper_rejects_all_keys() -> None:
