@@ -81,15 +81,13 @@ class TransformerKind:
         model, spec = self.model, self.model.spec
         if not is_transformer_plan(plan):
             raise BadPlan(reason=f"it is for a graph of operators, and {spec.name} is a transformer")
-        body, expected = plan.body, model.generation.limits(model.seq_len) if model.generation is not None else None
-        if expected is not None:  # a pipeline prefills in smaller chunks
-            expected = expected.model_copy(update={"prefill_rows": min(expected.prefill_rows, body.max_step_rows)})
+        body, generation = plan.body, model.generation
         if plan.model != spec:
             what = "weights in another format" if plan.model.name == spec.name else f"the model {plan.model.name}"
             raise BadPlan(reason=f"it was made for {what}, not for {model.directory} with weights in {spec.weights}")
         if body.seq_len != model.seq_len:
             raise BadPlan(reason=f"it was made for --seq-len {body.seq_len}, not {model.seq_len}")
-        if body.generation != expected:
+        if body.generation is not None if generation is None else not generation.matches(body, model.seq_len):
             raise BadPlan(reason="it was made for another --context or another number of --sequences")
 
     async def profile(self, devices: Sequence[Device]) -> ClusterProfile:

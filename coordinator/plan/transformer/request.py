@@ -42,6 +42,14 @@ class GenerationRequest:
             new_tokens=min(self.new_tokens, self.context),
         )
 
+    def matches(self, body: TransformerBody, seq_len: int) -> bool:
+        """Whether a plan was made for this request. A pipeline prefills in smaller chunks, and not all plans have KV copies."""
+        if (found := body.generation) is None:
+            return False
+        expected, copies = self.limits(seq_len), self.kv_copies and found.kv_copies
+        rows = min(expected.prefill_rows, body.max_step_rows)
+        return found == expected.model_copy(update={"prefill_rows": rows, "kv_copies": copies})
+
 
 @dataclass(frozen=True)
 class PlanRequest:

@@ -582,3 +582,6 @@ def test_kv_caches_are_copied_where_memory_allows() -> None:
         assert found.body.generation.kv_copies is copies
         assert found.body.heads == plan.body.heads
         assert all(device.memory.total <= budget for device in found.devices)
+        assert generation.matches(found.body, asked.seq_len)  # so a coordinator that starts again goes on with it
+        assert not replace(generation, context=1024).matches(found.body, asked.seq_len)
+        assert replace(generation, kv_copies=False).matches(found.body, asked.seq_len) is not copies
