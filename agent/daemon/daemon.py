@@ -300,6 +300,8 @@ class AgentDaemon:
         return telemetry.model_copy(update={"store_room_bytes": room_bytes})
 
     async def _find_missing(self, message: wire.FindMissing) -> wire.ChunksMissing:
+        if message.needs_torch:
+            self.spawner.prepare()
         missing = await self._on_disk(FILE_SECONDS, self._store.missing, message.hashes)
         if message.verify:
             present = set(message.hashes).difference(missing)

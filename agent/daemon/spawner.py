@@ -26,7 +26,8 @@ _ROOM_BYTES = 64 << 20
 _FORK_SECONDS = 2.0  # a fork takes milliseconds; later than this, the template hangs, and a new process is quicker
 _EXIT_CODE_SECONDS = 0.5  # after the end of a process, for its exit status to arrive from the template
 _RETRY_SECONDS = 60.0  # between two starts of a template: one that ends again and again takes little processor time
-_IDLE_SECONDS = 600.0  # after the last worker has ended, until the template ends: plans are replaced in seconds
+# After the last worker has ended, or `prepare`, until the template ends: coordinators ask for it every 600 s.
+_IDLE_SECONDS = 900.0
 _IDLE_CHECK_SECONDS = 10.0  # interval of the checks for that
 _MAX_MESSAGE_BYTES = 4096
 
@@ -52,8 +53,8 @@ class ChildProcess(Protocol):
 class Spawner:
     """Starts workers. `has_room(num_bytes)` tells whether that much memory is free.
 
-    In the mode `auto`, the template starts with the first worker that needs torch, which is forked from it as well, and ends
-    when no worker has been forked from it for a while.
+    In the mode `auto`, the template starts with the first worker that needs torch, which is forked from it as well, or before,
+    when one is expected (`prepare`). It ends when no worker has been forked from it for a while.
     """
 
     def __init__(self, mode: SpareMode, has_room: Callable[[int], bool]) -> None:
@@ -63,6 +64,7 @@ class Spawner:
         self._retired: list[_Template] = []  # they fork no more; their workers would end with them
         self._next_start = 0.0  # the template does not start before; event loop's clock
         self._wanted = mode == "on"
+        self._used_at = 0.0  # event loop's clock: when the template last had a worker, or was asked for
 
     async def spawn(self, endpoint: str, store: str, with_torch: bool) -> ChildProcess:
         """Start a worker with its private socket at `endpoint`, which may use the folder `store`.
@@ -83,15 +85,19 @@ class Spawner:
             stdin=asyncio.subprocess.DEVNULL, env=worker_environment(os.environ),
         )  # fmt: skip
 
+    def prepare(self) -> None:
+        """Start the template if there is none, since a worker that needs torch may be wanted soon."""
+        self._wanted, self._used_at = True, loop_time()
+        self._running_template()
+
     async def keep_template(self) -> None:
         """Start the template again after it has ended, and end it when it is idle, until cancelled."""
-        busy = loop_time()
         while True:
             template = self._running_template() if self._wanted else None
             now = loop_time()
             if self._mode == "on" or template is None or template.num_workers:
-                busy = now
-            elif now - busy >= _IDLE_SECONDS:
+                self._used_at = now
+            elif now - self._used_at >= _IDLE_SECONDS:
                 self._wanted = False
                 await self._retire(template)
             for retired in list(self._retired):

@@ -19,7 +19,7 @@ from coordinator.serve.kind import ModelKind, SharedServices
 from coordinator.serve.requests import as_hearth_error
 from coordinator.serve.state import Goal
 from hearth.errors import DeviceLost, HearthError, LeaseLost, WorkerDied
-from hearth.plan.plan import Plan
+from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.units import format_bytes
 from hearth.wire import messages as wire
@@ -271,12 +271,18 @@ class Preparer:
             self.preparation = self.preparation.prepared(each, PreparedPlan(made_for, plan, ahead.parts))
 
     async def _read_ahead(self, deployed: PreparedPlan) -> None:
-        """Have the devices read the chunks of plans made ahead into memory: after a loss, no worker waits for a slow disk."""
+        """Have the devices read the chunks of plans made ahead into memory, and prepare to start a worker.
+
+        After a loss, no worker waits for a slow disk or for its libraries, also on a device that has none so far.
+        """
         fleet = self._services.fleet
 
         async def on_device(device: str, chunks: Sequence[str]) -> wire.ChunksMissing | None:
             request = wire.FindMissing(
-                holder=fleet.holder, hashes=tuple(chunks[:_MAX_READ_AHEAD_CHUNKS]), read_ahead=True
+                holder=fleet.holder,
+                hashes=tuple(chunks[:_MAX_READ_AHEAD_CHUNKS]),
+                read_ahead=True,
+                needs_torch=is_transformer_plan(deployed.plan),
             )
             try:
                 return await fleet.ask(device, request, wire.ChunksMissing, timeout_seconds=_READ_AHEAD_SECONDS)

@@ -287,12 +287,14 @@ class FindMissing(Command):
     """Ask which of these chunks the agent's store lacks. The answer is `ChunksMissing`.
 
     With `verify`, the agent hashes the chunks that it has; damaged ones are discarded and count as missing. With `read_ahead`,
-    it asks its system to read them into the page cache, in their order, up to half of its free memory.
+    it asks its system to read them into the page cache, in their order, up to half of its free memory. With `needs_torch`, a
+    worker that needs torch may have to load them soon: the agent starts the process from which it would be forked.
     """
 
     hashes: tuple[Hash, ...] = Field(max_length=50_000, fail_fast=True)
     verify: bool = False
     read_ahead: bool = False
+    needs_torch: bool = False
 
 
 class ChunksMissing(Message):

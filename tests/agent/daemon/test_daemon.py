@@ -19,6 +19,7 @@ pytest.importorskip("psutil")
 from agent.daemon import daemon as daemon_module
 from agent.daemon.config import AgentSettings
 from agent.daemon.daemon import AgentDaemon
+from agent.daemon.spawner import Spawner
 from agent.daemon.store import ShardStore
 from hearth.errors import BadRequest, LeaseLost, StoreFailed
 from hearth.platform import disk
@@ -188,6 +189,23 @@ def test_changes_of_a_worker_are_reported_at_once_while_the_lease_lasts(run: Run
         worker.change()
         with pytest.raises(LeaseLost):
             await anext(reports)
+
+    run(scenario)
+
+
+def test_template_of_workers_is_started_when_one_is_expected(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[Spawner] = []
+    monkeypatch.setattr(Spawner, "prepare", lambda spawner: prepared.append(spawner))
+
+    async def scenario(agent: Agent) -> None:
+        agent.daemon._store = ShardStore(tmp_path / "chunks", 10_000, "kitchen")
+        request = wire.FindMissing(holder=LOAD.holder, hashes=())
+        await agent.ask(request)
+        assert prepared == []
+        await agent.ask(request.model_copy(update={"needs_torch": True}))
+        assert prepared == [agent.daemon.spawner]
 
     run(scenario)
 

@@ -147,6 +147,27 @@ def test_idle_template_ends_and_one_that_is_wanted_stays(tmp_path: Path, monkeyp
     asyncio.run(main())
 
 
+def test_template_that_was_prepared_forks_the_first_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawner_module, "_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(spawner_module, "_IDLE_CHECK_SECONDS", 0.02)
+
+    async def main() -> None:
+        async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
+            spawner.prepare()
+            await until("the template", lambda: bool(psutil.Process().children()))
+            (template,) = psutil.Process().children()
+            process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), with_torch=True)
+            assert psutil.Process(process.pid).ppid() == template.pid
+            process.kill()
+            await process.wait()
+            spawner.prepare()
+            keeping = asyncio.create_task(spawner.keep_template())
+            await until("the end of the template", lambda: not psutil.Process().children())
+            keeping.cancel()
+
+    asyncio.run(main())
+
+
 def test_environment_of_workers_holds_no_settings_of_the_daemon() -> None:
     environ = {
         "HEARTH_AGENT_KEY_PATH": "/k",

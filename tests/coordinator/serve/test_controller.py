@@ -554,6 +554,7 @@ def test_chunks_that_were_sent_ahead_are_read_into_memory_ahead(
 
             def read_ahead() -> list[tuple[str, tuple[str, ...]]]:
                 asked = [(device, each) for device, each in case.fleet.asked if isinstance(each, FindMissing)]
+                assert all(each.needs_torch is each.read_ahead for _, each in asked)
                 return [(device, each.hashes) for device, each in asked if each.read_ahead]
 
             first = read_ahead()
