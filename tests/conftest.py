@@ -18,9 +18,6 @@ settings.register_profile("hearth", deadline=None, max_examples=60, suppress_hea
 settings.register_profile("few", settings.get_profile("hearth"), max_examples=10)
 settings.load_profile("hearth")
 
-# Fixtures with a home of real processes that the tests of a module share.
-_SHARED_HOMES = {"pair", "sp_pair", "running_home"}
-
 
 @pytest.fixture(scope="session")
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> MeasuredProfiles:
@@ -33,12 +30,8 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> MeasuredProfiles:
     return MeasuredProfiles(folder)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep tests that share a home in one process; skip slow tests, and say how to run them, unless `-m` names them."""
-    for item in items:
-        for home in _SHARED_HOMES.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{home}"))
+    """Skip slow tests, and say how to run them, unless `-m` decides about them."""
     if "slow" in config.getoption("markexpr"):
         return
     skip = pytest.mark.skip(reason="slow: run `make test-slow`, or pytest with `-m slow`")

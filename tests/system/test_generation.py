@@ -1,33 +1,25 @@
-"""Text generation in a home of real processes: equality with `transformers`, cancellation, and loss of workers."""
+"""Text generation in a home of real processes: equality with `transformers`, cancellation, limits."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import re
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.gateway_faults import CALL_SECONDS, survive_gateway_faults
-from support.home import LOOPBACK, TestHome
+from support.home import TestHome
 from support.models import save_random_model, small_decoder
 from support.profiles import MeasuredProfiles
-from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from support.reference import greedy
 
 from hearth.client.sync import Home
-from hearth.errors import BadRequest, ContextTooLong, QueueFull
+from hearth.errors import BadRequest, ContextTooLong
 
 pytestmark = pytest.mark.processes
 
@@ -43,16 +35,6 @@ def without_end(**changes: Any) -> Any:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("model"), without_end(), generates=True)
-
-
-@pytest.fixture(scope="module")
-def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Deep rather than wide: starts quickly, and answers take long enough to be interrupted."""
-    config = without_end(
-        num_hidden_layers=16, hidden_size=240, num_attention_heads=12, intermediate_size=640,
-        max_position_embeddings=8192,
-    )  # fmt: skip
-    return save_random_model(tmp_path_factory.mktemp("slow"), config, generates=True)
 
 
 @pytest.fixture(scope="module")
@@ -140,157 +122,3 @@ def test_requests_above_limits_and_invalid_ones_are_rejected(pair: TestHome) -> 
         with pytest.raises(BadRequest, match="hearth generate"):
             home.hidden_states([1, 2])
         assert home.ready()
-
-
-def test_worker_killed_during_an_answer_changes_no_token(
-    slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
-) -> None:
-    """The worker of one of three stages dies, and starts again in the same plan."""
-    count, victim = 80, "a"
-    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
-        for name in ("a", "b", "c"):
-            running_home.start_agent(name)
-        running_home.start_coordinator("--strategy", "pipeline", "--min-devices", "3", "--context", str(CONTEXT))
-        with running_home.ready() as home:
-            pid = running_home.worker_pid(victim)
-            assert pid is not None
-            answer = home.generate(token_ids=PROMPT, max_tokens=count, timeout_seconds=120.0)
-            for _ in itertools.islice(answer, 10):
-                pass
-            os.kill(pid, signal.SIGKILL)
-            assert answer.text() == ""
-            assert answer.token_ids == greedy(slow_model_dir, PROMPT, count)
-            plan = home.status().plan
-            assert plan is not None
-            assert victim in {device.name for device in plan.devices}
-            assert len(plan.body.layers) == 3
-            assert running_home.worker_pid(victim) not in (None, pid)
-            assert home.status().failed_requests == 0
-            assert "trying again" not in running_home.log("coordinator")
-
-
-def test_device_lost_during_an_answer_changes_no_token(
-    slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
-) -> None:
-    count = 40
-    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
-        for name in ("a", "b"):
-            running_home.start_agent(name)
-        running_home.start_coordinator("--strategy", "hmp", "--min-devices", "2", "--context", str(CONTEXT))
-        with running_home.ready() as home:
-            pids = [pid for pid in (running_home.pid("b"), running_home.worker_pid("b")) if pid is not None]
-            answers = [home.generate(token_ids=prompt, max_tokens=count) for prompt in (PROMPT, PROMPT[:5])]
-            texts = [threading.Thread(target=answer.text) for answer in answers]
-            for thread in texts:
-                thread.start()
-            wait_for("both answers to begin", lambda: all(len(answer.token_ids) > 5 for answer in answers))
-            try:
-                for pid in pids:
-                    os.kill(pid, signal.SIGSTOP)
-                for thread in texts:
-                    thread.join(120)
-            finally:
-                for pid in pids:
-                    os.kill(pid, signal.SIGCONT)
-            expected = [greedy(slow_model_dir, prompt, count) for prompt in (PROMPT, PROMPT[:5])]
-            assert [answer.token_ids for answer in answers] == expected
-
-
-def test_killed_device_does_not_cost_the_kv_cache(
-    slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
-) -> None:
-    """One of three devices is lost: the copies of the others make the KV cache whole, and few rows are computed again."""
-    count = 200
-    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
-        for name in ("a", "b", "c"):
-            running_home.start_agent(name)
-        running_home.start_coordinator("--strategy", "hmp", "--min-devices", "3", "--context", str(CONTEXT))
-        with running_home.ready() as home:
-            plan = home.status().plan
-            assert plan is not None
-            assert plan.body.generation.kv_copies
-            answer = home.generate(token_ids=PROMPT, max_tokens=count, timeout_seconds=120.0)
-            for _ in itertools.islice(answer, 100):
-                pass
-            running_home.kill("b")
-            assert answer.text() == ""
-            assert answer.token_ids == greedy(slow_model_dir, PROMPT, count)
-            kept = re.search(r"a stream continues with (\d+) rows of its KV cache", running_home.log("a"))
-            assert kept is not None, running_home.log("a")
-            assert int(kept[1]) >= len(PROMPT) + 100 - 40
-
-
-def test_coordinator_killed_during_an_answer_changes_no_token(
-    slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
-) -> None:
-    count = 80
-    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
-        running_home.start_agent("a")
-        running_home.start_coordinator("--context", str(CONTEXT))
-        port = running_home.port("coordinator")
-        with running_home.ready() as home:
-            greedy_answer = home.generate(token_ids=PROMPT, max_tokens=count, timeout_seconds=120.0)
-            sampled = home.generate(token_ids=PROMPT, max_tokens=count, temperature=1.0, seed=7)
-            undisturbed = home.generate(token_ids=PROMPT, max_tokens=count, temperature=1.0, seed=7)
-            undisturbed.text()
-            for answer in (greedy_answer, sampled):
-                for _ in itertools.islice(answer, 10):
-                    pass
-            running_home.kill("coordinator")
-            running_home.start_coordinator("--context", str(CONTEXT), "--port", str(port))
-            assert (greedy_answer.text(), sampled.text()) == ("", "")
-            assert greedy_answer.token_ids == greedy(slow_model_dir, PROMPT, count)
-            assert sampled.token_ids == undisturbed.token_ids
-            assert greedy_answer.usage is not None
-            assert greedy_answer.usage.num_tokens == count
-            if "loading on" not in running_home.log("coordinator"):  # the worker was taken over, as on an idle machine
-                rows = re.findall(r"a stream goes on with (\d+) rows of its KV cache", running_home.log("a"))
-                assert [int(each) >= len(PROMPT) + 9 for each in rows] == [True, True]
-
-
-def test_full_queue_rejects_and_killed_client_frees_its_requests(
-    slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HEARTH_COORDINATOR_QUEUE_LIMIT", "2")
-    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
-        running_home.start_agent("a")
-        running_home.start_coordinator("--strategy", "local", "--context", "8000")
-        with running_home.ready() as home, _two_long_answers(running_home) as other:
-            with pytest.raises(QueueFull):
-                home.generate(token_ids=PROMPT, max_tokens=2).text()
-            other.kill()  # without closing its connection
-            wait_for("room for a request", lambda: _is_served(home))
-
-
-ANSWERS = f"""
-import sys
-from hearth.client.sync import connect
-
-home = connect(sys.argv[1], key=sys.argv[2])
-answers = [home.generate(token_ids={PROMPT}, max_tokens=7900) for _ in range(2)]
-for answer in answers:
-    next(answer)
-print("begun", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def _two_long_answers(running_home: TestHome) -> Iterator[subprocess.Popen[str]]:
-    """A client process that has started both answers."""
-    command = [sys.executable, "-c", ANSWERS, f"{LOOPBACK}:{running_home.port('coordinator')}", str(running_home.key)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
-        try:
-            assert client.stdout is not None
-            assert client.stdout.readline() == "begun\n"
-            yield client
-        finally:
-            client.kill()
-
-
-def _is_served(home: Home) -> bool:
-    try:
-        home.generate(token_ids=PROMPT, max_tokens=2).text()
-    except QueueFull:
-        return False
-    return True

@@ -1,0 +1,175 @@
+"""Homes of real processes that lose a worker or a device, and homes with a small memory, a full disk or no multicast."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.home import LOOPBACK, TestHome
+from support.models import save_random_model, small_bert
+from support.profiles import MeasuredProfiles
+from support.waiting import wait_for
+
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+
+
+from hearth.client.sync import Home, connect
+from hearth.errors import (
+    ModelDoesNotFit,
+    NotServing,
+)
+
+pytestmark = pytest.mark.processes
+
+TOKENS = list(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model"), small_bert())
+
+
+@pytest.fixture(scope="module")
+def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Large enough that a request takes a good part of a second and can be interrupted."""
+    config = small_bert(
+        num_hidden_layers=8, hidden_size=512, num_attention_heads=8, intermediate_size=2048, max_position_embeddings=512,
+    )  # fmt: skip
+    return save_random_model(tmp_path_factory.mktemp("slow"), config)
+
+
+def test_killed_worker_loses_no_request(slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path) -> None:
+    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
+        for name in ("a", "b", "c"):
+            running_home.start_agent(name)
+        running_home.start_coordinator("--strategy", "hmp", "--min-devices", "3")
+        with running_home.ready() as home:
+            victim = running_home.worker_pid("b")
+            assert victim is not None
+            _harm_in_mid_request(home, lambda: os.kill(victim, signal.SIGKILL))
+            again = home.hidden_states([7] * 64, timeout_seconds=60.0)
+            assert again.shape == (64, 512)
+            plan = home.status().plan
+            assert plan is not None
+            assert {device.name for device in plan.devices} == {"a", "b", "c"}
+            assert running_home.worker_pid("b") not in (None, victim)
+            assert "trying again" not in running_home.log("coordinator")  # loading the plan once more was sufficient
+
+
+def test_lost_device_loses_no_request(slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path) -> None:
+    with TestHome(tmp_path, slow_model_dir, profiles) as running_home:
+        for name in ("a", "b"):
+            running_home.start_agent(name)
+        running_home.start_coordinator("--strategy", "hmp", "--min-devices", "2")
+        with running_home.ready() as home:
+            # SIGSTOP rather than SIGKILL: like a device whose cable was pulled, it sends nothing.
+            pids = [running_home.pid("b"), running_home.worker_pid("b")]
+            assert all(pids)
+            try:
+                _harm_in_mid_request(home, lambda: [os.kill(pid, signal.SIGSTOP) for pid in pids])
+                assert home.hidden_states([7] * 64, timeout_seconds=60.0).shape == (64, 512)
+                plan = home.status().plan
+                assert plan is not None
+                assert [device.name for device in plan.devices] == ["a"]
+                assert "trying again" not in running_home.log("coordinator")
+            finally:
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+
+
+def _harm_in_mid_request(home: Home, harm: Callable[[], object]) -> None:
+    """Send requests without pause, call `harm` during one, and wait for the next answers; none may fail."""
+    began, ended, num_served = threading.Event(), threading.Event(), 0
+
+    def ask() -> None:
+        nonlocal num_served
+        while not ended.is_set():
+            began.set()
+            home.hidden_states([7] * 512, timeout_seconds=60.0)
+            num_served += 1
+
+    with ThreadPoolExecutor(1) as executor:
+        asking = executor.submit(ask)
+        try:
+            began.wait(60)
+            before = num_served
+            wait_for("a request to be served", lambda: num_served > before or asking.done())
+            before = num_served
+            harm()
+            # The second answer from now is the first to a request that began after the harm.
+            wait_for("requests to be served again", lambda: num_served > before + 1 or asking.done())
+        finally:
+            ended.set()
+        asking.result()
+    assert home.status().failed_requests == 0
+
+
+def test_missing_bytes_are_reported_if_the_model_does_not_fit(
+    model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
+) -> None:
+    with TestHome(tmp_path, model_dir, profiles) as running_home:
+        running_home.start_agent("a", "--memory-bytes", "100MiB")
+        running_home.start_coordinator()
+        with running_home.connect() as home:
+            state = wait_for(
+                "the complaint",
+                lambda: "bytes are missing" in home.readiness().state and home.readiness(),
+            )
+            assert not state.ready
+            with pytest.raises(NotServing, match="bytes are missing"):
+                home.hidden_states(TOKENS, timeout_seconds=1.0)
+    assert ModelDoesNotFit(model="m", missing_bytes=5).details()["missing_bytes"] == 5
+
+
+def test_full_store_is_reported_and_the_agent_survives(
+    model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
+) -> None:
+    with TestHome(tmp_path, model_dir, profiles) as running_home:
+        running_home.start_agent("a", "--store-bytes", "1MiB")
+        running_home.start_coordinator()
+        with running_home.connect() as home:
+            wait_for("the complaint", lambda: "has no room" in home.readiness().state)
+            assert [device.state for device in home.devices().devices] == ["alive"]
+
+
+def test_corrupt_chunk_is_detected_discarded_and_sent_again(
+    model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path
+) -> None:
+    with TestHome(tmp_path, model_dir, profiles) as running_home:
+        running_home.start_agent("a")
+        running_home.start_coordinator()
+        with running_home.ready() as home:
+            before = home.hidden_states(TOKENS)
+        running_home.kill("a")
+        chunk = max((tmp_path / "a" / "store").glob("??/*"), key=lambda path: path.stat().st_size)
+        damaged = bytearray(chunk.read_bytes())
+        damaged[-1] ^= 1
+        chunk.write_bytes(damaged)
+        running_home.start_agent("a")
+        with running_home.connect() as home:
+            wait_for(
+                "serving to begin anew",
+                lambda: "restarted" in home.status().last_error or not home.ready(),
+            )
+            home.wait_ready(60.0)
+            assert np.array_equal(home.hidden_states(TOKENS), before)
+
+
+def test_static_addresses_replace_multicast(
+    model_dir: Path, profiles: MeasuredProfiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEARTH_COORDINATOR_ADVERTISE", "false")
+    with TestHome(tmp_path, model_dir, profiles) as running_home:
+        running_home.start_agent("a", "--no-advertise")
+        running_home.start_coordinator("--devices", f"{LOOPBACK}:{running_home.port('a')}")
+        with connect(
+            f"{LOOPBACK}:{running_home.port('coordinator')}", key=running_home.key, timeout_seconds=20.0
+        ) as home:
+            home.wait_ready(60.0)
+            assert home.hidden_states(TOKENS).shape == (40, 96)
