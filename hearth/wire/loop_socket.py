@@ -39,9 +39,11 @@ class LoopSocket(DirectSocket):
 
     def send_now(self, frames: Sequence[Any]) -> None:
         """Send a message. Raises zmq.Again if the buffer is full or there is no connection, zmq.ZMQError."""
-        self.send_frames(frames)
-        if self._waiter is not None:
-            self._look()
+        try:
+            self.send_frames(frames)
+        finally:
+            if self._waiter is not None and not self.closed:
+                self._look()
 
     def has_waiting_message(self) -> bool:
         """Whether a message has come that is not received yet."""

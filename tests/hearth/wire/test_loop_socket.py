@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import pytest
 import zmq
@@ -69,6 +70,20 @@ def test_message_is_not_missed_if_another_access_clears_its_signal(access: str) 
     run(scenario)
 
 
+def test_message_is_not_missed_if_a_send_that_fails_clears_its_signal() -> None:
+    async def scenario(one: LoopSocket, other: LoopSocket) -> None:
+        _fill_buffer(other)
+        reading = asyncio.ensure_future(other.receive())
+        await asyncio.sleep(0)
+        one.send_now([b"arrived"])
+        time.sleep(0.01)  # ZeroMQ looks for signals again only some time after it last did
+        with pytest.raises(zmq.Again):
+            other.send_now([b"no room"])
+        assert (await reading)[0].bytes == b"arrived"
+
+    run(scenario)
+
+
 def test_messages_that_nobody_reads_do_not_keep_the_loop_busy() -> None:
     async def scenario(one: LoopSocket, other: LoopSocket) -> None:
         first = asyncio.ensure_future(other.receive())
@@ -93,6 +108,12 @@ def test_send_without_a_connection_or_with_a_full_buffer_raises() -> None:
             alone.close(linger=0)
 
     run(scenario)
+
+
+def _fill_buffer(socket: LoopSocket) -> None:
+    with suppress(zmq.Again):
+        while True:
+            socket.send_now([b"one of many"])
 
 
 def test_closing_ends_the_receiver() -> None:
