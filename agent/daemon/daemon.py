@@ -89,6 +89,7 @@ class AgentDaemon:
         self._last_epochs: dict[str, int] = {}
         self._requested_epochs: dict[str, int] = {}  # of the newest plan, which may still wait for an older one to load
         self.spawner = Spawner(settings.spare_worker, telemetry.has_room)
+        self._closing = False
         self._watchers: set[Signal] = set()  # set when a worker's state changes: one for each `WatchWorkers`
         self._num_abandoned = 0  # workers that did not end when they were killed
         self._running: dict[str, wire.RunningWorker] = {}  # what another coordinator needs to take a worker over
@@ -185,6 +186,8 @@ class AgentDaemon:
                     self._end_streams(deployment)
 
     async def close(self) -> None:
+        """Stop all workers; none starts any more, also for a request that is being handled."""
+        self._closing = True
         await asyncio.gather(*map(self._stop_worker, list(self._workers)))
         await self.spawner.close()
 
@@ -430,6 +433,8 @@ class AgentDaemon:
 
     def _check_still_wanted(self, message: wire.Load) -> None:
         """As `_check_load`, after the chunks were hashed, which takes seconds: nobody would stop this plan's worker."""
+        if self._closing:
+            raise LeaseLost(device=self.name)
         require_lease(self._leases.get(message.deployment), self.name, message.holder, loop_time())
         if (newest := self._requested_epochs[message.deployment]) > message.plan.epoch:
             raise BadRequest(

@@ -99,6 +99,7 @@ class Controller:
         self._preparer = Preparer(self.kind, services, self.requests.admission)
         self._prepared: PreparedPlan | None = None  # the plan that is deployed next, if it was made ahead
         self._action_task: asyncio.Task[None] | None = None  # executes the actions of the current phase
+        self._has_ended = False  # whether `run` ends: a request that fails meanwhile must not start another deployment
         self._finished: asyncio.Future[HearthError | None] = asyncio.get_running_loop().create_future()
 
     # ---- state -----------------------------------------------------------------------------------------------------
@@ -136,6 +137,7 @@ class Controller:
             if (error := await self._finished) is not None:
                 raise error
         finally:
+            self._has_ended = True
             if self._action_task is not None:
                 self._action_task.cancel()
                 await asyncio.wait({self._action_task})
@@ -170,7 +172,9 @@ class Controller:
     # ---- the life cycle -------------------------------------------------------------------------------------------
 
     def handle(self, event: cycle.Event) -> None:
-        """Apply an event to the life cycle and start the resulting actions."""
+        """Apply an event to the life cycle and start the resulting actions; no effect once `run` ends."""
+        if self._has_ended:
+            return
         before = self.state
         self.lifecycle, actions = cycle.step(self.lifecycle, event, self._clock())
         if self.state != before:

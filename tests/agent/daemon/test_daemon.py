@@ -135,6 +135,18 @@ def test_lease_that_ends_while_chunks_are_hashed_leaves_no_worker(run: Run) -> N
     assert run(scenario) == []
 
 
+def test_agent_that_stops_while_chunks_are_hashed_leaves_no_worker(run: Run) -> None:
+    async def scenario(agent: Agent) -> None:
+        loading = agent.load(epoch=1)
+        await until("hashing has begun", lambda: agent.store.num_verified == 1)
+        await agent.daemon.close()
+        agent.store.finish()
+        with pytest.raises(LeaseLost):
+            await loading
+
+    assert run(scenario) == []
+
+
 def test_disk_that_does_not_answer_fails_the_request_and_is_reported(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

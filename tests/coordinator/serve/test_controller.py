@@ -220,6 +220,30 @@ def test_stop_ends_requests_that_exceed_the_drain_timeout(
     asyncio.run(main())
 
 
+def test_controller_that_leaves_its_workers_to_another_one_loads_nothing_for_running_requests(
+    tmp_path: Path, graph: GraphFile
+) -> None:
+    async def main() -> None:
+        case = Case("transformer", tmp_path, graph)
+        home = ServedController(case.fleet, tmp_path / "state", case.goal, None)
+        running = asyncio.create_task(home.controller.run())
+        await home.until(lambda: home.ready)
+        case.fleet.released.clear()
+        asked = asyncio.create_task(case.ask(home))
+        await home.until(lambda: case.fleet.running.total() == 2)
+        home.controller.keep_workers = True
+        before = len(case.fleet.asked)
+        running.cancel()
+        await asyncio.gather(running, asked, return_exceptions=True)
+        await let_tasks_run()
+        assert not [
+            message for _, message in case.fleet.asked[before:] if isinstance(message, FindMissing | Load | Unload)
+        ]
+        assert home.phases()[-1] == "serving"
+
+    asyncio.run(main())
+
+
 def test_stop_before_serving_takes_effect_immediately(tmp_path: Path, graph: GraphFile) -> None:
     async def main() -> None:
         for begun in (True, False):
