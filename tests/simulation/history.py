@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+
+LATE_SECONDS = 0.3  # that a call may end after its deadline: a pause of the client, and a message to close a connection
+# Errors of a call whose time has passed, or would have passed before another attempt.
+TEMPORARY = frozenset(("DeadlineExceeded", "Unreachable", "ConnectionLost", "NotServing", "NoCoordinator"))
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Answer:
     result: str = ""  # "correct", "wrong: ...", or the code of an error
     detail: str = ""
     deserved: str = ""  # the error that the call deserves, if any
+    timeout_seconds: float = math.inf
+    may_fail: bool = False  # whether the time is too short to survive faults
 
 
 @dataclass
@@ -42,6 +49,7 @@ class History:
 
     steps: list[StepComputed] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    revoked_devices: dict[str, float] = field(default_factory=dict)  # by name: when the revocation was confirmed
     stale_workers: list[str] = field(default_factory=list)  # that went on although another plan was taken over
     lines: list[tuple[float, str]] = field(default_factory=list)  # faults and reports, for a failing seed
 
@@ -87,5 +95,26 @@ def no_request_lost(history: History) -> list[str]:
         f"{answer.client}'s call {answer.number}, sent at {answer.began:.3f} s: "
         f"{answer.result or 'no answer'} {answer.detail} after {(answer.ended or 0) - answer.began:.1f} s"
         for answer in history.answers
-        if answer.result != (answer.deserved or "correct")
+        if answer.result != (answer.deserved or "correct") and not (answer.may_fail and answer.result in TEMPORARY)
+    ]
+
+
+def in_time(history: History) -> list[str]:
+    """Every call ends by its deadline."""
+    return [
+        f"{answer.client}'s call {answer.number}, sent at {answer.began:.3f} s, ended after "
+        f"{answer.ended - answer.began:.2f} s with {answer.result}, and had {answer.timeout_seconds:.2f} s"
+        for answer in history.answers
+        if answer.ended is not None and answer.ended - answer.began > answer.timeout_seconds + LATE_SECONDS
+    ]
+
+
+def revoked_devices_idle(history: History) -> list[str]:
+    """No step begins on a device whose key was revoked before."""
+    return [
+        f"step {step.step} of epoch {step.epoch} ({step.holder}) began at {step.began:.3f} s on {step.host}, whose key was "
+        f"revoked at {history.revoked_devices[step.host]:.3f} s"
+        for ranks in _complete_steps(history)
+        for step in ranks
+        if step.began > history.revoked_devices.get(step.host, math.inf)
     ]

@@ -53,7 +53,15 @@ from coordinator.serve.trust import CLIENT_MESSAGES, Trust
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
 from hearth.platform.curve import KeyPair, new_keypair
-from hearth.platform.security import AppKey, HomeKey, derive_keypair, new_home_key
+from hearth.platform.security import (
+    AppKey,
+    DeviceKey,
+    HomeKey,
+    agent_trust,
+    derive_keypair,
+    new_device_key,
+    new_home_key,
+)
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Policy, RpcServer
 
@@ -79,6 +87,16 @@ def app_key(name: str) -> tuple[AppKey, str]:
     return AppKey(name=name, secret=keys.secret, coordinator_public=public), keys.public
 
 
+@lru_cache
+def device_key(name: str) -> DeviceKey:
+    """The key of a device that has one of its own."""
+    return new_device_key(HOME, name)
+
+
+def device_public_key(name: str) -> str:
+    return agent_trust(device_key(name)).own.public
+
+
 class Home:
     """All hosts, and what is started on them. Faults are methods of `network` and of this class."""
 
@@ -102,6 +120,7 @@ class Home:
         host.variables["history"] = self.history
         host.variables["step seconds"] = self._schedule.step_seconds
         host.variables["leaders"] = self.leaders
+        host.variables["own key"] = name == self._schedule.own_key
         host.variables["known links"] = self._schedule.devices if self._schedule.links_known else []
         return host
 
@@ -241,7 +260,8 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (coordinator.serve.roles, "Service", _service),
         (service, "Profiler", _profiler),
         (coordinator.serve.roles, "client_port", _client_port),
-        (main, "load_credential", lambda path: HOME),
+        (main, "load_credential", _load_credential),
+        (agent.daemon.daemon, "give_back_freed_buffers", lambda: None),
         (main, "load_identity", _load_identity),
         (main, "GpuReader", _Gpu),
         (main, "TelemetryReader", _Telemetry),
@@ -315,6 +335,12 @@ def _known_type(data: bytes) -> type[wire.Message]:
 def _message_type(data: bytes | memoryview) -> type[wire.Message]:
     """The real function, called once for equal messages."""
     return _known_type(bytes(data))
+
+
+def _load_credential(path: Path) -> HomeKey | DeviceKey:
+    process = CURRENT_PROCESS.get()
+    assert process is not None
+    return device_key(process.host.name) if process.host.variables["own key"] else HOME
 
 
 @contextmanager
@@ -435,7 +461,7 @@ class _Browser:
     """mDNS finds nothing; the coordinator knows the agents' addresses."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self.services: dict[str, Any] = {}
 
     async def start(self) -> None:
         pass

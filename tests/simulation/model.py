@@ -165,7 +165,7 @@ def plan_for(devices: tuple[tuple[str, str], ...], causal: bool) -> TransformerP
 
 async def solve_transformer(request: Any, *_: Any) -> Any:
     """Stands for `coordinator.serve.planner_process.solve_transformer`."""
-    return SimpleNamespace(plan=build_plan(request))
+    return SimpleNamespace(plan=build_plan(request), notes=())
 
 
 async def plans_or_errors(kind: str, requests: Sequence[Any]) -> list[Any]:

@@ -23,6 +23,7 @@ import hearth.client.home
 from agent.daemon.daemon import AgentDaemon
 from agent.daemon.lease import Lease
 from coordinator.deploy.deployment import Deployment
+from coordinator.devices.fleet import Fleet
 from coordinator.devices.quorum import Quorum
 from coordinator.devices.registry import Device
 from coordinator.serve.followers import Followers
@@ -89,6 +90,9 @@ MUTATIONS = {
         lambda schedule: (
             schedule.standby and "p1" in schedule.clients and _has("isolate", "kill coordinator")(schedule)
         ),
+    ),
+    "a revoked device stays": Mutation(
+        Fleet, "drop_revoked", _nothing, lambda schedule: schedule.revoke_device_at is not None
     ),
     "calls are not repeated": Mutation(hearth.client.home, "_REPEATED", (), _has("kill coordinator")),
 }

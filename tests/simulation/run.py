@@ -12,15 +12,22 @@ import multiprocessing
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from simulation import model
 from simulation.clock import Process, Stuck
 from simulation.command import silence_process, start_reproducibly
-from simulation.history import Answer, exclusive_epochs, exclusive_leaders, no_request_lost
-from simulation.home import HOME, Home, app_key, simulated
+from simulation.history import (
+    Answer,
+    exclusive_epochs,
+    exclusive_leaders,
+    in_time,
+    no_request_lost,
+    revoked_devices_idle,
+)
+from simulation.home import HOME, Home, app_key, device_public_key, simulated
 from simulation.schedule import REQUEST_SECONDS, Call, Fault, Schedule, generate
 
 from hearth.client.home import AsyncHome
@@ -29,6 +36,7 @@ from hearth.wire import messages as wire
 
 SERVING_SECONDS = 60.0  # from the end of all faults until the home must serve
 ALL_DEVICES_SECONDS = 400.0  # until all devices must be in use: quarantines and pauses between plans end
+END_SECONDS = 90.0  # from SIGTERM in the middle of everything until the end: systemd's time before it kills
 STOP_SECONDS = 30.0  # from SIGTERM to the end of a process
 ABANDONED_SECONDS = 75.0  # until a worker has ended whose coordinator is gone: a lease, and the time for adoption
 # Until the standby that follows again has a change of keys: two intervals of the leader's signs of life.
@@ -80,6 +88,9 @@ class Run:
         if schedule.revoke_at is not None:
             process = home.add_client("admin")
             calls.append(process.run(self._revoke(schedule.revoke_at)))
+        if schedule.own_key:
+            process = home.add_client("owner")
+            calls.append(process.run(self._own_key(schedule.own_key, schedule.revoke_device_at)))
         if running:
             await asyncio.wait(running)
         await asyncio.sleep(max(schedule.seconds - home.loop.time(), 0.0))
@@ -153,7 +164,9 @@ class Run:
     async def _call(self, home: AsyncHome, call: Call) -> None:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(call.at - loop.time(), 0.0))
+        seconds = call.timeout_seconds
         answer = Answer(call.client, call.number, loop.time())
+        answer.timeout_seconds, answer.may_fail = seconds, seconds < REQUEST_SECONDS
         self.home.history.answers.append(answer)
         revoked_before = self._revoked.is_set() and call.client == "p1"
         tokens = [call.first_token + step for step in range(3 if self.schedule.causal else call.length)]
@@ -161,14 +174,14 @@ class Run:
             if self.schedule.causal:
                 sampling = {"seed": call.number, "temperature": 0.5}
                 generation = home.generate(
-                    token_ids=tokens, max_tokens=call.length, timeout_seconds=REQUEST_SECONDS, **sampling
+                    token_ids=tokens, max_tokens=call.length, timeout_seconds=seconds, **sampling
                 )
                 async with generation:
                     await generation.text()
                 expected: Any = model.expected_answer(tokens, wire.Sampling(**sampling), call.length)
                 found: Any = generation.token_ids
             else:
-                found = (await home.hidden_states(tokens, REQUEST_SECONDS)).tolist()
+                found = (await home.hidden_states(tokens, seconds)).tolist()
                 expected = model.hidden_rows(tokens, model.WEIGHTS_CHECKSUM).tolist()
         except HearthError as error:
             answer.result, answer.detail = error.code, error.explanation()
@@ -181,6 +194,32 @@ class Run:
         if revoked_before or (self._revoking and call.client == "p1" and answer.result == "AppRevoked"):
             answer.deserved = "AppRevoked"
         self.home.note(f"{call.client}'s call {call.number}: {answer.result} {answer.detail}")
+
+    async def _own_key(self, name: str, revoke_at: float | None) -> None:
+        """Admit the key of a device, and revoke it later."""
+        home = await self._connected(HOME)
+        await self._change(
+            lambda: home.add_device(name, device_public_key(name), timeout_seconds=REQUEST_SECONDS), "already"
+        )
+        if revoke_at is not None:
+            await asyncio.sleep(max(revoke_at - asyncio.get_running_loop().time(), 0.0))
+            await self._change(lambda: home.revoke_device(name, timeout_seconds=REQUEST_SECONDS), "no key of")
+            self.home.history.revoked_devices[name] = self.home.loop.time()
+            self.home.note(f"the key of {name} is revoked")
+        await home.close()
+
+    async def _change(self, change: Callable[[], Awaitable[None]], is_made: str) -> None:
+        """Repeat a change of keys until a standby has confirmed it, or the error `is_made` says that it lasts."""
+        while True:
+            try:
+                await change()
+                if self._change_is_copied():
+                    return
+            except HearthError as error:
+                if is_made not in str(error):
+                    self.violated("no request is lost", f"a change of keys: {error}")
+                return
+            await asyncio.sleep(COPY_SECONDS)
 
     async def _revoke(self, at: float) -> None:
         home = await self._connected(HOME)
@@ -254,6 +293,15 @@ class Run:
                 chunks = sorted((host.disk.folder / "store").glob("??/*"))
                 if chunks:
                     host.disk.damage(chunks[network.random.randrange(len(chunks))], network.random)
+            case "restart agent":
+                await self._end(home.agents[fault.host])
+                await asyncio.sleep(fault.seconds)
+                self._restart_agent(fault.host)
+            case "restart coordinator":
+                await self._end(home.serving[fault.host])
+                await asyncio.sleep(fault.seconds)
+                if not home.serving[fault.host].alive:
+                    home.start_coordinator(fault.host, restart=True)
             case "kill coordinator":
                 home.serving[fault.host].kill()
                 await asyncio.sleep(fault.seconds)
@@ -294,6 +342,18 @@ class Run:
         for process in processes:
             process.resume()
 
+    async def _end(self, process: Process) -> None:
+        """SIGTERM; then SIGKILL, as systemd does, if the process has not ended in time."""
+        deadline = self.home.loop.time() + END_SECONDS
+        if (handler := process.variables.get("signal 15")) is not None:
+            handler()
+            while process.alive and process.tasks and self.home.loop.time() < deadline:
+                await asyncio.sleep(0.05)
+            if process.alive and process.tasks and not process.stopped:
+                text = f"{process} still runs {_task_names(process)} {END_SECONDS:g} s after SIGTERM"
+                self.violated("a process ends when it is asked to", text)
+        process.kill(0)
+
     def _restart_agent(self, name: str) -> None:
         if not self.home.agents[name].alive and self.home.network.hosts[name].powered:
             self.home.start_agent(name)
@@ -321,15 +381,15 @@ class Run:
     async def _all_devices(self) -> None:
         home = self.home
         deadline = home.loop.time() + ALL_DEVICES_SECONDS
-        used = 0
+        used, num_admitted = 0, len(home.devices) - len(home.history.revoked_devices)
         while home.loop.time() < deadline:
             for service in home.leading.values():
                 for controller in service._controllers.values():
                     used = controller.plan.num_ranks if controller.plan else 0
-                    if used == len(home.devices) and controller.lifecycle.phase == "serving":
+                    if used == num_admitted and controller.lifecycle.phase == "serving":
                         return
             await asyncio.sleep(1.0)
-        self.violated("all devices in use", f"{used} of {len(home.devices)} after {ALL_DEVICES_SECONDS:g} s")
+        self.violated("all devices in use", f"{used} of {num_admitted} after {ALL_DEVICES_SECONDS:g} s")
 
     async def _no_other_workers(self) -> None:
         """Wait until each device of the plan has the worker of this plan, and the others have none."""
@@ -347,6 +407,8 @@ class Run:
             return f"{len(plans)} plans serve"
         planned = {device.name for device in plans[0].devices}
         for name in self.home.devices:
+            if name in self.home.history.revoked_devices:
+                continue  # its worker ends when no coordinator has taken it over for a while
             for worker in self.home.network.hosts[name].variables["daemon"]._workers.values():
                 if worker.state != "failed" and (name not in planned or worker.epoch != plans[0].epoch):
                     return f"{name} has a worker of epoch {worker.epoch}, epoch {plans[0].epoch} serves on {planned}"
@@ -395,8 +457,13 @@ class Run:
         while process.tasks and self.home.loop.time() < deadline:
             await asyncio.sleep(0.1)
         if process.tasks:
-            names = sorted(str(getattr(task.get_coro(), "__qualname__", task)) for task in process.tasks)
-            self.violated("nothing leaks", f"{process} still runs {names} {STOP_SECONDS:g} s after SIGTERM")
+            self.violated(
+                "nothing leaks", f"{process} still runs {_task_names(process)} {STOP_SECONDS:g} s after SIGTERM"
+            )
+
+
+def _task_names(process: Process) -> list[str]:
+    return sorted(str(getattr(task.get_coro(), "__qualname__", task)) for task in process.tasks)
 
 
 class _ErrorLog(logging.Handler):
@@ -447,6 +514,10 @@ def run_schedule(schedule: Schedule, run_type: type[Run] = Run) -> Outcome:
             run.violated("no worker of another plan", text)
         for text in exclusive_leaders(home.history):
             run.violated("one leader at a time", text)
+        for text in revoked_devices_idle(home.history):
+            run.violated("a revoked device does not compute", text)
+        for text in in_time(home.history):
+            run.violated("every call ends by its deadline", text)
         for text in no_request_lost(home.history):
             run.violated("no request is lost", text)
         return Outcome(

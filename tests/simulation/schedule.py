@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
 FaultKind = Literal[
     "kill worker", "stop worker", "kill agent", "stop agent", "stop host", "power cut", "cut", "isolate", "reset", "slow link",
     "disk full", "disk read-only", "disk failing", "rot", "kill coordinator", "stop coordinator", "hang worker",
-    "dying worker",
+    "dying worker", "restart agent", "restart coordinator",
 ]  # fmt: skip
 
 # What may be wrong with one device until the home was asked whether it serves.
@@ -19,7 +19,7 @@ LASTING_KINDS: tuple[FaultKind, ...] = ("disk full", "disk read-only", "disk fai
 WEIGHTS: dict[FaultKind, float] = {
     "kill worker": 3, "stop worker": 2, "kill agent": 2, "stop agent": 2, "stop host": 2, "power cut": 1, "cut": 3,
     "isolate": 2, "reset": 2, "slow link": 1, "disk full": 1, "disk read-only": 0.5, "disk failing": 0.5, "rot": 1,
-    "kill coordinator": 1.5, "stop coordinator": 1, "hang worker": 0.5,
+    "kill coordinator": 1.5, "stop coordinator": 1, "hang worker": 0.5, "restart agent": 1, "restart coordinator": 1.5,
 }  # fmt: skip
 
 FIRST_FAULT_SECONDS = 1.5  # workers load by then; the home serves at about 3 s, if nothing goes wrong
@@ -32,6 +32,9 @@ ROT_BEFORE_LOSS = 0.03
 LINKS_KNOWN_FRACTION = 0.75  # as in a home that has run before; to measure them takes a tenth of all messages
 LAST_FAULT_MARGIN_SECONDS = 1.0  # between the last fault and the end of all
 REQUEST_SECONDS = 100.0  # deadline of a call: ample
+SHORT_DEADLINES = (0.3, 1.0, 3.0)  # of a call that may fail, in seconds
+SHORT_DEADLINE_FRACTION = 0.15  # of the calls
+OWN_KEY_FRACTION = 0.15  # of the homes with several devices: one of them has a key of its own
 MAX_DEVICES = 5
 
 
@@ -59,6 +62,7 @@ class Call:
     number: int
     length: int
     first_token: int
+    timeout_seconds: float = REQUEST_SECONDS
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class Schedule:
     lasting: Fault | None  # one that does not end in time: the home must serve without this device
     thorough: bool  # whether to wait until all devices are in use again, which takes minutes of virtual time
     links_known: bool = False  # whether the coordinators have measured the links in an earlier run
+    own_key: str = ""  # a device with a key of its own, which is admitted at the start; the others use the home key
+    revoke_device_at: float | None = None  # when this key is revoked
 
     @property
     def devices(self) -> list[str]:
@@ -94,9 +100,14 @@ class Schedule:
         kind = "decoder" if self.causal else "encoder"
         revoked = f", p1 revoked at {self.revoke_at:.2f} s" if self.revoke_at is not None else ""
         standby = ", a standby" if self.standby else ""
+        own_key = f", {self.own_key} with its own key" if self.own_key else ""
+        if self.revoke_device_at is not None:
+            own_key += f", revoked at {self.revoke_device_at:.2f} s"
         steps = f"{kind} with steps of {self.step_seconds:g} s"
         lasting = [f"  {self.lasting}, and until the home serves"] if self.lasting is not None else []
-        lines = [f"seed {self.seed}: {self.num_devices} devices{standby}, {steps}, {len(self.calls)} calls{revoked}"]
+        lines = [
+            f"seed {self.seed}: {self.num_devices} devices{standby}{own_key}, {steps}, {len(self.calls)} calls{revoked}"
+        ]
         return "\n".join([*lines, *lasting, *(f"  {fault}" for fault in self.faults)])
 
 
@@ -137,6 +148,17 @@ def generate(seed: int) -> Schedule:
         )
     thorough = random.random() < 0.05 and lasting is None
     links_known = random.random() < LINKS_KNOWN_FRACTION
+    calls = [
+        replace(call, timeout_seconds=random.choice(SHORT_DEADLINES) * random.uniform(0.7, 1.3))
+        if random.random() < SHORT_DEADLINE_FRACTION
+        else call
+        for call in calls
+    ]
+    own_key, revoke_device_at = "", None
+    if num_devices > 1 and random.random() < OWN_KEY_FRACTION:
+        own_key = random.choice(devices)
+        if lasting is None and random.random() < 0.7:
+            revoke_device_at = random.uniform(2.0, seconds - 1.0)
     return Schedule(
         seed,
         seconds,
@@ -150,6 +172,8 @@ def generate(seed: int) -> Schedule:
         lasting,
         thorough,
         links_known,
+        own_key,
+        revoke_device_at,
     )
 
 
