@@ -7,6 +7,7 @@ need a length, and `bytes` and `buffer` as those of ZeroMQ have.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from hearth.wire.envelope import NOT_MSGPACK, message_tag
 from hearth.wire.quota import Quota
 
 _REQUEST_ID_BYTES = 8  # as in `hearth.wire.rpc`
+# Messages of a connection that was ended are dropped for this long: ZeroMQ hands over those that it had received within
+# milliseconds.
+_ENDED_SECONDS = 1.0
 _MAX_CANCEL_BYTES = 64  # of a `Cancel`, which holds a request id only
 
 
@@ -76,6 +80,7 @@ class ClientPlane:
         self._numbers: dict[tuple[bytes, bytes], bytes] = {}  # keyed by connection and request id
         self._starts: list[tuple[float, bytes]] = []  # a heap of times and numbers; some have been dropped
         self._quotas: defaultdict[str, Quota] = defaultdict(Quota)  # keyed by public key; only admitted ones get here
+        self._ended: dict[bytes, float] = {}  # connections that were ended lately, and when
         self._last_number = 0
 
     @property
@@ -90,12 +95,13 @@ class ClientPlane:
 
     def receive(self, frames: Sequence[Any], public_key: str, now: float) -> list[Action]:
         """A message of a client: `[connection, request id, body, payload...]`."""
-        if len(frames) < 3 or len(frames[1]) != _REQUEST_ID_BYTES:
-            self._note_refusal("a message that is no request", public_key)
+        if frames and now - self._ended.get(frames[0].bytes, -math.inf) < _ENDED_SECONDS:
             return []
+        if len(frames) < 3 or len(frames[1]) != _REQUEST_ID_BYTES:
+            return self._refuse("a message that is no request", frames, public_key, now)
         identity, request_id = frames[0].bytes, frames[1].bytes
-        if public_key in self.access.revoked:
-            return self._refuse_revoked(frames, public_key, now)
+        if (app := self.access.revoked.get(public_key)) is not None:
+            return self._refuse(AppRevoked(app=app), frames, public_key, now)
         try:
             if len(frames) - 3 > MAX_PAYLOAD_FRAMES:
                 raise BadMessage(reason=f"{len(frames) - 3} payload frames, at most {MAX_PAYLOAD_FRAMES} are allowed")
@@ -112,10 +118,7 @@ class ClientPlane:
                 raise QueueFull(limit=quota.num_requests)
             delay = quota.enter(self.access.limits(public_key), num_bytes, len(frames[2]), now)
         except HearthError as error:
-            self._note_refusal(error.code, public_key)
-            if self._quotas[public_key].answers_refusal(now):
-                return [Send(identity, [identity, request_id, encode_failed(error)])]
-            return []
+            return self._refuse(error, frames, public_key, now)
         self._last_number += 1
         number = self._last_number.to_bytes(link.NUMBER_BYTES, "big")
         request = self._requests[number] = _Request(identity, request_id, public_key, rule, num_bytes)
@@ -186,13 +189,18 @@ class ClientPlane:
                 actions.append(Send(request.identity, [request.identity, request.request_id, encode_failed(error)]))
         return actions
 
-    def _refuse_revoked(self, frames: Sequence[Any], public_key: str, now: float) -> list[Action]:
-        """Answer a message of a revoked app, which is not read. If it sends too many, end its connection."""
-        error = AppRevoked(app=self.access.revoked[public_key])
-        self._note_refusal(error.code, public_key)
-        if not self._quotas[public_key].answers_refusal(now, is_revoked=True):
-            return [Disconnect(frames[-1])]
-        return [Send(frames[0].bytes, [frames[0].bytes, frames[1].bytes, encode_failed(error)])]
+    def _refuse(self, reason: HearthError | str, frames: Sequence[Any], public_key: str, now: float) -> list[Action]:
+        """Answer a message with an error, or leave it unanswered if the reason is a text. In a flood, end its connection."""
+        self._note_refusal(reason if isinstance(reason, str) else reason.code, public_key)
+        identity = frames[0].bytes
+        if not self._quotas[public_key].answers_refusal(now, public_key in self.access.revoked):
+            while self._ended and next(iter(self._ended.values())) < now - _ENDED_SECONDS:
+                del self._ended[next(iter(self._ended))]
+            self._ended[identity] = now
+            return [Disconnect(frames[-1]), *self.gone(identity)]
+        if isinstance(reason, str):
+            return []
+        return [Send(identity, [identity, frames[1].bytes, encode_failed(reason)])]
 
     def _has_room(self, public_key: str, num_bytes: int) -> bool:
         """Whether there is room for these bytes: of an administrator's answers, or of an app's requests and answers.

@@ -30,6 +30,9 @@ _ZAP_DOMAIN = "coordinator"
 # Answers in the buffer of one connection. Those that are not counted are smaller than `link.LARGE_ANSWER_BYTES`, so that they
 # take up 4 MiB at most.
 _ANSWERS_PER_CONNECTION = 256
+# Requests of one connection that ZeroMQ decrypts ahead; further ones wait in the kernel. A flood whose connection is ended has
+# cost no more.
+_REQUESTS_PER_CONNECTION = 64
 # Messages that are handled in a row: of the coordinator first, since its answers end requests and free memory.
 _ANSWERS_IN_A_ROW = 256
 _REQUESTS_IN_A_ROW = 64
@@ -63,6 +66,7 @@ class Gateway:
         secure_server(self._clients, KeyPair(start.public_key, start.secret_key), _ZAP_DOMAIN)
         limit_connections(self._clients)
         self._clients.sndhwm = _ANSWERS_PER_CONNECTION
+        self._clients.rcvhwm = _REQUESTS_PER_CONNECTION
         self._clients.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error for an answer to a caller that is gone
         # The kernel ends a connection that nobody reads.
         self._clients.setsockopt(zmq.TCP_MAXRT, int(STALLED_SECONDS * 1000))

@@ -79,7 +79,7 @@ class Quota:
         return self._starts.take(1 + message_bytes / _BYTES_PER_TOKEN, limits.per_second, limits.burst, now)
 
     def answers_refusal(self, now: float, is_revoked: bool = False) -> bool:
-        """Whether one more refusal of this key is answered; a flood that is refused is not."""
+        """Whether one more refusal of this key is answered; in a flood, it is not."""
         rate, burst = (_REVOKED_PER_SECOND, _REVOKED_BURST) if is_revoked else (_REFUSALS_PER_SECOND, _REFUSAL_BURST)
         if self._refusals.take(1, rate, burst, now) == 0.0:
             return True

@@ -107,9 +107,32 @@ def test_messages_of_a_revoked_app_are_not_read_and_many_end_its_connection() ->
     plane = Plane(ACCESS._replace(apps={}, revoked={APP: "lamp"}))
     answers = [plane.ask(number=number, body=b"\xc1") for number in range(60)]
     assert isinstance(failure(answers[0]), AppRevoked)
-    assert [type(action) for (action,) in answers] == [Send] * 50 + [Disconnect] * 10
-    assert isinstance(failure(plane.ask(now=1.0)), AppRevoked)
-    assert len(plane.refused) == 61
+    assert [[type(action) for action in actions] for actions in answers] == [[Send]] * 50 + [[Disconnect]] + [[]] * 9
+    assert isinstance(failure(plane.receive(frames(b"new", request_id(1), READINESS), APP, 1.0)), AppRevoked)
+    assert len(plane.refused) == 52
+
+
+def test_flood_ends_its_connection_with_all_requests_of_that() -> None:
+    plane = Plane()
+    running = number_of(plane.ask())
+    other = number_of(plane.ask(OTHER))
+    floods = [plane.ask(number=number, body=b"\xc1", now=10.0) for number in range(2, 5000)]
+    end = next(actions for actions in floods if not isinstance(actions[0], Send))
+    assert [type(action) for action in end] == [Disconnect, Forward]
+    assert isinstance(cancel := end[1], Forward)
+    assert [content(part) for part in cancel.frames] == [link.CANCEL, running]
+    assert floods[-1] == []  # what had been received already
+    assert plane.num_requests == 1
+    (answer,) = plane.reply(link.LAST_ANSWER, other, b"x")
+    assert isinstance(answer, Send)
+    number_of(plane.receive(frames(b"new connection", request_id(1), READINESS), APP, 10.0))
+    number_of(plane.ask(now=12.0))  # a client that chose its connection's name may use it again
+
+
+def test_flood_of_messages_that_are_no_requests_ends_its_connection() -> None:
+    plane = Plane()
+    floods = [plane.receive(frames(b"a", b"1"), APP, 0.0) for _ in range(5000)]
+    assert [type(action) for actions in floods for action in actions] == [Disconnect]
 
 
 @pytest.mark.parametrize(
