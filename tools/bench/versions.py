@@ -9,7 +9,11 @@ and files. Both run the same plan, made by the old checkout; the new one must re
 from __future__ import annotations
 
 import json
+import os
+import select
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,11 +24,12 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.plan.graph.predict import requests_in_flight
-from hearth.errors import BadSetting, InternalError
+from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from hearth.platform.units import format_seconds
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
+from tools.bench.fault_home import make_model, shared_scenario
 from tools.bench.generation import LLAMA
 from tools.bench.homes import agent_names, agents, decoder_directory, hub_scenario, on_quietest_core
 from tools.bench.load import Snapshot, load_between, snapshot
@@ -44,6 +49,9 @@ _PROMPT, _TOKENS = 256, 64  # tokens of a generation request
 _PIPELINE_DEVICES, _PIPELINE_CORES, _PIPELINE_MBIT = 3, 0.45, 60.0  # number, CPU share and link rate of the devices
 _LOAD_SECONDS = 8.0  # at full load, after half as long with one request at a time
 _READY_SECONDS = 240.0  # for the coordinator to serve
+_EMBED_MBIT = 1000.0
+_EMBEDS = 30  # calls of a round, of which the median counts
+_EMBED_SECONDS = 60.0  # for their answers
 
 
 class Round(NamedTuple):
@@ -54,6 +62,7 @@ class Round(NamedTuple):
 
 
 Work = Callable[[], Round]
+_EMBED_APP = Path(__file__).parent / "embed_app.py"
 Trees = tuple[Path, Path]  # the old checkout, and the new one
 Sides = tuple[Work, Work]  # of these
 
@@ -69,7 +78,11 @@ class Steps:
 
 
 PIPELINE = "resnet50"
-Case = Literal["galaxy-a", "galaxy-c", "slow-hmp", "slow-auto", "generate-local", "generate-hmp", "resnet50"]
+# Number of devices of homes that embed. They share all cores, so that the latency is that of the programs.
+EMBEDDING = {"embed-1": 1, "embed-4": 4}
+Case = Literal[
+    "galaxy-a", "galaxy-c", "slow-hmp", "slow-auto", "generate-local", "generate-hmp", "resnet50", "embed-1", "embed-4"
+]
 STEPS: dict[str, Steps] = {
     "galaxy-a": Steps("galaxy-a", "hmp"),
     "galaxy-c": Steps("galaxy-c", "hmp"),
@@ -113,8 +126,8 @@ class Versions(Experiment):
         for name in self.cases:
             at = context.folder / name
             at.mkdir()
-            sides = steps(name, trees, at, context.report) if name in STEPS else pipeline(trees, at, context.report)
-            with sides as works:
+            make = steps if name in STEPS else embedding if name in EMBEDDING else pipeline
+            with make(name, trees, at, context.report) as works:
                 yield from compare(name, works, self.rounds, context.report)
 
     def summary(self, rows: Sequence[VersionsRow]) -> Summary:
@@ -216,7 +229,7 @@ def _work(case: Steps, name: str, vocab_size: int, runners: EngineRunners) -> Wo
 
 
 @contextmanager
-def pipeline(trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
+def pipeline(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
     """Rounds of requests through a full graph pipeline, alternating between both checkouts."""
     scenario = hub_scenario(_PIPELINE_DEVICES, _PIPELINE_CORES)
     report(f"{PIPELINE}: making the model and the testbeds")
@@ -224,21 +237,69 @@ def pipeline(trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
     with ExitStack() as stack:
         homes = [stack.enter_context(agents(scenario, folder, _PIPELINE_MBIT, tree=tree)) for tree in trees]
         stack.enter_context(on_quietest_core(scenario))
-        devices = agent_names(homes[0])
-        addresses = ",".join(map(homes[0].address, devices))
         objective = ("--objective", "throughput", "--strategy", "pipeline-exact")
-        text = homes[0].plan(str(model), *objective, "--time-limit", "10", "--devices", addresses)
+        report(f"{PIPELINE}: planning and loading")
+        text = _serve(homes, model, objective, ("--time-limit", "10"))
         at_once = requests_in_flight(plan_from_json(text, GraphPlan).body.segments)
         for home in homes:
-            report(f"{PIPELINE}: loading")
-            own = text
-            for device in devices:
-                own = own.replace(_device_id(homes[0], device), _device_id(home, device))
-            path = folder / "plan.json"
-            path.write_text(own)
-            home.start_coordinator(str(model), *objective, "--plan", str(path), "--min-devices", str(len(devices)))
             wait_until("serving", partial(_is_ready, home), _READY_SECONDS)
         yield partial(_load, homes[0], at_once), partial(_load, homes[1], at_once)
+
+
+@contextmanager
+def embedding(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
+    """Rounds of calls of an app, alternating between homes of both checkouts."""
+    cores, num_devices = len(os.sched_getaffinity(0)), EMBEDDING[name]
+    scenario = shared_scenario(num_devices, cores, _EMBED_MBIT)
+    report(f"{name}: making the testbeds")
+    with ExitStack() as stack:
+        homes = [stack.enter_context(agents(scenario, folder, _EMBED_MBIT, tree=tree)) for tree in trees]
+        for home in homes:
+            for cgroup in home.cgroups.values():
+                cgroup.set_cpu_share(cores)
+        report(f"{name}: planning and loading")
+        _serve(homes, make_model("embed", folder), ("--strategy", "hmp" if num_devices > 1 else "local"))
+        apps = [_embed_app(home) for home in homes]
+        for app in apps:
+            _embed(app, _READY_SECONDS)
+        yield partial(_embed, apps[0]), partial(_embed, apps[1])
+
+
+def _embed_app(home: Testbed) -> subprocess.Popen[bytes]:
+    hub = home.scenario.coordinator_device
+    with (home.folder / "embed_app.log").open("ab") as log:
+        return home.popen(
+            hub, sys.executable, str(_EMBED_APP), str(home.key), home.address(hub), limited=False,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, memory_limited=False,
+        )  # fmt: skip
+
+
+def _embed(app: subprocess.Popen[bytes], timeout_seconds: float = _EMBED_SECONDS) -> Round:
+    assert app.stdin is not None
+    assert app.stdout is not None
+    app.stdin.write(b"%d\n" % _EMBEDS)
+    app.stdin.flush()
+    if not select.select([app.stdout], [], [], timeout_seconds)[0]:
+        raise DeadlineExceeded(action="embedding", seconds=timeout_seconds)
+    if not (line := app.stdout.readline()):
+        raise InternalError(where="the app that embeds", reason="it has ended; embed_app.log of the testbed says why")
+    found = json.loads(line)
+    return Round({"embed": statistics.median(found["seconds"])}, found["sum"])
+
+
+def _serve(homes: Sequence[Testbed], model: Path, options: Sequence[str], plan_options: Sequence[str] = ()) -> str:
+    """Start coordinators that serve the same plan, made by the first home. Returns the plan file of that one."""
+    devices = agent_names(homes[0])
+    addresses = ",".join(map(homes[0].address, devices))
+    text = homes[0].plan(str(model), *options, *plan_options, "--devices", addresses)
+    for home in homes:
+        own = text
+        for device in devices:
+            own = own.replace(_device_id(homes[0], device), _device_id(home, device))
+        path = home.folder / "served-plan.json"
+        path.write_text(own)
+        home.start_coordinator(str(model), *options, "--plan", str(path), "--min-devices", str(len(devices)))
+    return text
 
 
 def _device_id(home: Testbed, name: str) -> str:
