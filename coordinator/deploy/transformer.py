@@ -45,16 +45,20 @@ log = logging.getLogger(__name__)
 @asynccontextmanager
 async def shard_weights(model_dir: Path, plan: TransformerPlan, cache_dir: Path) -> AsyncIterator[Weights]:
     """The weight chunks of every rank's shard. The checkpoint is open inside the context. Raises BadCheckpoint, DiskHung."""
-    with Checkpoint(model_dir) as checkpoint:
-        num_bytes = await on_disk(
-            model_dir, FILE_SECONDS, lambda: sum(file.stat().st_size for file in checkpoint.files)
-        )
+
+    def opened() -> tuple[Checkpoint, int, bool]:
+        checkpoint = Checkpoint(model_dir)
+        num_bytes = sum(file.stat().st_size for file in checkpoint.files)
+        return checkpoint, num_bytes, (model_dir.parent / COPY_MARKER).exists()
+
+    checkpoint, num_bytes, is_copy = await on_disk(model_dir, FILE_SECONDS, opened)
+    with checkpoint:
         manifest = await on_disk(model_dir, read_seconds(num_bytes), cached_manifest, checkpoint, plan.model, cache_dir)
         refs = [chunks_for_rank(manifest, plan, rank) for rank in range(plan.num_ranks)]
 
         def chunk(ref: ChunkRef) -> Chunk:
             read = partial(chunk_bytes, checkpoint, plan.model, ref.kind, ref.layer, ref.grain)
-            if (model_dir.parent / COPY_MARKER).exists():
+            if is_copy:
                 read = partial(_refuse_to_read, model_dir, ref)
             return Chunk(ref.hash, ref.num_bytes, read, str(model_dir))
 

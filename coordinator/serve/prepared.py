@@ -222,6 +222,9 @@ class Preparer:
         seen: frozenset[str] = frozenset()
         read_ahead_at = 0.0
         await asyncio.sleep(_REST_SECONDS)
+        if not deployment.parts:
+            await self._find_parts(deployment)
+            self._deployed = deployed = PreparedPlan(frozenset(planned), plan, deployment.parts)
         while True:
             devices = allowed_devices(goal, self._services.fleet.usable())
             usable = frozenset(device.device_id for device in devices)
@@ -234,6 +237,14 @@ class Preparer:
                 await self._read_ahead(deployed)
                 read_ahead_at = loop_time() + _READ_AHEAD_EVERY_SECONDS
             await asyncio.sleep(_POLL_SECONDS)
+
+    async def _find_parts(self, deployment: Deployment) -> None:
+        """Find the parts of the ranks of workers that were taken over, which an earlier coordinator has pushed."""
+        try:
+            async with self._kind.weights(deployment.plan) as weights:
+                deployment.parts = weights.parts
+        except Exception as error:  # all chunks then count as spare
+            log.info("the chunks of the plan are not known: %s", as_hearth_error(error).explanation())
 
     async def _prepare(self, lost: Sequence[str], devices: Sequence[Device], deployment: Deployment) -> None:
         """Make the plan for the loss of each of these devices, then send the chunks of one plan after the other."""

@@ -767,5 +767,7 @@ def test_running_workers_are_taken_over_if_all_of_them_run(
                 assert home.plan == running
                 assert not any(isinstance(message, Load | ConnectPeers | PutChunk) for message in sent)
                 assert min(message.step for message in sent if isinstance(message, Run)) > max(steps.values())
+                await home.until(lambda: home.controller.deployment.parts)
+                assert len(home.controller.deployment.parts) == running.num_ranks  # so these chunks are not spare
 
     asyncio.run(main())
