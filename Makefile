@@ -12,8 +12,8 @@ MODEL_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 MODEL := .models/minilm
 
 # Three groups: tests that start no processes; homes of real processes and emulated networks; and alone what measures this
-# machine. Homes wait for time-outs, so half as many files run at once again as there are cores; the longest begin first. Slow
-# tests run only with `make test-slow`.
+# machine. Homes wait for time-outs, so half as many files run at once again as there are cores; those with the most tests
+# begin first. Slow tests run only with `make test-slow`.
 PURE := "not processes and not namespaces and not slow"
 
 .PHONY: demo test test-slow lint clean
@@ -23,9 +23,7 @@ demo: .venv/installed $(MODEL)/config.json
 
 test: .venv/installed $(MODEL)/config.json
 	@.venv/bin/python -m pytest -n auto -m $(PURE)
-	@.venv/bin/python -m pytest -n $$(($$(nproc) * 3 / 2)) --dist loadfile --no-loadscope-reorder \
-	  -m "(processes or namespaces) and not alone" \
-	  tests/tools/test_bench.py tests/system/test_generation_faults.py tests/system/test_home_faults.py tests
+	@.venv/bin/python -m pytest -n $$(($$(nproc) * 3 / 2)) --dist loadfile -m "(processes or namespaces) and not alone"
 	@.venv/bin/python -m pytest -m alone
 
 # Models at published widths: minutes for each of them, 6 GB of memory and as much of disk in TMPDIR. The soak
