@@ -65,12 +65,13 @@ def late_seconds(timeout_seconds: float) -> float:
     return 0.08 * timeout_seconds
 
 
-def hung_step_seconds(timeout_seconds: float) -> float:
-    """How long a worker may compute one step, without its waits for peers, until it counts as hung.
+def hung_step_seconds(timeout_seconds: float, num_ranks: int) -> float:
+    """How long a worker may compute without sending or getting a tile, until it counts as hung.
 
-    `timeout_seconds` bounds each of those waits: at least 5 s, and 20 times the predicted duration of the whole step.
+    `timeout_seconds` bounds a wait for a tile: at least 5 s, and 20 times the predicted duration of the whole step. The peers
+    of a worker give up the step then; it is a little less, so that the cause is known first. One without peers may take longer.
     """
-    return 3 * timeout_seconds
+    return (0.9 if num_ranks > 1 else 3) * timeout_seconds
 
 
 def agent_run_seconds(timeout_seconds: float) -> float:
@@ -78,7 +79,7 @@ def agent_run_seconds(timeout_seconds: float) -> float:
 
     The worker bounds its own waits for peers by the request's timeout, and its agent ends it if it hangs in a step.
     """
-    return hung_step_seconds(timeout_seconds) + 30.0
+    return hung_step_seconds(timeout_seconds, num_ranks=1) + 30.0
 
 
 def coordinator_run_seconds(timeout_seconds: float) -> float:

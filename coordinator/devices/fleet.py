@@ -250,22 +250,30 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             await asyncio.sleep(_ANSWER_POLL_SECONDS)
         return now.reachable and now.welcome.boot_id == before.welcome.boot_id
 
-    async def is_lost(self, device_id: str, num_witnesses: int) -> bool:
-        """Ask a device at once, because this many others wait for it. One that does not answer is dead from then on."""
+    async def is_lost(self, device_id: str, num_witnesses: Callable[[], int]) -> bool:
+        """Ask a device at once, because this many others wait for it. One that does not answer is dead from then on.
+
+        If there is only one, the device is asked a second time; others may report it meanwhile.
+        """
         device, connection = self.devices[device_id], self._by_device.get(device_id)
         if connection is None or not device.reachable:
             return False  # its loss is known, or its connection broke, and the next heartbeat decides
-        seconds = registry.witnessed_seconds(device, loop_time(), num_witnesses)
-        try:
+        waited_seconds = 0.0
+        for least in (2, 1):
+            limit_seconds = registry.witnessed_seconds(device, loop_time(), max(num_witnesses(), least))
+            if (seconds := limit_seconds - waited_seconds) <= 0:
+                break
+            waited_seconds += seconds
             asked = loop_time()
-            await _ask(connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, seconds)
-            return False
-        except DeadlineExceeded:
-            if loop_time() - asked - seconds > LATE_SECONDS:
-                return False  # this process was too busy to read the answer
-        except HearthError:
-            return False
-        self._replace(registry.after_witnesses(self.devices[device_id], seconds))
+            try:
+                await _ask(connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, seconds)
+                return False
+            except DeadlineExceeded:
+                if loop_time() - asked - seconds > LATE_SECONDS:
+                    return False  # this process was too busy to read the answer
+            except HearthError:
+                return False
+        self._replace(registry.after_witnesses(self.devices[device_id], waited_seconds))
         log.warning("%s is dead: %s", device.name, self.devices[device_id].reason)
         await self._end_calls(connection)
         return True

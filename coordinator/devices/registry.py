@@ -21,7 +21,9 @@ _SILENCE_WINDOW_SECONDS = 300.0  # remembered; after a quiet time of this length
 _SILENCE_FACTOR = 2.0  # times the longest silence: twice a normal interval on a wired link, which is 1 s
 MIN_DEAD_SECONDS = 1.0  # two heartbeats
 MAX_DEAD_SECONDS = 4.0  # shorter than the lease
-_LEARNING_SECONDS = 30.0  # a device that has answered for less than this has `DEAD_SECONDS`
+# In which the limit of a new device falls from `DEAD_SECONDS` to what its silences need: the longer it is watched, the less
+# probable is a longer one.
+_LEARNING_SECONDS = 30.0
 # A longer silence of a device that returns is the end of a loss, such as a link that was cut, and not one of those to expect
 # when it is well: two seconds more than the longest that is waited for, for the new connection.
 _LONGEST_STALL_SECONDS = MAX_DEAD_SECONDS + 2.0
@@ -31,10 +33,10 @@ _LEASE_FACTOR = 1.5  # times that time lasts the lease on a device, which is giv
 _WITNESSED_FRACTION = 0.3
 _WITNESSED_SECONDS = 0.35
 # Fraction of that time in which two devices must be able to connect while a step waits, within these limits in seconds. On good
-# links it takes milliseconds; with the wait of at least 0.4 s that came before, a link is lost after 1 to 1.5 s.
+# links it takes milliseconds; with the wait of at least 0.4 s that came before, a link is lost after 1 to 1.3 s.
 _CONNECT_FRACTION = 0.6
 _MIN_CONNECT_SECONDS = 0.6
-_MAX_CONNECT_SECONDS = 1.0
+_MAX_CONNECT_SECONDS = 0.8
 _SUSPECT_FRACTION = 0.6  # of that time, from which a device is suspect: longer than one interval
 
 Health = Literal["alive", "suspect", "dead", "busy", "refused"]
@@ -164,10 +166,12 @@ def _add_silence(
 
 def dead_seconds(device: Device, now: float) -> float:
     """Seconds without an answer after which the device is dead."""
-    if now - device.watched_since < _LEARNING_SECONDS or not device.silences:
+    if not device.silences:
         return DEAD_SECONDS
+    learned = min((now - device.watched_since) / _LEARNING_SECONDS, 1.0)
+    cautious = DEAD_SECONDS - learned * (DEAD_SECONDS - MIN_DEAD_SECONDS)
     longest = max((length for at, length in device.silences if now - at < _SILENCE_WINDOW_SECONDS), default=0.0)
-    return min(max(_SILENCE_FACTOR * longest, MIN_DEAD_SECONDS), MAX_DEAD_SECONDS)
+    return min(max(_SILENCE_FACTOR * longest, cautious), MAX_DEAD_SECONDS)
 
 
 def lease_seconds(device: Device, shortest: float, now: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from coordinator.deploy.deployment import Deployment
 from coordinator.devices.fleet import LATE_SECONDS, Fleet
@@ -43,7 +44,7 @@ class Witnesses:
 
     async def _check(self, deployment: Deployment, waiting: str, late: str) -> None:
         while deployment.failure is None and self._waits_for(deployment, waiting, late):
-            if await self._fleet.is_lost(late, self._num_witnesses(deployment, late)):
+            if await self._fleet.is_lost(late, partial(self._num_witnesses, deployment, late)):
                 return
             is_cut = not await self._can_connect(waiting, late) and await self._fleet.answer_at_once((waiting, late))
             if is_cut and deployment.failure is None and self._waits_for(deployment, waiting, late):

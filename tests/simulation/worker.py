@@ -154,7 +154,7 @@ class Worker:
         step, began, timeout_seconds = self._running
         seconds = asyncio.get_running_loop().time() - began
         return wire.WorkerProgress(
-            step=step, step_seconds=seconds, busy_seconds=seconds, limit_seconds=hung_step_seconds(timeout_seconds)
+            step=step, step_seconds=seconds, busy_seconds=seconds, limit_seconds=hung_step_seconds(timeout_seconds, 1)
         )
 
     def _late_rank(self) -> int | None:

@@ -167,7 +167,7 @@ class GraphEngine(DataPlane[OutgoingTensor]):
         segment = self._routes.segments[ready.segment]
         began = time.monotonic()
         timeout = request.request.timeout_seconds if request.request is not None else self._early_seconds
-        self._computing = (ready.step, began, hung_step_seconds(timeout))
+        self._computing = (ready.step, began, hung_step_seconds(timeout, self._routes.plan.num_ranks))
         try:
             with request.recorder.timed(Work.SEGMENT, segment.number):
                 arrays = self._sessions[ready.segment].run(feeds, request.running)

@@ -81,9 +81,9 @@ def test_stall_of_the_agent_itself_is_not_the_workers_silence() -> None:
 
 
 def test_step_that_computes_past_its_limit_is_a_hang_and_waits_for_peers_do_not_count() -> None:
-    waiting = WorkerProgress(step=7, step_seconds=40.0, busy_seconds=1.0, limit_seconds=15.0)
+    waiting = WorkerProgress(step=7, step_seconds=40.0, busy_seconds=1.0, limit_seconds=4.5)
     assert Liveness().after_sign(waiting).hang(loading=False) is None
-    computing = WorkerProgress(step=7, step_seconds=40.0, busy_seconds=15.5, limit_seconds=15.0)
+    computing = WorkerProgress(step=7, step_seconds=40.0, busy_seconds=4.6, limit_seconds=4.5)
     assert "computed step 7" in (Liveness().after_sign(computing).hang(loading=False) or "")
 
 

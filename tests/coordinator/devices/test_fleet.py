@@ -273,12 +273,12 @@ def test_device_that_others_wait_for_and_that_does_not_answer_is_dead_at_once(nu
     async def scenario(agent: FakeAgent) -> None:
         async with agent.listening() as port, fleet_of(port) as fleet:
             await until("the device is there", fleet.usable)
-            assert not await fleet.is_lost("a", num_witnesses)
+            assert not await fleet.is_lost("a", lambda: num_witnesses)
             calling = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
             agent.silent = True
             began = loop_time()
-            assert await fleet.is_lost("a", num_witnesses)
-            assert loop_time() - began < 0.9 * DEAD_SECONDS  # the limit of a new device without witnesses
+            assert await fleet.is_lost("a", lambda: num_witnesses)
+            assert loop_time() - began < (0.9 if num_witnesses == 1 else 0.6) * DEAD_SECONDS
             assert fleet.devices["a"].health == "dead"
             with pytest.raises(DeviceLost):
                 await calling
@@ -286,6 +286,18 @@ def test_device_that_others_wait_for_and_that_does_not_answer_is_dead_at_once(nu
             assert fleet.devices["a"].health == "dead"  # a heartbeat that was on its way changes nothing
             agent.silent = False
             await until("the device is back", fleet.usable)
+
+    run(scenario)
+
+
+def test_second_witness_that_reports_while_the_device_is_asked_shortens_the_wait_for_its_answer() -> None:
+    async def scenario(agent: FakeAgent) -> None:
+        async with agent.listening() as port, fleet_of(port) as fleet:
+            await until("the device is there", fleet.usable)
+            agent.silent = True
+            began = loop_time()
+            assert await fleet.is_lost("a", lambda: 1 if loop_time() - began < 0.1 else 2)
+            assert loop_time() - began < 0.6 * DEAD_SECONDS
 
     run(scenario)
 

@@ -49,8 +49,13 @@ def watched(intervals: list[float]) -> tuple[Device, float]:
 
 
 def test_device_that_always_answers_at_once_is_given_up_after_a_second_and_an_unknown_one_after_three() -> None:
-    known, now = watched([0.51] * 30)
-    assert registry.dead_seconds(known, now) == DEAD_SECONDS
+    assert registry.dead_seconds(replace(device(), watched_since=100.0), 100.0) == DEAD_SECONDS
+    known, now = watched([0.5])
+    assert DEAD_SECONDS - 0.1 < registry.dead_seconds(known, now) < DEAD_SECONDS
+    known, now = watched([0.5] * 30)
+    assert registry.dead_seconds(known, now) == pytest.approx((DEAD_SECONDS + MIN_DEAD_SECONDS) / 2)
+    known, now = watched([0.5] * 29 + [1.4])
+    assert registry.dead_seconds(known, now) == pytest.approx(2.8)
     known, now = watched([0.51] * 100)
     assert MIN_DEAD_SECONDS <= registry.dead_seconds(known, now) < 1.1
     known, now = watched([0.51] * 100 + [1.2] + [0.51] * 100)

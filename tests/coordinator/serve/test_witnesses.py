@@ -34,8 +34,8 @@ class Home:
         self.found: list[HearthError] = []
         self.witnesses = Witnesses(cast(Any, self), cast(Any, self), lambda deployment, error: self.found.append(error))
 
-    async def is_lost(self, device_id: str, num_witnesses: int) -> bool:
-        self.asked.append((device_id, num_witnesses))
+    async def is_lost(self, device_id: str, num_witnesses: Callable[[], int]) -> bool:
+        self.asked.append((device_id, num_witnesses()))
         return device_id in self.lost
 
     async def answer_at_once(self, device_ids: Iterable[str]) -> bool:

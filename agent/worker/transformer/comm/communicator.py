@@ -79,6 +79,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._next = (self.rank + 1) % self.num_ranks
         self._step = self._oldest_step = 0
         self._step_began = 0.0  # monotonic clock
+        self._progressed_at = 0.0  # when this rank last sent a tile, or ended a wait for one; monotonic clock
         self._awaits_order = False
         self._steps_ahead = STEPS_AHEAD
         self._timeout_seconds = 1.0
@@ -168,12 +169,13 @@ class Communicator(DataPlane[Callable[[], None]]):
         if self._awaits_order:
             return WorkerProgress()
         now = time.monotonic()
-        seconds = now - max(self._step_began, since)
+        began = max(self._step_began, since)
+        waits = self._inline_wait is not None or bool(self._waits)
         return WorkerProgress(
             step=self._step,
-            step_seconds=seconds,
-            busy_seconds=max(seconds - self.waited_seconds, 0.0),
-            limit_seconds=hung_step_seconds(self._timeout_seconds),
+            step_seconds=now - began,
+            busy_seconds=0.0 if waits else max(now - max(began, self._progressed_at), 0.0),
+            limit_seconds=hung_step_seconds(self._timeout_seconds, self.num_ranks),
             late_rank=self._late_rank(now),
         )
 
@@ -206,6 +208,7 @@ class Communicator(DataPlane[Callable[[], None]]):
             frames = encode_tile(self._token, key, tile, self._codecs[target])
         self._record("send", key, target, frames)
         self._transport.send(target, frames, background=key.phase is Phase.CACHE_COPY)
+        self._progressed_at = time.monotonic()
 
     def reduce(self, key: TileKey, partial: Array) -> None:
         """Add this rank's partial sum to the one from the previous rank, and send the result once both are there.
@@ -278,6 +281,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         try:
             return self._wait_for_group(groups, awaited, deadline)
         finally:
+            self._progressed_at = time.monotonic()
             with self._changed:
                 self._waits = [other for other in self._waits if other is not wait]
 
@@ -314,8 +318,8 @@ class Communicator(DataPlane[Callable[[], None]]):
                     self._release_receiver()
                     raise self._failure or self._timeout_error(key)
                 self._accept_or_drop(self._transport.receive(min(remaining, _INLINE_SLICE_SECONDS)))
-        self._inline_wait = None
-        self.waited_seconds += time.monotonic() - began
+        self._inline_wait, self._progressed_at = None, time.monotonic()
+        self.waited_seconds += self._progressed_at - began
         return [self._arrived.pop(key) for key in keys]
 
     def _timeout_error(self, key: TileKey) -> StepFailed:

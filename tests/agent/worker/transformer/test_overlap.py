@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,31 @@ def test_rank_that_waits_long_names_the_one_that_should_have_sent(wide_bert: Pat
         cluster.hub.mend()
         cluster.run([[3] * 9])
         assert waiting.progress(0.0).late_rank is None
+
+
+def test_rank_that_computes_without_progress_is_busy_and_one_that_waits_or_gets_tiles_is_not(wide_bert: Path) -> None:
+    """So a rank that computes for ever counts as hung before its peers give up the step."""
+    plan = make_plan(read_spec(wide_bert), "hmp", (1, 1))
+    with EngineCluster(wide_bert, plan) as cluster:
+        cluster.run([[3] * 8])
+        computing = cluster.communicators[0]
+        time.sleep(0.3)
+        before = computing.progress(0.0)
+        assert before.busy_seconds >= 0.3
+        assert before.limit_seconds < 30.0  # of a wait
+        assert computing.progress(time.monotonic()).busy_seconds < 0.3
+        cluster.hub.cut(0, 1)
+
+        def run() -> None:
+            with pytest.raises(StepFailed, match="from rank"):
+                cluster.run([[3] * 8], timeout=1.0)
+
+        running = threading.Thread(target=run)
+        running.start()
+        waiting = cluster.communicators[1]
+        wait_for("the wait", lambda: waiting.progress(0.0).step_seconds > 0.5, seconds=5)
+        assert waiting.progress(0.0).busy_seconds == 0.0
+        running.join(WAIT_LIMIT_SECONDS)
 
 
 def test_abort_ends_a_wait_immediately(wide_bert: Path) -> None:
