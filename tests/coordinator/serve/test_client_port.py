@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
@@ -288,6 +289,19 @@ def test_gateway_that_dies_or_hangs_is_replaced_and_clients_reach_it_again(
         await until(lambda: home.closed == ["before", "cut"] and home.port.num_running == 0)
         assert await tokens(client, "after", 3) == 3
         assert home.gateway_pid != before
+
+    run(tmp_path, scenario)
+
+
+def test_stall_of_the_event_loop_keeps_the_gateway(tmp_path: Path) -> None:
+    async def scenario(home: Home) -> None:
+        client = home.client()
+        await client.call(GetReadiness(), timeout_seconds=20)
+        before = home.gateway_pid
+        time.sleep(1.75)
+        assert await tokens(client, "p", 3) == 3
+        await asyncio.sleep(0.3)  # for one more check of the gateway
+        assert home.gateway_pid == before
 
     run(tmp_path, scenario)
 
