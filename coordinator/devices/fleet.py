@@ -350,7 +350,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """End the connections to agents whose key is no longer admitted, and take them out of plans."""
         admitted = set(self._server_keys())
         for connection in list(self._connections.values()):
-            if admitted.intersection(connection.server_keys):
+            if remaining := [key for key in connection.server_keys if key in admitted]:
+                connection.server_keys = remaining
+                if connection.client.server_key not in admitted:  # of an agent that has not answered yet
+                    revoked = connection.client
+                    connection.client = self._new_client(revoked.endpoint, remaining[0])
+                    await revoked.close()
                 continue
             for device_id in self._devices_at(connection):
                 self._replace(registry.after_refusal(self.devices[device_id], "refused", "its key was revoked"))

@@ -256,7 +256,10 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             try:
                 client = await self._connection.client(repeats.failed, repeats.remaining_seconds)
                 asked = repeats.adjusted(request).model_copy(update={"generated": tuple(received)})
-                stream = client.stream(asked, payload, timeout_seconds=repeats.remaining_seconds, last=wire.TextEnded)
+                seconds_left = repeats.remaining_seconds
+                stream = client.stream(
+                    asked, payload, timeout_seconds=seconds_left, total_seconds=seconds_left, last=wire.TextEnded
+                )
                 async with aclosing(stream) as replies:
                     async for reply in replies:
                         seconds = clock() - began

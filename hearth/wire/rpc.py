@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -467,21 +468,23 @@ class RpcClient:
         timeout_seconds: float,
         last: type[Any],
         next_timeout_seconds: float | None = None,
+        total_seconds: float = math.inf,
     ) -> AsyncGenerator[Reply, None]:
         """Send a request and yield its answers, up to the first of the type `last`.
 
         `timeout_seconds` bounds the wait for the connection and for each answer; `next_timeout_seconds`, if given, the waits
-        for answers after the first. Closing the generator early cancels the request on the server; use `contextlib.aclosing`
-        to do so at once. Raises as `call` does.
+        for answers after the first; `total_seconds` bounds all of them together. Closing the generator early cancels the
+        request on the server; use `contextlib.aclosing` to do so at once. Raises as `call` does.
         """
+        deadline = loop_time() + total_seconds
         request_id, replies = await self._send(message, payload, timeout_seconds)
         ended = False
         try:
             while not ended:
                 try:
-                    reply = await replies.get(timeout_seconds)
+                    reply = await replies.get(max(min(timeout_seconds, deadline - loop_time()), 0.001))
                 except asyncio.TimeoutError:
-                    raise self._deadline_exceeded(message, timeout_seconds) from None
+                    raise self._deadline_exceeded(message, min(timeout_seconds, total_seconds)) from None
                 timeout_seconds = next_timeout_seconds or timeout_seconds
                 ended = isinstance(reply, HearthError) or isinstance(reply.message, (last, Failed))
                 yield _reply_or_raise(reply)

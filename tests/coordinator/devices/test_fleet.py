@@ -239,6 +239,24 @@ def test_device_with_a_new_address_is_asked_there_and_its_old_one_no_longer_matt
     run(scenario)
 
 
+def test_key_that_was_revoked_before_its_agent_answered_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(fleet_module, "_RETRY_SECONDS", 0.01)
+    home, admitted = new_keypair(), [AGENT.public]
+
+    async def scenario(_: FakeAgent) -> None:
+        access = Access(COORDINATOR, home.public)
+        fleet = Fleet(access, "test", static_devices="127.0.0.1:1", browse=False, device_keys=lambda: admitted)
+        async with fleet:
+            (connection,) = fleet._connections.values()
+            await until("the device's key to be tried", lambda: connection.client.server_key == AGENT.public)
+            admitted.clear()
+            await fleet.drop_revoked()
+            assert (connection.client.server_key, connection.server_keys) == (home.public, [home.public])
+
+    run(scenario)
+
+
 def test_an_address_that_is_given_twice_gets_one_connection() -> None:
     async def leave() -> set[str]:
         access = Access(COORDINATOR, AGENT.public)

@@ -414,11 +414,12 @@ def test_abandoned_stream_is_closed_at_the_server(way: str) -> None:
     run(scenario)
 
 
-def test_stream_is_cancelled_when_the_next_answer_times_out() -> None:
+@pytest.mark.parametrize("limits", [{"timeout_seconds": 0.2}, {"timeout_seconds": 60, "total_seconds": 0.2}])
+def test_stream_is_cancelled_when_the_next_answer_times_out(limits: dict[str, float]) -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         await client.call(Done(), timeout_seconds=30)  # the handshake has no part in the timeout
-        late = client.stream(ListDevices(), timeout_seconds=0.2, last=Done)
-        with pytest.raises(DeadlineExceeded):
+        late = client.stream(ListDevices(), last=Done, **limits)
+        with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
             await anext(late)
         await until("the end of all requests", lambda: not server.num_running)
         assert not client.pending
