@@ -181,7 +181,7 @@ class Home:
             self.start_coordinator(name, restart=True)
 
     @property
-    def leading(self) -> dict[str, Service]:
+    def leading(self) -> dict[str, _Service]:
         """The services of the coordinators that lead, or have led, by host."""
         return {
             name: process.variables["service"]
@@ -257,7 +257,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (zmq.asyncio, "Context", Context),
         (main, "asyncio_gatekeeper", Gatekeeper),
         (coordinator.serve.standby, "Browser", _Browser),
-        (coordinator.serve.roles, "Service", _service),
+        (coordinator.serve.roles, "Service", _Service),
         (service, "Profiler", _profiler),
         (coordinator.serve.roles, "client_port", _client_port),
         (main, "load_credential", _load_credential),
@@ -372,12 +372,22 @@ class _Daemon(AgentDaemon):
         return granted
 
 
-def _service(*arguments: Any) -> Service:
+class _Service(Service):
     """The real service, which the checks at the end of a run look at."""
-    process = CURRENT_PROCESS.get()
-    assert process is not None
-    service = process.variables["service"] = Service(*arguments)
-    return service
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.is_running = False
+        process = CURRENT_PROCESS.get()
+        assert process is not None
+        process.variables["service"] = self
+
+    async def run(self, *arguments: Any) -> None:
+        self.is_running = True
+        try:
+            await super().run(*arguments)
+        finally:
+            self.is_running = False
 
 
 def _profiler(*arguments: Any) -> Profiler:

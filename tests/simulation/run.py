@@ -139,7 +139,7 @@ class Run:
 
     def _change_is_copied(self) -> bool:
         """Whether a change of keys that was answered must last: there is one coordinator, or the standby has confirmed it."""
-        leading = self.home.leading.values()
+        leading = [service for service in self.home.leading.values() if service.is_running]
         is_confirmed = len(leading) > 0 and all(service._followers.latest_is_copied for service in leading)
         return len(self.home.coordinators) == 1 or is_confirmed
 
