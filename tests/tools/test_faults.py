@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.errors import BadSetting, HearthError
+from hearth.errors import BadSetting, HearthError, InternalError
 from hearth.wire.messages import Done, GetReadiness, Hello, decode, encode
 from tools.bench.census import Census, role_of
 from tools.bench.churn import leaks
@@ -30,7 +30,7 @@ from tools.bench.fault_rows import (
 )
 from tools.bench.faults import Faults
 from tools.bench.findings import all_hold
-from tools.bench.fuzz import FuzzRow, ended
+from tools.bench.fuzz import FuzzRow, counts_of, ended
 from tools.bench.idle_cost import IdleRow
 from tools.bench.mutations import mutated
 from tools.testbed.cluster import what_is_missing
@@ -296,6 +296,22 @@ def test_fuzz_fails_for_each_harm_to_the_home_or_to_its_clients(harm: dict[str, 
     experiment = make_experiment(read_settings("fuzz"))
     assert not experiment.summary([fuzz_row(), fuzz_row()]).failure
     assert experiment.summary([fuzz_row(attack="raw"), fuzz_row(**harm)]).failure
+
+
+def test_attacker_that_ended_starts_again() -> None:
+    class Attacker:
+        restarts = 0
+
+        def answer(self, timeout_seconds: float) -> dict[str, Any]:
+            raise InternalError(where="fuzzer on hub", reason="it has ended")
+
+        def restart(self) -> None:
+            self.restarts += 1
+
+    attacker: Any = Attacker()
+    row = fuzz_row(**counts_of(attacker, 1.0))
+    assert (row.frames, row.attacker_ended, attacker.restarts) == (0, True, 1)
+    assert not make_experiment(read_settings("fuzz")).summary([row]).failure
 
 
 def test_programs_that_ended_are_named() -> None:

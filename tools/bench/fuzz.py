@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from hearth.client.connection import COORDINATOR_PORT
+from hearth.errors import InternalError
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.census import Census, take_census
 from tools.bench.experiment import Context, Experiment
@@ -53,6 +54,8 @@ class FuzzRow(BaseModel):
     rate: float
     failed: tuple[str, ...] = ()  # calls of the clients that behave
     wrong: tuple[str, ...] = ()
+    # libzmq fails an assertion if a peer closes a connection whose input waits (its issue 4841); frames are not counted then.
+    attacker_ended: bool = False
     new_client_seconds: float | None = None  # for another client to connect and ask, during the attack; None: it failed
     ended: tuple[str, ...] = ()  # programs that ended
     serves: bool = True  # after the attack
@@ -114,7 +117,7 @@ class Fuzz(Experiment):
         )  # fmt: skip
         time.sleep(self.seconds / 2)
         new_client_seconds = home.connect_once()
-        counts = fuzzer.answer(self.seconds + _ANSWER_SECONDS)
+        counts = counts_of(fuzzer, self.seconds + _ANSWER_SECONDS)
         flag.unlink(missing_ok=True)
         happened, state = home.take(), home.look()
         if attack == _MALICIOUS:  # counted by those who receive them
@@ -135,6 +138,12 @@ class Fuzz(Experiment):
             equal("calls that failed, of clients that behave", sum(len(row.failed) for row in rows), 0, COUNT),
             equal("wrong answers", sum(len(row.wrong) for row in rows if row.attack != _MALICIOUS), 0, COUNT),
             equal("attacks after which the home did not serve", sum(not row.serves for row in rows), 0, COUNT),
+            at_most(
+                "attacks that ended early with their attacker",
+                sum(row.attacker_ended for row in rows),
+                len(rows),
+                COUNT,
+            ),
             equal("new clients shut out", sum(row.new_client_seconds is None for row in rows), 0, COUNT),
             *_growth(rows),
         ]
@@ -149,6 +158,15 @@ class Fuzz(Experiment):
         columns = ("attack", "frames", "a second", "answers", "refusals", "broken", "new client, worst")
         table = Table.of("Attacks", columns, (_line(name, rows) for name in dict.fromkeys(r.attack for r in rows)))
         return summarise(f"{frames} frames", findings, table)
+
+
+def counts_of(fuzzer: HubProcess, timeout_seconds: float) -> dict[str, Any]:
+    """What an attack did. An attacker that has ended starts again, because its end harms nobody."""
+    try:
+        return fuzzer.answer(timeout_seconds)
+    except InternalError:
+        fuzzer.restart()
+        return {"frames": 0, "attacker_ended": True}
 
 
 def _make_malicious(home: FaultHome, context: Context) -> None:
