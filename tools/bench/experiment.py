@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "churn": ("churn", "Churn"),
     "fuzz": ("fuzz", "Fuzz"),
     "idle-cost": ("idle_cost", "IdleCost"),
+    "kv-loss": ("kv_loss", "KvLoss"),
 }
 
 

@@ -75,15 +75,15 @@ class Inference(Work):
 
 
 class Streaming(Work):
-    """Answers of `max_tokens`; every other one is sampled, with a seed of its own."""
+    """Answers of `max_tokens` to prompts of `prompt_tokens` and a few more; every other one is sampled, with its own seed."""
 
     deadline_seconds = 300.0
 
-    def __init__(self, vocab_size: int, max_tokens: int) -> None:
-        self._vocab_size, self._max_tokens = vocab_size, max_tokens
+    def __init__(self, vocab_size: int, max_tokens: int, prompt_tokens: int) -> None:
+        self._vocab_size, self._max_tokens, self._prompt_tokens = vocab_size, max_tokens, prompt_tokens
 
     async def answer(self, home: AsyncHome, item: int, seen: Seen) -> Any:
-        prompt = [3 + (7919 * i + 101 * item) % (self._vocab_size - 3) for i in range(12 + item)]
+        prompt = [3 + (7919 * i + 101 * item) % (self._vocab_size - 3) for i in range(self._prompt_tokens + item)]
         sampled = item % 2 == 1
         stream = home.generate(
             token_ids=prompt, max_tokens=self._max_tokens, timeout_seconds=self.deadline_seconds,
@@ -118,10 +118,13 @@ class LoadClients(HomeClients):
         self._clients: list[asyncio.Task[None]] = []
         self._observer: AsyncHome | None = None
 
-    async def prepare(self, load: str, vocab_size: int = 0, max_tokens: int = 0) -> None:
-        """Ask for the references. `load`: embed, infer or generate, with the model's vocabulary and tokens per answer."""
+    async def prepare(self, load: str, vocab_size: int = 0, max_tokens: int = 0, prompt_tokens: int = 12) -> None:
+        """Ask for the references.
+
+        `load`: embed, infer or generate, with the model's vocabulary and the tokens per answer and, about, per prompt.
+        """
         if load == "generate":
-            self._work = Streaming(vocab_size, max_tokens)
+            self._work = Streaming(vocab_size, max_tokens, prompt_tokens)
         else:
             self._work = Embedding() if load == "embed" else Inference()
         async with await self.connected() as home:
@@ -135,10 +138,10 @@ class LoadClients(HomeClients):
             await self._observer.close()
             self._observer = None
 
-    async def begin(self, num_clients: int) -> None:
-        """Start the clients. Raises the errors of connecting."""
+    async def begin(self, num_clients: int, once: bool = False) -> None:
+        """Start the clients. `once`: each sends one request only. Raises the errors of connecting."""
         homes = [await self.connected() for _ in range(num_clients)]
-        self._clients = [asyncio.create_task(self._ask(home, number)) for number, home in enumerate(homes)]
+        self._clients = [asyncio.create_task(self._ask(home, number, once)) for number, home in enumerate(homes)]
 
     async def end(self) -> None:
         """Stop the clients; requests in progress are cancelled and do not count."""
@@ -182,8 +185,8 @@ class LoadClients(HomeClients):
             return {}
         return {"status": status, "devices": found.model_dump(mode="json")["devices"] if found else []}
 
-    async def _ask(self, home: AsyncHome, number: int) -> None:
-        """Send the requests of the pool in turn, until cancelled."""
+    async def _ask(self, home: AsyncHome, number: int, once: bool) -> None:
+        """Send the requests of the pool in turn, until cancelled, or one of them."""
         loop, item = asyncio.get_running_loop(), number
 
         def note(kind: str, detail: str = "") -> None:
@@ -200,6 +203,8 @@ class LoadClients(HomeClients):
                     continue
                 wrong = self._work.difference(answer, self._references[item])
                 note("wrong" if wrong else "answer", wrong)
+                if once:
+                    return
 
 
 if __name__ == "__main__":
