@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from hearth.wire.messages import WorkerProgress
 
 TICK_SECONDS = 0.25  # interval of the checks: adds at most this to the time until a hung worker is noticed
-# Three signs of life are missing, and the process neither uses a processor nor waits for one: it is stopped, or stuck in the
-# kernel. With six other busy processes for each core, the longest gap between two signs was 0.84 s.
+# Three signs of life are missing, and the process neither uses a processor nor waits for one: it is stuck in the kernel. With
+# six other busy processes for each core, the longest gap between two signs was 0.84 s.
 SILENT_SECONDS = 1.5
-INACTIVE_SECONDS = 1.0  # of these: without processor time, of which the kernel counts hundredths of a second
+# The same for a process that the kernel reports as stopped by a signal, which no load explains: two signs are missing.
+STOPPED_SECONDS = 1.0
+INACTIVE_SECONDS = 1.0  # of the silence: without processor time, of which the kernel counts hundredths of a second
 # The same while the worker starts and loads, unless it is stopped by a signal: a worker that waits for its disk may hold the
 # lock of the interpreter, and an SD card may stall for seconds.
 LOADING_SILENT_SECONDS = 30.0
@@ -68,7 +70,7 @@ class Liveness:
         """Why the worker counts as hung, as a phrase for an error message, or None if it does not."""
         stopped = self.sample is not None and self.sample.stopped
         inactive = self.inactive_seconds >= (LOADING_SILENT_SECONDS if loading else INACTIVE_SECONDS)
-        if self.silent_seconds >= SILENT_SECONDS and (stopped or inactive):
+        if (stopped and self.silent_seconds >= STOPPED_SECONDS) or (inactive and self.silent_seconds >= SILENT_SECONDS):
             cause = "stopped by a signal" if stopped else "stuck in the kernel, or in a deadlock"
             return f"it gave no sign of life for {self.silent_seconds:.1f} s: {cause}"
         if loading:

@@ -14,6 +14,7 @@ from agent.daemon.liveness import (
     BUSY_SILENT_SECONDS,
     LOADING_SILENT_SECONDS,
     SILENT_SECONDS,
+    STOPPED_SECONDS,
     TICK_SECONDS,
     Liveness,
     ProcessSample,
@@ -45,14 +46,14 @@ def busy(life: Liveness, seconds: float) -> Liveness:
     return life
 
 
-@pytest.mark.parametrize("sample", [ASLEEP, STOPPED])
-def test_silent_process_without_processor_time_hangs_after_the_limit(sample: ProcessSample) -> None:
-    assert seconds_until_hang(sample) == SILENT_SECONDS
+def test_silent_process_hangs_after_the_limit_without_processor_time_and_sooner_if_it_is_stopped() -> None:
+    assert seconds_until_hang(ASLEEP) == SILENT_SECONDS
+    assert seconds_until_hang(STOPPED) == STOPPED_SECONDS < SILENT_SECONDS
 
 
 def test_loading_worker_may_wait_longer_for_its_disk_but_not_be_stopped() -> None:
     assert seconds_until_hang(ASLEEP, loading=True) == LOADING_SILENT_SECONDS
-    assert seconds_until_hang(STOPPED, loading=True) == SILENT_SECONDS
+    assert seconds_until_hang(STOPPED, loading=True) == STOPPED_SECONDS
 
 
 @pytest.mark.parametrize("sample", [STARVED, None])
