@@ -16,7 +16,7 @@ _SHOWN_TO_APPS = {
     "device": "a device", "peer": "a device", "first": "a device", "second": "another device", "device_id": "hidden",
     "holder": "another coordinator", "endpoint": "a device", "where": "the home", "state": "the home is not ready",
     "reason": "an administrator can see the reason with `hearth status`", "action": "a step of the request",
-    "compute_device": "compute",
+    "compute_device": "compute", "rooms": "an administrator can see their room with `hearth status`",
 }  # fmt: skip
 _ALWAYS_HIDDEN = _SHOWN_TO_APPS.keys() - {"reason", "action", "state"}
 
