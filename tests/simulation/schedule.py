@@ -15,6 +15,8 @@ FaultKind = Literal[
 # What may be wrong with one device until the home was asked whether it serves.
 LASTING_KINDS: tuple[FaultKind, ...] = ("disk full", "disk read-only", "disk failing", "dying worker", "dying worker")
 
+AGENT_RESTARTS = ("kill agent", "restart agent", "power cut")
+
 # How often each fault occurs, relative to the others.
 WEIGHTS: dict[FaultKind, float] = {
     "kill worker": 3, "stop worker": 2, "kill agent": 2, "stop agent": 2, "stop host": 2, "power cut": 1, "cut": 3,
@@ -146,6 +148,9 @@ def generate(seed: int) -> Schedule:
         lasting = Fault(
             random.choice((0.0, random.uniform(1.0, 4.0))), random.choice(LASTING_KINDS), random.choice(devices)
         )
+    if standby and lasting is not None and lasting.kind.startswith("disk"):
+        # An agent that starts again without its disk has forgotten its vote; of two voters, none may go on then.
+        faults = [fault for fault in faults if fault.host != lasting.host or fault.kind not in AGENT_RESTARTS]
     thorough = random.random() < 0.05 and lasting is None
     links_known = random.random() < LINKS_KNOWN_FRACTION
     calls = [
