@@ -22,7 +22,7 @@ demo: .venv/installed $(MODEL)/config.json
 	@.venv/bin/hearth demo --model $(MODEL)
 
 test: .venv/installed $(MODEL)/config.json
-	@.venv/bin/python -m pytest -n auto -m $(PURE)
+	@.venv/bin/python -m pytest -n auto --dist worksteal -m $(PURE)
 	@.venv/bin/python -m pytest -n $$(($$(nproc) * 3 / 2)) --dist loadfile -m "(processes or namespaces) and not alone"
 	@.venv/bin/python -m pytest -m alone
 
@@ -41,7 +41,8 @@ simulate: .venv/installed
 .PHONY: test-3.10
 ifdef PYTHON310
 test-3.10: .venv-3.10/installed
-	@.venv-3.10/bin/python -m pytest -n auto --hypothesis-profile few -m $(PURE) --ignore tests/tools --ignore tests/simulation \
+	@.venv-3.10/bin/python -m pytest -n auto --dist worksteal --hypothesis-profile few -m $(PURE) \
+	  --ignore tests/tools --ignore tests/simulation \
 	  --deselect tests/corpus/test_corpus.py::test_plans_equal_the_record
 else
 test-3.10:

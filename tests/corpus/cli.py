@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from unittest import mock
 
 import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -38,9 +38,15 @@ def hearth_app() -> typer.Typer:
     return next(each for each in vars(module).values() if isinstance(each, typer.Typer) and each.info.name == "hearth")
 
 
+@cache
+def _root() -> Any:
+    """The app's root command, which takes 0.05 s to build."""
+    return typer.main.get_command(hearth_app())
+
+
 def run_hearth(arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
     """The exit code and the printed JSON object, which is empty if none was printed."""
-    result = CliRunner().invoke(hearth_app(), list(arguments), env={"COLUMNS": "120"})
+    result = CliRunner().invoke(_root(), list(arguments), env={"COLUMNS": "120"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     start = result.stdout.find("{")
@@ -53,8 +59,7 @@ def run_hearth(arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
 
 def surface() -> dict[str, Any]:
     """Commands and parameters of `hearth`, options of `hearth-agent`: names, defaults, choices; no help texts."""
-    root = typer.main.get_command(hearth_app())
-    return {"hearth": _command(root), "hearth-agent": _agent_options(), "choices": _choices()}
+    return {"hearth": _command(_root()), "hearth-agent": _agent_options(), "choices": _choices()}
 
 
 def _command(command: Any) -> dict[str, Any]:

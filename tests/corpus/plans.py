@@ -38,13 +38,16 @@ def cases_of(part: str) -> Iterator[Case]:
 
 
 def subset_of(part: str) -> Iterator[Case]:
-    """About half: of each profile or cluster `auto` and two other strategies; no cases that end by the clock."""
+    """About two fifths: of each profile or cluster two named strategies, and of every other one `auto`, which takes longer.
+
+    There are no cases that end by the clock.
+    """
     groups: dict[str, list[Case]] = {}
     for case in cases_of(part):
         groups.setdefault(case.name.partition("-")[0], []).append(case)
     for number, (auto, *named) in enumerate(groups.values()):
         chosen = [named[(2 * number + i) % len(named)] for i in range(2)]
-        yield from (case for case in (auto, *chosen) if not case.ends_by_clock)
+        yield from (case for case in (*([auto] if number % 2 == 0 else []), *chosen) if not case.ends_by_clock)
 
 
 def run_case(case: Case) -> dict[str, Any]:

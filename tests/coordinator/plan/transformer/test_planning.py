@@ -316,6 +316,7 @@ def test_auto_splits_a_model_that_fits_no_single_device() -> None:
 
 
 @given(st.lists(st.floats(0.1, 4), min_size=1, max_size=4), st.floats(1, 1000))
+@settings(max_examples=25)
 def test_auto_is_never_slower_than_the_best_single_device(speeds: list[float], mbit: float) -> None:
     plan = plan_for(request(speeds, mbit=mbit))
     best = min(
@@ -326,7 +327,7 @@ def test_auto_is_never_slower_than_the_best_single_device(speeds: list[float], m
 
 
 @given(st.floats(10, 500), st.sampled_from([900 << 20, 1300 << 20, 8 << 30]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10)
 def test_auto_considers_replication_on_all_devices(mbit: float, budget: int) -> None:
     problem = request([1.0] * 4, [budget] * 4, mbit=mbit)
     on_all = replicate(problem, plan_strategy(problem, "hmp"))
