@@ -35,6 +35,12 @@ from hearth.wire.rpc import Caller, Response, RpcServer
 AGENT, COORDINATOR = new_keypair(), new_keypair()
 
 
+@pytest.fixture(autouse=True)
+def _silent_agents_keep_their_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that are silent at the end of a test would otherwise delay it."""
+    monkeypatch.setattr(fleet_module, "_RELEASE_SECONDS", 0.2)
+
+
 class FakeAgent:
     """Answers what a fleet asks. `FindMissing` is never answered, and nothing is while it is `silent`."""
 

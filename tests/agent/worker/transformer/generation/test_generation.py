@@ -71,10 +71,10 @@ def test_greedy_tokens_equal_transformers(family: str, strategy: str, split: tup
     with EngineCluster(model_dir, plan) as cluster:
         home = GenerationCluster(cluster)
         prompts = prompts_of(spec, [1, 7, 61, 100])
-        requests = [home.submit(prompt, 24) for prompt in prompts]
+        requests = [home.submit(prompt, 16) for prompt in prompts]
         home.run()
         for request, prompt in zip(requests, prompts, strict=True):
-            assert home.answers[request] == greedy(model_dir, prompt, 24), len(prompt)
+            assert home.answers[request] == greedy(model_dir, prompt, 16), len(prompt)
         assert cluster.executors[0].num_sequences == 0
 
 
@@ -153,9 +153,9 @@ def test_long_prompts_and_long_answers(family: str, models: Any) -> None:
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 2, 1))) as cluster:
         home = GenerationCluster(cluster)
         (prompt,) = prompts_of(spec, [500])
-        request = home.submit(prompt, 64)
+        request = home.submit(prompt, 40)
         home.run()
-        assert home.answers[request] == greedy(model_dir, prompt, 64)
+        assert home.answers[request] == greedy(model_dir, prompt, 40)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
