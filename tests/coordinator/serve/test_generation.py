@@ -126,7 +126,8 @@ class Script:
     fails: list[tuple[int, HearthError]] = field(default_factory=list)
     tokens: Sequence[int] = ()  # used in place of the scripted model's, if given
     at_once: int = 1  # tokens per message
-    silent_after: int | None = None
+    silent_after: int | None = None  # tokens after which it gives no more
+    silence_ended: bool = False  # set: it goes on
     requests: list[Request] = field(default_factory=list)
     open_now: int = 0
     tokens_given: int = 0
@@ -155,7 +156,8 @@ class Script:
                     assert error is not None
                     raise error
                 if count == self.silent_after:
-                    await asyncio.Event().wait()
+                    while not self.silence_ended:
+                        await asyncio.sleep(0.005)
                 token = self.tokens[first_index + count] if self.tokens else next_token(ids)
                 ids.append(token)
                 batch.append(token)
@@ -1162,6 +1164,7 @@ def test_threads_share_a_client_and_none_hangs_when_it_is_closed() -> None:
         for thread in threads:
             thread.join(15)
         assert sorted(map(str, found)) == ["5", "6", "7", "ConnectionLost", "ConnectionLost"]
+        served.script.silence_ended = True  # the coordinator notices at the next token that its client is gone
         served.wait_idle()
 
 
