@@ -15,7 +15,7 @@ from simulation.run import run_schedule
 from simulation.schedule import LONG_SECONDS, Fault, generate
 
 TESTS = Path(__file__).parents[1]
-NUM_SCHEDULES = 2000  # some 0.05 s of processor time each
+NUM_SCHEDULES = 1000  # some 0.05 s of processor time each
 NUM_PARTS = 4  # tests, so that all cores take part
 
 
