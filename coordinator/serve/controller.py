@@ -11,17 +11,17 @@ from coordinator.deploy.deployment import Deployment, loss_error
 from coordinator.devices.registry import Device
 from coordinator.plan.limits import limit_violation, unknown_names
 from coordinator.serve import lifecycle as cycle
-from coordinator.serve.drift import DriftMonitor
 from coordinator.serve.goal import allowed_devices
-from coordinator.serve.graph import GraphKind
-from coordinator.serve.kind import ModelKind, SharedServices
+from coordinator.serve.kinds.graph import GraphKind
+from coordinator.serve.kinds.kind import ModelKind, SharedServices
+from coordinator.serve.kinds.transformer import TransformerKind
 from coordinator.serve.lifecycle_text import describe_state, history_entries
-from coordinator.serve.prepared import PreparedPlan, Preparer
-from coordinator.serve.prepared import describe as describe_preparation
-from coordinator.serve.replanning import Replanner
-from coordinator.serve.requests import Requests, as_hearth_error
+from coordinator.serve.planning.drift import DriftMonitor
+from coordinator.serve.planning.prepared import PreparedPlan, Preparer
+from coordinator.serve.planning.prepared import describe as describe_preparation
+from coordinator.serve.planning.replanner import Replanner
+from coordinator.serve.requests.runner import Requests, as_hearth_error
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
-from coordinator.serve.transformer import TransformerKind
 from coordinator.serve.witnesses import Witnesses
 from hearth.errors import (
     BadPlan,

@@ -14,8 +14,8 @@ from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.limits import NamedDevice, profile_with_limits
 from coordinator.plan.transformer.request import DEFAULT_SEQUENCES, GenerationRequest, PlanRequest
-from coordinator.serve.prompts import TextTokenizer
-from coordinator.serve.sentences import SentenceTokenizer
+from coordinator.serve.kinds.prompts import TextTokenizer
+from coordinator.serve.kinds.sentences import SentenceTokenizer
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from coordinator.deploy.distribution import PushProgress
-from coordinator.serve.client_port import client_port
+from coordinator.serve.clients.client_port import client_port
+from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.leadership import AnotherLeads
 from coordinator.serve.service import Service, locked_state
-from coordinator.serve.standby import Standby
+from coordinator.serve.standby.leadership import AnotherLeads
+from coordinator.serve.standby.standby import Standby
 from coordinator.serve.state import Goal
-from coordinator.serve.trust import Trust
 from hearth.plan.plan import Plan
 from hearth.platform.security import HomeKey
 

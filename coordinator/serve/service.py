@@ -18,22 +18,22 @@ from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.serve.admission import CALLER
-from coordinator.serve.client_port import ClientPort
+from coordinator.serve.clients.client_port import ClientPort
+from coordinator.serve.clients.disclosure import error_for_app, response_for_app
+from coordinator.serve.clients.key_registry import KeyRegistry
+from coordinator.serve.clients.repeats import RepeatedChanges
+from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
-from coordinator.serve.disclosure import error_for_app, response_for_app
 from coordinator.serve.durable_file import RETRY_SECONDS
-from coordinator.serve.followers import Followers
-from coordinator.serve.hand_over import HandOver
-from coordinator.serve.key_registry import KeyRegistry
-from coordinator.serve.kind import SharedServices
-from coordinator.serve.leadership import AnotherLeads, Leadership
-from coordinator.serve.repeats import RepeatedChanges
-from coordinator.serve.replica import ReplicaFile, replica_files
-from coordinator.serve.standby import ALIVE_SECONDS
+from coordinator.serve.kinds.kind import SharedServices
+from coordinator.serve.requests.admission import CALLER
+from coordinator.serve.standby.followers import Followers
+from coordinator.serve.standby.hand_over import HandOver
+from coordinator.serve.standby.leadership import AnotherLeads, Leadership
+from coordinator.serve.standby.replica import ReplicaFile, replica_files
+from coordinator.serve.standby.standby import ALIVE_SECONDS
 from coordinator.serve.state import Goal, StateFile
-from coordinator.serve.trust import Trust
 from hearth.errors import (
     AppRevoked,
     BadPlan,

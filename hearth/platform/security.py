@@ -2,7 +2,7 @@
 
 The home key is 32 random bytes. One CURVE key pair each for agents, coordinators and admins is derived from it, so a holder
 of the home key can authenticate in every role. Apps and devices can have separate key pairs;
-`coordinator.serve.key_registry` stores their public keys.
+`coordinator.serve.clients.key_registry` stores their public keys.
 """
 
 from __future__ import annotations

@@ -32,24 +32,24 @@ import agent.daemon.main
 import agent.daemon.store
 import agent.daemon.supervisor
 import coordinator.devices.fleet
+import coordinator.serve.kinds.transformer
 import coordinator.serve.roles
 import coordinator.serve.service
-import coordinator.serve.standby
-import coordinator.serve.transformer
+import coordinator.serve.standby.standby
 import hearth.wire.rpc
 from agent.daemon.config import AgentSettings
 from agent.daemon.daemon import AgentDaemon
 from agent.daemon.identity import Identity
 from agent.daemon.main import run_agent
 from coordinator.devices.profiling import Profiler
-from coordinator.serve.client_port import ClientPort, refuse
+from coordinator.serve.clients.client_port import ClientPort, refuse
+from coordinator.serve.clients.trust import CLIENT_MESSAGES, Trust
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
-from coordinator.serve.prompts import GenerationDefaults
+from coordinator.serve.kinds.prompts import GenerationDefaults
 from coordinator.serve.roles import run_coordinator
 from coordinator.serve.service import Service
 from coordinator.serve.state import TransformerGoal
-from coordinator.serve.trust import CLIENT_MESSAGES, Trust
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
 from hearth.platform.curve import KeyPair, new_keypair
@@ -252,11 +252,11 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
     """What stands for what: modules or classes, names in them, and stand-ins."""
     tokens = Random(random.random())
     main, service, fleet = agent.daemon.main, coordinator.serve.service, coordinator.devices.fleet
-    transformer = coordinator.serve.transformer
+    transformer = coordinator.serve.kinds.transformer
     return [
         (zmq.asyncio, "Context", Context),
         (main, "asyncio_gatekeeper", Gatekeeper),
-        (coordinator.serve.standby, "Browser", _Browser),
+        (coordinator.serve.standby.standby, "Browser", _Browser),
         (coordinator.serve.roles, "Service", _Service),
         (service, "Profiler", _profiler),
         (coordinator.serve.roles, "client_port", _client_port),

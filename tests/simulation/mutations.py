@@ -26,7 +26,7 @@ from coordinator.deploy.deployment import Deployment
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.quorum import Quorum
 from coordinator.devices.registry import Device
-from coordinator.serve.followers import Followers
+from coordinator.serve.standby.followers import Followers
 
 MAX_SCHEDULES = 100  # to which the defect matters
 

@@ -15,10 +15,10 @@ from support.planning import in_process_planning
 from support.waiting import WAIT_LIMIT_SECONDS, until
 
 from coordinator.devices.profiling import Profiler
-from coordinator.serve import replanning
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
-from coordinator.serve.kind import SharedServices
+from coordinator.serve.kinds.kind import SharedServices
+from coordinator.serve.planning import replanner as replanning
 from coordinator.serve.state import Goal, StateFile
 from hearth.plan.plan import Plan
 from hearth.protocol import DEFAULT_DEPLOYMENT

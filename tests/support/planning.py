@@ -13,7 +13,7 @@ from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_graph, plan_instance
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
-from coordinator.serve import planner_process
+from coordinator.serve.planning import planner_process
 from hearth.errors import HearthError
 from hearth.plan.plan import TransformerPlan
 

@@ -16,8 +16,8 @@ from coordinator.cli.output import out, print_json, report
 from coordinator.cli.render.tables import device_table, link_table
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
+from coordinator.serve.clients.key_registry import device_keys
 from coordinator.serve.config import load_coordinator_settings
-from coordinator.serve.key_registry import device_keys
 from hearth.client.home import connect_async
 from hearth.errors import HearthError, NoDevices, NotAuthorised
 from hearth.plan.profile import Link

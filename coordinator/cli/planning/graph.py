@@ -33,8 +33,8 @@ from coordinator.plan.redundancy import Loss
 from coordinator.plan.solution import PlanningResult
 from coordinator.plan.stores import lacking
 from coordinator.serve.goal import graph_request
-from coordinator.serve.graph import MAX_RECOVERY_SECONDS
-from coordinator.serve.planner_process import plans_or_errors, solve_graph
+from coordinator.serve.kinds.graph import MAX_RECOVERY_SECONDS
+from coordinator.serve.planning.planner_process import plans_or_errors, solve_graph
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting, HearthError
 from hearth.plan.parts import PlannedDevice

@@ -14,9 +14,9 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.plan.limits import NamedDevice, require_known
+from coordinator.serve.clients.key_registry import device_keys
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.goal import allowed_devices
-from coordinator.serve.key_registry import device_keys
 from coordinator.serve.state import Goal
 from hearth.errors import BadSetting, NoDevices, NotAuthorised
 from hearth.platform.security import HomeKey, agent_access, resolve_credential

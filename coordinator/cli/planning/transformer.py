@@ -27,9 +27,9 @@ from coordinator.plan.transformer.explain import best_of_each_strategy, candidat
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest, on_subset
 from coordinator.plan.transformer.stored import stored_chunks, with_stored
-from coordinator.serve.generation import max_context_tokens
 from coordinator.serve.goal import open_transformer, plan_request
-from coordinator.serve.sentences import pack_sequences
+from coordinator.serve.kinds.generation import max_context_tokens
+from coordinator.serve.kinds.sentences import pack_sequences
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import HearthError, StepFailed
 from hearth.plan.parts import PlannedDevice

@@ -19,8 +19,9 @@ from support.planning import in_process_planning
 from support.waiting import let_tasks_run
 
 from coordinator.models.graph_file import GraphFile, read_graph_file
-from coordinator.serve import lifecycle, prepared
-from coordinator.serve.drift import MIN_PRESENCE_SECONDS, REPLAN_SECONDS
+from coordinator.serve import lifecycle
+from coordinator.serve.planning import prepared
+from coordinator.serve.planning.drift import MIN_PRESENCE_SECONDS, REPLAN_SECONDS
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
 from hearth.errors import (
     BadCheckpoint,

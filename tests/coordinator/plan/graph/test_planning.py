@@ -33,7 +33,7 @@ from coordinator.plan.graph.predict import (
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.simulator import compute_resources, send_resources, simulate, transfer_resources
-from coordinator.serve.planner_process import solve_graph
+from coordinator.serve.planning.planner_process import solve_graph
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from hearth.plan.profile import WireCost

@@ -1,0 +1,1 @@
+"""Clients: the port, whom it serves, and what an app learns."""

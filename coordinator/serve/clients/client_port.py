@@ -1,0 +1,367 @@
+"""The port for clients: a gateway process owns it, and this end handles the requests that the gateway passes on.
+
+The coordinator opens the listening socket and lends it to the gateway. When a gateway ends or hangs, another one is started:
+meanwhile the kernel accepts connections, and clients repeat their requests. Requests of the gateway before are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from coordinator.gateway import link
+from coordinator.gateway.access import Access
+from coordinator.gateway.link import GatewayStart, GatewayState
+from coordinator.serve.clients.trust import CLIENT_MESSAGES, MESSAGE_RULES, Trust
+from coordinator.serve.config import CoordinatorSettings
+from hearth.errors import BadSetting, HearthError, NotServing, PortInUse
+from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised, with_timeout
+from hearth.platform.child import describe_exit
+from hearth.platform.curve import BACKLOG, fingerprint
+from hearth.wire import messages as wire
+from hearth.wire.loop_socket import loop_socket
+from hearth.wire.rpc import Caller, Handler, Policy, Reply, Request, RequestServer, Response
+
+log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25  # interval of the checks below; a stall of our own event loop counts as one tick
+# Without a sign of life, after which a gateway hangs: three of its signs. Clients wait for its successor.
+_SILENT_TICKS = 6
+_START_SECONDS = 30.0  # until its first sign of life: starting Python takes seconds from a Raspberry Pi's SD card
+_FLUSH_SECONDS = 3.0  # for a gateway to send the last answers and to end
+# Pause before a gateway is started again: none if it ran for longer than this, else one that grows.
+_STABLE_SECONDS = 5.0
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 5.0
+_WINDOW = 4  # large answers of a stream that have not left the gateway: two to overlap, doubled
+# Memory of the gateway in addition to the limits of apps and administrators: the interpreter, and what ZeroMQ has received of
+# messages that are not complete yet.
+_SPARE_BYTES = 256 << 20
+
+
+async def refuse(caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
+    """The handler while no role handles requests."""
+    raise NotServing(state="the coordinator is starting")
+
+
+class ClientPort(RequestServer):
+    """Listens from the start; until `serving`, requests are answered with NotServing."""
+
+    def __init__(self, settings: CoordinatorSettings, trust: Trust) -> None:
+        """Raises PortInUse, BadSetting."""
+        super().__init__(refuse, Policy(CLIENT_MESSAGES, trust.authorise, sizes=wire.CLIENT_SIZES))
+        self._trust = trust
+        self._listener = _listen(settings.bind_host, settings.port)
+        self.port: int = self._listener.getsockname()[1]
+        self._context = zmq.asyncio.Context()
+        self._gateway: _Gateway | None = None  # that runs now
+        self._num_gateways = 0  # that were started
+        self._earlier = GatewayState(0, 0)  # counters of all gateways that have ended
+        self._started_at = loop_time()
+        self._num_turns = 0  # of the receive loop
+        self._num_turns_seen = 0  # by `has_worked`
+        self._supervision = supervised(self._supervise(), "the supervision of the gateway")
+
+    @asynccontextmanager
+    async def serving(self, handler: Handler) -> AsyncIterator[None]:
+        """Have a handler answer the requests; at the end, those that are not answered fail with NotServing."""
+        self._handler = handler
+        try:
+            yield
+        finally:
+            self._handler = refuse
+            await self.end_requests(None, NotServing(state="the coordinator has stopped serving"))
+
+    @property
+    def gateway_pid(self) -> int | None:
+        """The process id of the gateway; None while there is none."""
+        return self._gateway.pid if self._gateway is not None else None
+
+    @property
+    def num_refused_requests(self) -> int:
+        """Number of messages that the gateways, or this end, have refused."""
+        now = self._gateway.state.refused_requests if self._gateway is not None else 0
+        return self.refusals.count + self._earlier.refused_requests + now
+
+    @property
+    def num_refused_connections(self) -> int:
+        """Number of connections that the gateways have refused."""
+        now = self._gateway.state.refused_connections if self._gateway is not None else 0
+        return self._earlier.refused_connections + now
+
+    def has_worked(self) -> bool:
+        """Whether the receive loop has handled a message since the last call: a gateway sends some all the time."""
+        seen, self._num_turns_seen = self._num_turns_seen, self._num_turns
+        return seen != self._num_turns or loop_time() - self._started_at < _START_SECONDS
+
+    def change_access(self) -> None:
+        """Tell the gateway at once who may send what. Without this call, it learns of changes within a tick."""
+        if self._gateway is not None:
+            self._gateway.change_access(self._trust.access)
+
+    async def close(self) -> None:
+        """Cancel all running requests, let the gateway send the last answers, and close the port."""
+        await cancel_all(self._tasks)
+        await cancel_all([self._supervision])
+        self._listener.close()
+        self._context.destroy(linger=0)
+
+    # ---- the gateway process ----------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        """Keep a gateway running, until cancelled."""
+        pause = 0.0
+        while True:
+            started_at = loop_time()
+            try:
+                cause = await self._run_gateway()
+            except OSError as error:
+                cause = f"could not be started: {error}"
+            pause = min(max(2 * pause, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
+            if loop_time() - started_at > _STABLE_SECONDS:
+                pause = 0.0
+            log.error("the gateway %s; it is started again", cause)
+            await asyncio.sleep(pause)
+
+    async def _run_gateway(self) -> str:
+        """Run one gateway process until it ends or hangs. Returns the cause, as a phrase. Raises OSError."""
+        self._num_gateways += 1
+        gateway = _Gateway(self._context, self._num_gateways)
+        tasks: list[asyncio.Future[Any]] = []
+        try:
+            await gateway.start(self._trust, self._listener.fileno())
+            self._gateway = gateway
+            tasks = [
+                asyncio.ensure_future(each)
+                for each in (gateway.wait(), gateway.watch(self._trust), self._receive_loop(gateway))
+            ]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return str(next(iter(done)).result())
+        except asyncio.CancelledError:  # by `close`
+            await gateway.stop()
+            raise
+        finally:
+            self._gateway = None
+            self._earlier = GatewayState(*map(sum, zip(self._earlier, gateway.state, strict=True)))
+            for task, request in self._tasks.items():
+                if request.identity == gateway.name:
+                    task.cancel()
+            await cancel_all(tasks)
+            await gateway.close()
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    async def _receive_loop(self, gateway: _Gateway) -> None:
+        while True:
+            frames = await gateway.socket.receive()
+            self._num_turns += 1
+            try:
+                await self._receive(gateway, frames)
+            except Exception:  # whatever a client sends, the others are served
+                self.refusals.count += 1
+                log.exception("a message could not be handled")
+            # While messages wait, `receive` does not: without this, a flood would stop all other tasks.
+            await asyncio.sleep(0)
+
+    async def _receive(self, gateway: _Gateway, frames: list[zmq.Frame]) -> None:
+        kind = frames[0].bytes
+        if kind == link.STATE:
+            gateway.hear(GatewayState.decode(frames[1].bytes))
+            return
+        number = frames[1].bytes
+        if kind == link.LEFT:
+            gateway.left(number)
+        elif kind == link.CANCEL:
+            gateway.expected.discard(number)
+            self._cancel(gateway.name, number)
+        else:
+            await self._accept(gateway, number, Caller(frames[2].bytes.decode()), frames[3], frames[4:])
+
+    async def _accept(
+        self, gateway: _Gateway, number: bytes, caller: Caller, body: zmq.Frame, payload: list[zmq.Frame]
+    ) -> None:
+        """Start a request. The key may have been revoked since the gateway passed it on."""
+        gateway.expected.add(number)
+        try:
+            kind = wire.message_type(body.buffer, self._policy.accepts)
+            self._policy.authorise(caller.public_key, kind)
+        except HearthError as error:
+            self.refusals.note(f"{error.code} for {fingerprint(caller.public_key)}")
+            gateway.send([link.LAST_ANSWER, number, wire.encode(wire.Failed.of(error))])
+            return
+        self._begin(Request(gateway.name, number, caller, kind, 0), body, payload)
+
+    async def _send(
+        self, request: Request, answer: wire.Message | Reply, is_last: bool, timeout_seconds: float = 0.0
+    ) -> bool:
+        gateway, number = self._gateway, request.request_id
+        if gateway is None or gateway.name != request.identity or number not in gateway.expected:
+            return False
+        reply = answer if isinstance(answer, Reply) else Reply(answer)
+        frames = [wire.encode(reply.message), *reply.payload]
+        if is_last:
+            gateway.send([link.LAST_ANSWER, number, *frames])
+        elif sum(memoryview(frame).nbytes for frame in frames) < link.LARGE_ANSWER_BYTES:
+            gateway.send([link.ANSWER, number, *frames])
+        elif await gateway.wait_for_room(number, timeout_seconds):
+            gateway.send([link.LARGE_ANSWER, number, *frames])
+        else:
+            return False
+        return True
+
+    def _ended(self, request: Request) -> None:
+        gateway, number = self._gateway, request.request_id
+        if gateway is not None and gateway.name == request.identity:
+            gateway.windows.pop(number, None)
+            if number in gateway.expected:
+                gateway.send([link.END, number])
+
+
+class _Gateway:
+    """One gateway process, and the private socket to it."""
+
+    def __init__(self, context: zmq.asyncio.Context, number: int) -> None:
+        """Bind the socket. Raises OSError."""
+        self.name = number.to_bytes(8, "big")
+        self.state = GatewayState(0, 0)
+        self.expected: set[bytes] = set()  # numbers of the requests of which the gateway expects the last answer
+        self.windows: dict[bytes, asyncio.Semaphore] = {}  # of streams with large answers, by number
+        self._access: Access | None = None  # that the gateway was told
+        self._heard = False  # of the gateway since the last tick
+        self._process: asyncio.subprocess.Process | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="hearth-gateway-")  # mode 0700: only this user has access
+        self._endpoint = f"ipc://{Path(self._folder.name) / 'gateway'}"
+        self.socket = loop_socket(context, zmq.DEALER)
+        self.socket.sndhwm = self.socket.rcvhwm = 0  # what is under way is bounded by the gateway's limits
+        self.socket.linger = 0
+        self.socket.bind(self._endpoint)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def start(self, trust: Trust, listener: int) -> None:
+        """Start the process. Raises OSError."""
+        access = self._access = trust.access
+        process = self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "coordinator.gateway", stdin=asyncio.subprocess.PIPE, pass_fds=(listener,)
+        )
+        memory_bytes = access.app_bytes + access.admin_limits.total_bytes + _SPARE_BYTES
+        keypair = trust.keypair
+        start = GatewayStart(
+            keypair.public, keypair.secret, listener, self._endpoint, memory_bytes, MESSAGE_RULES, access
+        )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has ended already
+            process.stdin.write(start.encode())
+            await process.stdin.drain()
+        process.stdin.close()
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Send a message; the socket queues without limit."""
+        if frames[0] in (link.LAST_ANSWER, link.END):
+            self.expected.discard(frames[1])
+        self.socket.send_now(frames)
+
+    def change_access(self, access: Access) -> None:
+        """Send the rules, if they have changed."""
+        if access is not self._access:
+            self._access = access
+            self.send([link.ACCESS, link.encode_access(access)])
+
+    def hear(self, state: GatewayState) -> None:
+        """Take note of a sign of life."""
+        self.state = state
+        self._heard = True
+
+    def left(self, number: bytes) -> None:
+        """A large answer of this stream has left."""
+        if (window := self.windows.get(number)) is not None:
+            window.release()
+
+    async def wait_for_room(self, number: bytes, timeout_seconds: float) -> bool:
+        """Wait until one more large answer of a stream may be sent. Returns False after the timeout."""
+        window = self.windows.setdefault(number, asyncio.Semaphore(_WINDOW))
+        try:
+            await with_timeout(timeout_seconds, window.acquire())
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    async def wait(self) -> str:
+        """Wait for the end of the process. Returns the cause, as a phrase."""
+        assert self._process is not None
+        return describe_exit(await self._process.wait())
+
+    async def watch(self, trust: Trust) -> str:
+        """Pass on changes of the rules. Returns a phrase once the gateway hangs."""
+        silent_ticks, limit = 0, round(_START_SECONDS / _TICK_SECONDS)
+        while silent_ticks <= limit:
+            await asyncio.sleep(_TICK_SECONDS)
+            self.change_access(trust.access)
+            if self._heard:
+                limit = _SILENT_TICKS
+            silent_ticks = 0 if self._heard else silent_ticks + 1
+            self._heard = False
+        return f"gave no sign of life for {limit * _TICK_SECONDS:g} s"
+
+    async def stop(self) -> None:
+        """Have the process send the last answers and end, and wait for it."""
+        if self._process is not None:
+            self.send([link.STOP])
+            with suppress(asyncio.TimeoutError):
+                await with_timeout(_FLUSH_SECONDS, self._process.wait())
+
+    async def close(self) -> None:
+        """End the process, if it runs, and remove the socket."""
+        self.socket.close()
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            with suppress(asyncio.TimeoutError):
+                await with_timeout(_FLUSH_SECONDS, self._process.wait())
+        with suppress(OSError):
+            self._folder.cleanup()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Port 0: any free port. Raises PortInUse, BadSetting."""
+    listener: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(port=port, setting="--port") from None
+        reason = f"{host} port {port} cannot be bound ({error.strerror or error})"
+        raise BadSetting(setting="HEARTH_COORDINATOR_BIND_HOST", reason=reason) from None
+    listener.setblocking(False)  # the gateway's I/O thread must not wait for a connection that was closed meanwhile
+    return listener
+
+
+@asynccontextmanager
+async def client_port(settings: CoordinatorSettings, trust: Trust) -> AsyncIterator[ClientPort]:
+    """An open port, closed at the end."""
+    port = ClientPort(settings, trust)
+    try:
+        yield port
+    finally:
+        await port.close()

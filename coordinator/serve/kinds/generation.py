@@ -1,0 +1,326 @@
+"""Streamed text generation: requests run as sequences on a deployment and continue on the next one when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from coordinator.deploy.transformer import TransformerDeployment
+from coordinator.serve.kinds.prompts import GenerationDefaults, StopTextFilter, TextStream, TextTokenizer
+from coordinator.serve.kinds.text_threads import TextThreads
+from coordinator.serve.requests.runner import Requests, Ticket
+from hearth.errors import BadPlan, BadRequest, ContextTooLong, DeadlineExceeded, HearthError, QueueFull, StepFailed
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.plan import TransformerPlan
+from hearth.platform.asyncio_tools import cancel_all
+from hearth.protocol import REPLY_MARGIN_SECONDS
+from hearth.wire import messages as wire
+from hearth.wire.codec import Array
+from hearth.wire.quota import MAX_REQUESTS_PER_CALLER
+
+_MAX_CONCURRENT = MAX_REQUESTS_PER_CALLER // 2  # the rest of rank 0's limit per caller is left for heartbeats
+_MAX_STOP_CHARACTERS = 1000  # of a stop text: bounds the search at every token; real ones are a few words
+# A deployment is silent after this many times the longest wait of its workers for a peer, which is 20 times the prediction of a
+# step. A worker that is dead or stopped is found much sooner, by its agent.
+_SILENCE_FACTOR = 2
+_PROBE_TOKENS = 8  # of the prompt of a probe: short, but several rows to share
+_PROBE_SECONDS = 120.0  # timeout of a probe's answer: the first step also pages the weights in and loads the kernels
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A decoder's spec, tokenizer and generation defaults, read once from its directory."""
+
+    spec: ModelSpec
+    tokenizer: TextTokenizer | None  # None: only token ids are accepted
+    defaults: GenerationDefaults
+
+    def prompt_ids(self, request: wire.Generate, token_ids: Array | None) -> list[int]:
+        """Token ids of the request's prompt. Raises BadRequest."""
+        if [request.prompt is not None, bool(request.messages), token_ids is not None].count(True) != 1:
+            raise BadRequest(reason="give a prompt, messages or token ids, and only one of them")
+        if self.tokenizer is None and (token_ids is None or request.stop):
+            raise BadRequest(reason="the model has no tokenizer.json; send token ids without stop texts")
+        if any(not 0 < len(stop) <= _MAX_STOP_CHARACTERS for stop in request.stop):
+            raise BadRequest(reason=f"a stop text must have 1 to {_MAX_STOP_CHARACTERS} characters")
+        if token_ids is not None:
+            if token_ids.ndim != 1 or str(token_ids.dtype) != "int32":
+                raise BadRequest(reason="token ids must be a list of 32-bit integers")
+            ids: list[int] = token_ids.tolist()
+        else:
+            assert self.tokenizer is not None
+            ids = self.tokenizer.encode(request.prompt) if request.prompt else []
+            if request.messages:
+                ids = self.tokenizer.encode_chat(request.messages)
+        if not ids:
+            raise BadRequest(reason="the prompt is empty")
+        if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
+            raise BadRequest(reason=f"token ids must lie between 0 and {self.spec.vocab_size - 1}")
+        if max(request.generated, default=0) >= self.spec.vocab_size:
+            raise BadRequest(reason=f"generated token ids must lie between 0 and {self.spec.vocab_size - 1}")
+        if request.generated and len(ids) + len(request.generated) > self.spec.max_positions:
+            raise BadRequest(reason="more tokens were generated than the model's context holds")
+        return ids
+
+
+def max_context_tokens(plan: TransformerPlan) -> int:
+    """Maximum tokens of one request, prompt and answer together. Raises BadPlan."""
+    if plan.body.generation is None:
+        raise BadPlan(reason="it is not for a model that generates text")
+    capacity = plan.body.generation.kv_tokens
+    return min(plan.model.max_positions, capacity, plan.body.generation.context or capacity)
+
+
+async def probe(deployment: TransformerDeployment) -> None:
+    """Generate two tokens: checks that all workers reach each other in prefill and decoding, and loads the kernels."""
+    context = max_context_tokens(deployment.plan)
+    prompt = np.zeros(max(min(_PROBE_TOKENS, context - 2), 1), np.int32)
+    max_tokens = max(min(2, context - len(prompt)), 1)
+    async with aclosing(deployment.generate(prompt, wire.Sampling(), max_tokens, (), 0, _PROBE_SECONDS)) as answers:
+        async for _ in answers:
+            pass
+
+
+class GenerationRunner:
+    """All generation requests, at most `limit` at once. They run concurrently: rank 0 batches them."""
+
+    def __init__(
+        self, requests: Requests[TransformerDeployment], limit: int, threads: TextThreads | None = None
+    ) -> None:
+        self.num_running = 0
+        self._threads = threads or TextThreads()
+        self._activity: _Activity | None = None  # of the newest deployment
+        self.limit = min(limit, _MAX_CONCURRENT)
+        self._requests = requests
+
+    async def run(
+        self, model: TextModel, request: wire.Generate, token_ids: Array | None
+    ) -> AsyncGenerator[wire.TextGenerated | wire.TextEnded, None]:
+        """Stream the answer. When a deployment fails, the next one continues from the tokens generated so far.
+
+        Without `max_tokens` the limit is that of generation_config.json, else 512 tokens, and at most the free context.
+        Raises BadRequest, ContextTooLong, QueueFull, NotServing, DeadlineExceeded, WorkerDied, ...
+        """
+        ticket = self._requests.arrive(request.timeout_seconds)
+        self.num_running += 1
+        try:
+            if self.num_running > self.limit:
+                raise QueueFull(limit=self.limit)
+            prompt = await self._in_thread(ticket, request, partial(model.prompt_ids, request, token_ids))
+            generation = _RunningGeneration(model, request, prompt, ticket.deadline - request.timeout_seconds)
+            generation.remaining_tokens(model.spec.max_positions)  # refuse early a prompt that can never fit
+            if request.generated:
+                await self._in_thread(ticket, request, generation.replay)
+            async with aclosing(self._stream(generation, ticket)) as messages:
+                async for message in messages:
+                    yield message
+            end_message = generation.end_message()
+            yield end_message
+            self._requests.count_served(end_message.first_token_seconds + end_message.decode_seconds)
+        except HearthError as error:
+            self._requests.count_failed(error)
+            raise
+        finally:
+            self.num_running -= 1
+
+    async def _in_thread(self, ticket: Ticket, request: wire.Generate, function: Callable[[], _T]) -> _T:
+        """Call `function`, which handles all texts of the request, in a thread. Raises DeadlineExceeded, QueueFull."""
+        num_characters = len(request.prompt or "") + sum(len(each.content) for each in request.messages)
+        seconds = ticket.deadline - asyncio.get_running_loop().time()
+        return await self._threads.run(seconds, num_characters + len(request.generated), function)
+
+    async def _stream(self, generation: _RunningGeneration, ticket: Ticket) -> AsyncGenerator[wire.TextGenerated, None]:
+        """Stream up to the end of the answer, on successive deployments if some fail."""
+        while generation.reason is None:
+            async with self._requests.slot(ticket) as deployment:
+                max_tokens = generation.remaining_tokens(max_context_tokens(deployment.plan))
+                if max_tokens == 0:  # all tokens had arrived; only the end message was lost
+                    generation.reason = "stop" if generation.ends_with_stop_token else "length"
+                    return
+                async with (
+                    aclosing(generation.continue_on(deployment, max_tokens, ticket.deadline)) as events,
+                    self._watched(deployment, generation.num_context_tokens) as watch,
+                ):
+                    while generation.reason is None:
+                        event = await watch.next_event(events, ticket.deadline, generation.request)
+                        if isinstance(event, wire.TokensGenerated):
+                            self._requests.record_progress(ticket)
+                            yield generation.append(event.token_ids)
+                        else:
+                            generation.worker_end, generation.reason = event, event.reason
+
+    @asynccontextmanager
+    async def _watched(self, deployment: TransformerDeployment, num_context_tokens: int) -> AsyncIterator[_StreamWatch]:
+        """Watch over one stream of the deployment. `num_context_tokens` are to be prefilled before its first token."""
+        if self._activity is None or self._activity.deployment is not deployment:
+            self._activity = _Activity(deployment)
+        watch = _StreamWatch(self._activity, num_context_tokens)
+        try:
+            yield watch
+        finally:
+            watch.end()
+
+
+@dataclass(eq=False)
+class _Activity:
+    """What the streams of one deployment have in common."""
+
+    deployment: TransformerDeployment
+    newest_token_at: float = 0.0  # time of the event loop
+    num_prefill_tokens: int = 0  # of all streams that wait for their first token
+
+
+class _StreamWatch:
+    """Notices that a deployment generates no more, although its workers live: no token came, on any of its streams."""
+
+    def __init__(self, activity: _Activity, num_context_tokens: int) -> None:
+        self._activity = activity
+        self._num_prefill_tokens = num_context_tokens  # 0 after the first token
+        activity.num_prefill_tokens += num_context_tokens
+        self._clock = asyncio.get_running_loop().time
+        self._began = self._clock()
+        plan = activity.deployment.plan
+        rows = plan.body.max_step_rows
+        # The prefill of all prompts that are waiting, in chunks, and one step of decoding.
+        num_steps = -(-activity.num_prefill_tokens // rows) + 1
+        self._patience_seconds = _SILENCE_FACTOR * num_steps * plan.peer_timeout_seconds(rows)
+
+    async def next_event(
+        self,
+        events: AsyncGenerator[wire.TokensGenerated | wire.GenerationEnded, None],
+        deadline: float,
+        request: wire.Generate,
+    ) -> wire.TokensGenerated | wire.GenerationEnded:
+        """The next event of the stream. Raises DeadlineExceeded, StepFailed if the deployment is silent, and its errors."""
+        event = asyncio.ensure_future(anext(events))
+        try:
+            while not event.done():
+                silent_at = max(self._began, self._activity.newest_token_at) + self._patience_seconds
+                if self._clock() >= deadline:
+                    raise _timeout_error(request)
+                if self._clock() >= silent_at:
+                    device = self._activity.deployment.plan.devices[0].name
+                    raise StepFailed(device=device, reason=f"no token for {self._patience_seconds:.0f} s")
+                await asyncio.wait({event}, timeout=max(min(deadline, silent_at) - self._clock(), 0.001))
+            self._activity.newest_token_at = self._clock()
+            self._prefilled()
+            return event.result()
+        finally:
+            await cancel_all([event])
+
+    def end(self) -> None:
+        self._prefilled()
+
+    def _prefilled(self) -> None:
+        self._activity.num_prefill_tokens -= self._num_prefill_tokens
+        self._num_prefill_tokens = 0
+
+
+class _RunningGeneration:
+    """One request and its generated tokens. Times are those of the event loop's clock, in seconds."""
+
+    def __init__(self, model: TextModel, request: wire.Generate, prompt: list[int], began: float) -> None:
+        self.model = model
+        self.request = request
+        self.reason: wire.FinishReason | None = None  # None while it runs
+        self.worker_end: wire.GenerationEnded | None = None  # as rank 0 reported it
+        self._prompt = prompt
+        self._tokens: list[int] = []
+        self._text_stream: TextStream | None = model.tokenizer.stream(prompt) if model.tokenizer is not None else None
+        self._stop_filter = StopTextFilter(request.stop)
+        self._sampling = model.defaults.merged(request.sampling, secrets.randbits(62))
+        self._clock = asyncio.get_running_loop().time
+        self._began_at = began
+        # One client's id may be another's: the workers compare the tokens too.
+        self._stream_name = request.request_id or secrets.token_hex(8)
+        self._num_deployments = 0
+        self._sent_at = self._first_token_at = self._last_token_at = began
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return len(self._prompt) + len(self._tokens)
+
+    @property
+    def ends_with_stop_token(self) -> bool:
+        """Whether the newest token is an end-of-text token."""
+        return bool(self._tokens) and self._tokens[-1] in self.model.defaults.stop_ids
+
+    def remaining_tokens(self, context: int) -> int:
+        """Number of tokens that may still be generated. Raises ContextTooLong."""
+        requested, room = self.request.max_tokens, context - len(self._prompt)
+        if room < (requested or 1):
+            raise ContextTooLong(num_prompt_tokens=len(self._prompt), max_tokens=requested or 1, context_tokens=context)
+        if self.ends_with_stop_token:
+            return 0
+        return max((requested or min(self.model.defaults.max_tokens, room)) - len(self._tokens), 0)
+
+    def continue_on(
+        self, deployment: TransformerDeployment, max_tokens: int, deadline: float
+    ) -> AsyncGenerator[wire.TokensGenerated | wire.GenerationEnded, None]:
+        """Generate the remaining tokens on this deployment."""
+        self._num_deployments += 1
+        if self._num_deployments == 1:
+            self._sent_at = self._clock()
+        return deployment.generate(
+            np.asarray([*self._prompt, *self._tokens], np.int32),
+            self._sampling,
+            max_tokens,
+            self.model.defaults.stop_ids,
+            first_index=len(self._tokens),
+            timeout_seconds=deadline - self._clock() + REPLY_MARGIN_SECONDS,
+            stream_name=self._stream_name,
+        )
+
+    def replay(self) -> None:
+        """Take over the tokens that the client has from an earlier attempt, with their text."""
+        self.append(self.request.generated)
+
+    def append(self, token_ids: Sequence[int]) -> wire.TextGenerated:
+        """Append the next tokens, up to one that completes a stop text, which ends the answer."""
+        self._last_token_at = self._clock()
+        if not self._tokens:
+            self._first_token_at = self._last_token_at
+        text = ""
+        for count, token_id in enumerate(token_ids, start=1):
+            self._tokens.append(token_id)
+            if self._text_stream is not None and not self.ends_with_stop_token:
+                text += self._stop_filter.push(self._text_stream.push(token_id))
+                if self._stop_filter.found:
+                    self.reason = "stop"
+                    return wire.TextGenerated(token_ids=tuple(token_ids[:count]), text=text)
+        return wire.TextGenerated(token_ids=tuple(token_ids), text=text)
+
+    def end_message(self) -> wire.TextEnded:
+        """The end message, with the text that was held back."""
+        assert self.reason is not None
+        text = ""
+        if self._text_stream is not None:
+            text = self._stop_filter.push(self._text_stream.flush()) + self._stop_filter.flush()
+        queued, first = self._sent_at - self._began_at, self._first_token_at - self._sent_at
+        others = self._last_token_at - self._first_token_at
+        if self.worker_end is not None and self._num_deployments == 1:  # rank 0 measured its own queueing more exactly
+            queued += self.worker_end.queued_seconds
+            first, others = self.worker_end.prefill_seconds, self.worker_end.decode_seconds
+        return wire.TextEnded(
+            text=text,
+            reason="stop" if self._stop_filter.found else self.reason,
+            num_prompt_tokens=len(self._prompt),
+            num_tokens=len(self._tokens),
+            queued_seconds=queued,
+            first_token_seconds=max(first, 0.0),
+            decode_seconds=others,
+        )
+
+
+def _timeout_error(request: wire.Generate) -> DeadlineExceeded:
+    return DeadlineExceeded(action="the generation", seconds=request.timeout_seconds)

@@ -1,0 +1,195 @@
+"""Serving ONNX graphs: as many concurrent requests as their pipeline has slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator.deploy.deployment import Weights
+from coordinator.deploy.graph import GraphDeployment, segment_weights
+from coordinator.deploy.graph_chunks import SegmentChunks
+from coordinator.devices.graph_profiling import graph_cluster, graph_workload
+from coordinator.devices.registry import Device
+from coordinator.models.graph_file import read_graph_file
+from coordinator.models.onnx.cutting import check_segments
+from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
+from coordinator.plan.graph.methods import GRAPH_METHODS
+from coordinator.plan.graph.predict import current_objective_seconds
+from coordinator.plan.graph.request import GraphRequest, objective_seconds
+from coordinator.serve.goal import graph_request
+from coordinator.serve.kinds.kind import RequestHandler, SharedServices
+from coordinator.serve.planning.planner_process import plans_or_errors, solve_graph
+from coordinator.serve.planning.spare_planners import PlannerKind
+from coordinator.serve.requests.runner import ComputedReply, Requests
+from coordinator.serve.state import GraphGoal
+from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError
+from hearth.plan.graph_spec import Tensor
+from hearth.plan.plan import GraphPlan, Plan, is_graph_plan
+from hearth.platform.units import format_seconds
+from hearth.wire.codec import Array
+from hearth.wire.framing import pack_arrays, unpack_arrays
+from hearth.wire.messages import ArrayInfo, GetModelInfo, Infer, Inferred, Message, ModelInfo
+from hearth.wire.rpc import Reply
+
+# Upper limit of the plan search while clients wait for a recovery: enough for the heuristics, and
+# short against the timeouts of clients.
+MAX_RECOVERY_SECONDS = 3.0
+
+
+class GraphKind:
+    """A `ModelKind`. Raises BadModelFile, BadSetting, UnsupportedOperator, ..."""
+
+    usage = "the model is a graph of operators; ask it with `hearth infer` or home.infer()"
+    planner: PlannerKind = "graph"
+
+    def __init__(self, goal: GraphGoal, services: SharedServices, requests: Requests[GraphDeployment]) -> None:
+        GRAPH_METHODS.check(goal.strategy, goal.objective)
+        self.graph = read_graph_file(Path(goal.model_file), goal.dims)
+        if self.graph.model is None:
+            raise BadSetting(setting="MODEL", reason=f"{goal.model_file} has no weights to run; serve an ONNX file")
+        self.spec = self.graph.spec
+        self.graph.check_types()
+        self.workload = graph_workload(self.graph)
+        self.handlers: Mapping[type[Message], RequestHandler] = {GetModelInfo: self.info, Infer: self.infer}
+        self._goal = goal
+        self._services = services
+        self._requests = requests
+        self._chunks = SegmentChunks(self.graph)
+
+    # ---- plans ----------------------------------------------------------------------------------------------------
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return self.graph.model.file.paths() if self.graph.model is not None else ()
+
+    def check(self, plan: Plan) -> None:
+        if not is_graph_plan(plan):
+            raise BadPlan(reason=f"it is for a transformer, and {self._goal.model_file} is a graph of operators")
+        if plan.model.sha256 != self.graph.fingerprint:
+            raise BadPlan(reason=f"it was made for another graph than {self._goal.model_file}")
+        if plan.body.objective != self._goal.objective:
+            raise BadPlan(reason=f"it was made for --objective {plan.body.objective}, not {self._goal.objective}")
+        check_segments(self.spec, plan.body.segments)
+
+    async def profile(self, devices: Sequence[Device]) -> GraphCluster:
+        return await graph_cluster(self._services.profiler, devices, self.graph, self.workload)
+
+    async def plan(self, cluster: GraphCluster, recovering: bool, held: Plan | None = None) -> Plan:
+        return await self._solve(self._request(cluster, recovering, held))
+
+    async def plans_ahead(self, clusters: Sequence[GraphCluster], held: Plan) -> list[Plan | HearthError]:
+        return await plans_or_errors("graph", [self._request(cluster, True, held) for cluster in clusters])
+
+    def _request(self, cluster: GraphCluster, recovering: bool, held: Plan | None) -> GraphRequest:
+        goal = self._goal
+        if recovering:
+            goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, MAX_RECOVERY_SECONDS)})
+        deployed = held if held is not None and is_graph_plan(held) else None
+        return graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits, held), deployed)
+
+    async def _solve(self, request: GraphRequest) -> GraphPlan:
+        planned = await solve_graph(request, spares=self._services.spare_planners)
+        for note in planned.notes:
+            self._services.report(note)
+        return planned.plan
+
+    def summary(self, plan: Plan) -> str:
+        assert is_graph_plan(plan)
+        unit = "for one request" if plan.body.objective == "latency" else "per request of a full pipeline"
+        return f"planned by {plan.planner}: {format_seconds(objective_seconds(plan))} {unit}"
+
+    async def revise(self, cluster: GraphCluster, deployment: GraphDeployment) -> tuple[Plan, float, float]:
+        deployed = deployment.plan
+        request = self._request(cluster, False, deployed)
+        new = await self._solve(request)
+        return new, objective_seconds(new), current_objective_seconds(request, deployed)
+
+    # ---- deployments ----------------------------------------------------------------------------------------------
+
+    def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
+        assert is_graph_plan(plan)
+        return segment_weights(self._chunks, plan)
+
+    def deployment(self, plan: Plan, name: str) -> GraphDeployment:
+        assert is_graph_plan(plan)
+        return GraphDeployment(self._services.fleet, plan, name)
+
+    def capacity(self, deployment: GraphDeployment) -> int:
+        return deployment.max_in_flight
+
+    async def probe(self, deployment: GraphDeployment) -> None:
+        await deployment.infer(_zeros(self.spec.inputs))
+
+    async def tune(self, deployment: GraphDeployment) -> None:
+        """Nothing to choose: graph outputs have no common accuracy measure, so there is no accuracy budget."""
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    async def info(self, request: GetModelInfo, payload: Sequence[Any]) -> ModelInfo:
+        """Names, dtypes and shapes of the model's inputs and outputs."""
+        return ModelInfo(
+            name=self.spec.name[:256], inputs=_array_infos(self.spec.inputs), outputs=_array_infos(self.spec.outputs)
+        )
+
+    async def infer(self, request: Infer, payload: Sequence[Any]) -> Reply:
+        """Run one request. Raises BadRequest naming the input, QueueFull, NotServing, DeadlineExceeded, DeviceLost, ..."""
+        inputs = arrays_by_name(request.names, payload)
+        check_inputs(self.spec.inputs, inputs)
+        admission = self._requests.admission
+
+        async def compute(deployment: GraphDeployment) -> ComputedReply:
+            before, alone = admission.num_admitted, admission.num_running == 1
+            result = await deployment.infer(inputs, request.trace)
+            # In a pipeline, requests wait for earlier ones; only the total time of one that ran alone shows the links.
+            total = result.latency_seconds if alone and admission.num_admitted == before else None
+            self._requests.observe(deployment, 1.0, result.compute_seconds, total)
+            names = tuple(result.outputs)
+            reply = Inferred(names=names, latency_seconds=result.latency_seconds, traces=result.traces)
+            return reply, pack_arrays(result.outputs)
+
+        return await self._requests.run(compute, self._requests.arrive(request.timeout_seconds))
+
+
+# ---- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def arrays_by_name(names: Sequence[str], payload: Sequence[Any]) -> dict[str, Array]:
+    """The arrays of a payload by name, two frames each. Raises BadRequest, BadMessage."""
+    if len(payload) != 2 * len(names):
+        raise BadRequest(reason=f"{len(names)} inputs came in {len(payload)} frames; each needs two")
+    if len(set(names)) < len(names):
+        raise BadRequest(reason="an input is given twice")
+    return unpack_arrays(names, payload)
+
+
+def check_inputs(expected: Sequence[Tensor], given: dict[str, Array]) -> None:
+    """Raise BadRequest naming the first input that is unknown, missing, or has a wrong dtype or shape."""
+    names = [tensor.name for tensor in expected]
+    for name in given:
+        if name not in names:
+            raise BadRequest(reason=f"the model has no input '{name}'; it takes {', '.join(names)}")
+    for tensor in expected:
+        if tensor.name not in given:
+            raise BadRequest(reason=f"the input '{tensor.name}' is missing")
+        array = given[tensor.name]
+        if str(array.dtype) != tensor.dtype:
+            raise BadRequest(reason=f"the input '{tensor.name}' must be {tensor.dtype}, not {array.dtype}")
+        if array.shape != tensor.shape:
+            raise BadRequest(
+                reason=f"the input '{tensor.name}' must have the shape {list(tensor.shape)}, not {list(array.shape)}"
+            )
+
+
+def _array_infos(tensors: Sequence[Tensor]) -> tuple[ArrayInfo, ...]:
+    return tuple(
+        ArrayInfo.model_validate({"name": tensor.name, "dtype": tensor.dtype, "shape": tensor.shape})
+        for tensor in tensors
+    )
+
+
+def _zeros(tensors: Sequence[Tensor]) -> dict[str, Array]:
+    return {tensor.name: np.zeros(tensor.shape, tensor.dtype) for tensor in tensors}

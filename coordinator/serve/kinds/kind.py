@@ -1,0 +1,93 @@
+"""`ModelKind`: the protocol for what differs between kinds of model. `controller` uses nothing else of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from coordinator.deploy.deployment import Deployment, Weights
+from coordinator.deploy.distribution import PushProgress
+from coordinator.devices.fleet import Fleet
+from coordinator.devices.profiling import Profiler, Workload
+from coordinator.devices.registry import Device
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.planning.spare_planners import PlannerKind, SparePlanners
+from coordinator.serve.state import StateFile
+from hearth.errors import HearthError
+from hearth.plan.plan import Plan
+from hearth.wire.messages import Message
+from hearth.wire.rpc import Response
+
+D = TypeVar("D", bound=Deployment)
+RequestHandler: TypeAlias = Callable[[Any, Sequence[Any]], Awaitable[Response]]  # takes a message and its payload
+
+
+@dataclass(frozen=True)
+class SharedServices:
+    """Services shared by all deployments of a coordinator. `report` logs a line for the user."""
+
+    fleet: Fleet
+    profiler: Profiler
+    settings: CoordinatorSettings
+    state: StateFile
+    report: Callable[[str], None]
+    progress: PushProgress
+    spare_planners: SparePlanners = field(default_factory=SparePlanners)
+
+
+class ModelKind(Protocol[D]):
+    """An opened model, with the planning, deployment and request handlers of its kind."""
+
+    usage: str  # tells a client that sent a request of another kind which requests the model answers
+    planner: PlannerKind  # the process that makes its plans
+    workload: Workload[Any]  # measured on each device before planning
+    handlers: Mapping[type[Message], RequestHandler]  # by type of request
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The model's files that a standby needs. Raises as opening the model does."""
+
+    def check(self, plan: Plan) -> None:
+        """Raise BadPlan if a plan is not for this model and these settings."""
+
+    async def profile(self, devices: Sequence[Device]) -> Any:
+        """Measure the devices; returns the cluster for `plan`. Raises NoDevices, ..."""
+
+    async def plan(self, cluster: Any, recovering: bool, held: Plan | None = None) -> Plan:
+        """Make a plan. `recovering`: clients are waiting, so limit the search. Raises ModelDoesNotFit, ...
+
+        `held`: the memory that the workers of this plan hold counts as free, because they go on in the new plan or end.
+        """
+
+    async def plans_ahead(self, clusters: Sequence[Any], held: Plan) -> list[Plan | HearthError]:
+        """As `plan` for each of these clusters, in a process with low priority; an error in place of an impossible plan."""
+
+    def summary(self, plan: Plan) -> str:
+        """One line about a new plan for the log; empty if the line of the phase says all."""
+
+    async def revise(self, cluster: Any, deployment: D) -> tuple[Plan, float, float]:
+        """Plan again, counting the memory that `deployment` holds as free.
+
+        Returns the new plan and the predicted seconds of the new and of the deployed plan, both for this cluster.
+        """
+
+    def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
+        """The weight chunks that each rank of a plan needs."""
+
+    def deployment(self, plan: Plan, name: str) -> D:
+        """Create the deployment of a plan; contacts no device."""
+
+    def capacity(self, deployment: D) -> int:
+        """Number of requests that may run at once."""
+
+    async def probe(self, deployment: D) -> None:
+        """Run a small request: checks that all workers compute and reach each other.
+
+        Used for the warm-up, which loads the kernels, and after a failed step, to see whether the plan still works.
+        """
+
+    async def tune(self, deployment: D) -> None:
+        """Choose settings that the plan leaves open, by measuring between requests."""

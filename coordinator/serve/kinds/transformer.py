@@ -1,0 +1,240 @@
+"""Serving transformers: encoders embed, one step at a time; decoders generate concurrently (`generation`)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator.deploy.deployment import RunResult, Weights
+from coordinator.deploy.transformer import TransformerDeployment, shard_weights
+from coordinator.devices.block_profiling import block_cluster, block_workload
+from coordinator.devices.registry import Device
+from coordinator.plan.transformer.cost.predict import request_seconds
+from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
+from coordinator.serve.goal import open_transformer, plan_request
+from coordinator.serve.kinds.accuracy import calibrate, choose_format, describe_choice
+from coordinator.serve.kinds.generation import GenerationRunner, TextModel, probe
+from coordinator.serve.kinds.kind import RequestHandler, SharedServices
+from coordinator.serve.kinds.prompts import read_generation_defaults
+from coordinator.serve.kinds.sentences import SentenceTokenizer, mean_pool, pack_sequences, step_batches
+from coordinator.serve.kinds.text_threads import TextThreads
+from coordinator.serve.planning.planner_process import plans_or_errors, solve_transformer
+from coordinator.serve.planning.spare_planners import PlannerKind
+from coordinator.serve.requests.runner import ComputedReply, Requests
+from coordinator.serve.standby.replica import transformer_files
+from coordinator.serve.state import TransformerGoal
+from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, TextTooLong
+from hearth.plan.plan import Plan, TransformerPlan, is_transformer_plan
+from hearth.plan.profile import ClusterProfile
+from hearth.plan.value_formats import ValueFormatName
+from hearth.wire import messages as wire
+from hearth.wire.codec import Array
+from hearth.wire.framing import pack_array, unpack_array
+from hearth.wire.rpc import Reply
+
+_PROBE_TOKENS = 8  # of the probe of an encoder: short, but several rows to share
+
+
+class TransformerKind:
+    """A `ModelKind`. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
+
+    usage = "the model is a transformer; it embeds (home.embed()) or generates (home.generate())"
+    planner: PlannerKind = "transformer"
+
+    def __init__(
+        self, goal: TransformerGoal, services: SharedServices, requests: Requests[TransformerDeployment]
+    ) -> None:
+        self.model = open_transformer(goal)
+        self.workload = block_workload(self.model.spec, self.model.seq_len)
+        self.handlers: Mapping[type[wire.Message], RequestHandler] = {
+            wire.Embed: self.embed,
+            wire.GetHiddenStates: self.hidden_states,
+            wire.Generate: self.generate,
+        }
+        self._goal = goal
+        self._services = services
+        self._requests = requests
+        self._values: ValueFormatName | None = None  # activation format that the accuracy budget chose last
+        self._text_model: TextModel | None = None  # None for encoders
+        if self.model.spec.causal:
+            if goal.accuracy_budget is not None:
+                raise BadSetting(
+                    setting="--accuracy-budget", reason="it applies to models that embed, not to models that generate"
+                )
+            tokenizer = self.model.tokenizer
+            assert not isinstance(tokenizer, SentenceTokenizer)
+            self._text_model = TextModel(self.model.spec, tokenizer, read_generation_defaults(self.model.directory))
+        self._threads = TextThreads()
+        self._generation_runner = GenerationRunner(requests, services.settings.queue_limit, self._threads)
+
+    # ---- plans ----------------------------------------------------------------------------------------------------
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return transformer_files(self.model.directory)
+
+    def check(self, plan: Plan) -> None:
+        model, spec = self.model, self.model.spec
+        if not is_transformer_plan(plan):
+            raise BadPlan(reason=f"it is for a graph of operators, and {spec.name} is a transformer")
+        body, generation = plan.body, model.generation
+        if plan.model != spec:
+            what = "weights in another format" if plan.model.name == spec.name else f"the model {plan.model.name}"
+            raise BadPlan(reason=f"it was made for {what}, not for {model.directory} with weights in {spec.weights}")
+        if body.seq_len != model.seq_len:
+            raise BadPlan(reason=f"it was made for --seq-len {body.seq_len}, not {model.seq_len}")
+        if body.generation is not None if generation is None else not generation.matches(body, model.seq_len):
+            raise BadPlan(reason="it was made for another --context or another number of --sequences")
+
+    async def profile(self, devices: Sequence[Device]) -> ClusterProfile:
+        return await block_cluster(self._services.profiler, devices, self.workload)
+
+    async def plan(self, cluster: ClusterProfile, recovering: bool, held: Plan | None = None) -> Plan:
+        return await self._solve(self._request(cluster, held))
+
+    async def _solve(self, request: PlanRequest) -> TransformerPlan:
+        planned = await solve_transformer(request, self._services.spare_planners)
+        for note in planned.notes:
+            self._services.report(note)
+        return planned.plan
+
+    async def plans_ahead(self, clusters: Sequence[ClusterProfile], held: Plan) -> list[Plan | HearthError]:
+        return await plans_or_errors("transformer", [self._request(cluster, held) for cluster in clusters])
+
+    def _request(self, cluster: ClusterProfile, held: Plan | None) -> PlanRequest:
+        deployed = held if held is not None and is_transformer_plan(held) else None
+        return plan_request(self._goal, self.model, cluster, self._values, deployed)
+
+    def summary(self, plan: Plan) -> str:
+        return ""
+
+    async def revise(self, cluster: ClusterProfile, deployment: TransformerDeployment) -> tuple[Plan, float, float]:
+        deployed = deployment.plan
+        request = plan_request(self._goal, self.model, cluster, self._values, deployed)
+        members = tuple(device.device_id for device in deployed.devices)
+        new = await self._solve(request)
+        old = build_plan(on_subset(request, members), deployed.body, deployed.planner)
+        return new, request_seconds(new), request_seconds(old)
+
+    # ---- deployments ----------------------------------------------------------------------------------------------
+
+    def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
+        assert is_transformer_plan(plan)
+        return shard_weights(self.model.directory, plan, self._services.settings.state_dir / "manifests")
+
+    def deployment(self, plan: Plan, name: str) -> TransformerDeployment:
+        assert is_transformer_plan(plan)
+        deployment = TransformerDeployment(self._services.fleet, plan, name)
+        if self._goal.accuracy_budget is not None:
+            deployment.values = "exact"  # until measured
+        return deployment
+
+    def capacity(self, deployment: TransformerDeployment) -> int:
+        return self._generation_runner.limit if self.model.spec.causal else 1
+
+    async def probe(self, deployment: TransformerDeployment) -> None:
+        if self.model.spec.causal:
+            await probe(deployment)
+        else:
+            await deployment.run_step(*pack_sequences([[0] * min(_PROBE_TOKENS, self.model.seq_len)]), "mean")
+
+    async def tune(self, deployment: TransformerDeployment) -> None:
+        """Choose the activation format within the accuracy budget; until then activations are sent exactly."""
+        budget = self._goal.accuracy_budget
+        self._values = deployment.values
+        if budget is None or deployment.plan.num_ranks == 1:  # one device sends nothing
+            return
+
+        async def run(values: ValueFormatName, ids: Array) -> tuple[Array, float]:
+            async with self._requests.admission.exclusively():
+                result = await deployment.run_step(*pack_sequences([ids.tolist()]), "hidden", values=values)
+            return result.outputs, result.step_seconds
+
+        measured = await calibrate(run, self.model.spec.vocab_size, self.model.seq_len)
+        chosen = choose_format(measured, budget)
+        self._values = deployment.values = chosen.values
+        self._services.report(describe_choice(measured, chosen, budget))
+
+    # ---- requests to an encoder -----------------------------------------------------------------------------------
+
+    async def embed(self, request: wire.Embed, payload: Sequence[Any]) -> Reply:
+        """Normalised sentence embeddings [N,H]."""
+        self._require_encoder()
+        model, ticket = self.model, self._requests.arrive(request.timeout_seconds)
+        if not isinstance(model.tokenizer, SentenceTokenizer):
+            raise BadRequest(reason="the model has no tokenizer.json; send token ids instead of texts")
+        num_characters = sum(map(len, request.texts))
+        encoded = await self._threads.run(
+            request.timeout_seconds, num_characters, model.tokenizer.encode, request.texts, model.seq_len
+        )
+
+        batches = step_batches([len(ids) for ids in encoded], model.seq_len)
+        vectors: list[Array] = []  # of the batches that are done, also on an earlier plan
+        traces: list[wire.DeviceTrace] = []
+        seconds = 0.0
+
+        async def compute(deployment: TransformerDeployment) -> ComputedReply:
+            nonlocal seconds
+            for batch in batches[len(vectors) :]:
+                ids, lengths = pack_sequences([encoded[i] for i in batch])
+                result = await deployment.run_step(ids, lengths, "mean", request.trace)
+                self._observe(deployment, len(ids), result)
+                vectors.append(mean_pool(result.outputs, lengths))
+                traces.extend(result.traces)
+                seconds += result.latency_seconds
+                self._requests.record_progress(ticket)
+            reply = wire.Vectors(latency_seconds=seconds, num_tokens=sum(map(len, encoded)), traces=tuple(traces))
+            return reply, pack_array(np.concatenate(vectors))
+
+        return await self._requests.run(compute, ticket)
+
+    async def hidden_states(self, request: wire.GetHiddenStates, payload: Sequence[Any]) -> Reply:
+        """Last hidden states [T,H] of one sequence."""
+        token_ids, model = _token_ids(payload), self.model
+        self._require_encoder()
+        if token_ids.ndim != 1 or token_ids.dtype != np.int32 or len(token_ids) == 0:
+            raise BadRequest(reason="token ids must be a non-empty list of 32-bit integers")
+        if len(token_ids) > model.seq_len:
+            raise TextTooLong(index=0, num_tokens=len(token_ids), max_tokens=model.seq_len)
+        if token_ids.min() < 0 or token_ids.max() >= model.spec.vocab_size:
+            raise BadRequest(reason=f"token ids must lie between 0 and {model.spec.vocab_size - 1}")
+        ids, lengths = pack_sequences([token_ids.tolist()])
+
+        async def compute(deployment: TransformerDeployment) -> ComputedReply:
+            result = await deployment.run_step(ids, lengths, "hidden")
+            self._observe(deployment, len(ids), result)
+            return wire.Vectors(latency_seconds=result.latency_seconds, num_tokens=len(ids)), pack_array(result.outputs)
+
+        return await self._requests.run(compute, self._requests.arrive(request.timeout_seconds))
+
+    def _observe(self, deployment: TransformerDeployment, num_rows: int, result: RunResult[Array]) -> None:
+        """Pass a step's times to the drift monitor."""
+        share = num_rows / deployment.plan.body.seq_len
+        self._requests.observe(deployment, share, result.compute_seconds, result.step_seconds)
+
+    def _require_encoder(self) -> None:
+        if self.model.spec.causal:
+            name = self.model.spec.name
+            raise BadRequest(reason=f"{name} does not embed; it generates (`hearth generate`, home.generate())")
+
+    # ---- requests to a decoder ------------------------------------------------------------------------------------
+
+    async def generate(
+        self, request: wire.Generate, payload: Sequence[Any]
+    ) -> AsyncGenerator[wire.TextGenerated | wire.TextEnded, None]:
+        """Stream the answer to a prompt (see `GenerationRunner.run`). Closing the stream early ends it on the workers too."""
+        token_ids = _token_ids(payload) if payload else None
+        if self._text_model is None:
+            name = self.model.spec.name
+            raise BadRequest(reason=f"{name} does not generate text; it embeds (`hearth embed`, home.embed())")
+        return self._generation_runner.run(self._text_model, request, token_ids)
+
+
+def _token_ids(payload: Sequence[Any]) -> Array:
+    if len(payload) != 2:
+        raise BadRequest(reason=f"token ids must be one array (2 frames), not {len(payload)} frames")
+    return unpack_array(payload)

@@ -1,0 +1,1 @@
+"""Planning in child processes: the first plan, better ones, and those for the loss of each device."""

@@ -1,0 +1,84 @@
+"""Idle planner processes: after the loss of a device, the plan need not wait for a process to import its libraries.
+
+One process of each kind of model that is served waits for the next plan. It is used once, and another one starts when the
+coordinator has had time to serve again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Literal
+
+from hearth.platform.asyncio_tools import cancel_all, with_timeout
+from hearth.platform.child import Child
+from hearth.platform.spare_child import READY_LINE
+
+log = logging.getLogger(__name__)
+
+PlannerKind = Literal["transformer", "graph"]
+# What a plan of each kind imports, the module with `main` first. With OR-tools, which only Moirai needs and which takes 0.2 s
+# to import, an idle process would hold 83 MB (PSS) instead of 37.
+_MODULES: dict[PlannerKind, tuple[str, ...]] = {
+    "transformer": ("coordinator.serve.planning.planner_process", "coordinator.plan.transformer.make"),
+    "graph": (
+        "coordinator.serve.planning.planner_process",
+        "coordinator.plan.graph.auto",
+        "coordinator.plan.graph.latency.baselines",
+    ),
+}
+# From the start of serving or the end of a plan until the next process starts: requests that waited go first.
+_REST_SECONDS = 5.0
+_START_SECONDS = 120.0  # until it is ready, with low priority on a busy Raspberry Pi; one that takes longer hangs
+
+
+async def start_planner(kind: PlannerKind) -> Child:
+    """Start a process that imports with low priority what a plan of this kind needs, and then waits for its task."""
+    return await Child.start("hearth.platform.spare_child", *_MODULES[kind], pipe_stderr=True)
+
+
+class SparePlanners:
+    """Keeps one idle process for each kind of which a plan may be needed soon."""
+
+    def __init__(self) -> None:
+        self._ready: dict[PlannerKind, Child] = {}
+        self._starting: dict[PlannerKind, asyncio.Task[None]] = {}
+        self._kept: set[PlannerKind] = set()
+
+    def keep(self, kind: PlannerKind) -> None:
+        """Keep a process of this kind from now on."""
+        self._kept.add(kind)
+        self.replace(kind)
+
+    def replace(self, kind: PlannerKind) -> None:
+        """Start the next process in a while, if this kind is kept and has none that lives."""
+        starting, ready = self._starting.get(kind), self._ready.get(kind)
+        if kind in self._kept and (starting is None or starting.done()) and (ready is None or not ready.runs):
+            self._starting[kind] = asyncio.create_task(self._start(kind))
+
+    def take(self, kind: PlannerKind) -> Child | None:
+        """The idle process of this kind, for one plan of the caller's; None if none is ready."""
+        child = self._ready.pop(kind, None)
+        return child if child is not None and child.runs else None
+
+    async def close(self) -> None:
+        """End all idle processes, and start no more."""
+        self._kept.clear()
+        await cancel_all(self._starting.values())
+        children = list(self._ready.values())
+        self._ready.clear()
+        await asyncio.gather(*(child.kill() for child in children))
+
+    async def _start(self, kind: PlannerKind) -> None:
+        await asyncio.sleep(_REST_SECONDS)
+        child = None
+        try:
+            child = await start_planner(kind)
+            if not await with_timeout(_START_SECONDS, child.wait_for_line(READY_LINE)):
+                raise RuntimeError("it ended before it was ready")
+            self._ready[kind], child = child, None
+        except (OSError, RuntimeError, asyncio.TimeoutError) as error:
+            log.info("no planner process is kept ready: %s", error or "it did not become ready")
+        finally:
+            if child is not None:
+                await child.kill()

@@ -1,0 +1,1 @@
+"""The way of a request to a deployment: admission, retries, probes."""

@@ -1,0 +1,1 @@
+"""A second coordinator that follows the first one, and which of the two leads."""

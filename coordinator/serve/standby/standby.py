@@ -1,0 +1,266 @@
+"""The standby of a coordinator: follows the leader, keeps a copy of its state, and takes over when its leases have run out.
+
+It takes over if it gets the leases of a majority of the voters (`coordinator.devices.quorum`) with the running workers;
+otherwise it returns the leases that it got. Until then it serves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+import zmq.asyncio
+
+import hearth
+from coordinator.devices.fleet import Fleet
+from coordinator.devices.quorum import Quorum
+from coordinator.serve.clients.client_port import ClientPort
+from coordinator.serve.clients.disclosure import error_for_app, response_for_app
+from coordinator.serve.clients.key_registry import device_keys
+from coordinator.serve.clients.trust import Trust
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.standby.replica import Replica
+from coordinator.serve.state import StateFile
+from hearth.client.connection import endpoints_of
+from hearth.errors import AgentBusy, ConnectionLost, HearthError, NotServing, Unreachable
+from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time
+from hearth.platform.curve import fingerprint
+from hearth.platform.discovery import COORDINATOR_SERVICE, Browser, DiscoveredService
+from hearth.platform.disk import FILE_SECONDS, on_disk
+from hearth.platform.notify import Notifier
+from hearth.platform.security import HomeKey, agent_access, coordinator_access
+from hearth.protocol import DEFAULT_DEPLOYMENT, STANDBY_LEASE_SECONDS
+from hearth.wire import messages as wire
+from hearth.wire.rpc import Caller, Response, RpcClient
+
+log = logging.getLogger(__name__)
+
+ALIVE_SECONDS = 0.25  # interval of the leader's signs of life: several fit into the silence below
+# Silence of the leader after which the standby asks the devices for its leases, which they refuse while the leader holds them.
+_SILENCE_SECONDS = 1.0
+_CONNECT_SECONDS = 3.0  # timeout of the connection to a leader
+_ATTEMPT_PAUSE_SECONDS = 0.1  # between two attempts to get the leases, and to reach a leader
+_LEASE_TIMEOUT_SECONDS = 1.0  # of one request for a lease: a device that is slower is not needed for a majority
+
+
+class Standby:
+    """One run as a standby. `leaders` are addresses; without them, leaders are found over mDNS."""
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        home: HomeKey,
+        report: Callable[[str], None],
+        trust: Trust,
+        port: ClientPort,
+        leaders: Sequence[str],
+    ) -> None:
+        self._settings = settings
+        self._trust = trust
+        self._port = port
+        self._access = coordinator_access(home)
+        self._report = report
+        self._leaders = leaders
+        self._state = StateFile(settings.state_dir)
+        self._fleet = Fleet(
+            agent_access(home),
+            None,
+            settings.interfaces,
+            settings.devices,
+            holder=self._state.load().holder,
+            device_keys=device_keys(settings.state_dir),
+        )
+        self._quorum = Quorum(secrets.token_hex(8), self._state.load().configuration)
+        self._leader_name = ""
+        self._heard_at = 0.0  # loop time of the leader's last sign of life
+        self._is_complete = False  # whether the copy of the leader's state is complete
+        self._found: dict[str, DiscoveredService] = {}
+        self._stopped = asyncio.Event()
+
+    @property
+    def state(self) -> str:
+        """One line for users."""
+        if not self._leader_name:
+            return "a standby that looks for the leading coordinator"
+        copied = "" if self._is_complete else ", whose state is being copied"
+        return f"the standby of {self._leader_name}{copied}"
+
+    async def run(self) -> CoordinatorSettings | None:
+        """Follow leaders until this coordinator leads; returns the settings to lead with. None: it was stopped.
+
+        They hold the addresses of the devices, which need not be searched by mDNS.
+        """
+        notifier = Notifier(os.environ)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopped.set)
+        async with AsyncExitStack() as stack:
+            context = zmq.asyncio.Context()
+            stack.callback(context.destroy, linger=0)
+            await stack.enter_async_context(self._port.serving(self.handle))
+            await stack.enter_async_context(self._fleet)
+            if not self._leaders:
+                browser = Browser(COORDINATOR_SERVICE, self._on_found, self._settings.interfaces)
+                await browser.start()
+                stack.push_async_callback(browser.stop)
+            self._report(f"listening on port {self._port.port}")
+            self._report(self.state)
+            notifier.send("READY=1")
+            proofs = {"the client port": self._port.has_worked}
+            tasks = {
+                "follow": asyncio.create_task(self._follow(context)),
+                "lead": asyncio.create_task(self._lead()),
+                "alive": asyncio.create_task(notifier.keep_alive(lambda: self.state, proofs)),
+                "stop": asyncio.create_task(self._stopped.wait()),
+            }
+            try:
+                done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+                for finished in done:
+                    finished.result()
+                if tasks["lead"] not in done:
+                    return None
+                self._state.save_configuration(self._quorum.current)
+                devices = ",".join(filter(None, [_addresses(self._fleet), self._settings.devices]))
+                return self._settings.model_copy(update={"devices": devices})
+            finally:
+                await cancel_all(tasks.values())
+
+    # ---- requests -----------------------------------------------------------------------------------------------------
+
+    async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
+        """Answer one request: a standby says what it is, and refuses everything else with NotServing."""
+        if isinstance(message, wire.Hello):
+            return wire.CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
+        is_admin = caller.public_key in self._trust.admins
+        if isinstance(message, wire.GetReadiness):
+            readiness = wire.Readiness(ready=False, state=f"this is {self.state}", model="")
+            return readiness if is_admin else response_for_app(readiness)
+        refusal = NotServing(state=f"this is {self.state}")
+        raise refusal if is_admin else error_for_app(refusal)
+
+    # ---- following a leader -------------------------------------------------------------------------------------------
+
+    def _on_found(self, service: DiscoveredService) -> None:
+        if service.fingerprint == fingerprint(self._access.server_public):
+            self._found[service.id] = service
+
+    def _endpoints(self) -> list[str]:
+        if self._leaders:
+            return [endpoint for address in self._leaders for endpoint in endpoints_of(address)]
+        return [f"tcp://{host}:{service.port}" for service in self._found.values() for host in service.hosts[:1]]
+
+    async def _follow(self, context: zmq.asyncio.Context) -> None:
+        """Follow whichever coordinator leads, until cancelled."""
+        while True:
+            for endpoint in self._endpoints():
+                client = RpcClient(context, endpoint, self._access, name=self._settings.name)
+                try:
+                    await client.hello(wire.CoordinatorWelcome, timeout_seconds=_CONNECT_SECONDS)
+                    await self._copy_state(client)
+                except NotServing:  # another standby
+                    pass
+                except (Unreachable, ConnectionLost):
+                    pass
+                except HearthError as error:
+                    log.warning("the coordinator at %s: %s", endpoint, error)
+                finally:
+                    self._heard_at = -math.inf  # its devices say whether it still leads
+                    await client.close()
+            await asyncio.sleep(_ATTEMPT_PAUSE_SECONDS)
+
+    async def _copy_state(self, client: RpcClient) -> None:
+        """Copy the leader's state as it changes, until the connection is lost or the leader leaves."""
+        replica = Replica(self._settings.state_dir)
+        request = wire.Follow(name=self._settings.name, confirms=True)
+        is_intact = True  # whether all that came was stored
+        stream = client.stream(request, timeout_seconds=_CONNECT_SECONDS, last=wire.Done)
+        async with aclosing(stream) as replies:
+            async for message, payload in replies:
+                self._heard_at = loop_time()
+                if isinstance(message, wire.ReplicaPart):
+                    try:
+                        data = payload[0] if payload else b""
+                        await on_disk(self._settings.state_dir, FILE_SECONDS, replica.receive, message, data)
+                    except (OSError, ValueError, HearthError) as error:
+                        log.warning("%s of the leader's state cannot be stored: %s", message.path, error)
+                        is_intact = False
+                elif isinstance(message, wire.LeaderAlive):
+                    self._hear(message, replica)
+                    if message.receipt and is_intact and self._is_complete:
+                        confirm = wire.Follow(name=self._settings.name, confirmed=message.receipt)
+                        await client.call(confirm, timeout_seconds=_CONNECT_SECONDS)
+                    if message.is_leaving and self._is_complete:
+                        accept = wire.Follow(name=self._settings.name, takes_over=True)
+                        await client.call(accept, timeout_seconds=_CONNECT_SECONDS)
+                        return
+
+    def _hear(self, message: wire.LeaderAlive, replica: Replica) -> None:
+        before = self.state
+        self._leader_name = message.name
+        self._quorum = self._quorum.heard(message.configuration)
+        self._is_complete = message.is_complete and replica.state is not None
+        if replica.state is not None and message.is_complete:
+            self._state.replicate(replica.state)
+            replica.state = replica.state.model_copy(update={"configuration": None})
+        if self.state != before:
+            self._report(self.state)
+
+    # ---- taking over --------------------------------------------------------------------------------------------------
+
+    async def _lead(self) -> None:
+        """Wait until this coordinator holds the leases of a majority."""
+        while True:
+            await asyncio.sleep(_ATTEMPT_PAUSE_SECONDS)
+            if not self._state.load().deployments or loop_time() - self._heard_at < _SILENCE_SECONDS:
+                continue
+            granted = await self._acquire_leases()
+            if self._quorum.take_over(granted) is not None:
+                self._report(f"took over from {self._leader_name or 'the coordinator before'}: {len(granted)} devices")
+                return
+            await self._return_leases(granted)
+
+    async def _acquire_leases(self) -> list[str]:
+        """Ask all devices for their leases; returns those that grant it, and hears which voters they know."""
+        deployment = self._state.load().deployments.get(DEFAULT_DEPLOYMENT)
+        epoch = deployment.plan.epoch if deployment is not None and deployment.plan is not None else 0
+        request = wire.AcquireLease(
+            holder=self._fleet.holder, holder_name=self._settings.name, seconds=STANDBY_LEASE_SECONDS, adopt=epoch
+        )
+
+        async def acquire(device_id: str) -> str | None:
+            try:
+                granted = await self._fleet.ask(
+                    device_id, request, wire.LeaseGranted, timeout_seconds=_LEASE_TIMEOUT_SECONDS
+                )
+            except AgentBusy:
+                return None
+            except HearthError as error:
+                log.info("no lease on %s: %s", device_id, error)
+                return None
+            self._quorum = self._quorum.granted(device_id, granted.configuration)
+            return device_id
+
+        devices = [device.device_id for device in self._fleet.devices.values() if device.health != "dead"]
+        return [device_id for device_id in await all_or_first_error(map(acquire, devices)) if device_id is not None]
+
+    async def _return_leases(self, devices: Sequence[str]) -> None:
+        """Release leases that are not sufficient, with the workers as they are."""
+        release = wire.ReleaseLease(holder=self._fleet.holder, keep_worker=True)
+        calls = (self._fleet.call(device, release, timeout_seconds=_LEASE_TIMEOUT_SECONDS) for device in devices)
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+def _addresses(fleet: Fleet) -> str:
+    """The addresses of the devices, as for the setting `devices`."""
+    return ",".join(
+        f"[{device.host}]:{device.port}" if ":" in device.host else f"{device.host}:{device.port}"
+        for device in fleet.devices.values()
+        if device.health != "dead"
+    )

@@ -1,0 +1,431 @@
+"""The client port with its real gateway process: requests, answers, streams, revocation, and the death of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from support.contexts import zmq_context
+
+from coordinator.serve.clients.client_port import ClientPort, client_port
+from coordinator.serve.clients.trust import Trust
+from coordinator.serve.config import CoordinatorSettings
+from hearth.errors import (
+    AppRevoked,
+    BadMessage,
+    BadSetting,
+    ConnectionLost,
+    FrameTooLarge,
+    NotAuthorised,
+    NotServing,
+    PortInUse,
+    TextTooLong,
+    Unreachable,
+    WrongKey,
+)
+from hearth.platform.curve import KeyPair, new_keypair
+from hearth.platform.security import Access, derive_keypair, new_home_key
+from hearth.wire.messages import (
+    CoordinatorWelcome,
+    Done,
+    Embed,
+    Generate,
+    GetReadiness,
+    Infer,
+    ListDevices,
+    Message,
+    Readiness,
+    TextEnded,
+    TextGenerated,
+)
+from hearth.wire.rpc import Caller, Reply, Response, RpcClient
+
+HOME = new_home_key()
+ADMIN = derive_keypair(HOME.key_bytes(), "admin")
+END = TextEnded(
+    text="", reason="length", num_prompt_tokens=1, num_tokens=1, queued_seconds=0, first_token_seconds=0,
+    decode_seconds=0,
+)  # fmt: skip
+
+
+class Home:
+    """A client port whose handler answers like a coordinator, an app's key, and clients."""
+
+    def __init__(self, port: ClientPort, trust: Trust, context: zmq.asyncio.Context) -> None:
+        self.port = port
+        self.trust = trust
+        self.context = context
+        self.app = new_keypair()
+        self.callers: list[str] = []
+        self.closed: list[str] = []  # prompts of streams that have ended, in any way
+        self.clients: list[RpcClient] = []
+        trust.apps.add("lamp", self.app.public)
+
+    async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
+        self.callers.append(caller.public_key)
+        if isinstance(message, Generate):
+            return self.generate(message)
+        if isinstance(message, GetReadiness):
+            return Readiness(ready=True, state="serving", model="m")
+        if isinstance(message, Embed):
+            raise TextTooLong(index=0, num_tokens=9, max_tokens=8)
+        if isinstance(message, ListDevices):
+            await asyncio.sleep(60)
+        return Reply(Done(), [bytes(frame) for frame in payload])
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Reply, None]:
+        """`max_tokens` answers, with the prompt `large` of 1 MiB each."""
+        assert request.max_tokens is not None
+        try:
+            for index in range(request.max_tokens):
+                await asyncio.sleep(0.001)
+                payload = [bytes(1 << 20)] if request.prompt == "large" else []
+                yield Reply(TextGenerated(token_ids=(index,), text=""), payload)
+            yield Reply(END)
+        finally:
+            self.closed.append(request.prompt or "")
+
+    def client(self, keys: KeyPair = ADMIN) -> RpcClient:
+        access = Access(keys, self.trust.keypair.public)
+        self.clients.append(RpcClient(self.context, f"tcp://127.0.0.1:{self.port.port}", access, "test"))
+        return self.clients[-1]
+
+    @property
+    def gateway_pid(self) -> int:
+        assert self.port.gateway_pid is not None
+        return self.port.gateway_pid
+
+
+@asynccontextmanager
+async def home(folder: Path, **settings: Any) -> AsyncIterator[Home]:
+    made = CoordinatorSettings(state_dir=folder, port=0, bind_host="127.0.0.1", **settings)
+    trust = Trust(made, HOME)
+    with zmq_context() as context:
+        async with client_port(made, trust) as port:
+            all_of_it = Home(port, trust, context)
+            async with port.serving(all_of_it.handle):
+                try:
+                    yield all_of_it
+                finally:
+                    for client in all_of_it.clients:
+                        await client.close()
+
+
+def run(folder: Path, scenario: Callable[[Home], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        async with home(folder, **settings) as one:
+            await asyncio.wait_for(scenario(one), 60)
+
+    asyncio.run(main())
+
+
+async def tokens(client: RpcClient, prompt: str, count: int) -> int:
+    """Read a whole stream; returns the number of its tokens."""
+    received = 0
+    stream = client.stream(Generate(prompt=prompt, max_tokens=count), timeout_seconds=20, last=TextEnded)
+    async with aclosing(stream) as replies:
+        async for reply in replies:
+            received += isinstance(reply.message, TextGenerated)
+    return received
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(wait(), seconds)
+
+
+def test_requests_streams_and_errors_pass_through_the_gateway(tmp_path: Path) -> None:
+    async def scenario(home: Home) -> None:
+        client = home.client(home.app)
+        assert (await client.call(GetReadiness(), timeout_seconds=20)).message == Readiness(
+            ready=True, state="serving", model="m"
+        )
+        frames = [b"a" * 3_000_000, b"", b"b"]
+        reply = await client.call(Infer(names=()), frames, timeout_seconds=20)
+        assert [bytes(frame) for frame in reply.payload] == frames
+        assert await tokens(client, "small", 50) == 50
+        assert await tokens(client, "large", 20) == 20
+        with pytest.raises(TextTooLong):
+            await client.call(Embed(texts=("a",)), timeout_seconds=20)
+        assert set(home.callers) == {home.app.public}
+        assert home.port.num_running == 0
+
+    run(tmp_path, scenario)
+
+
+def test_closing_a_stream_cancels_it_in_the_coordinator(tmp_path: Path) -> None:
+    async def scenario(home: Home) -> None:
+        client = home.client()
+        stream = client.stream(Generate(prompt="p", max_tokens=100_000), timeout_seconds=20, last=TextEnded)
+        async with aclosing(stream) as replies:
+            async for _ in replies:
+                break
+        await until(lambda: home.closed == ["p"] and home.port.num_running == 0)
+
+    run(tmp_path, scenario)
+
+
+def test_request_of_a_client_that_is_gone_is_cancelled(tmp_path: Path) -> None:
+    async def scenario(home: Home) -> None:
+        client = home.client()
+        stream = client.stream(Generate(prompt="p", max_tokens=100_000), timeout_seconds=20, last=TextEnded)
+        await anext(stream)
+        home.clients.remove(client)
+        await client.close()
+        with suppress(ConnectionLost):
+            await stream.aclose()
+        await until(lambda: home.closed == ["p"])
+
+    run(tmp_path, scenario)
+
+
+def test_roles_are_checked_and_refusals_counted(tmp_path: Path) -> None:
+    async def scenario(home: Home) -> None:
+        app = home.client(home.app)
+        with pytest.raises(NotAuthorised):
+            await app.call(ListDevices(), timeout_seconds=20)
+        with pytest.raises(FrameTooLarge):
+            await app.call(Infer(names=()), [bytes(2 << 20)], timeout_seconds=20)
+        with pytest.raises(BadMessage):
+            await app.call(Generate(prompt="p", max_tokens=1), [b""] * 65, timeout_seconds=20)
+        with pytest.raises(WrongKey):
+            await home.client(new_keypair()).call(GetReadiness(), timeout_seconds=20)
+        assert home.callers == []
+        await until(lambda: home.port.num_refused_requests == 3 and home.port.num_refused_connections > 0)
+
+    run(tmp_path, scenario, app_request_bytes=1 << 20)
+
+
+def test_new_app_may_connect_at_once_and_revoked_one_is_ended_at_once(tmp_path: Path) -> None:
+    async def scenario(home: Home) -> None:
+        await home.client().call(GetReadiness(), timeout_seconds=20)
+        blind = new_keypair()
+        home.trust.apps.add("blind", blind.public)
+        home.port.change_access()
+        await home.client().call(
+            GetReadiness(), timeout_seconds=20
+        )  # the answer of `add_app` follows the change likewise
+        client = home.client(blind)
+        stream = client.stream(Generate(prompt="p", max_tokens=100_000), timeout_seconds=20, last=TextEnded)
+        await anext(stream)
+        home.trust.apps.revoke("blind")
+        home.port.change_access()
+        await home.port.end_requests(blind.public, AppRevoked(app="blind"))
+        with pytest.raises(AppRevoked):
+            async for _ in stream:
+                pass
+        assert home.closed == ["p"]
+        with pytest.raises(AppRevoked):
+            await client.call(GetReadiness(), timeout_seconds=20)
+
+    run(tmp_path, scenario)
+
+
+def test_connection_of_a_revoked_app_ends_if_it_goes_on_asking(tmp_path: Path) -> None:
+    async def scenario(home: Home) -> None:
+        client, other = home.client(home.app), home.client()
+        await client.call(GetReadiness(), timeout_seconds=20)
+        home.trust.apps.revoke("lamp")
+        home.port.change_access()
+        await other.call(GetReadiness(), timeout_seconds=20)
+        errors: list[type[Exception]] = []
+        ended = asyncio.Event()
+        client.on_disconnect = ended.set
+        while not ended.is_set():
+            calls = [client.call(GetReadiness(), timeout_seconds=20) for _ in range(20)]
+            errors += [type(error) for error in await asyncio.gather(*calls, return_exceptions=True)]  # type: ignore[misc]
+        assert set(errors) <= {AppRevoked, ConnectionLost, Unreachable}
+        assert 0 < errors.count(AppRevoked) < 70
+        await other.call(GetReadiness(), timeout_seconds=20)
+        assert len(home.callers) == 3
+
+    run(tmp_path, scenario)
+
+
+def test_coordinator_refuses_a_revoked_key_that_its_gateway_still_admits(tmp_path: Path) -> None:
+    async def scenario(home: Home) -> None:
+        client = home.client(home.app)
+        await client.call(GetReadiness(), timeout_seconds=20)
+        os.kill(home.gateway_pid, signal.SIGSTOP)
+        asking = asyncio.ensure_future(client.call(GetReadiness(), timeout_seconds=20))
+        await asyncio.sleep(0.05)
+        home.trust.apps.revoke("lamp")  # the gateway is not told: it gets this message before the rules
+        home.port.change_access = lambda: None  # type: ignore[method-assign]
+        os.kill(home.gateway_pid, signal.SIGCONT)
+        with pytest.raises(AppRevoked):
+            await asking
+        assert len(home.callers) == 1
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_gateway_that_dies_or_hangs_is_replaced_and_clients_reach_it_again(
+    tmp_path: Path, fault: signal.Signals
+) -> None:
+    async def scenario(home: Home) -> None:
+        client = home.client()
+        assert await tokens(client, "before", 3) == 3
+        running = asyncio.ensure_future(tokens(client, "cut", 100_000))
+        await until(lambda: home.port.num_running == 1)
+        before = home.gateway_pid
+        os.kill(before, fault)
+        with pytest.raises(ConnectionLost):
+            await running
+        await until(lambda: home.closed == ["before", "cut"] and home.port.num_running == 0)
+        assert await tokens(client, "after", 3) == 3
+        assert home.gateway_pid != before
+
+    run(tmp_path, scenario)
+
+
+def test_stall_of_the_event_loop_keeps_the_gateway(tmp_path: Path) -> None:
+    async def scenario(home: Home) -> None:
+        client = home.client()
+        await client.call(GetReadiness(), timeout_seconds=20)
+        before = home.gateway_pid
+        time.sleep(1.75)
+        assert await tokens(client, "p", 3) == 3
+        await asyncio.sleep(0.3)  # for one more check of the gateway
+        assert home.gateway_pid == before
+
+    run(tmp_path, scenario)
+
+
+def test_requests_that_run_when_a_role_ends_are_told(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with zmq_context() as context:
+            settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="127.0.0.1")
+            trust = Trust(settings, HOME)
+            async with client_port(settings, trust) as port:
+                one = Home(port, trust, context)
+                client = one.client()
+                async with port.serving(one.handle):
+                    await client.call(GetReadiness(), timeout_seconds=20)
+                    waiting = asyncio.ensure_future(client.call(ListDevices(), timeout_seconds=20))
+                    await until(lambda: port.num_running == 1)
+                with pytest.raises(NotServing):
+                    await waiting
+                with pytest.raises(NotServing):  # until the next role begins
+                    await client.call(GetReadiness(), timeout_seconds=20)
+            with pytest.raises((ConnectionLost, Unreachable)):
+                await client.call(GetReadiness(), timeout_seconds=0.5)
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+FLOOD = """
+import sys, time
+import zmq
+from hearth.platform.curve import KeyPair, secure_client
+from hearth.wire.messages import Infer, encode
+
+port, server_key, public, secret = sys.argv[1:]
+sender = zmq.Context().socket(zmq.DEALER)
+secure_client(sender, KeyPair(public, secret), server_key)
+sender.connect(f"tcp://127.0.0.1:{port}")
+frame = bytes(60 << 20)
+sender.send_multipart([bytes(8), encode(Infer(names=()))] + [frame] * 30, copy=False)
+time.sleep(60)
+"""
+
+
+def test_message_of_many_large_frames_costs_at_most_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 frames of 60 MiB: the coordinator gets none of them, and clients go on with this gateway or the next one."""
+    monkeypatch.setattr("coordinator.serve.clients.client_port._SPARE_BYTES", -512 << 20)  # then the limit is 256 MiB
+
+    async def scenario(home: Home) -> None:
+        good = home.client()
+        await good.call(GetReadiness(), timeout_seconds=20)
+        first, before = home.gateway_pid, peak_bytes()
+        arguments = (str(home.port.port), home.trust.keypair.public, *home.app)
+        sender = await asyncio.create_subprocess_exec(sys.executable, "-c", FLOOD, *arguments)
+        try:
+            await until(lambda: home.port.gateway_pid != first or memory_bytes(first, "VmHWM") > 200 << 20)
+            await until(lambda: home.port.gateway_pid != first or memory_bytes(first, "VmRSS") < 100 << 20)
+        finally:
+            sender.kill()
+            await sender.wait()
+        await until_answered(good)
+        assert peak_bytes() - before < 50 << 20
+        assert set(home.callers) == {ADMIN.public}
+
+    run(tmp_path, scenario)
+
+
+async def until_answered(client: RpcClient) -> None:
+    while True:
+        try:
+            await client.call(GetReadiness(), timeout_seconds=20)
+            return
+        except ConnectionLost:
+            pass
+
+
+def peak_bytes() -> int:
+    return memory_bytes(os.getpid(), "VmHWM")
+
+
+def memory_bytes(pid: int, field: str) -> int:
+    with suppress(OSError):  # the process has ended
+        if field in (status := Path(f"/proc/{pid}/status").read_text()):
+            return int(status.partition(f"{field}:")[2].split()[0]) << 10
+    return 0
+
+
+def test_port_in_use_and_impossible_addresses_are_told(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            settings = CoordinatorSettings(state_dir=tmp_path, port=other.getsockname()[1], bind_host="127.0.0.1")
+            with pytest.raises(PortInUse, match="--port"):
+                ClientPort(settings, Trust(settings, HOME))
+        settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="192.0.2.1")
+        with pytest.raises(BadSetting, match=r"192\.0\.2\.1"):
+            ClientPort(settings, Trust(settings, HOME))
+
+    asyncio.run(scenario())
+
+
+def test_ipv6_address_is_listened_on(tmp_path: Path) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+
+    async def scenario() -> None:
+        settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="::1")
+        trust = Trust(settings, HOME)
+        async with client_port(settings, trust) as port, client_port_client(port, trust) as client:
+            welcome = await client.hello(CoordinatorWelcome, timeout_seconds=20)
+            assert welcome.name == "home"
+
+    with suppress(BadSetting):  # a host without an IPv6 loopback address
+        asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def client_port_client(port: ClientPort, trust: Trust) -> AsyncIterator[RpcClient]:
+    async def welcome(caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
+        return CoordinatorWelcome(version="1", name="home")
+
+    with zmq_context() as context:
+        context.setsockopt(zmq.IPV6, 1)
+        client = RpcClient(context, f"tcp://[::1]:{port.port}", Access(ADMIN, trust.keypair.public), "test")
+        async with port.serving(welcome):
+            yield client
+            await client.close()

@@ -1,0 +1,88 @@
+"""What apps learn about the home."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+from support.messages import EXAMPLES
+
+from coordinator.serve.clients.disclosure import error_for_app, response_for_app
+from hearth.errors import (
+    ERROR_TYPES,
+    BadRequest,
+    DeadlineExceeded,
+    DeviceLost,
+    HearthError,
+    ModelDoesNotFit,
+    NotServing,
+    StepFailed,
+    TextTooLong,
+)
+from hearth.wire import messages as wire
+from hearth.wire.rpc import Reply
+
+SECRET = "tcp://10.0.0.7:47800/kitchen"
+
+
+@pytest.mark.parametrize("kind", [each for each in ERROR_TYPES.values() if each.scope != "request"])
+def test_no_error_of_the_home_names_a_device(kind: type[HearthError]) -> None:
+    samples = {"int": 3, "float": 1.5, "str": SECRET}
+    public = {"tag": "embed", "chunk": "0" * 64, "weights": "int8", "strategy": "moirai"}
+    annotated = {name: of for each in kind.__mro__ for name, of in vars(each).get("__annotations__", {}).items()}
+    fields = {name: samples[of] for name, of in annotated.items() if of in samples}
+    error = kind(**{name: public.get(name, value) for name, value in fields.items()})
+    shown = error_for_app(error)
+    assert type(shown) is kind
+    assert "10.0.0.7" not in str(shown)
+
+
+def test_errors_about_the_request_are_unchanged() -> None:
+    for error in (BadRequest(reason="no texts"), TextTooLong(index=1, num_tokens=9, max_tokens=8)):
+        assert str(error_for_app(error)) == str(error)
+    assert error_for_app(ModelDoesNotFit(model="/srv/bert", missing_bytes=7)).details() == {
+        "model": "bert",
+        "missing_bytes": 7,
+    }
+
+
+def test_readiness_and_traces_name_no_device_and_no_path() -> None:
+    ready = wire.Readiness(ready=True, state="serving bert on kitchen, attic (hmp)", model="/srv/models/bert")
+    shown = response_for_app(ready)
+    assert shown == wire.Readiness(ready=True, state="serving", model="bert")
+    traced = next(each for each in EXAMPLES if isinstance(each, wire.Vectors) and each.traces)
+    answer = response_for_app(Reply(traced, [b"x"]))
+    assert isinstance(answer, Reply)
+    assert isinstance(answer.message, wire.Vectors)
+    assert answer.payload == [b"x"]
+    assert [trace.device for trace in answer.message.traces] == [f"device {trace.rank}" for trace in traced.traces]
+    assert answer.message.traces[0].events == traced.traces[0].events
+
+
+def test_error_inside_a_stream_is_reduced_and_the_stream_is_closed() -> None:
+    closed = []
+
+    async def answers() -> AsyncGenerator[wire.Message | Reply, None]:
+        try:
+            yield wire.TextGenerated(token_ids=(1,), text="a")
+            raise StepFailed(device="kitchen", reason="out of memory on kitchen")
+        finally:
+            closed.append(True)
+
+    async def read() -> None:
+        stream = response_for_app(answers())
+        assert isinstance(stream, AsyncGenerator)
+        assert await anext(stream) == wire.TextGenerated(token_ids=(1,), text="a")
+        with pytest.raises(StepFailed) as failed:
+            await anext(stream)
+        assert "kitchen" not in str(failed.value)
+
+    asyncio.run(read())
+    assert closed == [True]
+
+
+def test_deadline_and_readiness_errors_keep_their_numbers() -> None:
+    assert error_for_app(DeadlineExceeded(action=f"Run at {SECRET}", seconds=5.0)).details()["seconds"] == 5.0
+    assert "kitchen" not in str(error_for_app(NotServing(state="loading on kitchen")))
+    assert "kitchen" not in str(error_for_app(DeviceLost(device="kitchen", reason=SECRET)))

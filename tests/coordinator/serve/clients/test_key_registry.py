@@ -1,0 +1,84 @@
+"""App keys: admission, revocation, persistence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.serve.clients.key_registry import KeyRegistry, RegisteredKeys
+from hearth.errors import BadRequest
+
+
+def test_apps_are_admitted_revoked_and_persisted(tmp_path: Path) -> None:
+    apps = KeyRegistry(tmp_path / "apps.json")
+    apps.add("lamp", "k1")
+    assert "k1" in KeyRegistry(tmp_path / "apps.json").current().keys
+    for bad in ("lamp", "Lamp", "", "a b", "x" * 33):
+        with pytest.raises(BadRequest):
+            apps.add(bad, "k2")
+    apps.revoke("lamp")
+    assert apps.current() == RegisteredKeys(revoked={"k1": "lamp"})
+    with pytest.raises(BadRequest, match="no key of the app 'lam'"):
+        apps.revoke("lam")
+    apps.add("lamp", "k3")
+    assert apps.current() == RegisteredKeys(keys={"k3": "lamp"}, revoked={"k1": "lamp"})
+
+
+def test_change_that_a_client_repeats_at_another_coordinator_has_no_further_effect(tmp_path: Path) -> None:
+    """After a restart or a hand-over, the coordinator does not know which requests were answered."""
+    for number, change in enumerate((("add", "lamp", "k1"), ("revoke", "lamp"), ("add", "lamp", "k2"))):
+        for _ in range(2):
+            apps = KeyRegistry(tmp_path / "apps.json")
+            getattr(apps, change[0])(*change[1:])
+        assert (
+            apps.current()
+            == [
+                RegisteredKeys(keys={"k1": "lamp"}),
+                RegisteredKeys(revoked={"k1": "lamp"}),
+                RegisteredKeys(keys={"k2": "lamp"}, revoked={"k1": "lamp"}),
+            ][number]
+        )
+
+
+def test_revoked_key_is_not_admitted_again(tmp_path: Path) -> None:
+    apps = KeyRegistry(tmp_path / "apps.json")
+    apps.add("lamp", "k1")
+    apps.revoke("lamp")
+    for name in ("lamp", "another"):
+        with pytest.raises(BadRequest, match="key of the app 'lamp' was revoked"):
+            apps.add(name, "k1")
+
+
+def test_file_changes_take_effect_at_the_next_request(tmp_path: Path) -> None:
+    first, second = (KeyRegistry(tmp_path / "apps.json") for _ in range(2))
+    first.add("lamp", "k1")
+    assert "k1" in second.current().keys
+    first.revoke("lamp")
+    assert "k1" not in second.current().keys
+
+
+def test_damaged_list_is_replaced_by_its_second_copy(tmp_path: Path) -> None:
+    apps = KeyRegistry(tmp_path / "apps.json")
+    apps.add("lamp", "k1")
+    (tmp_path / "apps.json").write_text("{")
+    assert apps.current() == KeyRegistry(tmp_path / "apps.json").current() == RegisteredKeys(keys={"k1": "lamp"})
+    for name in ("apps.json", "apps.json.bak"):
+        (tmp_path / name).write_text("{")
+    assert apps.current() == RegisteredKeys(keys={"k1": "lamp"})  # the last list stays in force
+
+
+def test_revocation_holds_while_the_disk_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    apps = KeyRegistry(tmp_path / "apps.json")
+    apps.add("lamp", "k1")
+    with monkeypatch.context() as patched:
+        patched.setattr("coordinator.serve.durable_file.write_atomically", _disk_full)
+        apps.revoke("lamp")
+        assert apps.current() == RegisteredKeys(revoked={"k1": "lamp"})
+    assert "k1" in KeyRegistry(tmp_path / "apps.json").current().keys
+    apps.retry()
+    assert KeyRegistry(tmp_path / "apps.json").current() == RegisteredKeys(revoked={"k1": "lamp"})
+
+
+def _disk_full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")

@@ -1,0 +1,91 @@
+"""A change of keys is answered once the standbys that follow have it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from coordinator.serve.standby import followers as module
+from coordinator.serve.standby.followers import Follower, Followers
+
+
+def confirm(followers: Followers, follower: Follower) -> None:
+    receipt = followers.receipt(follower, followers.num_changes)
+    assert receipt
+    followers.confirm(receipt)
+
+
+def test_change_waits_until_each_standby_has_confirmed_it() -> None:
+    async def main() -> None:
+        followers = Followers()
+        attic, cellar = (followers.join(name, confirms=True) for name in ("attic", "cellar"))
+        confirm(followers, attic)
+        change = asyncio.create_task(followers.copy_change())
+        await asyncio.wait_for(attic.wait_news(600.0), 60)  # it is sent at once
+        confirm(followers, attic)
+        await asyncio.sleep(0.01)
+        assert not change.done()
+        confirm(followers, cellar)
+        await asyncio.wait_for(change, 60)
+        assert followers.latest_is_copied
+        assert not followers.receipt(attic, followers.num_changes)  # there is nothing more to confirm
+
+    asyncio.run(main())
+
+
+def test_receipt_of_an_earlier_copy_does_not_confirm_a_change() -> None:
+    async def main() -> None:
+        followers = Followers()
+        attic = followers.join("attic", confirms=True)
+        earlier = followers.receipt(attic, followers.num_changes)
+        change = asyncio.create_task(followers.copy_change())
+        await asyncio.sleep(0)
+        followers.confirm(earlier)
+        await asyncio.sleep(0.01)
+        assert not change.done()
+        confirm(followers, attic)
+        await asyncio.wait_for(change, 60)
+
+    asyncio.run(main())
+
+
+def test_change_waits_for_no_standby_that_is_gone_or_too_old_to_confirm() -> None:
+    async def main() -> None:
+        followers = Followers()
+        await followers.copy_change()
+        old = followers.join("old", confirms=False)
+        await followers.copy_change()
+        assert not followers.receipt(old, followers.num_changes)
+        gone = followers.join("gone", confirms=True)
+        change = asyncio.create_task(followers.copy_change())
+        await asyncio.sleep(0)
+        followers.leave(gone)
+        await asyncio.wait_for(change, 0.5)
+        assert not followers.latest_is_copied
+
+    asyncio.run(main())
+
+
+def test_late_standby_delays_one_change_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(module, "_CONFIRM_SECONDS", 0.05)
+
+    async def main() -> None:
+        followers = Followers()
+        attic = followers.join("attic", confirms=True)
+        with caplog.at_level(logging.WARNING):
+            await followers.copy_change()
+        assert "the standby attic has not confirmed a change of keys" in caplog.text
+        monkeypatch.setattr(module, "_CONFIRM_SECONDS", 600.0)
+        await asyncio.wait_for(followers.copy_change(), 60)
+        assert not followers.latest_is_copied
+        confirm(followers, attic)  # it is waited for again
+        change = asyncio.create_task(followers.copy_change())
+        await asyncio.sleep(0.01)
+        assert not change.done()
+        confirm(followers, attic)
+        await asyncio.wait_for(change, 60)
+        assert followers.latest_is_copied
+
+    asyncio.run(main())

@@ -1,0 +1,142 @@
+"""A standby's copy of its leader's state and model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from support.checkpoints import write_model
+from support.graphs import save_two_branch_model
+from support.plans import make_plan
+
+from coordinator.deploy.transformer import shard_weights
+from coordinator.models.graph_file import read_graph_file
+from coordinator.serve.clients.key_registry import KeyRegistry
+from coordinator.serve.goal import open_transformer
+from coordinator.serve.standby.replica import Replica, replica_files, transformer_files
+from coordinator.serve.state import Goal, GraphGoal, SavedDeployment, SavedState, StateFile, TransformerGoal
+from hearth.errors import BadCheckpoint
+from hearth.plan.plan import TransformerPlan
+from hearth.wire.messages import ReplicaPart
+
+
+def copied(leader: Path, state: SavedState, files: list[Path], standby: Path) -> SavedState:
+    """The leader's state as its standby stores it."""
+    replica = Replica(standby)
+    for file in replica_files(leader, state, {"default": files}):
+        for part, data in file.parts():
+            replica.receive(part, data)
+    assert replica.state is not None
+    return replica.state
+
+
+def chunk_hashes(directory: Path, plan: TransformerPlan, cache: Path) -> list[str]:
+    async def main() -> list[str]:
+        async with shard_weights(directory, plan, cache) as weights:
+            return [chunk.hash for chunks in weights.chunks for chunk in chunks]
+
+    return asyncio.run(main())
+
+
+def test_standby_opens_and_plans_the_model_without_its_weights(tmp_path: Path) -> None:
+    leader, standby = tmp_path / "leader", tmp_path / "standby"
+    goal = TransformerGoal(model_dir=str(write_model(tmp_path / "model")))
+    model = open_transformer(goal)
+    plan = make_plan(model.spec, "hmp", (1, 1))
+    hashes = chunk_hashes(model.directory, plan, leader / "manifests")
+    KeyRegistry(leader / "apps.json").add("lamp", "k1")
+    state = SavedState(deployments={"default": SavedDeployment(goal=goal, plan=plan)}, last_epoch=7, holder="leader")
+    (tmp_path / "model").rename(tmp_path / "away")
+    (tmp_path / "model").symlink_to(tmp_path / "away")
+    there = copied(leader, state, transformer_files(model.directory), standby)
+    (tmp_path / "model").unlink()  # as on another computer
+    there = copied(leader, state, transformer_files(tmp_path / "away"), standby)
+
+    assert (there.last_epoch, there.holder) == (7, "")
+    assert KeyRegistry(standby / "apps.json").current().keys == {"k1": "lamp"}
+    copy = open_transformer(there.deployments["default"].goal)  # type: ignore[arg-type]
+    assert copy.spec == model.spec
+    assert copy.directory.is_relative_to(standby)
+    assert chunk_hashes(copy.directory, plan, standby / "manifests") == hashes
+    weights = next(copy.directory.glob("*.safetensors"))
+    assert weights.stat().st_size == (tmp_path / "away" / weights.name).stat().st_size
+
+    async def read_chunk() -> None:
+        async with shard_weights(copy.directory, plan, standby / "manifests") as opened:
+            opened.chunks[0][0].read()
+
+    with pytest.raises(BadCheckpoint, match="no device holds the chunk"):
+        asyncio.run(read_chunk())
+
+
+def test_standby_uses_the_model_itself_where_it_is(tmp_path: Path) -> None:
+    goal: Goal = TransformerGoal(model_dir=str(write_model(tmp_path / "model")))
+    state = SavedState(deployments={"default": SavedDeployment(goal=goal)})
+    there = copied(tmp_path / "leader", state, transformer_files(tmp_path / "model"), tmp_path / "standby")
+    assert there.deployments["default"].goal == goal
+
+
+@pytest.mark.parametrize("name", [".gitattributes", "read me.txt", "größe.json", "a\nb"])
+def test_files_of_any_name_beside_the_model_do_not_keep_the_standby_from_copying(tmp_path: Path, name: str) -> None:
+    directory = write_model(tmp_path / "model")
+    (directory / name).write_text("{}")
+    state = SavedState(deployments={"default": SavedDeployment(goal=TransformerGoal(model_dir=str(directory)))})
+    copied(tmp_path / "leader", state, transformer_files(directory), tmp_path / "standby")
+    (copy,) = (tmp_path / "standby").glob("**/config.json")
+    assert copy.read_bytes() == (directory / "config.json").read_bytes()
+    assert (copy.parent / name).exists() is name.isprintable()
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "my model.onnx"])
+def test_standby_has_the_whole_graph(tmp_path: Path, name: str) -> None:
+    path = save_two_branch_model(tmp_path / name, channels=8)
+    graph = read_graph_file(path, {})
+    assert graph.model is not None
+    state = SavedState(deployments={"default": SavedDeployment(goal=GraphGoal(model_file=str(path)))})
+    fingerprint = graph.fingerprint
+    files = replica_files(tmp_path, state, {"default": graph.model.file.paths()})
+    replica = Replica(tmp_path / "standby")
+    parts = [each for file in files for each in file.parts()]
+    path.unlink()
+    for part, data in parts:
+        replica.receive(part, data)
+    assert replica.state is not None
+    copy = read_graph_file(Path(replica.state.deployments["default"].goal.path), {})
+    assert copy.fingerprint == fingerprint
+
+
+def test_standby_keeps_the_folders_of_a_graphs_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "leader" / "models"
+    folder.mkdir(parents=True)
+    path = save_two_branch_model(folder / "net.onnx", channels=32)
+    for weights in ("parts/one/w.bin", "parts/two/w.bin", "größe 1.bin"):
+        (folder / weights).parent.mkdir(parents=True, exist_ok=True)
+        (folder / weights).write_bytes(weights.encode())
+    state = SavedState(deployments={"default": SavedDeployment(goal=GraphGoal(model_file=str(path)))})
+    files = [path, *(each for each in folder.rglob("*.bin"))]
+    there = copied(tmp_path / "leader", state, files, tmp_path / "standby")
+    copy = tmp_path / "standby" / "models" / "default"
+    assert {each.relative_to(copy).as_posix(): each.read_bytes().decode() for each in copy.rglob("*.bin")} == {
+        weights: weights for weights in ("parts/one/w.bin", "parts/two/w.bin", "größe 1.bin")
+    }
+    assert there.deployments["default"].goal.path == str(path)  # which is here, as on the leader's computer
+    (folder / "parts/two/w.bin").unlink()
+    incomplete = copied(tmp_path / "leader", state, [path], tmp_path / "standby")
+    assert incomplete.deployments["default"].goal.path == str(copy / "net.onnx")
+
+
+def test_replicated_state_keeps_the_own_holder(tmp_path: Path) -> None:
+    own = StateFile(tmp_path)
+    holder = own.load().holder
+    own.replicate(SavedState(last_epoch=9, holder="another", boot_id="another"))
+    assert (StateFile(tmp_path).load().holder, StateFile(tmp_path).load().last_epoch) == (holder, 9)
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/passwd", "a/../../x", "", ".ssh/x", "a//b", "a/./b", "a/..", "a/" * 20 + "b", "a\n"]
+)
+def test_no_path_leaves_the_folder(path: str) -> None:
+    with pytest.raises(ValidationError):
+        ReplicaPart(path=path, num_bytes=1, offset=0, is_last=True)
