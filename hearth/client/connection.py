@@ -39,6 +39,9 @@ _MAX_GREETINGS = 32
 # and the coordinator itself answers its greeting meanwhile.
 _REFUSED_SECONDS = 2.0
 _GREETING_SECONDS = 1.0  # of one greeting in a search over mDNS; an answer takes milliseconds, and the next turn comes
+# A search ends earlier than the wait for it by this fraction, and at most by these seconds: it closes its sockets meanwhile.
+_MARGIN_FRACTION = 0.1
+_MARGIN_SECONDS = 0.5
 _MAX_KNOWN = 8  # endpoints that are remembered from earlier searches; a home has one to three coordinators
 
 
@@ -66,13 +69,14 @@ class Connection:
         Raises NoCoordinator, Unreachable, WrongKey, ProtocolMismatch, DeadlineExceeded.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_seconds
+        # The search ends a little earlier than the wait, since its error says more.
+        end_of_search = loop.time() + timeout_seconds - min(_MARGIN_FRACTION * timeout_seconds, _MARGIN_SECONDS)
 
         async def change() -> RpcClient:
             async with self._changing:  # others that wait here use the connection that the first one opened
                 if (client := self._usable(failed)) is None:
                     self._search = asyncio.current_task()
-                    client = await self._change(max(deadline - loop.time(), 0.001))
+                    client = await self._change(max(end_of_search - loop.time(), 0.001))
                 return client
 
         if self.closed:
@@ -80,7 +84,7 @@ class Connection:
         if (client := self._usable(failed)) is not None:
             return client
         try:
-            return await with_timeout(timeout_seconds + 1.0, change())  # 1 s after `_change`, whose error says more
+            return await with_timeout(timeout_seconds, change())
         except asyncio.TimeoutError:
             raise self._not_found(timeout_seconds) from None
         except asyncio.CancelledError:
