@@ -328,7 +328,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return named
 
     def pardon(self) -> bool:
-        """End the quarantines of the mildest kind, because the model does not fit without them. False if there are none."""
+        """End the quarantines of the lowest degree, because the model does not fit without them. False if there are none."""
         now = loop_time()
         needed = registry.needed_despite_quarantine(list(self.devices.values()), now)
         for device in needed:

@@ -11,6 +11,8 @@ from hearth.errors import ChunkCorrupt, HearthError, StepFailed, StoreFailed, St
 _FIRST_SECONDS = 60.0
 _MAX_SECONDS = 960.0  # four doublings: a device that fails every time costs a change of plan four times an hour
 _RECENT_SECONDS = 3600.0  # an unstable device fails several times an hour
+# A worker that dies three times is still preferred to a store that failed once, and one that dies four times is not.
+_DEGREES_OF_A_REPETITION = 2
 # A worker that served and died starts again on its device, unless one died there within this time: a plan without the device
 # and one with it again cost more than a new process, but not one every few seconds.
 _RESTART_SECONDS = 60.0
@@ -20,7 +22,7 @@ _RESTART_SECONDS = 60.0
 class Quarantine:
     """Plans avoid a device until the time `until`, because of `reason`.
 
-    Without other devices, those with the mildest fault are used, and of these those that had it least often.
+    Without other devices, those of the lowest `degree` are used.
     """
 
     reason: str
@@ -31,6 +33,11 @@ class Quarantine:
 
     def is_active(self, now: float) -> bool:
         return now < self.until
+
+    @property
+    def degree(self) -> tuple[int, int]:
+        """How little is to be expected of the device: a mild fault that comes again and again is worse than a severe one."""
+        return self.severity + _DEGREES_OF_A_REPETITION * (self.times - 1), self.severity
 
     def describe(self, now: float) -> str:
         return f"left out of plans for {self.until - now:.0f} s: {self.reason}"

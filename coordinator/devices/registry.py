@@ -277,26 +277,26 @@ def sorted_by_name(devices: Iterable[Device]) -> list[Device]:
 def usable(devices: list[Device], now: float) -> list[Device]:
     """Devices that a plan may use, by name: connected, alive or suspect, and not quarantined.
 
-    If all of them are quarantined: those with the mildest fault that has occurred least often.
+    If all of them are quarantined: those of the lowest degree (`Quarantine.degree`).
     """
     connected = [
         device
         for device in sorted_by_name(devices)
         if device.health in ("alive", "suspect") and device.disconnected_at is None
     ]
-    mildest = min((_fault(device, now) for device in connected), default=(0, 0))
-    return [device for device in connected if _fault(device, now) == mildest]
+    lowest = min((_degree(device, now) for device in connected), default=(0, 0))
+    return [device for device in connected if _degree(device, now) == lowest]
 
 
 def needed_despite_quarantine(devices: list[Device], now: float) -> list[Device]:
-    """The quarantined devices with the mildest and least frequent fault, for a model that does not fit without them."""
+    """The quarantined devices of the lowest degree, for a model that does not fit without them."""
     known = [device for device in sorted_by_name(devices) if device.is_quarantined(now) and device.reachable]
-    mildest = min((_fault(device, now) for device in known), default=(0, 0))
-    return [device for device in known if _fault(device, now) == mildest]
+    lowest = min((_degree(device, now) for device in known), default=(0, 0))
+    return [device for device in known if _degree(device, now) == lowest]
 
 
-def _fault(device: Device, now: float) -> tuple[int, int]:
-    """Severity of the device's fault, and how often it has occurred: `(0, 0)` if the device is not quarantined."""
+def _degree(device: Device, now: float) -> tuple[int, int]:
+    """The degree of the device's quarantine, `(0, 0)` without one."""
     if device.quarantine is None or not device.is_quarantined(now):
         return 0, 0
-    return device.quarantine.severity, device.quarantine.times
+    return device.quarantine.degree

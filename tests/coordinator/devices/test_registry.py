@@ -11,7 +11,16 @@ from typer.testing import CliRunner
 
 from coordinator.devices import registry
 from coordinator.devices.registry import MAX_DEAD_SECONDS, MIN_DEAD_SECONDS, RECONNECT_SECONDS, Device
-from hearth.errors import ChunkCorrupt, DeviceLost, DuplicateDevice, HearthError, StepFailed, StoreFull, WorkerDied
+from hearth.errors import (
+    ChunkCorrupt,
+    DeviceLost,
+    DuplicateDevice,
+    HearthError,
+    StepFailed,
+    StoreFailed,
+    StoreFull,
+    WorkerDied,
+)
 from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, LEASE_SECONDS, late_seconds
 from hearth.wire.messages import AgentState, AgentWelcome, WorkerStatus
 
@@ -163,6 +172,18 @@ def test_of_quarantined_devices_with_the_same_fault_those_are_used_that_had_it_l
     assert registry.usable([once, often], 102.0) == [once]
     assert registry.needed_despite_quarantine([once, often], 102.0) == [once]
     assert registry.usable([often], 102.0) == [often]
+
+
+def test_device_whose_worker_dies_again_and_again_does_not_keep_out_one_whose_store_failed_once() -> None:
+    failed = registry.after_device_fault(device("failed"), StoreFailed(device="a", reason="read-only"), 100.0)
+    dying = device("dying")
+    for attempt in range(1, 4):
+        dying = registry.after_device_fault(dying, DIED, 100.0 + attempt)
+        assert registry.usable([dying, failed], 105.0) == [dying]
+    dying = registry.after_device_fault(dying, DIED, 104.0)
+    assert registry.usable([dying, failed], 105.0) == [failed]
+    failed = registry.after_device_fault(failed, StoreFailed(device="a", reason="read-only"), 105.0)
+    assert registry.usable([dying, failed], 106.0) == [dying]
 
 
 def test_quarantine_grows_with_each_repetition_and_starts_anew_after_an_hour() -> None:
