@@ -31,7 +31,7 @@ test: .venv/installed $(MODEL)/config.json
 test-slow: .venv/installed
 	@.venv/bin/python -m pytest -m slow
 
-# 100,000 homes on a virtual clock, with random faults, on all cores: an hour or two. `make test` runs the first 1,000.
+# 100,000 homes on a virtual clock, with random faults, on all cores: an hour or two. `make test` runs the first 2,000.
 .PHONY: simulate
 simulate: .venv/installed
 	@PYTHONPATH=tests .venv/bin/python -m simulation.run --seeds 0:100000 --jobs $$(nproc)

@@ -15,8 +15,8 @@ from simulation.run import run_schedule
 from simulation.schedule import LONG_SECONDS, Fault, generate
 
 TESTS = Path(__file__).parents[1]
-NUM_SCHEDULES = 1000  # some 0.05 s of processor time each
-NUM_PARTS = 4  # tests, so that all cores take part
+NUM_SCHEDULES = 2000  # some 0.08 s of processor time each
+NUM_PARTS = 8  # tests, so that all cores take part
 
 
 def run(*arguments: str, module: str = "simulation.run") -> subprocess.CompletedProcess[str]:
