@@ -171,8 +171,8 @@ class Service:
         """Write what a failing disk did not take, until cancelled."""
         while True:
             await asyncio.sleep(RETRY_SECONDS)
-            self._state.retry()
-            self._trust.apps.retry()
+            for file in (self._state, self._trust.apps, self._devices):
+                file.retry()
 
     async def _watch_disk(self) -> None:
         """Hand over to the standby when a disk hangs, which has a copy of the state on a disk of its own."""
