@@ -134,7 +134,7 @@ def test_full_store_is_reported_and_the_agent_survives(
         running_home.start_agent("a", "--store-bytes", "1MiB")
         running_home.start_coordinator()
         with running_home.connect() as home:
-            wait_for("the complaint", lambda: "has no room" in home.readiness().state)
+            wait_for("the complaint", lambda: "does not fit into the shard stores" in home.readiness().state)
             assert [device.state for device in home.devices().devices] == ["alive"]
 
 
