@@ -62,6 +62,7 @@ _SCAN_SECONDS = 5.0
 # Messages that change something: repeated by a client, they get the answer of the first one.
 _CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice)
 _LEAVES = "it leaves its devices to its standby"
+_ASKS_FOR_LEASES = "it asks most devices for their leases, because its standby may lead"
 _DISK_CHECK_SECONDS = 10.0  # short compared with the time limits of accesses to a disk
 _ANSWER_SECONDS = 2.0  # for the last answers to leave after a stop; they are small, and the clients wait for them
 
@@ -281,6 +282,8 @@ class Service:
                 model=controller.goal.path[-256:],
             )
         if isinstance(message, wire.ModelRequest):
+            if self._leadership.may_be_replaced:
+                raise NotServing(state=_ASKS_FOR_LEASES)
             controller = self._controller_for(message)
             handler = controller.kind.handlers.get(type(message))
             if handler is None:

@@ -50,6 +50,11 @@ class Leadership:
         self._has_standby = True
         self._is_needed.set()
 
+    @property
+    def may_be_replaced(self) -> bool:
+        """Whether another coordinator may lead: there is a standby, and this run has not had a majority of the devices yet."""
+        return self.quorum.current is not None and not self.quorum.leads
+
     def may_compute(self) -> bool:
         return self.quorum.may_compute(self._fleet.leased())
 
