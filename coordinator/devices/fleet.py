@@ -381,7 +381,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     def _silent_connections(self) -> list[_Connection]:
         """Connections by discovery whose agent has never answered, or is dead; oldest first."""
-        answering = {id(used) for each, used in self._by_device.items() if self.devices[each].health != "dead"}
+        dead = {device_id for device_id, device in self.devices.items() if device.health == "dead"}
+        answering = {id(used) for device_id, used in self._by_device.items() if device_id not in dead}
         return [each for each in self._connections.values() if not each.is_static and id(each) not in answering]
 
     async def _give_turns(self) -> None:

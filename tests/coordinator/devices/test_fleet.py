@@ -49,6 +49,8 @@ class FakeAgent:
         self.grants = True
         self.boot_id = "b"  # of its heartbeats; nothing is answered after one that is new
         self.leases: list[float] = []  # durations of the leases that it was asked for
+        self.tells_telemetry = asyncio.Event()
+        self.tells_telemetry.set()
         self.worker_failed = asyncio.Event()  # reported to those that watch, but not with heartbeats
 
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
@@ -59,6 +61,7 @@ class FakeAgent:
             case wire.Hello():
                 return device.welcome
             case wire.GetTelemetry():
+                await self.tells_telemetry.wait()
                 assert device.telemetry is not None
                 return device.telemetry
             case wire.AcquireLease():
@@ -221,6 +224,19 @@ async def _no_network(self: Browser) -> None:
 
 def found_at(port: int) -> DiscoveredService:
     return DiscoveredService(f"record-{port}", ("127.0.0.1",), port, PROTOCOL_VERSION, fingerprint(AGENT.public))
+
+
+def test_agents_are_found_while_another_one_has_only_said_hello() -> None:
+    async def scenario(agent: FakeAgent) -> None:
+        agent.tells_telemetry.clear()
+        async with Fleet(Access(COORDINATOR, AGENT.public), "test", browse=False) as fleet, agent.listening() as port:
+            fleet._on_discovered(found_at(port))
+            await until("it has said hello", lambda: "a" in fleet._by_device)
+            fleet._on_discovered(found_at(port + 1))
+            agent.tells_telemetry.set()
+            await until("the device is there", fleet.usable)
+
+    run(scenario)
 
 
 def test_device_with_a_new_address_is_asked_there_and_its_old_one_no_longer_matters() -> None:
