@@ -275,7 +275,7 @@ def test_coordinator_refuses_a_revoked_key_that_its_gateway_still_admits(tmp_pat
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_gateway_that_dies_or_hangs_is_replaced_and_clients_reach_it_again(
-    tmp_path: Path, fault: signal.Signals
+    tmp_path: Path, fault: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(home: Home) -> None:
         client = home.client()
@@ -289,6 +289,7 @@ def test_gateway_that_dies_or_hangs_is_replaced_and_clients_reach_it_again(
         await until(lambda: home.closed == ["before", "cut"] and home.port.num_running == 0)
         assert await tokens(client, "after", 3) == 3
         assert home.gateway_pid != before
+        assert not [record for record in caplog.records if record.exc_info]
 
     run(tmp_path, scenario)
 
