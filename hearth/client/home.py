@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 10.0  # default timeout of calls that run no model: long for a busy coordinator, short for a waiting user
 _READY_POLL_SECONDS = 0.2  # interval of the readiness requests in `wait_ready`: short compared with loading a model
-# Pauses before a call is repeated: the first is short compared with the failover to another coordinator, and they grow up to
-# the last, with which a coordinator that starts again is not flooded.
-_FIRST_PAUSE_SECONDS = 0.05
+# A call is repeated after pauses that are a fraction of the time since its first refusal, within these limits: short compared
+# with the failover to another coordinator, but a coordinator that is gone for longer is not flooded.
+_PAUSE_FRACTION = 0.1
+_MIN_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 0.5
 # Errors after which a call is repeated: the request was not sent, its answer was lost, or the coordinator does not serve now.
 _REPEATED = (Unreachable, ConnectionLost, NotServing)
@@ -290,7 +291,7 @@ class _Repeats:
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + timeout_seconds
         self._margin_seconds = _reply_margin(timeout_seconds)
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        self._refused_at: float | None = None  # first, since the last progress
 
     @property
     def remaining_seconds(self) -> float:
@@ -304,15 +305,17 @@ class _Repeats:
 
     def restart(self) -> None:
         """Begin with the shortest pause again, because the last attempt made progress."""
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        self._refused_at = None
 
     async def pause(self, failed: RpcClient | None, error: HearthError) -> None:
         """Wait before the next attempt. Raises the error if there is no time for one."""
-        if self._connection.closed or self.remaining_seconds <= self._pause_seconds + self._margin_seconds:
+        now = self._clock()
+        self._refused_at = now if self._refused_at is None else self._refused_at
+        seconds = min(max(_PAUSE_FRACTION * (now - self._refused_at), _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
+        if self._connection.closed or self.remaining_seconds <= seconds + self._margin_seconds:
             raise error
         self.failed, self._repeated = failed, True
-        await asyncio.sleep(self._pause_seconds)
-        self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
+        await asyncio.sleep(seconds)
 
     async def ask_another(self, refusing: RpcClient | None, error: WrongKey) -> None:
         """Try another coordinator once: a standby that has lost its disk knows no app. Raises the error if that was tried."""
