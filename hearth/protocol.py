@@ -25,6 +25,12 @@ LEASE_SECONDS = 5.0  # ten heartbeats; a second coordinator waits at most this l
 STANDBY_LEASE_SECONDS = 2.0
 # A coordinator counts on a lease for this much less than the agent grants it: for clocks that run at different rates.
 LEASE_MARGIN_SECONDS = 0.25
+# An agent gives the lease of a coordinator that has ended to a standby once the connection has been closed for this long:
+# several times what a coordinator that goes on takes to connect again after a reset.
+CLOSED_LEASE_SECONDS = 0.75
+# For which a coordinator that goes on counts on a lease after the connection was closed: less, since the other end may have
+# noticed it sooner.
+CLOSED_LEASE_COUNTED_SECONDS = 0.5
 # Interval at which an agent looks for expired leases; a stream of tokens outlives its lease by at most this.
 LEASE_CHECK_SECONDS = 1.0
 # A worker without a lease computes nothing, and waits this long for a coordinator to take it over: a restart takes seconds,

@@ -48,7 +48,7 @@ class AgentSettings(BaseModel, frozen=True):
     )
     spare_worker: SpareMode = Field(
         default="auto",
-        description="keep a process that has imported torch, from which workers start at once: auto, on or off",
+        description="keep a process that has imported torch or onnxruntime, from which workers start at once: auto, on or off",
     )
     advertise: bool = Field(default=True, description="advertise this agent over mDNS")
     log_level: Literal["debug", "info", "warning", "error"] = Field(

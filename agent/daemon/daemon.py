@@ -42,7 +42,7 @@ from hearth.plan.plan import plan_hash
 from hearth.platform.allocator import give_back_freed_buffers
 from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time
 from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk, read_seconds
-from hearth.protocol import LEASE_CHECK_SECONDS, PROTOCOL_VERSION, WATCH_SECONDS
+from hearth.protocol import CLOSED_LEASE_SECONDS, LEASE_CHECK_SECONDS, PROTOCOL_VERSION, WATCH_SECONDS
 from hearth.transport.base import Buffer
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Reply, Response
@@ -55,6 +55,8 @@ _T = TypeVar("_T")
 _READ_AHEAD_SHARE = 0.5
 # For reading how full the disk is. A coordinator waits for 3 s for telemetry, which it can do without.
 _ROOM_SECONDS = 2.0
+# Interval at which a closed connection is looked at: short against the time it must be closed.
+_CLOSED_POLL_SECONDS = 0.05
 _CONTROL_TYPES = (
     wire.Hello, wire.GetTelemetry, wire.Heartbeat, wire.WatchWorkers, wire.OpenLinkProbe, wire.MeasureLink,
     wire.Profile, wire.Command,
@@ -85,6 +87,7 @@ class AgentDaemon:
         self._coordinator_public_key = coordinator_public_key
         self._configuration = StoredConfiguration(settings.state_dir)
         self._leases: dict[str, Lease] = {}  # keyed by deployment, like the following
+        self._renewed_by: dict[str, Caller] = {}  # who renewed the lease last
         self._workers: dict[str, WorkerProcess] = {}
         self._last_epochs: dict[str, int] = {}
         self._requested_epochs: dict[str, int] = {}  # of the newest plan, which may still wait for an older one to load
@@ -119,13 +122,13 @@ class AgentDaemon:
             return await self._read_telemetry()
         if isinstance(message, wire.Command) and not isinstance(message, wire.AcquireLease):
             require_lease(self._leases.get(message.deployment), self.name, message.holder, loop_time())
-        return await self._execute(message, payload)
+        return await self._execute(caller, message, payload)
 
-    async def _execute(self, message: wire.Message, payload: Sequence[Any]) -> Response:
+    async def _execute(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Execute a request of the coordinator."""
         match message:
             case wire.AcquireLease():
-                return await self._acquire_lease(message)
+                return await self._acquire_lease(caller, message)
             case wire.ReleaseLease():
                 if message.keep_worker:
                     self._end_streams(message.deployment)
@@ -135,7 +138,7 @@ class AgentDaemon:
             case wire.StoreConfiguration():
                 self._configuration.store(message.configuration)
             case wire.Heartbeat():
-                return self._heartbeat(message)
+                return self._heartbeat(caller, message)
             case wire.WatchWorkers():
                 return self._watch_workers(message)
             case wire.OpenLinkProbe():
@@ -205,12 +208,14 @@ class AgentDaemon:
 
     # ---- leases ---------------------------------------------------------------------------------------------------
 
-    async def _acquire_lease(self, message: wire.AcquireLease) -> wire.Message:
+    async def _acquire_lease(self, caller: Caller, message: wire.AcquireLease) -> wire.Message:
         deployment = message.deployment
+        has_ended = message.ended is not None and await self._holder_has_ended(deployment, message.ended)
         previous = self._leases.get(deployment)
         self._leases[deployment] = acquire_lease(
-            previous, self.name, message.holder, message.holder_name, message.seconds, loop_time()
+            previous, self.name, message.holder, message.holder_name, message.seconds, loop_time(), has_ended
         )
+        self._renewed_by[deployment] = caller
         if previous is None or previous.holder != message.holder or not previous.is_live(loop_time()):
             self._end_streams(deployment)
         worker = self._workers.get(deployment)
@@ -224,9 +229,27 @@ class AgentDaemon:
             configuration=self._configuration.current,
         )
 
+    async def _holder_has_ended(self, deployment: str, name: str) -> bool:
+        """Whether the coordinator `name` has the lease, and its connection is closed and stays closed for a while."""
+        lease, renewed_by = self._leases.get(deployment), self._renewed_by.get(deployment)
+        if lease is None or renewed_by is None or lease.holder_name != name:
+            return False
+        deadline = loop_time() + CLOSED_LEASE_SECONDS
+        while (
+            lease.is_live(loop_time())
+            and self._renewed_by.get(deployment) is renewed_by
+            and not renewed_by.is_connected()
+        ):
+            if loop_time() >= deadline:
+                log.info("%s has ended: its connection is closed", name)
+                return True
+            await asyncio.sleep(_CLOSED_POLL_SECONDS)
+        return False
+
     async def _end_lease(self, deployment: str) -> None:
         self._end_streams(deployment)
         del self._leases[deployment]
+        self._renewed_by.pop(deployment, None)
         await self._stop_worker(deployment)
 
     def _end_streams(self, deployment: str) -> None:
@@ -256,7 +279,7 @@ class AgentDaemon:
         finally:
             await cancel_all([ending])
 
-    def _heartbeat(self, message: wire.Heartbeat) -> wire.Message:
+    def _heartbeat(self, caller: Caller, message: wire.Heartbeat) -> wire.Message:
         now = loop_time()
         live = {
             name: lease for name, lease in self._leases.items() if lease.holder == message.holder and lease.is_live(now)
@@ -264,6 +287,7 @@ class AgentDaemon:
         if not live:
             raise LeaseLost(device=self.name)
         self._leases |= {name: lease.renewed(now) for name, lease in live.items()}
+        self._renewed_by |= dict.fromkeys(live, caller)
         return self._state()
 
     async def _watch_workers(self, message: wire.WatchWorkers) -> AsyncGenerator[wire.Message, None]:
@@ -303,8 +327,8 @@ class AgentDaemon:
         return telemetry.model_copy(update={"store_room_bytes": room_bytes})
 
     async def _find_missing(self, message: wire.FindMissing) -> wire.ChunksMissing:
-        if message.needs_torch:
-            self.spawner.prepare()
+        if message.prepare_worker is not None:
+            self.spawner.prepare(message.prepare_worker)
         missing = await self._on_disk(FILE_SECONDS, self._store.missing, message.hashes)
         if message.verify:
             present = set(message.hashes).difference(missing)
@@ -368,9 +392,11 @@ class AgentDaemon:
             num_threads=device.num_threads,
             compute_device=device.compute_device,
         )
-        if (worker := self._workers.get(deployment)) is not None and worker.state in ("starting", "loading"):
-            await self._stop_worker(deployment)  # do not wait for it: its plan has been replaced
         self._requested_epochs[deployment] = max(plan.epoch, self._requested_epochs.get(deployment, 0))
+        worker = self._workers.get(deployment)
+        is_loading = worker is not None and worker.state in ("starting", "loading")
+        if worker is not None and is_loading and not worker.give_up_load(start):
+            await self._stop_worker(deployment)  # do not wait for it: its plan has been replaced
         async with self._load_locks[deployment]:
             self._check_load(message)
             self._last_epochs[deployment] = plan.epoch
@@ -395,7 +421,8 @@ class AgentDaemon:
             return await worker.reload(start)
         except HearthError as error:
             if worker.state == "stopped":
-                raise  # a newer plan has come, or the lease has ended
+                raise  # the lease has ended
+            self._check_still_wanted(start.load)
             log.warning("a new worker process starts, because the one that runs did not take the new plan: %s", error)
             return None
 

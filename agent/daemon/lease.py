@@ -38,10 +38,16 @@ class Lease:
 
 
 def acquire_lease(
-    current: Lease | None, device: str, holder: str, holder_name: str, seconds: float, now: float
+    current: Lease | None,
+    device: str,
+    holder: str,
+    holder_name: str,
+    seconds: float,
+    now: float,
+    has_ended: bool = False,
 ) -> Lease:
-    """Return a new lease. Raises AgentBusy if another coordinator holds a lease that has not expired."""
-    if current is not None and current.holder != holder and current.is_live(now):
+    """Return a new lease. Raises AgentBusy if another coordinator holds a lease that has not expired, unless it `has_ended`."""
+    if current is not None and current.holder != holder and current.is_live(now) and not has_ended:
         raise AgentBusy(device=device, holder=current.holder_name)
     return Lease(holder, holder_name, seconds, now + seconds)
 

@@ -21,6 +21,7 @@ from hearth.errors import ChunkCorrupt, HearthError, WrongKey
 from hearth.platform.asyncio_tools import all_or_first_error, loop_time
 from hearth.platform.curve import KeyPair
 from hearth.platform.gatekeeper import Gatekeeper
+from hearth.platform.ports import bracketed
 from hearth.platform.security import Access
 from hearth.transport.base import Buffer
 from hearth.wire.messages import Done, FetchChunks, GetChunk, LinkMeasured, MeasureLink, Message, OpenLinkProbe
@@ -122,9 +123,8 @@ async def measure_link(request: MeasureLink, own_keypair: KeyPair) -> LinkMeasur
 async def _link_client(request: FetchChunks | MeasureLink, own_keypair: KeyPair) -> AsyncIterator[RpcClient]:
     """A client of another agent's link port."""
     context = zmq.asyncio.Context()
-    host = f"[{request.host}]" if ":" in request.host else request.host
     access = Access(own_keypair, request.peer_public_key)
-    client = RpcClient(context, f"tcp://{host}:{request.port}", access, name="link")
+    client = RpcClient(context, f"tcp://{bracketed(request.host)}:{request.port}", access, name="link")
     try:
         yield client
     finally:

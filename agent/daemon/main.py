@@ -23,7 +23,7 @@ from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadKey, HearthError
 from hearth.platform.allocator import share_one_arena
 from hearth.platform.asyncio_tools import cancel_all, supervised
-from hearth.platform.authenticators import asyncio_gatekeeper
+from hearth.platform.authenticators import LoopGatekeeper
 from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import AGENT_SERVICE, advertised
 from hearth.platform.disk import FILE_SECONDS, on_disk
@@ -59,7 +59,7 @@ async def run_agent(settings: AgentSettings) -> None:
         await gpu.probe()
         context = zmq.asyncio.Context()
         stack.callback(context.destroy, linger=0)
-        gatekeeper = asyncio_gatekeeper(context)
+        gatekeeper = LoopGatekeeper(context)
         gatekeeper.admit(ZAP_DOMAIN, lambda key: key in (coordinator_public, admin_public))
         gatekeeper.start()
         stack.callback(gatekeeper.stop)
@@ -92,7 +92,7 @@ async def run_agent(settings: AgentSettings) -> None:
         }  # fmt: skip
         tasks = [
             supervised(daemon.watch_leases(), "the watch of leases"),
-            supervised(daemon.spawner.keep_template(), "the template of workers"),
+            supervised(daemon.spawner.keep_templates(), "the templates of workers"),
             supervised(notifier.keep_alive(daemon.status_line, proofs), "the watchdog"),
         ]
         await stop.wait()

@@ -10,18 +10,18 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, get_args
 
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.protocol import WORKER_LOAD_SECONDS
-from hearth.wire.messages import Done, ForkWorker, WorkerExited, WorkerForked, decode, encode
+from hearth.wire.messages import Done, ForkWorker, WorkerExited, WorkerForked, WorkerLibrary, decode, encode
 
 log = logging.getLogger(__name__)
 
 SpareMode: TypeAlias = Literal["auto", "on", "off"]
 
-# Memory that must be free to start a template: it shares its 160 MB with the worker that it forks, except for page tables and
-# for the few pages that the worker writes to.
+# Memory that must be free to start a template: it shares its memory (160 MB with torch, 70 MB with onnxruntime) with the worker
+# that it forks, except for page tables and for the few pages that the worker writes to.
 _ROOM_BYTES = 64 << 20
 _FORK_SECONDS = 2.0  # a fork takes milliseconds; later than this, the template hangs, and a new process is quicker
 _EXIT_CODE_SECONDS = 0.5  # after the end of a process, for its exit status to arrive from the template
@@ -53,57 +53,88 @@ class ChildProcess(Protocol):
 class Spawner:
     """Starts workers. `has_room(num_bytes)` tells whether that much memory is free.
 
-    In the mode `auto`, the template starts with the first worker that needs torch, which is forked from it as well, or before,
-    when one is expected (`prepare`). It ends when no worker has been forked from it for a while.
+    In the mode `auto`, a template starts with the first worker that needs its library, which is forked from it as well, or
+    before, when one is expected (`prepare`). It ends when no worker has been forked from it for a while. In the mode `on`, the
+    one with torch is there from the start, and templates stay.
     """
 
     def __init__(self, mode: SpareMode, has_room: Callable[[int], bool]) -> None:
-        self._mode = mode
-        self._has_room = has_room
-        self._template: _Template | None = None
-        self._retired: list[_Template] = []  # they fork no more; their workers would end with them
-        self._next_start = 0.0  # the template does not start before; event loop's clock
-        self._wanted = mode == "on"
-        self._used_at = 0.0  # event loop's clock: when the template last had a worker, or was asked for
+        self._templates: dict[WorkerLibrary, _Templates] = {
+            library: _Templates(library, mode, has_room) for library in get_args(WorkerLibrary)
+        }
 
-    async def spawn(self, endpoint: str, store: str, with_torch: bool) -> ChildProcess:
-        """Start a worker with its private socket at `endpoint`, which may use the folder `store`.
+    async def spawn(self, endpoint: str, store: str, library: WorkerLibrary) -> ChildProcess:
+        """Start a worker with its private socket at `endpoint`, which may use the folder `store` and needs `library`.
 
         If cancelled, no process is left. Raises OSError.
         """
         request = ForkWorker(endpoint=endpoint, log_level=_log_level(), store=store)
-        if with_torch:
-            self._wanted = True
-            if (template := self._running_template()) is not None:
-                try:
-                    return await template.fork(request)
-                except (OSError, asyncio.TimeoutError) as error:
-                    log.warning("the template of workers did not fork (%r): starting a new process", error)
-                    await self._retire(template)
+        if (forked := await self._templates[library].fork(request)) is not None:
+            return forked
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "agent.worker.main", endpoint, request.log_level, store,
             stdin=asyncio.subprocess.DEVNULL, env=worker_environment(os.environ),
         )  # fmt: skip
 
-    def prepare(self) -> None:
-        """Start the template if there is none, since a worker that needs torch may be wanted soon."""
-        self._wanted, self._used_at = True, loop_time()
-        self._running_template()
+    def prepare(self, library: WorkerLibrary) -> None:
+        """Start the template if there is none, since a worker that needs the library may be wanted soon."""
+        self._templates[library].prepare()
 
-    async def keep_template(self) -> None:
-        """Start the template again after it has ended, and end it when it is idle, until cancelled."""
+    async def keep_templates(self) -> None:
+        """Start templates again that have ended, and end those that are idle, until cancelled."""
         while True:
-            template = self._running_template() if self._wanted else None
-            now = loop_time()
-            if self._mode == "on" or template is None or template.num_workers:
-                self._used_at = now
-            elif now - self._used_at >= _IDLE_SECONDS:
-                self._wanted = False
-                await self._retire(template)
-            for retired in list(self._retired):
-                if not await retired.close_if_idle():
-                    self._retired.remove(retired)
+            for templates in self._templates.values():
+                await templates.keep()
             await asyncio.sleep(_IDLE_CHECK_SECONDS)
+
+    async def close(self) -> None:
+        """End the templates, and with them the workers that are left."""
+        for templates in self._templates.values():
+            await templates.close()
+
+
+class _Templates:
+    """The template with one library, and those before it whose workers have not ended."""
+
+    def __init__(self, library: WorkerLibrary, mode: SpareMode, has_room: Callable[[int], bool]) -> None:
+        self._library = library
+        self._mode = mode
+        self._has_room = has_room
+        self._template: _Template | None = None
+        self._retired: list[_Template] = []  # they fork no more; their workers would end with them
+        self._next_start = 0.0  # the template does not start before; event loop's clock
+        self._wanted = mode == "on" and library == "torch"
+        self._used_at = 0.0  # event loop's clock: when the template last had a worker, or was asked for
+
+    async def fork(self, request: ForkWorker) -> ForkedProcess | None:
+        """Fork a worker; None if there is no template, or if it does not fork."""
+        self._wanted = True
+        if (template := self._running()) is None:
+            return None
+        try:
+            return await template.fork(request)
+        except (OSError, asyncio.TimeoutError) as error:
+            log.warning("the template of workers did not fork (%r): starting a new process", error)
+            await self._retire(template)
+            return None
+
+    def prepare(self) -> None:
+        """Start the template if there is none."""
+        self._wanted, self._used_at = True, loop_time()
+        self._running()
+
+    async def keep(self) -> None:
+        """Start the template if it is wanted and has ended, and end it if it has been idle for long."""
+        template = self._running() if self._wanted else None
+        now = loop_time()
+        if self._mode == "on" or template is None or template.num_workers:
+            self._used_at = now
+        elif now - self._used_at >= _IDLE_SECONDS:
+            self._wanted = False
+            await self._retire(template)
+        for retired in list(self._retired):
+            if not await retired.close_if_idle():
+                self._retired.remove(retired)
 
     async def close(self) -> None:
         """End the template, and with it the workers that are left."""
@@ -111,7 +142,7 @@ class Spawner:
             if template is not None:
                 await template.close()
 
-    def _running_template(self) -> _Template | None:
+    def _running(self) -> _Template | None:
         """The template, which may still be starting, or None if there is none and none can be started now."""
         if self._template is not None and self._template.ended.is_set():
             self._retired.append(self._template)
@@ -120,7 +151,7 @@ class Spawner:
         can_fork = self._mode != "off" and hasattr(os, "pidfd_open")  # Linux 5.3 or later
         if self._template is None and can_fork and now >= self._next_start and self._has_room(_ROOM_BYTES):
             self._next_start = now + _RETRY_SECONDS
-            self._template = _Template()
+            self._template = _Template(self._library)
         return self._template
 
     async def _retire(self, template: _Template) -> None:
@@ -133,8 +164,9 @@ class Spawner:
 class _Template:
     """The daemon's end of one `agent.worker.template` process, which starts at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: WorkerLibrary) -> None:
         self.ended = asyncio.Event()
+        self._library = library
         self._channel: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ready = asyncio.Event()  # it can fork, or it has ended
@@ -187,7 +219,7 @@ class _Template:
         self._channel = ours
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "agent.worker.template", str(theirs.fileno()), _log_level(),
+                sys.executable, "-m", "agent.worker.template", str(theirs.fileno()), _log_level(), self._library,
                 stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=template_environment(os.environ),
             )  # fmt: skip
             asyncio.get_running_loop().add_reader(ours, self._receive)
@@ -292,5 +324,5 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def template_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """As `worker_environment`; numpy's BLAS starts no threads, which a fork would lose. Workers compute with torch."""
+    """As `worker_environment`; numpy's BLAS starts no threads, which a fork would lose. Workers do not compute with it."""
     return worker_environment(environ) | {"OPENBLAS_NUM_THREADS": "1"}

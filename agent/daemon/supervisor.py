@@ -66,6 +66,8 @@ class WorkerProcess:
         self._process: ChildProcess | None = None
         self._spawning: asyncio.Future[ChildProcess] | None = None
         self._loaded: wire.Start | None = None  # the newest request
+        self._load_call: asyncio.Future[wire.WorkerBound] | None = None  # the newest one to the process
+        self._gave_up_load = False  # whether that request was given up, and none followed yet
         self._liveness = Liveness()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -103,12 +105,15 @@ class WorkerProcess:
         return int(match[1]) << 10 if match else 0
 
     async def start(self, request: wire.Start) -> wire.WorkerBound:
-        """Start the process and load the shard or the segments. Raises WorkerDied, DeadlineExceeded, or the worker's error."""
+        """Start the process and load the shard or the segments.
+
+        Raises WorkerDied, DeadlineExceeded, the worker's error, or StepFailed if the load was given up.
+        """
         self._loaded, self.epoch = request, request.load.plan.epoch
         self._transition("start_requested")
-        with_torch = isinstance(request.load.parts, wire.ShardParts)
+        library: wire.WorkerLibrary = "torch" if isinstance(request.load.parts, wire.ShardParts) else "onnxruntime"
         spawning = self._spawning = asyncio.ensure_future(
-            self._spawner.spawn(self._client.endpoint, request.store_path, with_torch)
+            self._spawner.spawn(self._client.endpoint, request.store_path, library)
         )
         await asyncio.wait({spawning})  # if the caller is cancelled meanwhile, `stop` ends the process
         if spawning.cancelled() or self.state == "stopped":
@@ -124,17 +129,27 @@ class WorkerProcess:
             asyncio.create_task(each) for each in (self._watch_exit(process), self._listen(), self._watch_life(process))
         ]
         try:
-            reply = await self._client.call(request, timeout_seconds=WORKER_LOAD_SECONDS)
-            bound = wire.expect_message(reply.message, wire.WorkerBound, "a worker")
+            bound = await self._load(request)
         except HearthError as error:
-            self._fail(error)
+            if not self._gave_up_load:
+                self._fail(error)
             raise
         self._transition("loaded")
         return bound
 
     def can_reload(self, request: wire.Start) -> bool:
-        """Whether `reload` is possible: the process has bound its socket, and the model and the settings are the same."""
-        return self.state in ("bound", "ready") and self._loaded is not None and _fixed(self._loaded) == _fixed(request)
+        """Whether `reload` is possible: the process loads nothing, and the model and the settings are the same."""
+        is_free = self.state in ("bound", "ready") or (self.state == "loading" and self._gave_up_load)
+        return is_free and self._loaded is not None and _fixed(self._loaded) == _fixed(request)
+
+    def give_up_load(self, request: wire.Start) -> bool:
+        """Make the load that runs fail, if `reload` is then possible with this request; returns whether it is."""
+        if self.state != "loading" or self._loaded is None or _fixed(self._loaded) != _fixed(request):
+            return False
+        self._gave_up_load = True
+        if self._load_call is not None:
+            self._load_call.cancel()
+        return True
 
     def added_chunks(self, request: wire.Start) -> list[str]:
         """The chunks that `reload` reads and that this process has not loaded, or not in this form."""
@@ -150,12 +165,29 @@ class WorkerProcess:
 
         Raises as `start` does; the process is then of no use.
         """
-        self._loaded, self.epoch = request, request.load.plan.epoch
+        self._loaded, self.epoch, self._gave_up_load = request, request.load.plan.epoch, False
         self._transition("reload_requested")
-        reply = await self._client.call(request, timeout_seconds=WORKER_LOAD_SECONDS)
-        bound = wire.expect_message(reply.message, wire.WorkerBound, "a worker")
+        bound = await self._load(request)
         self._transition("loaded")
         return bound
+
+    async def _load(self, request: wire.Start) -> wire.WorkerBound:
+        """Have the process load, until that is given up: then the process is told, and StepFailed raised."""
+
+        async def ask() -> wire.WorkerBound:
+            stream = self._client.stream(request, timeout_seconds=WORKER_LOAD_SECONDS, last=wire.WorkerBound)
+            async with aclosing(stream) as replies:
+                reply = await anext(replies)
+            return wire.expect_message(reply.message, wire.WorkerBound, "a worker")
+
+        self._load_call = asyncio.ensure_future(ask())
+        try:
+            return await self._load_call
+        except asyncio.CancelledError:
+            if not self._gave_up_load:
+                raise
+            reason = f"the plan of epoch {request.load.plan.epoch} has been replaced while it was loaded"
+            raise StepFailed(device=self._device, reason=reason) from None
 
     async def connect(self, request: wire.ConnectPeers) -> None:
         await self._client.call(request, timeout_seconds=WORKER_CONNECT_SECONDS)

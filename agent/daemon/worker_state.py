@@ -18,6 +18,7 @@ TRANSITIONS: Mapping[tuple[WorkerState, WorkerEvent], WorkerState] = {
     ("starting", "spawned"): "loading",
     ("loading", "loaded"): "bound",
     ("bound", "connected"): "ready",
+    ("loading", "reload_requested"): "loading",  # after that load was given up
     ("bound", "reload_requested"): "loading",
     ("ready", "reload_requested"): "loading",
     **{(state, "failed"): "failed" for state in _ALIVE},

@@ -17,11 +17,12 @@ import threading
 from pathlib import Path
 
 from agent.worker import sandbox
+from agent.worker.loading import LoadGivenUp
 from agent.worker.runtime import Runtime, create_runtime
 from agent.worker.server import WorkerServer, failed_message
 from hearth.errors import StepFailed
 from hearth.platform.parent_death import die_with_parent
-from hearth.wire.messages import Abort, ConnectPeers, Done, Message, Start, WorkerProgress
+from hearth.wire.messages import Abort, Cancel, ConnectPeers, Done, Message, Start, WorkerProgress
 
 log = logging.getLogger("hearth.worker")
 
@@ -30,6 +31,9 @@ _OOM_SCORE_ADJUST = "500"  # so that the kernel kills the worker, not the daemon
 # From `Start` of another plan until the process gives up and ends, because a step does not: longer than the longest step
 # without a tile to wait for, and short enough for a new process to begin within the coordinator's patience.
 _END_SECONDS = 5.0
+# The same from `Cancel` of a `Start` that is being loaded: an SD card reads a chunk in less. A session of onnxruntime may take
+# longer; then a new process loads sooner.
+_GIVE_UP_SECONDS = 2.0
 
 
 class Worker:
@@ -43,6 +47,8 @@ class Worker:
         self._ready_lock = threading.Lock()
         self._runs = False  # the runtime is connected, and the main thread is in `run` or about to call it
         self._has_ended = threading.Event()  # the runtime's `run` has returned
+        self._loading: tuple[bytes, threading.Event] | None = None  # the id of a `Start`; whether its load has ended
+        self._given_up: set[bytes] = set()  # ids of `Start`s that were cancelled
 
     def run(self) -> None:
         """Handle the daemon's requests until the process ends."""
@@ -50,7 +56,7 @@ class Worker:
         while True:
             request, message = self._requests.get()
             try:
-                answer = self._prepare(message)
+                answer = self._prepare(request, message)
             except Exception as error:
                 self._server.answer(request, failed_message(type(message).__name__, error))
                 continue
@@ -71,7 +77,10 @@ class Worker:
             if self._ready and isinstance(message, Start):
                 self._end_plan()
             if not self._ready:
-                self._requests.put((request, message))
+                if isinstance(message, Cancel):
+                    self._give_up(request)
+                else:
+                    self._requests.put((request, message))
                 return
         assert self._runtime is not None
         self._runtime.handle(request, message, payload)
@@ -93,14 +102,37 @@ class Worker:
             log.error("a step did not end within %g s of the plan's end; this process ends instead", _END_SECONDS)
             os._exit(1)
 
-    def _prepare(self, message: Message) -> Message:
+    def _give_up(self, start: bytes) -> None:
+        """End the load of this `Start`. If it does not end, the process does."""
+        self._given_up.add(start)
+        if (loading := self._loading) is not None and loading[0] == start:
+            threading.Thread(target=self._end_if_loading, args=loading[1:], name="end", daemon=True).start()
+
+    def _end_if_loading(self, has_ended: threading.Event) -> None:
+        if not has_ended.wait(_GIVE_UP_SECONDS):
+            log.warning("a load did not end within %g s of being given up; this process ends instead", _GIVE_UP_SECONDS)
+            os._exit(1)
+
+    def _load(self, request: bytes, message: Start) -> Message:
+        previous, self._runtime = self._runtime, None
+        runtime = create_runtime(message, self._server.answer, previous)
+        has_ended = threading.Event()
+        self._loading = request, has_ended
+        try:
+            bound = runtime.load(lambda: request in self._given_up)
+        except LoadGivenUp:
+            self._runtime = runtime  # the next one takes over what it has
+            raise StepFailed(device="this device", reason="its plan has been replaced") from None
+        finally:
+            self._loading = None
+            has_ended.set()
+        self._runtime = runtime
+        return bound
+
+    def _prepare(self, request: bytes, message: Message) -> Message:
         """Load a plan, or connect to its peers."""
         if isinstance(message, Start):
-            previous, self._runtime = self._runtime, None
-            runtime = create_runtime(message, self._server.answer, previous)
-            bound = runtime.load()
-            self._runtime = runtime
-            return bound
+            return self._load(request, message)
         if not isinstance(message, ConnectPeers) or self._runtime is None:
             raise _not_ready(message)
         self._runtime.connect(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from agent.worker.server import SendAnswer
@@ -15,11 +16,14 @@ class Runtime(Protocol):
     `handle` accepts is answered by calling the `answer` that was given to the runtime's constructor.
 
     When the process goes on in another plan, the next runtime takes the transport and what it can use of the weights from this
-    one, once `run` has returned; this one is of no use then.
+    one, once `run` has returned or `load` was given up; this one is of no use then.
     """
 
-    def load(self) -> WorkerBound:
-        """Load the rank's chunks and bind its data-plane socket, or take both from the previous runtime."""
+    def load(self, is_given_up: Callable[[], bool]) -> WorkerBound:
+        """Load the rank's chunks and bind its data-plane socket, or take both from the previous runtime.
+
+        Raises LoadGivenUp soon after `is_given_up` has become true.
+        """
 
     def connect(self, request: ConnectPeers) -> None: ...
 

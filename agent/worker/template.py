@@ -1,9 +1,11 @@
-"""A process that has imported the worker's libraries and forks a worker on request: `python -m agent.worker.template FD LEVEL`.
+"""A process that has imported the worker's libraries and forks a worker on request.
 
-Importing torch takes seconds, on a Raspberry Pi about 20; a fork takes milliseconds and shares the libraries' memory. FD is a
-socket to the daemon (SOCK_SEQPACKET, one message each). The template sends `Done` once it can fork. It has one thread, no
-ZeroMQ context and no CUDA context, because none of these survives a fork. Workers end with the template, which ends with the
-daemon.
+`python -m agent.worker.template FD LEVEL LIBRARY`.
+
+Importing torch takes seconds, on a Raspberry Pi about 20, and onnxruntime 0.6 s on a PC; a fork takes milliseconds and shares
+the libraries' memory. FD is a socket to the daemon (SOCK_SEQPACKET, one message each), LIBRARY is torch or onnxruntime. The
+template sends `Done` once it can fork. It has no threads that a worker needs, no ZeroMQ context and no CUDA context, because
+none of these survives a fork. Workers end with the template, which ends with the daemon.
 """
 
 from __future__ import annotations
@@ -17,31 +19,35 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import cast
 
 from agent.worker.main import Worker, set_up_process
 from hearth.platform.parent_death import die_with_parent
-from hearth.wire.messages import Done, ForkWorker, Message, WorkerExited, WorkerForked, decode, encode
+from hearth.wire.messages import Done, ForkWorker, Message, WorkerExited, WorkerForked, WorkerLibrary, decode, encode
 
 log = logging.getLogger("hearth.worker")
 
 _MAX_REQUEST_BYTES = 1 << 14  # two paths and a log level
 # Of /proc/self/stat, counted after the command's name: begin and end of the arguments in memory; see proc(5).
 _ARGUMENTS_FIELD = 45
+# Threads after the imports. onnxruntime starts one that sleeps; sessions have their own, and work without it.
+_NUM_THREADS = {"torch": 1, "onnxruntime": 2}
 
 
 class Template:
     """Forks workers, and reports their exit."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, library: WorkerLibrary) -> None:
         self._channel = channel
+        self._library = library
         self._children: dict[int, int] = {}  # by pidfd: pid
 
     def run(self) -> None:
         """Serve requests until the daemon closes the channel."""
-        _import_libraries()
+        _import_library(self._library)
         gc.collect()
         gc.freeze()  # a collection in a worker then writes to none of the shared pages
-        if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
+        if (num_threads := len(os.listdir("/proc/self/task"))) > _NUM_THREADS[self._library]:
             log.warning("%d threads run before a fork: a library has started some of them", num_threads)
         self._send(Done())
         poll = select.poll()
@@ -97,9 +103,12 @@ class Template:
         self._channel.send(encode(message))
 
 
-def _import_libraries() -> None:
-    """Import what a transformer's worker imports."""
-    import agent.worker.transformer.runtime  # noqa: F401
+def _import_library(library: WorkerLibrary) -> None:
+    """Import what the worker of a Transformer (torch) or of a graph (onnxruntime) imports."""
+    if library == "torch":
+        import agent.worker.transformer.runtime
+    else:
+        import agent.worker.graph.runtime  # noqa: F401
 
 
 def _rename_process() -> None:
@@ -117,4 +126,4 @@ if __name__ == "__main__":
     die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon stops its processes itself
     logging.basicConfig(level=sys.argv[2], format="%(name)s %(levelname)s %(message)s")
-    Template(socket.socket(fileno=int(sys.argv[1]))).run()
+    Template(socket.socket(fileno=int(sys.argv[1])), cast(WorkerLibrary, sys.argv[3])).run()

@@ -26,6 +26,11 @@ def report(line: str) -> None:
     err.print(line, soft_wrap=True)
 
 
+def print_line(line: str) -> None:
+    """Print one line to stdout: wrapped between words in a terminal, and whole elsewhere."""
+    out.print(line, soft_wrap=not out.is_terminal)
+
+
 def print_json(value: object) -> None:
     """Print one JSON object to stdout."""
     typer.echo(json.dumps(value, indent=1, default=str))

@@ -26,8 +26,8 @@ from hearth.errors import (
     DeviceLost,
     HearthError,
     LeaseLost,
-    LinkLost,
     NotServing,
+    PartLost,
     WorkerDied,
 )
 from hearth.plan.plan import Plan
@@ -357,7 +357,7 @@ class Deployment:
         """
         aborts: list[asyncio.Future[Any]] = []
         reachable = [rank for rank, device in enumerate(self.plan.devices) if self._is_reachable(device.device_id)]
-        is_known = any(isinstance(error, WorkerDied | DeviceLost | LinkLost) for error in _task_errors(tasks))
+        is_known = any(isinstance(error, PartLost) for error in _task_errors(tasks))
         if self.failure is None:
             if abort is not None:
                 abort = abort.model_copy(update={"reason": str(_task_errors(tasks)[0])[:1000]})
@@ -384,7 +384,7 @@ class Deployment:
 
 def _distance_from_cause(error: HearthError) -> int:
     """How far an error is from the cause, compared with other errors of the same request."""
-    if isinstance(error, WorkerDied | DeviceLost | LinkLost):
+    if isinstance(error, PartLost):
         return 0
     return 1 if isinstance(error, ConnectionLost) else 2
 

@@ -9,12 +9,14 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import zmq.asyncio
 
 from coordinator.devices import registry
 from coordinator.devices.registry import Device
+from coordinator.devices.silences import KnownSilences
 from hearth.errors import (
     AgentBusy,
     BadMessage,
@@ -32,6 +34,7 @@ from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers
 from hearth.platform.security import Access
 from hearth.protocol import (
+    CLOSED_LEASE_COUNTED_SECONDS,
     LEASE_MARGIN_SECONDS,
     LEASE_SECONDS,
     LINK_OPEN_MARGIN_SECONDS,
@@ -77,6 +80,7 @@ class _Connection:
     task: asyncio.Task[None] | None = None
     bulk: set[RpcClient] = field(default_factory=set)  # further connections to the same agent
     broken: Signal = field(default_factory=Signal)  # a call lost the connection: send a heartbeat now
+    closed_at: float = -math.inf  # loop time at which the connection was closed last
 
 
 class Fleet(AbstractAsyncContextManager["Fleet"]):
@@ -95,6 +99,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         on_change: Callable[[Device], None] | None = None,
         holder: str | None = None,
         device_keys: Callable[[], Collection[str]] = tuple,
+        known_silences: KnownSilences | None = None,
     ) -> None:
         self.holder = holder or secrets.token_hex(8)
         self.running_epoch = 0  # of the deployment that is loaded or to be taken over; agents stop workers of others
@@ -108,6 +113,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self.last_epoch = 0  # the newest epoch that any agent has seen
         self._access = access
         self._device_keys = device_keys
+        self._known_silences = known_silences or {}  # of an earlier run
         self._lease_name = lease_name
         self._interfaces = interfaces
         # Each address once: a second connection to an agent would outlive the fleet.
@@ -123,6 +129,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._waiting: dict[tuple[str, int], str] = {}
         self._turns_task: asyncio.Task[None] | None = None
         self._last_joined = -math.inf  # loop time
+        self._has_ended = False  # no connection is made from then on
 
     async def __aenter__(self) -> Fleet:
         if self._browse:
@@ -134,6 +141,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._has_ended = True
         if self._browser is not None:
             await self._browser.stop()
         if self._turns_task is not None:
@@ -142,7 +150,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         await cancel_all([connection.task for connection in self._connections.values() if connection.task])
         if self._lease_name is not None:
             await self._release_all()
-        for connection in self._connections.values():
+        for connection in list(self._connections.values()):
             await connection.client.close()
         self._context.destroy(linger=0)
 
@@ -251,9 +259,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return now.reachable and now.welcome.boot_id == before.welcome.boot_id
 
     async def is_lost(self, device_id: str, num_witnesses: Callable[[], int]) -> bool:
-        """Ask a device at once, because this many others wait for it. One that does not answer is dead from then on.
+        """Ask a device at once, because `num_witnesses()` others wait for it. One that does not answer is dead from then on.
 
-        If there is only one, the device is asked a second time; others may report it meanwhile.
+        If there is only one witness, the device is asked a second time; others may report it meanwhile.
         """
         device, connection = self.devices[device_id], self._by_device.get(device_id)
         if connection is None or not device.reachable:
@@ -279,7 +287,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return True
 
     async def answer_at_once(self, device_ids: Iterable[str]) -> bool:
-        """Whether all these devices answer a heartbeat now, within the shortest time that a silent device is given."""
+        """Whether all these devices answer a heartbeat within `_AT_ONCE_SECONDS`."""
 
         async def answers(device_id: str) -> bool:
             connection = self._by_device.get(device_id)
@@ -338,28 +346,35 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     # ---- keys of devices --------------------------------------------------------------------------------------------
 
-    def key_admitted(self) -> None:
+    def key_admitted(self, public_key: str) -> None:
         """Try a key that `device_keys` has got at all addresses that may have it."""
         for connection in self._connections.values():
             if connection not in self._by_device.values():
                 connection.server_keys = self._server_keys()
+            elif connection.is_static:  # the agent may have it once it restarts; the present key is tried first
+                present = connection.client.server_key
+                others = [key for key in connection.server_keys if key not in (present, public_key)]
+                connection.server_keys = [public_key, present, *others]
         for service in self._browser.services.values() if self._browser is not None else ():
             self._on_discovered(service)
 
     async def drop_revoked(self) -> None:
-        """End the connections to agents whose key is no longer admitted, and take them out of plans."""
-        admitted = set(self._server_keys())
+        """End the connections to agents whose key is no longer admitted, and take them out of plans.
+
+        Addresses that the user has named are tried with the other keys: an agent there may get one that is admitted.
+        """
+        admitted, ended = self._server_keys(), []
         for connection in list(self._connections.values()):
-            if remaining := [key for key in connection.server_keys if key in admitted]:
-                connection.server_keys = remaining
-                if connection.client.server_key not in admitted:  # of an agent that has not answered yet
-                    revoked = connection.client
-                    connection.client = self._new_client(revoked.endpoint, remaining[0])
-                    await revoked.close()
+            connection.server_keys = [key for key in connection.server_keys if key in admitted]
+            if connection.client.server_key in admitted:
                 continue
             for device_id in self._devices_at(connection):
                 self._replace(registry.after_refusal(self.devices[device_id], "refused", "its key was revoked"))
-            await self._disconnect(connection)
+            self._forget(connection)
+            if connection.is_static or connection.server_keys:
+                self._connect(*connection.address, connection.server_keys or list(admitted), connection.is_static)
+            ended.append(connection)
+        await self._end(ended)
 
     # ---- one agent ------------------------------------------------------------------------------------------------
 
@@ -393,8 +408,10 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 continue
             now = loop_time()
             ended = [each for each in self._silent_connections() if now - each.opened_at >= _TURN_SECONDS]
-            for connection in ended[: len(self._waiting)]:
-                await self._disconnect(connection)
+            del ended[len(self._waiting) :]
+            for connection in ended:
+                self._forget(connection)
+            await self._end(ended)
             self._connect_waiting()
             # Those that had their turn wait for the next one, as long as they are still advertised.
             for service in self._browser.services.values() if self._browser is not None else ():
@@ -405,14 +422,18 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """The ids of the devices that are reached over this connection."""
         return [device_id for device_id, used in self._by_device.items() if used is connection]
 
-    async def _disconnect(self, connection: _Connection) -> None:
-        """Close the connection to an agent and forget it; what is known of the device stays."""
+    def _forget(self, connection: _Connection) -> None:
+        """Forget the connection to an agent, which is to be ended; what is known of the device stays."""
         del self._connections[connection.address]
+        self._closed(connection)
         for device_id in self._devices_at(connection):
             del self._by_device[device_id]
-        if connection.task is not None:
-            await cancel_all([connection.task])
-        await connection.client.close()
+
+    async def _end(self, connections: Sequence[_Connection]) -> None:
+        """End connections that have been forgotten."""
+        await cancel_all([each.task for each in connections if each.task is not None])
+        for each in connections:
+            await each.client.close()
 
     def _server_keys(self) -> list[str]:
         """Public keys of this home's agents: the one that agents with the home key share, and those of admitted devices."""
@@ -420,6 +441,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     def _connect(self, host: str, port: int, server_keys: list[str], is_static: bool = False) -> None:
         """Keep a connection to this address, whose agent has one of these public keys."""
+        if self._has_ended:  # a key was revoked while the leases are released
+            return
         client = self._new_client(f"tcp://{host}:{port}", server_keys[0])
         connection = _Connection((host, port), client, server_keys, is_static, loop_time())
         self._connections[host, port] = connection
@@ -441,6 +464,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def _maintain(self, connection: _Connection) -> None:
         """Say hello until the agent answers, then send heartbeats; start again when it was lost."""
         while True:
+            connection.client.on_disconnect = partial(self._disconnected, connection)
             try:
                 welcome = await connection.client.hello(wire.AgentWelcome, timeout_seconds=_HELLO_SECONDS)
                 registry.check_device_id_unique(self.devices.get(welcome.device_id), welcome, *connection.address)
@@ -480,8 +504,16 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             silences=registry.silences_at_return(previous, welcome, loop_time()),
             watched_since=loop_time(),
         )
+        known = self._known_silences.get(welcome.device_id) if previous is None else None
+        if known is not None and not known.counts_for(welcome, connection.address[0]):
+            known = None
+        if known is not None:
+            device = registry.after_known_silence(self.devices[welcome.device_id], known.seconds, loop_time())
+            self.devices[welcome.device_id] = device
         if self._lease_name is not None:
             await self._acquire_lease(connection, welcome.device_id)
+        if known is not None:  # its limit may be shorter than these requests take while the coordinator starts
+            self.devices[welcome.device_id] = replace(self.devices[welcome.device_id], last_seen=loop_time())
         self._refusals.pop(connection.address, None)
         self._last_joined = loop_time()
         self._on_change(self.devices[welcome.device_id])
@@ -499,7 +531,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             self._replace(registry.after_refusal(self.devices[device_id], "busy", error.explanation()))
             return False
         self._granted_seconds[device_id] = request.seconds
-        self._leased_until[device_id] = sent + request.seconds - LEASE_MARGIN_SECONDS
+        self._count_lease(connection, device_id, sent)
         self.on_granted(device_id, granted.configuration)
         self.last_epoch = max(self.last_epoch, granted.last_epoch)
         self.devices[device_id] = registry.after_lease(self.devices[device_id], granted.worker)
@@ -527,7 +559,27 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         except AgentBusy:
             raise LeaseLost(device=self.devices[device_id].name) from None
         self._granted_seconds[device_id] = seconds
-        self._leased_until[device_id] = sent + seconds - LEASE_MARGIN_SECONDS
+        self._count_lease(connection, device_id, sent)
+
+    def _count_lease(self, connection: _Connection, device_id: str, sent: float) -> None:
+        """Count on a lease that was granted or renewed by a request, sent at the loop time `sent`."""
+        until = sent + self._granted_seconds[device_id] - LEASE_MARGIN_SECONDS
+        if not connection.client.is_connected:  # since the answer
+            until = min(until, connection.closed_at + CLOSED_LEASE_COUNTED_SECONDS)
+        self._leased_until[device_id] = until
+
+    def _disconnected(self, connection: _Connection) -> None:
+        """Callback of a connection that was closed, or not accepted."""
+        self._closed(connection)
+        connection.broken.set()
+
+    def _closed(self, connection: _Connection) -> None:
+        """Count no longer on the leases of a connection that was closed: a standby may have them soon."""
+        connection.closed_at = loop_time()
+        for device_id in self._devices_at(connection):
+            if device_id in self._leased_until:
+                until = connection.closed_at + CLOSED_LEASE_COUNTED_SECONDS
+                self._leased_until[device_id] = min(self._leased_until[device_id], until)
 
     async def _watch(self, connection: _Connection, device_id: str) -> None:
         """Send heartbeats, and hear about the device's workers meanwhile, until the device is dead."""
@@ -565,7 +617,6 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         while True:
             pause_seconds, timeout_seconds = registry.next_heartbeat(self.devices[device_id], loop_time())
             began = loop_time()
-            connection.client.on_disconnect = connection.broken.set
             await connection.broken.wait(pause_seconds)
             connection.broken.clear()
             if self._by_device.get(device_id) is not connection:
@@ -592,7 +643,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     state = await _ask(
                         connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, timeout_seconds
                     )
-                    self._leased_until[device_id] = sent + self._granted_seconds[device_id] - LEASE_MARGIN_SECONDS
+                    self._count_lease(connection, device_id, sent)
                     if state.boot_id != device.welcome.boot_id:
                         return  # the agent restarted between two heartbeats: say hello again
                     self._replace(registry.after_heartbeat(self.devices[device_id], state, loop_time()))
@@ -630,6 +681,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def _end_calls(self, connection: _Connection) -> None:
         """End all calls to a lost device at once, with DeviceLost, instead of at their deadlines."""
+        self._closed(connection)
         lost = connection.client
         connection.client = self._new_client(lost.endpoint, lost.server_key)
         for client in (lost, *connection.bulk):

@@ -97,23 +97,32 @@ class Quorum:
         return replace(self, current=configuration, leads=False, stored_by=frozenset())
 
     def change(self, voters: Collection[str], tie_breaker: str) -> Quorum:
-        """Begin to change the voters, unless they are the same or another change is under way."""
+        """Begin to change the voters, unless they are the same or the configuration is not stored yet.
+
+        A change that this coordinator has begun in this term, and that is under way, is replaced: a voter of it that was
+        revoked or lost meanwhile may be needed to end it. Every majority during both includes one of the previous voters. A
+        change that was taken over is not, because its end, which needs no previous voter, may be in use elsewhere.
+        """
         current, wanted = self.current, (tuple(sorted(voters)), tie_breaker)
         if not voters:
             return self
         if current is None:  # the first configuration: no other coordinator can lead yet
             first = Configuration(number=1, leader=self.leader, voters=wanted[0], tie_breaker=tie_breaker)
             return replace(self, current=first, leads=True, voting=frozenset(voters), stored_by=frozenset())
-        settled = self.leads and not current.previous_voters and has_majority(current, self.stored_by)
-        if not settled or (current.voters, current.tie_breaker) == wanted:
+        previous = current.previous_voters, current.previous_tie_breaker
+        if not current.previous_voters:
+            if not has_majority(current, self.stored_by):
+                return self
+            previous = current.voters, current.tie_breaker
+        if not self.leads or (current.voters, current.tie_breaker) == wanted:
             return self
         joint = Configuration(
             number=current.number + 1,
             leader=self.leader,
             voters=wanted[0],
             tie_breaker=tie_breaker,
-            previous_voters=current.voters,
-            previous_tie_breaker=current.tie_breaker,
+            previous_voters=previous[0],
+            previous_tie_breaker=previous[1],
         )
         return replace(self, current=joint, stored_by=frozenset())
 

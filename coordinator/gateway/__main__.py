@@ -18,13 +18,13 @@ def main() -> None:
     die_with_parent(os.getppid())
     logging.basicConfig(level=logging.WARNING, format="%(name)s %(levelname)s %(message)s")
     from coordinator.gateway.link import GatewayStart
-    from coordinator.gateway.process import Gateway, limit_memory
+    from coordinator.gateway.process import Gateway, prefer_as_victim
 
     text = sys.stdin.buffer.read()
     if not text:
         return  # the coordinator has stopped meanwhile
     start = GatewayStart.decode(text)
-    limit_memory(start.memory_bytes)
+    prefer_as_victim()
     gateway = Gateway(start)
     gateway.run()
     gateway.close()

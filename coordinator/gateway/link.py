@@ -56,7 +56,7 @@ class GatewayStart(NamedTuple):
     secret_key: str
     listener: int  # file descriptor of the listening socket
     endpoint: str  # of the private socket
-    memory_bytes: int  # limit of the process's data
+    memory_bytes: int  # limit of the process
     rules: Mapping[str, MessageRule]  # keyed by tag
     access: Access
 

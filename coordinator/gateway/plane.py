@@ -7,7 +7,6 @@ need a length, and `bytes` and `buffer` as those of ZeroMQ have.
 from __future__ import annotations
 
 import heapq
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,9 @@ from coordinator.gateway.access import Access, MessageRule
 from hearth.errors import AppRevoked, BadMessage, HearthError, QueueFull, UnknownMessage
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire.envelope import NOT_MSGPACK, message_tag
-from hearth.wire.quota import Quota
+from hearth.wire.quota import EndedConnections, Quota
 
 _REQUEST_ID_BYTES = 8  # as in `hearth.wire.rpc`
-# Messages of a connection that was ended are dropped for this long: ZeroMQ hands over those that it had received within
-# milliseconds.
-_ENDED_SECONDS = 1.0
 _MAX_CANCEL_BYTES = 64  # of a `Cancel`, which holds a request id only
 
 
@@ -80,7 +76,7 @@ class ClientPlane:
         self._numbers: dict[tuple[bytes, bytes], bytes] = {}  # keyed by connection and request id
         self._starts: list[tuple[float, bytes]] = []  # a heap of times and numbers; some have been dropped
         self._quotas: defaultdict[str, Quota] = defaultdict(Quota)  # keyed by public key; only admitted ones get here
-        self._ended: dict[bytes, float] = {}  # connections that were ended lately, and when
+        self._ended = EndedConnections()
         self._last_number = 0
 
     @property
@@ -95,7 +91,7 @@ class ClientPlane:
 
     def receive(self, frames: Sequence[Any], public_key: str, now: float) -> list[Action]:
         """A message of a client: `[connection, request id, body, payload...]`."""
-        if frames and now - self._ended.get(frames[0].bytes, -math.inf) < _ENDED_SECONDS:
+        if frames and self._ended.has(frames[0].bytes, now):
             return []
         if len(frames) < 3 or len(frames[1]) != _REQUEST_ID_BYTES:
             return self._refuse("a message that is no request", frames, public_key, now)
@@ -108,7 +104,9 @@ class ClientPlane:
             tag = message_tag(frames[2].buffer, self._any_version)
             if tag == "cancel":
                 number = self._numbers.get((identity, _cancelled(frames[2].buffer)))
-                return self._drop(number) if number is not None else []
+                if number is not None:
+                    return self._drop(number)
+                return self._end_flood(frames, public_key, now)  # it was answered meanwhile, or there never was one
             if (rule := self._rules.get(tag)) is None:
                 raise UnknownMessage(tag=tag[:64])
             self.access.authorise(public_key, rule)
@@ -192,15 +190,19 @@ class ClientPlane:
     def _refuse(self, reason: HearthError | str, frames: Sequence[Any], public_key: str, now: float) -> list[Action]:
         """Answer a message with an error, or leave it unanswered if the reason is a text. In a flood, end its connection."""
         self._note_refusal(reason if isinstance(reason, str) else reason.code, public_key)
+        ending = self._end_flood(frames, public_key, now)
+        if ending or isinstance(reason, str):
+            return ending
         identity = frames[0].bytes
-        if not self._quotas[public_key].answers_refusal(now, public_key in self.access.revoked):
-            while self._ended and next(iter(self._ended.values())) < now - _ENDED_SECONDS:
-                del self._ended[next(iter(self._ended))]
-            self._ended[identity] = now
-            return [Disconnect(frames[-1]), *self.gone(identity)]
-        if isinstance(reason, str):
-            return []
         return [Send(identity, [identity, frames[1].bytes, encode_failed(reason)])]
+
+    def _end_flood(self, frames: Sequence[Any], public_key: str, now: float) -> list[Action]:
+        """Count a message that no request comes of. Ends its connection if the key has sent too many of them."""
+        if self._quotas[public_key].answers_refusal(now, public_key in self.access.revoked):
+            return []
+        identity = frames[0].bytes
+        self._ended.add(identity, now)
+        return [Disconnect(frames[-1]), *self.gone(identity)]
 
     def _has_room(self, public_key: str, num_bytes: int) -> bool:
         """Whether there is room for these bytes: of an administrator's answers, or of an app's requests and answers.

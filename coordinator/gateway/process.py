@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import resource
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,12 +15,13 @@ import zmq
 
 from coordinator.gateway import link
 from coordinator.gateway.link import GatewayStart, GatewayState
+from coordinator.gateway.memory import MemoryGuard
 from coordinator.gateway.outbox import STALLED_SECONDS, Outbox, Outcome
 from coordinator.gateway.plane import Action, ClientPlane, Disconnect, Forward, Send
 from hearth.platform.curve import KeyPair, fingerprint, limit_connections, secure_server, user_id
 from hearth.platform.gatekeeper import Gatekeeper, PolledAuthenticator
 from hearth.platform.refusals import Refusals
-from hearth.wire.direct_socket import DirectSocket, direct_socket
+from hearth.wire.direct_socket import DirectSocket, direct_socket, end_connection_of
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +29,6 @@ _ZAP_DOMAIN = "coordinator"
 # Answers in the buffer of one connection. Those that are not counted are smaller than `link.LARGE_ANSWER_BYTES`, so that they
 # take up 4 MiB at most.
 _ANSWERS_PER_CONNECTION = 256
-# Requests of one connection that ZeroMQ decrypts ahead; further ones wait in the kernel. A flood whose connection is ended has
-# cost no more.
-_REQUESTS_PER_CONNECTION = 64
 # Messages that are handled in a row: of the coordinator first, since its answers end requests and free memory.
 _ANSWERS_IN_A_ROW = 256
 _REQUESTS_IN_A_ROW = 64
@@ -51,6 +47,7 @@ class Gateway:
     def __init__(self, start: GatewayStart) -> None:
         """Listen, and connect to the coordinator."""
         self._refusals = Refusals("messages")
+        self._memory = MemoryGuard(start.memory_bytes)
         self._context = zmq.Context()
         self._plane = ClientPlane(start.rules, start.access, self._note_refusal)
         self._outbox = Outbox(self._try_to_send, self._left, self._gone)
@@ -66,7 +63,6 @@ class Gateway:
         secure_server(self._clients, KeyPair(start.public_key, start.secret_key), _ZAP_DOMAIN)
         limit_connections(self._clients)
         self._clients.sndhwm = _ANSWERS_PER_CONNECTION
-        self._clients.rcvhwm = _REQUESTS_PER_CONNECTION
         self._clients.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error for an answer to a caller that is gone
         # The kernel ends a connection that nobody reads.
         self._clients.setsockopt(zmq.TCP_MAXRT, int(STALLED_SECONDS * 1000))
@@ -92,6 +88,8 @@ class Gateway:
                 next_state = now + link.STATE_SECONDS
             ready = dict(poller.poll(self._milliseconds_until(next_state)))
             now = time.monotonic()
+            if num_ended := self._memory.look(now):
+                log.warning("the memory is short: %d connections were ended", num_ended)
             if self._authenticator.zap_socket in ready:
                 self._authenticator.answer()
             if self._coordinator in ready:
@@ -139,7 +137,7 @@ class Gateway:
             if isinstance(action, Forward):
                 self._coordinator.send_frames(action.frames)
             elif isinstance(action, Disconnect):
-                _disconnect(action.frame)
+                end_connection_of(action.frame)
             else:
                 self._outbox.post(action, now)
 
@@ -182,20 +180,7 @@ class Gateway:
         return now - self._stopped_since >= _STOPPED_SECONDS
 
 
-def _disconnect(frame: zmq.Frame) -> None:
-    """End the connection on which a frame came; ZeroMQ notices that as if the client had closed it.
-
-    If it has ended already, another connection may have its descriptor by now: that client connects again.
-    """
-    with suppress(OSError, zmq.ZMQError), socket.socket(fileno=os.dup(int(frame.get(zmq.SRCFD)))) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-def limit_memory(num_bytes: int) -> None:
-    """Bound the memory of this process: whatever clients send, it ends at most the gateway."""
-    try:
-        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
-    except (OSError, ValueError) as error:  # forbidden by a sandbox, whose own limit holds then
-        log.warning("the memory of the gateway could not be limited: %s", error)
+def prefer_as_victim() -> None:
+    """Have the kernel end this process, which is soon started again, before others when the device's memory is short."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))

@@ -34,6 +34,11 @@ class Loss(NamedTuple):
         return sum(sum(chunks.values()) for chunks in self.lacking.values())
 
 
+def pause_seconds(load_bytes: float, notice_seconds: float) -> float:
+    """The predicted pause at a loss, if one device reads this many bytes of weights, and the others no more."""
+    return notice_seconds + load_bytes / _READ_BYTES_PER_SECOND + _START_SECONDS
+
+
 def describe_refusals(reasons: Mapping[str, str]) -> str:
     """The devices that cannot be lost, by name, with the reason for each."""
     return f"cannot lose {', '.join(f'{name} ({reason})' for name, reason in reasons.items())}"
@@ -45,7 +50,7 @@ def describe_losses(losses: Sequence[Loss], notice_seconds: float) -> str:
         return describe_refusals(refused)
     num_bytes = max((loss.load_bytes for loss in losses), default=0)
     read_seconds = num_bytes / _READ_BYTES_PER_SECOND
-    total = notice_seconds + read_seconds + _START_SECONDS
+    total = pause_seconds(num_bytes, notice_seconds)
     return (
         f"yes, any one device; predicted pause about {total:.1f} s: {notice_seconds:.1f} s to notice it (1 to 4 s if the "
         f"device falls silent), {read_seconds:.1f} s to read {format_bytes(num_bytes)} of weights from an SD card, "

@@ -9,15 +9,16 @@ from typing import Any
 
 from coordinator.deploy.deployment import Deployment, loss_error
 from coordinator.devices.registry import Device
+from coordinator.models.graph_file import GraphFile
 from coordinator.plan.limits import limit_violation, unknown_names
 from coordinator.serve import lifecycle as cycle
-from coordinator.serve.goal import allowed_devices
+from coordinator.serve.goal import TransformerModel, allowed_devices
 from coordinator.serve.kinds.graph import GraphKind
 from coordinator.serve.kinds.kind import ModelKind, SharedServices
 from coordinator.serve.kinds.transformer import TransformerKind
 from coordinator.serve.lifecycle_text import describe_state, history_entries
 from coordinator.serve.planning.drift import DriftMonitor
-from coordinator.serve.planning.prepared import PreparedPlan, Preparer
+from coordinator.serve.planning.prepared import PreparedPlan, Preparer, prepared_losses
 from coordinator.serve.planning.prepared import describe as describe_preparation
 from coordinator.serve.planning.replanner import Replanner
 from coordinator.serve.requests.runner import Requests, as_hearth_error
@@ -38,7 +39,7 @@ from hearth.errors import (
 from hearth.plan.plan import Plan, plan_hash
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.units import format_bytes
-from hearth.wire.messages import PhaseEntered
+from hearth.wire.messages import PhaseEntered, PreparedLoss
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +61,15 @@ class Controller:
 
     `running` is the plan that was deployed last, for the same goal: if its workers still run, they are taken over.
 
-    Raises the errors of opening the model; BadPlan if `goal.keep_plan` is set and `plan` does not fit the model.
+    Raises BadModelFile or BadSetting if the model cannot be served; BadPlan if `goal.keep_plan` is set and `plan` does not fit
+    the model.
     """
 
     def __init__(
         self,
         name: str,
         goal: Goal,
+        model: TransformerModel | GraphFile,
         plan: Plan | None,
         services: SharedServices,
         clock: Callable[[], float] = loop_time,
@@ -80,7 +83,7 @@ class Controller:
             self._report_loss,
             self._probe,
         )
-        self.kind = _open_kind(goal, services, self.requests)
+        self.kind = _kind_of(goal, model, services, self.requests)
         if plan is not None and goal.keep_plan:
             self.kind.check(plan)
         self.lifecycle = cycle.Lifecycle(last_epoch=services.state.load().last_epoch)
@@ -122,10 +125,15 @@ class Controller:
         """Whether the deployment survives the loss of any one device, in one line; empty while nothing is served."""
         if self.lifecycle.phase != "serving" or self.deployment is None:
             return ""
-        began = [move.at for move in self.lifecycle.history if move.phase == "loading"]
-        served = [move.at for move in self.lifecycle.history if move.phase == "serving"]
-        pause = served[-1] - began[-1] if began and served and served[-1] >= began[-1] else None
-        return describe_preparation(self._preparer.preparation, self.deployment.plan, pause, self._preparer.spares)
+        return describe_preparation(self._preparer.preparation, self.deployment.plan, self._preparer.spares)
+
+    @property
+    def losses(self) -> tuple[PreparedLoss, ...]:
+        """What is prepared for the loss of each device of the plan; empty while nothing is served."""
+        if self.lifecycle.phase != "serving" or self.deployment is None:
+            return ()
+        ahead = self._preparer
+        return prepared_losses(ahead.preparation, self.deployment.plan, ahead.sending, ahead.spares)
 
     # ---- public API -----------------------------------------------------------------------------------------------
 
@@ -454,7 +462,11 @@ def _runs(device: Device, expected_hash: str, rank: int) -> bool:
     return worker is not None and (worker.plan_hash, worker.rank) == (expected_hash, rank)
 
 
-def _open_kind(goal: Goal, services: SharedServices, requests: Requests[Any]) -> ModelKind[Any]:
+def _kind_of(
+    goal: Goal, model: TransformerModel | GraphFile, services: SharedServices, requests: Requests[Any]
+) -> ModelKind[Any]:
     if isinstance(goal, GraphGoal):
-        return GraphKind(goal, services, requests)
-    return TransformerKind(goal, services, requests)
+        assert isinstance(model, GraphFile)
+        return GraphKind(goal, model, services, requests)
+    assert isinstance(model, TransformerModel)
+    return TransformerKind(goal, model, services, requests)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sentence import read_pooling
-from coordinator.models.graph_file import GraphFile
+from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.limits import NamedDevice, profile_with_limits
 from coordinator.plan.transformer.request import DEFAULT_SEQUENCES, GenerationRequest, PlanRequest
-from coordinator.serve.kinds.prompts import TextTokenizer
+from coordinator.serve.kinds.prompts import GenerationDefaults, TextTokenizer, read_generation_defaults
 from coordinator.serve.kinds.sentences import SentenceTokenizer
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
@@ -38,6 +38,14 @@ class TransformerModel:
     seq_len: int  # most rows of a step; for an encoder also the most tokens of a text
     tokenizer: SentenceTokenizer | TextTokenizer | None  # the latter for decoders; None: only token ids work
     generation: GenerationRequest | None = None  # None for encoders
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+
+def open_model(goal: Goal) -> TransformerModel | GraphFile:
+    """Read the model of a goal, without weights. Raises BadCheckpoint, BadModelFile, BadSetting, UnsupportedOperator, ..."""
+    if isinstance(goal, GraphGoal):
+        return read_graph_file(Path(goal.model_file), goal.dims)
+    return open_transformer(goal)
 
 
 def open_transformer(goal: TransformerGoal) -> TransformerModel:
@@ -52,7 +60,8 @@ def open_transformer(goal: TransformerGoal) -> TransformerModel:
     tokenizer = None
     if (directory / "tokenizer.json").exists():
         tokenizer = TextTokenizer(directory) if spec.causal else SentenceTokenizer(directory)
-    return TransformerModel(directory, spec, seq_len, tokenizer, generation)
+    defaults = read_generation_defaults(directory) if spec.causal else GenerationDefaults()
+    return TransformerModel(directory, spec, seq_len, tokenizer, generation, defaults)
 
 
 def _generation_request(goal: TransformerGoal, spec: ModelSpec) -> GenerationRequest | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from hearth.errors import ChunkMissing, DeviceLost, HearthError, LinkLost, WorkerDied
+from hearth.errors import ChunkMissing, HearthError, PartLost
 from hearth.plan.plan import Plan
 from hearth.wire.messages import DeploymentPhase
 
@@ -295,7 +295,7 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
         Once per device: without a pause, a device that fails at every attempt would keep the coordinator busy.
         """
         nonlocal state
-        if not isinstance(error, DeviceLost | LinkLost | WorkerDied | ChunkMissing) or error.device in state.lost:
+        if not isinstance(error, PartLost | ChunkMissing) or error.device in state.lost:
             return fail(error, "record_loss")
         state = replace(state, lost=state.lost | {error.device})
         return settle("record_loss", *first)

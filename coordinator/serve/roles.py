@@ -38,9 +38,12 @@ async def run_coordinator(
                     if taking_over is None:
                         return
                     goal, plan, leading = None, None, taking_over  # it serves what the leader served
+                service = Service(leading, home, report, progress, trust, port)
                 try:
-                    await Service(leading, home, report, progress, trust, port).run(goal, plan)
+                    await service.run(goal, plan)
                     return
                 except AnotherLeads:
+                    if service.is_stopping:
+                        return
                     report("another coordinator of this home leads; this one is its standby from now on")
                     stands_by = True

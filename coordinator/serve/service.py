@@ -18,6 +18,8 @@ from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
+from coordinator.devices.silences import SilenceFile
+from coordinator.models.graph_file import GraphFile
 from coordinator.serve.clients.client_port import ClientPort
 from coordinator.serve.clients.disclosure import error_for_app, response_for_app
 from coordinator.serve.clients.key_registry import KeyRegistry
@@ -26,6 +28,7 @@ from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
 from coordinator.serve.durable_file import RETRY_SECONDS
+from coordinator.serve.goal import TransformerModel, open_model
 from coordinator.serve.kinds.kind import SharedServices
 from coordinator.serve.requests.admission import CALLER
 from coordinator.serve.standby.followers import Followers
@@ -64,6 +67,9 @@ _CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice)
 _LEAVES = "it leaves its devices to its standby"
 _ASKS_FOR_LEASES = "it asks most devices for their leases, because its standby may lead"
 _DISK_CHECK_SECONDS = 10.0  # short compared with the time limits of accesses to a disk
+# For reading a model without its weights. It is mostly computing: the largest graphs and tokenizers take a Raspberry Pi a
+# minute. As long as a worker may take to load.
+_OPEN_SECONDS = 300.0
 _ANSWER_SECONDS = 2.0  # for the last answers to leave after a stop; they are small, and the clients wait for them
 
 
@@ -84,6 +90,7 @@ class Service:
         self._port = port
         self._state = StateFile(settings.state_dir)
         self._devices = KeyRegistry(settings.state_dir / "devices.json", "device")
+        self._silences = SilenceFile(settings.state_dir, self._state.load().holder)
         self._fleet = Fleet(
             agent_access(home),
             settings.name,
@@ -92,6 +99,7 @@ class Service:
             on_change=self._device_changed,
             holder=self._state.load().holder,
             device_keys=lambda: self._devices.current().keys,
+            known_silences=self._silences.devices,
         )
         profiler = Profiler(self._fleet, settings.state_dir / "profiles", report)
         self._services = SharedServices(self._fleet, profiler, settings, self._state, report, progress)
@@ -101,6 +109,11 @@ class Service:
         self._followers = Followers()
         self._hand_over = HandOver(self._followers)
         self._stopping: asyncio.Task[None] | None = None
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether SIGTERM or SIGINT has come."""
+        return self._stopping is not None
 
     async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
         """Serve `goal`, or the saved deployments if it is None, until SIGTERM or SIGINT. A second signal skips draining.
@@ -113,7 +126,9 @@ class Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, notifier)
         async with AsyncExitStack() as stack:
-            self._create_controllers(goal, plan)
+            await self._create_controllers(goal, plan)
+            if self._stopping is not None and self._stopping.done():  # before there was anything to stop
+                self._stop_controllers()
             port = self._port
             await stack.enter_async_context(port.serving(self.handle))
             if self._settings.advertise:
@@ -132,7 +147,8 @@ class Service:
             proofs["the client port"] = port.has_worked
             watchdog = asyncio.create_task(notifier.keep_alive(self._status_line, proofs))
             background = [
-                self._save_later(), self._leadership.run(), self._watch_disk(), self._hand_over.accepted.wait()
+                self._save_later(), self._leadership.run(), self._watch_disk(), self._hand_over.accepted.wait(),
+                self._silences.keep(self._fleet.devices),
             ]  # fmt: skip
             futures: set[asyncio.Future[Any]] = {serving, watchdog, *map(asyncio.ensure_future, background)}
             try:
@@ -147,24 +163,25 @@ class Service:
                 await cancel_all([*futures, *([self._stopping] if self._stopping is not None else [])])
                 await port.finish(_ANSWER_SECONDS)
 
-    def _create_controllers(self, goal: Goal | None, plan: Plan | None) -> None:
+    async def _create_controllers(self, goal: Goal | None, plan: Plan | None) -> None:
         services = self._services
         if goal is not None:
             last = services.state.load().deployments.get(DEFAULT_DEPLOYMENT)
             running = last.plan if last is not None and last.goal == goal and plan is None else None
             self._controllers[DEFAULT_DEPLOYMENT] = Controller(
-                DEFAULT_DEPLOYMENT, goal, plan, services, running=_deployed(running)
+                DEFAULT_DEPLOYMENT, goal, await _opened(goal), plan, services, running=_deployed(running)
             )
             return
         for name, saved in services.state.load().deployments.items():
+            model = await _opened(saved.goal)
             try:
                 self._controllers[name] = Controller(
-                    name, saved.goal, saved.plan, services, running=_deployed(saved.plan)
+                    name, saved.goal, model, saved.plan, services, running=_deployed(saved.plan)
                 )
             except BadPlan as error:  # saved with keep_plan, but the model has changed since
                 self._services.report(f"the saved plan of {saved.goal.path} is no longer used: {error.reason}")
                 goal = saved.goal.model_copy(update={"keep_plan": False})
-                self._controllers[name] = Controller(name, goal, None, services)
+                self._controllers[name] = Controller(name, goal, model, None, services)
         if not self._controllers:
             raise NotServing(state="no model has been served here before")
 
@@ -327,7 +344,7 @@ class Service:
                 await self._revoke(message.name)
             case wire.AddDevice():
                 self._devices.add(message.name, message.public_key)
-                self._fleet.key_admitted()
+                self._fleet.key_admitted(message.public_key)
             case wire.RevokeDevice():
                 self._devices.revoke(message.name)
                 await self._fleet.drop_revoked()
@@ -378,6 +395,7 @@ class Service:
             refused_connections=self._port.num_refused_connections,
             hung_files=tuple(map(str, hung_paths())),
             redundancy=controller.redundancy,
+            losses=controller.losses,
         )
 
     def _status_line(self) -> str:
@@ -396,6 +414,11 @@ def locked_state(state_dir: Path) -> Iterator[None]:
         except OSError as error:  # a full or read-only disk does not end the service
             log.warning("%s cannot be locked against a second coordinator: %s", state_dir, error)
         yield
+
+
+async def _opened(goal: Goal) -> TransformerModel | GraphFile:
+    """The model of a goal. Raises as `open_model` does, and DiskHung."""
+    return await on_disk(Path(goal.path), _OPEN_SECONDS, open_model, goal)
 
 
 def _deployed(plan: Plan | None) -> Plan | None:

@@ -25,6 +25,7 @@ from hearth.errors import (
 )
 from hearth.platform.asyncio_tools import cancel_all, with_timeout
 from hearth.platform.curve import fingerprint
+from hearth.platform.ports import bracketed
 from hearth.platform.security import Access
 from hearth.wire import messages as wire
 from hearth.wire.rpc import RpcClient
@@ -39,9 +40,6 @@ _MAX_GREETINGS = 32
 # and the coordinator itself answers its greeting meanwhile.
 _REFUSED_SECONDS = 2.0
 _GREETING_SECONDS = 1.0  # of one greeting in a search over mDNS; an answer takes milliseconds, and the next turn comes
-# A search ends earlier than the wait for it by this fraction, and at most by these seconds: it closes its sockets meanwhile.
-_MARGIN_FRACTION = 0.1
-_MARGIN_SECONDS = 0.5
 _MAX_KNOWN = 8  # endpoints that are remembered from earlier searches; a home has one to three coordinators
 
 
@@ -69,8 +67,7 @@ class Connection:
         Raises NoCoordinator, Unreachable, WrongKey, ProtocolMismatch, DeadlineExceeded.
         """
         loop = asyncio.get_running_loop()
-        # The search ends a little earlier than the wait, since its error says more.
-        end_of_search = loop.time() + timeout_seconds - min(_MARGIN_FRACTION * timeout_seconds, _MARGIN_SECONDS)
+        end_of_search = loop.time() + timeout_seconds - error_margin(timeout_seconds)
 
         async def change() -> RpcClient:
             async with self._changing:  # others that wait here use the connection that the first one opened
@@ -237,6 +234,11 @@ class Connection:
         return NoCoordinator(seconds=seconds)
 
 
+def error_margin(timeout_seconds: float) -> float:
+    """How much sooner than its caller somebody gives up whose error says more than a timeout: 10 %, at most 1 s."""
+    return min(0.1 * timeout_seconds, 1.0)
+
+
 def endpoints_of(addresses: str) -> tuple[str, ...]:
     """The ZeroMQ endpoints of a list of "host", "host:port" or "[v6]:port". The default port is the coordinator's."""
     from hearth.platform.discovery import parse_static_peers
@@ -245,4 +247,4 @@ def endpoints_of(addresses: str) -> tuple[str, ...]:
 
 
 def _endpoint(host: str, port: int) -> str:
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"tcp://{bracketed(host)}:{port}"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hearth.client import answers
 from hearth.client.arrays import Arrays, InferenceResult, array_frames, decode_inference
-from hearth.client.connection import Connection
+from hearth.client.connection import Connection, error_margin
 from hearth.errors import (
     BadRequest,
     ConnectionLost,
@@ -290,7 +290,7 @@ class _Repeats:
         self._connection = connection
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + timeout_seconds
-        self._margin_seconds = _reply_margin(timeout_seconds)
+        self._margin_seconds = error_margin(timeout_seconds)
         self._refused_at: float | None = None  # first, since the last progress
 
     @property
@@ -334,12 +334,7 @@ def _request_fields(timeout_seconds: float) -> dict[str, Any]:
 
 
 def _server_seconds(timeout_seconds: float) -> float:
-    return max(timeout_seconds - _reply_margin(timeout_seconds), 1e-3)
-
-
-def _reply_margin(timeout_seconds: float) -> float:
-    """How much sooner than the caller the coordinator gives up: 10 %, at most 1 s."""
-    return min(0.1 * timeout_seconds, 1.0)
+    return max(timeout_seconds - error_margin(timeout_seconds), 1e-3)
 
 
 async def connect_async(

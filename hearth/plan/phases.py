@@ -77,7 +77,9 @@ class Phase(IntEnum):
     HEAD_ROWS = 14, Route.DIRECT  # rows whose next token is sampled, from their owner to all ranks
     CANDIDATES = 15, Route.DIRECT, None, True  # candidates for the next token, to rank 0
     STAGE_ROWS = 16, Route.DIRECT  # pipeline: hidden rows, to the next stage
-    STEP_DONE = 17, Route.DIRECT, None, True  # pipeline: last stage to rank 0, after a step that samples no token
+    # Pipeline: last stage to rank 0, after a step that samples no token. Else: to rank 0, from a rank without heads and columns
+    # that begins a step of a generation.
+    STEP_DONE = 17, Route.DIRECT, None, True
     CACHE_COPY = 19, Route.DIRECT, None, True  # rows of a KV cache, to the rank that keeps the copy
     CACHE_MOVE = 20, Route.DIRECT, None, True  # rows of a KV cache of an earlier plan, to the rank that needs them
     TENSOR = 18, Route.DIRECT  # ONNX graphs: `layer` is the number of the tensor (`Routes.travelling`)

@@ -1,4 +1,4 @@
-"""Gatekeepers that answer handshakes in the running event loop, or in a thread of their own."""
+"""A gatekeeper that answers handshakes in the running event loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import zmq
 import zmq.asyncio
 from zmq.auth.base import Authenticator
-from zmq.auth.thread import ThreadAuthenticator
 
 from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised
 from hearth.platform.gatekeeper import Gatekeeper
@@ -56,27 +55,17 @@ class _LoopAuthenticator(Authenticator):
 
 
 class LoopGatekeeper(Gatekeeper):
-    """A gatekeeper whose handshakes are answered in the running event loop."""
+    """A gatekeeper whose handshakes are answered in the running event loop, in which it must be started."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self._loop_authenticator = _LoopAuthenticator(context)
         super().__init__(self._loop_authenticator)
 
     def has_worked(self) -> bool:
-        """Whether handshakes are answered: since the last call, or none waits."""
+        """Whether no handshake has waited for its decision for long."""
         return self._loop_authenticator.has_worked()
 
     async def close(self) -> None:
         """As `stop`, in an event loop that goes on: a later socket may get the file descriptor of the closed one."""
         await self._loop_authenticator.end_task()
         self.stop()
-
-
-def asyncio_gatekeeper(context: zmq.Context[Any]) -> LoopGatekeeper:
-    """A gatekeeper for the daemon and the coordinator. Start it inside the running event loop."""
-    return LoopGatekeeper(context)
-
-
-def thread_gatekeeper(context: zmq.Context[Any]) -> Gatekeeper:
-    """A gatekeeper for the worker, which has no event loop: the handler runs in its own thread."""
-    return Gatekeeper(ThreadAuthenticator(context))

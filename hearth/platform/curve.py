@@ -51,6 +51,10 @@ def fingerprint(public_key: str) -> str:
 def harden(socket: zmq.Socket[Any]) -> None:
     """Set the options that every socket has, also the unencrypted ones of the data plane: limits of sizes and times."""
     socket.linger = 0
+    # No limit of messages that nobody has read yet. At a limit, libzmq 4.3.5 stops reading the connection; if that then
+    # breaks, the next heartbeat of either end fails the assertion `!_io_error` and ends this process. In the data plane, a full
+    # queue would also stall the ring.
+    socket.rcvhwm = 0
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_FRAME_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)

@@ -31,7 +31,7 @@ AGENT_PORT = 47800  # default TCP port of an agent
 # Interval at which local addresses are compared with those in use: a device that gets an address late, or another one, is
 # found again within seconds, and the comparison takes a few milliseconds.
 _ADDRESS_POLL_SECONDS = 5.0
-# Timeout of announcing a service, which takes 1 s on an idle computer; the attempt is repeated.
+# Timeout of registering a service, which takes milliseconds on an idle computer; the attempt is repeated.
 _ANNOUNCE_SECONDS = 15.0
 _CLOSE_SECONDS = 5.0  # for the last packets of a program that stops, which take 0.3 s
 _RESOLVE_MS = 3000  # timeout of a query for a service's address; it is repeated at the next announcement
@@ -85,6 +85,7 @@ class _Record:
         self._fingerprint = fingerprint
         self._use_id(random_id)
         self._zeroconf: AsyncZeroconf | None = None
+        self._announcing: asyncio.Future[None] | None = None  # sends the announcements
         self._addresses: list[str] = []
 
     def _use_id(self, random_id: str) -> None:
@@ -92,7 +93,10 @@ class _Record:
         self._properties = {"id": random_id, "v": str(PROTOCOL_VERSION), "fp": self._fingerprint}
 
     async def publish(self, interfaces: Sequence[str] | None) -> None:
-        """Advertise these addresses instead of the earlier ones. Raises OSError, asyncio.TimeoutError."""
+        """Advertise these addresses instead of the earlier ones. Raises OSError, asyncio.TimeoutError.
+
+        The announcements go on for half a second; queries are answered from now on.
+        """
         from zeroconf.asyncio import AsyncServiceInfo
 
         addresses = _addresses_of(interfaces)
@@ -107,10 +111,8 @@ class _Record:
         await self.withdraw()
         zeroconf = self._zeroconf = _open_zeroconf(interfaces)
 
-        async def announce() -> None:
-            await (await zeroconf.async_register_service(info, cooperating_responders=True))
-
-        await with_timeout(_ANNOUNCE_SECONDS, announce())
+        registering = zeroconf.async_register_service(info, cooperating_responders=True)
+        self._announcing = asyncio.ensure_future(await with_timeout(_ANNOUNCE_SECONDS, registering))
         self._addresses = addresses
 
     async def follow(self, find_interfaces: FindInterfaces) -> None:
@@ -132,6 +134,8 @@ class _Record:
     async def withdraw(self) -> None:
         """Withdraw the record."""
         zeroconf, self._zeroconf, self._addresses = self._zeroconf, None, []
+        if self._announcing is not None:
+            self._announcing.cancel()
         if zeroconf is not None:
             await _close(zeroconf)
 

@@ -34,6 +34,10 @@ class PeerAddress(Protocol):
     def public_key(self) -> str:
         """Its public key in Z85."""
 
+    @property
+    def bytes_per_second(self) -> float:
+        """The measured rate of the link to it."""
+
 
 class Transport(Protocol):
     """Sends multi-frame messages between the ranks of one plan: ordered per pair, reliable while both ends are alive.
@@ -45,7 +49,7 @@ class Transport(Protocol):
     num_ranks: int
 
     def send(self, target: int, frames: Sequence[Buffer], background: bool = False) -> None:
-        """Queue a message and return at once. Thread-safe. The buffers must not change until they are sent.
+        """Queue a message and return at once. Thread-safe. Buffers that the transport does not copy must never change.
 
         No step waits for a `background` message, so it takes no room from the others that are sent again after a break.
         """

@@ -20,14 +20,16 @@ from contextlib import suppress
 from typing import Any
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from hearth.errors import PortInUse
-from hearth.platform.authenticators import thread_gatekeeper
 from hearth.platform.curve import KeyPair, harden, secure_client, secure_server, user_id
+from hearth.platform.gatekeeper import Gatekeeper
+from hearth.platform.ports import bracketed
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, WORKER_CONNECT_SECONDS
 from hearth.transport.base import Buffer, PeerAddress, Received
-from hearth.transport.recent import MAX_BACKGROUND_BYTES, RecentMessages
+from hearth.transport.recent import MAX_BACKGROUND_BYTES, MAX_BYTES, LargeMessages, RecentMessages
 
 MAX_FRAMES = 8  # per tile message; a tile has a header and one or two buffers
 _DOMAIN = "data"
@@ -36,22 +38,58 @@ _DOMAIN = "data"
 _RECONNECT_MS = 20
 _RECONNECT_MAX_MS = 1000
 _JOIN_SECONDS = 5.0  # longest wait for the watching thread at the end, which stops at once
+_FREE_EVERY_MS = 5000  # milliseconds between looks for large messages that have arrived and still take memory
+# A buffer that is copied for the case of a break is itself sent without another copy from this size on: ZeroMQ then notifies
+# Python, which costs as much as copying some ten KiB.
+_COPIED_AGAIN_BYTES = 256 << 10
 _LINK_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 
 class _Link:
-    """The outgoing connection to one peer. `lock` guards the socket and the recent messages."""
+    """The outgoing connection to one peer. `lock` guards the socket and the recent messages.
 
-    def __init__(self, socket: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
+    Frames of more than `copied_bytes` are not copied.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket[Any], monitor: zmq.Socket[Any], bytes_per_second: float, copied_bytes: int
+    ) -> None:
         self.socket = socket
         self.monitor = monitor  # receives the socket's events; only the watching thread uses it
         self.lock = threading.Lock()
         self.recent = RecentMessages()
         self.recent_background = RecentMessages(MAX_BACKGROUND_BYTES)
+        self.large = LargeMessages(bytes_per_second)
         self.broken_at: float | None = None  # monotonic time of the first break since the connection was last there
         self.has_connected = False
+        self._copied_bytes = copied_bytes
 
-    def write(self, frames: Sequence[Buffer], copied_bytes: int) -> None:
+    def send(self, frames: Sequence[Buffer], background: bool) -> None:
+        """Send a message, and keep it for the case that it is lost."""
+        kept = [frame if len(frame) > self._copied_bytes else bytes(frame) for frame in frames]
+        now = time.monotonic()
+        if background:
+            self.recent_background.add(kept, now)
+        elif sum(map(len, kept)) > MAX_BYTES:
+            return self._send_large(kept, now)
+        else:
+            self.recent.add(kept, now)
+        self._write(kept, self._copied_bytes)
+
+    def send_again(self, broken_at: float) -> None:
+        """Send what may be lost with the connection that broke then."""
+        now = time.monotonic()
+        for recent in (self.recent, self.recent_background):
+            for frames in recent.sent_between(now, broken_at):
+                self._write(frames, self._copied_bytes)
+        for frames in self.large.take_lost(broken_at):
+            self._send_large(frames, now)
+
+    def _send_large(self, frames: Sequence[Buffer], now: float) -> None:
+        self.large.add(frames, now)
+        self._write(frames, _COPIED_AGAIN_BYTES)
+
+    def _write(self, frames: Sequence[Buffer], copied_bytes: int) -> None:
         last = len(frames) - 1
         for index, frame in enumerate(frames):
             self.socket.send(frame, zmq.SNDMORE if index < last else 0, copy=len(frame) <= copied_bytes)
@@ -94,7 +132,8 @@ class SocketTransport:
         self._rank_of_key: dict[str, int] = {}
         self._peers_known = threading.Event()
         self._closed = threading.Event()
-        self._gatekeeper = thread_gatekeeper(self._context)
+        # A worker has no event loop: the handshakes are answered in a thread.
+        self._gatekeeper = Gatekeeper(ThreadAuthenticator(self._context))
         self._pull = self._context.socket(zmq.PULL)
         if keypair is not None:
             self._gatekeeper.admit(_DOMAIN, self._admits)
@@ -102,7 +141,6 @@ class SocketTransport:
             secure_server(self._pull, keypair, _DOMAIN)
         else:
             harden(self._pull)
-        self._pull.rcvhwm = 0  # unlimited: a plan bounds the data in flight, and a full queue would stall the ring
         self.port = self._bind(bind_host, ports)
         self._links: dict[int, _Link] = {}  # keyed by rank
         self._watching: threading.Thread | None = None
@@ -126,9 +164,8 @@ class SocketTransport:
                 harden(push)
             push.reconnect_ivl, push.reconnect_ivl_max = _RECONNECT_MS, _RECONNECT_MAX_MS
             push.sndhwm = 0  # unlimited: sending never blocks the compute thread, and a plan bounds the data in flight
-            host = f"[{peer.host}]" if ":" in peer.host else peer.host
-            self._links[peer.rank] = _Link(push, self._monitor(push))
-            push.connect(f"tcp://{host}:{peer.port}")
+            self._links[peer.rank] = _Link(push, self._monitor(push), peer.bytes_per_second, self._copied_bytes)
+            push.connect(f"tcp://{bracketed(peer.host)}:{peer.port}")
         self._peers_known.set()
         self._watching = threading.Thread(
             target=self._watch, args=(list(self._links.values()),), name="connections", daemon=True
@@ -150,8 +187,7 @@ class SocketTransport:
         with link.lock:
             if self._closed.is_set():
                 return
-            (link.recent_background if background else link.recent).add(frames, time.monotonic())
-            link.write(frames, self._copied_bytes)
+            link.send(frames, background)
 
     def receive(self, timeout_seconds: float) -> Received | None:
         """Return the next valid message; None after the timeout, when closed, or if the message was refused."""
@@ -203,7 +239,7 @@ class SocketTransport:
         for monitor in by_monitor:
             poller.register(monitor, zmq.POLLIN)
         while by_monitor:
-            for monitor, _ in poller.poll():
+            for monitor, _ in poller.poll(_FREE_EVERY_MS):
                 event = parse_monitor_message(monitor.recv_multipart())["event"]
                 link = by_monitor[monitor]
                 if event == zmq.EVENT_MONITOR_STOPPED:
@@ -214,15 +250,17 @@ class SocketTransport:
                     link.broken_at = link.broken_at or time.monotonic()
                 else:
                     self._connected(link)
+            for link in by_monitor.values():
+                if link.broken_at is None:
+                    with link.lock:
+                        link.large.free(time.monotonic())
 
     def _connected(self, link: _Link) -> None:
         broken_at, link.broken_at = link.broken_at, None
         if link.has_connected and broken_at is not None:
             with link.lock:
                 if not link.socket.closed:
-                    for recent in (link.recent, link.recent_background):
-                        for frames in recent.sent_between(time.monotonic(), broken_at):
-                            link.write(frames, self._copied_bytes)
+                    link.send_again(broken_at)
         link.has_connected = True
 
     def _close_links(self) -> None:
@@ -262,7 +300,7 @@ class SocketTransport:
         return public_key in self._rank_of_key
 
     def _bind(self, host: str, ports: tuple[int, int]) -> int:
-        host = f"[{host}]" if ":" in host else host
+        host = bracketed(host)
         if ports == (0, 0):
             return int(self._pull.bind_to_random_port(f"tcp://{host}"))
         for port in range(ports[0], ports[1] + 1):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import zmq
+
+from hearth.platform.connections import end_connection
 
 # As plain numbers: to combine zmq's flags takes longer than to send a frame.
 _EVENTS = int(zmq.EVENTS)
@@ -46,3 +49,9 @@ class DirectSocket(zmq.Socket[Any]):
 def direct_socket(context: zmq.Context[Any], kind: int) -> DirectSocket:
     """Create a socket for a program that polls its sockets itself."""
     return cast(DirectSocket, context.socket(kind, DirectSocket))
+
+
+def end_connection_of(frame: zmq.Frame) -> None:
+    """End the connection on which a frame came."""
+    with suppress(zmq.ZMQError):  # the frame came over no connection
+        end_connection(int(frame.get(zmq.SRCFD)))

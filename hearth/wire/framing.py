@@ -57,7 +57,7 @@ class TileKey(NamedTuple):
 
 
 def encode_tile(token: bytes, key: TileKey, array: Array, link_codec: Codec) -> list[Buffer]:
-    """Encode one tile for one link. The array must not change until the frames are sent.
+    """Encode one tile for one link. The frames may refer to the array, which must then not change any more.
 
     Raises FrameTooLarge if the peer would have to refuse the tile, ValueError for a dtype that tiles cannot have.
     """

@@ -10,8 +10,6 @@ from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, MAX_PAYLOAD_FRAMES
 
 # Bytes of a message that cost as much as one request does without them: both take about 0.1 ms to decode.
 _BYTES_PER_TOKEN = 64 << 10
-
-
 # Refused requests of one key that are answered: all of a program that sends a few thousand at once. In a flood, the answers
 # would cost as much time as the requests.
 _REFUSALS_PER_SECOND = 200.0
@@ -20,6 +18,9 @@ _REFUSAL_BURST = 4096.0
 _REVOKED_PER_SECOND = 5.0
 _REVOKED_BURST = 50.0
 MAX_REQUESTS_PER_CALLER = 256  # in progress, which bounds the memory; a further one is answered with QueueFull
+# Messages of a connection that was ended are dropped for this long: ZeroMQ hands over those that it had received within
+# milliseconds.
+_ENDED_SECONDS = 1.0
 
 
 class Limits(NamedTuple):
@@ -98,3 +99,20 @@ class Quota:
         """A request has ended."""
         self.num_requests -= 1
         self.num_bytes -= num_bytes
+
+
+class EndedConnections:
+    """Connections that were ended lately. What had been received of them is dropped, since reading it would cost as before."""
+
+    def __init__(self) -> None:
+        self._ended: dict[bytes, float] = {}  # by identity; the latest last
+
+    def add(self, identity: bytes, now: float) -> None:
+        """A connection is ended."""
+        while self._ended and next(iter(self._ended.values())) < now - _ENDED_SECONDS:
+            del self._ended[next(iter(self._ended))]
+        self._ended[identity] = now
+
+    def has(self, identity: bytes, now: float) -> bool:
+        """Whether this connection was ended lately."""
+        return now - self._ended.get(identity, -math.inf) < _ENDED_SECONDS

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -44,14 +45,17 @@ from hearth.platform.curve import (
     secure_server,
     user_id,
 )
+from hearth.platform.ports import bracketed
 from hearth.platform.refusals import Refusals
 from hearth.platform.security import Access
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
+from hearth.wire.direct_socket import end_connection_of
 from hearth.wire.loop_socket import loop_socket
 from hearth.wire.messages import (
     MESSAGE_TYPES,
     PEER_SIZES,
     Cancel,
+    Done,
     Failed,
     Hello,
     Message,
@@ -61,11 +65,12 @@ from hearth.wire.messages import (
     expect_message,
     message_type,
 )
-from hearth.wire.quota import Limits, Quota
+from hearth.wire.quota import EndedConnections, Limits, Quota
 
 log = logging.getLogger(__name__)
 
-ID_BYTES = 8  # length of a request id, a counter that never wraps
+ID_BYTES = 8  # length of a request id, a counter from 1 on that never wraps
+_NO_REQUEST = bytes(ID_BYTES)  # the id of no request
 _RECONNECT_MS = 100  # first reconnection interval; it grows, so that a lost peer costs little, up to the next value
 _RECONNECT_MAX_MS = 1000  # a server that has restarted is reached again within a second
 _CHILD_RECONNECT_MS = 20  # short, because a child process that was just started soon listens
@@ -89,9 +94,14 @@ _M = TypeVar("_M", bound=Message)
 
 
 class Caller(NamedTuple):
-    """The sender of a request, identified by its authenticated public key."""
+    """The sender of a request, identified by its authenticated public key.
+
+    `is_connected()`: whether the connection of the request is open. The kernel closes those of a process that ends; one to a
+    process that is stopped or cut off stays open until heartbeats close it.
+    """
 
     public_key: str
+    is_connected: Callable[[], bool] = lambda: True
 
 
 class Reply(NamedTuple):
@@ -240,13 +250,13 @@ class RpcServer(RequestServer):
         self._num_turns = 0  # of the receive loop
         self._num_turns_seen = 0  # by `has_worked`
         self._quotas: defaultdict[str, Quota] = defaultdict(Quota)  # keyed by public key; only admitted ones get here
+        self._ended_connections = EndedConnections()
         self._socket = loop_socket(context, zmq.ROUTER)
         secure_server(self._socket, keypair, domain)
         limit_connections(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error for an answer to a caller that is gone
-        host = f"[{bind_host}]" if ":" in bind_host else bind_host
         try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
+            self._socket.bind(f"tcp://{bracketed(bind_host)}:{port or '*'}")
         except zmq.ZMQError as error:
             self._socket.close()
             if error.errno == zmq.EADDRINUSE:
@@ -284,11 +294,16 @@ class RpcServer(RequestServer):
 
     async def _receive(self, frames: list[zmq.Frame]) -> None:
         """Handle one message: start its request, cancel one, or refuse it."""
-        caller = Caller(user_id(frames[-1])) if frames else Caller("")
+        if not frames or self._ended_connections.has(frames[0].bytes, loop_time()):
+            return
+        public_key = user_id(frames[-1])
         if len(frames) < 3 or len(frames[1]) != ID_BYTES:
-            self.refusals.note(f"a message that is no request, by {fingerprint(caller.public_key)}")
+            self.refusals.note(f"a message that is no request, by {fingerprint(public_key)}")
+            if not self._quotas[public_key].answers_refusal(loop_time()):
+                self._end_connection(frames)
             return
         identity, request_id = frames[0].bytes, frames[1].bytes
+        caller = Caller(public_key, partial(self._is_connected, identity))
         try:
             kind = self._kind_of(frames)
             if kind is Cancel:
@@ -304,8 +319,15 @@ class RpcServer(RequestServer):
             self.refusals.note(f"{error.code} for {fingerprint(caller.public_key)}")
             if self._quotas[caller.public_key].answers_refusal(loop_time()):
                 await self._send_frames([identity, request_id, encode(Failed.of(error))], 0.0)
+            else:
+                self._end_connection(frames)
             return
         self._begin(Request(identity, request_id, caller, kind, num_bytes), frames[2], frames[3:], delay_seconds)
+
+    def _end_connection(self, frames: list[zmq.Frame]) -> None:
+        """End the connection of a flood: ZeroMQ would hold all that we do not read in time."""
+        self._ended_connections.add(frames[0].bytes, loop_time())
+        end_connection_of(frames[-1])
 
     def _kind_of(self, frames: list[zmq.Frame]) -> type[Message]:
         if len(frames) - 3 > MAX_PAYLOAD_FRAMES:
@@ -337,6 +359,14 @@ class RpcServer(RequestServer):
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 return False
+
+    def _is_connected(self, identity: bytes) -> bool:
+        """Whether a connection is open: ZeroMQ tells by refusing a message, here one that no caller waits for."""
+        try:
+            self._socket.send_now([identity, _NO_REQUEST, encode(Done())])
+        except zmq.ZMQError as error:
+            return isinstance(error, zmq.Again)  # the buffer is full
+        return True
 
     def _ended(self, request: Request) -> None:
         self._quotas[request.caller.public_key].leave(request.num_bytes)

@@ -1,7 +1,7 @@
 """`python -m corpus.check [PART ...]`: compare the corpus with the current tree; exit code 1 if they differ.
 
-Pytest runs the same comparisons (test_corpus.py), for about half of the plans. If all parts are checked, entries of
-`intended.json` that cover no difference are reported.
+Pytest runs the same comparisons (test_corpus.py): `make test` for about two fifths of the plans, `make test-slow` for all. If
+all parts are checked, entries of `intended.json` that cover no difference are reported.
 """
 
 from __future__ import annotations

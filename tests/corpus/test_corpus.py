@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from corpus.cases import Case
-from corpus.check import check_cli, check_messages
+from corpus.check import check_cli, check_messages, check_plans
 from corpus.compare import Difference, Intended, differences, not_intended
 from corpus.plans import PARTS, check_case, compare_case, run_case, subset_of
 from corpus.store import load, load_intended
@@ -31,6 +31,12 @@ GROUPS = [
 def test_plans_equal_the_record(part: str, cases: list[Case]) -> None:
     recorded = load(f"{part}.json.gz")
     assert not unintended(part, ((case.name, check_case(case, recorded[case.name])) for case in cases))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_all_plans_equal_the_record(part: str) -> None:
+    assert not unintended(part, check_plans(part))
 
 
 def test_command_line_equals_the_record() -> None:

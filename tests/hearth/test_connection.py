@@ -7,16 +7,19 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
-from support.contexts import zmq_context
+from simulation.clock import VirtualLoop
+from support.servers import rpc_server
 
 from hearth.client import connection as connection_module
 from hearth.client import sync
 from hearth.client.connection import Connection
-from hearth.client.home import AsyncHome
+from hearth.client.home import AsyncHome, _Repeats
 from hearth.errors import (
     AppRevoked,
     ConnectionLost,
@@ -26,12 +29,11 @@ from hearth.errors import (
     Unreachable,
     WrongKey,
 )
-from hearth.platform.authenticators import asyncio_gatekeeper
 from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.security import Access, HomeKey, derive_keypair, new_home_key
 from hearth.wire import messages as wire
-from hearth.wire.rpc import ACCEPT_ALL, Caller, Policy, Response, RpcServer
+from hearth.wire.rpc import ACCEPT_ALL, Caller, Policy, Response
 
 KEY = new_home_key()
 LOOPBACK = ["127.0.0.1"]
@@ -54,17 +56,9 @@ async def coordinator(
     key: HomeKey = KEY, admits: bool = True, port: int = 0, policy: Policy = ACCEPT_ALL
 ) -> AsyncIterator[int]:
     """A coordinator; yields its port."""
-    with zmq_context() as context:
-        gatekeeper = asyncio_gatekeeper(context)
-        gatekeeper.admit("test", lambda _: admits)
-        gatekeeper.start()
-        keys = derive_keypair(key.key_bytes(), "coordinator")
-        server = RpcServer(context, "127.0.0.1", port, keys, "test", handle, policy=policy)
-        try:
-            yield server.port
-        finally:
-            await server.close()
-            gatekeeper.stop()
+    keys = derive_keypair(key.key_bytes(), "coordinator")
+    async with rpc_server(keys, handle, port, lambda _: admits, policy) as server:
+        yield server.port
 
 
 def record(port: int) -> Any:
@@ -163,6 +157,49 @@ def test_server_that_hangs_in_the_handshake_is_unreachable() -> None:
             await connection.close()
 
     asyncio.run(main())
+
+
+def test_call_waits_for_the_search_of_another_one_only_until_its_own_deadline() -> None:
+    async def main() -> None:
+        connection = Connection(access(), "127.0.0.1:1", None)
+        searching = asyncio.create_task(connection.client(None, 600.0))
+        await asyncio.sleep(0)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        with pytest.raises(Unreachable):
+            await connection.client(None, 0.3)
+        assert clock() - began < 1.2  # less than a second late
+        assert not searching.done()
+        await connection.close()
+        await asyncio.gather(searching, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_call_is_repeated_soon_after_a_failover_but_does_not_flood_a_home_that_is_down() -> None:
+    """Each pause costs at most a tenth of the time for which there was no coordinator, on a clock that jumps to it."""
+
+    async def attempts() -> list[float]:
+        clock = asyncio.get_running_loop().time
+        repeats = _Repeats(60.0, SimpleNamespace(closed=False))  # type: ignore[arg-type]
+        times = [clock()]
+        try:
+            while True:
+                await repeats.pause(None, Unreachable(endpoint="x", seconds=1.0))
+                times.append(clock())
+        except Unreachable:
+            return times
+
+    loop = VirtualLoop()
+    try:
+        times = loop.run_until_complete(attempts())
+    finally:
+        loop.close()
+    for before, after in pairwise(times):
+        assert after - before <= max(0.05, 0.1 * before) + 1e-9
+        assert after - before <= 0.5 + 1e-9
+    assert 55.0 < times[-1] < 60.0
+    assert len(times) < 200
 
 
 def test_closing_ends_a_search() -> None:

@@ -11,6 +11,10 @@ def test_silent_device_is_dead_before_its_lease_ends() -> None:
     assert p.HEARTBEAT_SECONDS < p.HEARTBEAT_TIMEOUT_SECONDS < p.DEAD_SECONDS < p.LEASE_SECONDS
 
 
+def test_coordinator_whose_connection_was_closed_gives_up_the_lease_before_the_agent_does() -> None:
+    assert p.CLOSED_LEASE_COUNTED_SECONDS < p.CLOSED_LEASE_SECONDS < p.STANDBY_LEASE_SECONDS
+
+
 def test_coordinator_timeout_exceeds_that_of_the_agent() -> None:
     assert p.WORKER_LOAD_SECONDS < p.LOAD_SECONDS
     assert p.WORKER_CONNECT_SECONDS < p.CONNECT_SECONDS

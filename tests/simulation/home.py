@@ -46,7 +46,6 @@ from coordinator.serve.clients.client_port import ClientPort, refuse
 from coordinator.serve.clients.trust import CLIENT_MESSAGES, Trust
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
-from coordinator.serve.kinds.prompts import GenerationDefaults
 from coordinator.serve.roles import run_coordinator
 from coordinator.serve.service import Service
 from coordinator.serve.state import TransformerGoal
@@ -63,7 +62,7 @@ from hearth.platform.security import (
     new_home_key,
 )
 from hearth.wire import messages as wire
-from hearth.wire.rpc import Policy, RpcServer
+from hearth.wire.rpc import Caller, Policy, RpcServer
 
 CONTROL_PORT, LINK_PORT, COORDINATOR_PORT = 47800, 47801, 47830
 AGENT_START_SECONDS = 0.3  # from the start of the process until it listens
@@ -255,8 +254,9 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
     transformer = coordinator.serve.kinds.transformer
     return [
         (zmq.asyncio, "Context", Context),
-        (main, "asyncio_gatekeeper", Gatekeeper),
+        (main, "LoopGatekeeper", Gatekeeper),
         (coordinator.serve.standby.standby, "Browser", _Browser),
+        (coordinator.serve.standby.standby, "refuses_connections", _refuses_connections),
         (coordinator.serve.roles, "Service", _Service),
         (service, "Profiler", _profiler),
         (coordinator.serve.roles, "client_port", _client_port),
@@ -283,7 +283,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (secrets, "randbits", tokens.getrandbits),
         *((module, "write_atomically", disk.write_atomically) for module in _users_of("write_atomically")),
         *((module, "derive_keypair", _derived) for module in _users_of("derive_keypair")),
-        (transformer, "open_transformer", model.open_transformer),
+        (service, "open_model", model.open_transformer),
         (transformer, "block_cluster", model.block_cluster),
         (transformer, "solve_transformer", model.solve_transformer),
         (transformer, "plans_or_errors", model.plans_or_errors),
@@ -291,7 +291,6 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (transformer, "request_seconds", model.request_seconds),
         (transformer, "shard_weights", model.shard_weights),
         (transformer, "transformer_files", lambda directory: []),
-        (transformer, "read_generation_defaults", lambda directory: GenerationDefaults()),
         (hearth.wire.rpc, "decode", _decode),
         (hearth.wire.rpc, "message_type", _message_type),
     ]
@@ -362,8 +361,8 @@ class _Daemon(AgentDaemon):
         process.host.variables["daemon"] = self
         self._history: History = process.host.variables["history"]
 
-    async def _acquire_lease(self, message: wire.AcquireLease) -> wire.Message:
-        granted = await super()._acquire_lease(message)
+    async def _acquire_lease(self, caller: Caller, message: wire.AcquireLease) -> wire.Message:
+        granted = await super()._acquire_lease(caller, message)
         worker = self._workers.get(message.deployment)
         if worker is not None and message.adopt is not None and worker.epoch != message.adopt:
             self._history.stale_workers.append(
@@ -487,6 +486,17 @@ async def _measure_link(request: wire.MeasureLink, own_keypair: KeyPair) -> wire
     return wire.LinkMeasured(
         bytes_per_second=model.BYTES_PER_SECOND, round_trip_seconds=model.ROUND_TRIP_SECONDS, num_bytes=0, stable=True
     )
+
+
+async def _refuses_connections(host: str, port: int, timeout_seconds: float) -> bool:
+    process = CURRENT_PROCESS.get()
+    assert process is not None
+    network, own = process.host.variables["network"], process.host.name
+    if network.refuses(own, host, port):
+        await asyncio.sleep(2 * network.delay(own, host))
+        return True
+    await asyncio.sleep(2 * network.delay(own, host) if network.connected(own, host) else timeout_seconds)
+    return False
 
 
 class _TemporaryDirectory:

@@ -113,7 +113,7 @@ def expected_answer(prompt: Sequence[int], sampling: Sampling, num_tokens: int) 
 
 
 def open_transformer(goal: TransformerGoal) -> TransformerModel:
-    """Stands for `coordinator.serve.goal.open_transformer`; the goal's path names the kind of model."""
+    """Stands for `coordinator.serve.goal.open_model`; the goal's path names the kind of model."""
     causal = Path(goal.model_dir).name == "decoder"
     return TransformerModel(Path(goal.model_dir), spec(causal), CONTEXT, None, _GENERATION if causal else None)
 

@@ -58,6 +58,11 @@ def _loses_devices(schedule: Schedule) -> bool:
     return schedule.num_devices > 1 and _has("isolate", "cut", "stop host")(schedule)
 
 
+def _rejects_most_devices(schedule: Schedule) -> bool:
+    kinds = [fault for fault in schedule.faults if fault.kind == "reject coordinator"]
+    return schedule.num_devices > 1 and any(fault.host == "c0" and fault.other for fault in kinds)
+
+
 MUTATIONS = {
     "quarantine is ignored": Mutation(
         Device, "is_quarantined", lambda self, now: False, lambda schedule: schedule.lasting is not None
@@ -76,6 +81,9 @@ MUTATIONS = {
         "may_compute",
         lambda self, held: True,
         lambda schedule: schedule.standby and _has("isolate", "stop coordinator")(schedule),
+    ),
+    "a leader counts on leases over connections that were closed": Mutation(
+        Fleet, "_closed", lambda self, connection: None, _rejects_most_devices
     ),
     "a deployment does not ask whether it may run": Mutation(
         Deployment,

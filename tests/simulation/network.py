@@ -72,6 +72,7 @@ class Network:
         self._cut: set[frozenset[str]] = set()
         self._slow: dict[frozenset[str], float] = {}  # seconds of additional delay
         self._isolated: set[str] = set()
+        self._rejected: dict[str, str] = {}  # hosts whose connections a firewall rejects, but for those to one other
         self._next_port = FIRST_PORT
         self._next_identity = 0
         self._held_datagrams: list[tuple[str, Process, Callable[..., object], tuple[Any, ...]]] = []
@@ -124,9 +125,30 @@ class Network:
     def slow_down(self, one: str, other: str, seconds: float) -> None:
         self._slow[frozenset((one, other))] = seconds
 
+    def reject(self, name: str, spared: str) -> None:
+        """A firewall resets all connections between a host and the others but `spared`, and refuses new ones."""
+        self._rejected[name] = spared
+        for connection in list(self.connections):
+            if self._rejects(connection.client.host.name, connection.server.host.name):
+                self.break_connection(connection)
+
+    def accept_again(self, name: str) -> None:
+        self._rejected.pop(name, None)
+
+    def refuses(self, one: str, other: str, port: int) -> bool:
+        """Whether connections to a port are refused: nothing listens there, or a firewall says so."""
+        if self._rejects(one, other):
+            return True
+        return self.connected(one, other) and (other, str(port)) not in self.listeners
+
+    def _rejects(self, one: str, other: str) -> bool:
+        ends = {one, other}
+        return len(ends) > 1 and any(name in ends and spared not in ends for name, spared in self._rejected.items())
+
     def heal_all(self) -> None:
         self._cut.clear()
         self._isolated.clear()
+        self._rejected.clear()
         self._slow.clear()
         self._release_held()
 
@@ -158,7 +180,7 @@ class Network:
         if server_host not in self.hosts or not self.connected(client.host.name, server_host):
             return again(CONNECT_RETRY_SECONDS)
         server = self.listeners.get((server_host, where))
-        if server is None or server.closed:
+        if server is None or server.closed or self._rejects(client.host.name, server_host):
             return again(max(client.next_retry_seconds(), MIN_RETRY_SECONDS))
         self._next_identity += 1
         connection = Connection(

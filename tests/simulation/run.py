@@ -307,6 +307,10 @@ class Run:
                 await asyncio.sleep(fault.seconds)
                 if not home.serving[fault.host].alive:
                     home.start_coordinator(fault.host, restart=True)
+            case "reject coordinator":
+                network.reject(fault.host, fault.other)
+                await asyncio.sleep(fault.seconds)
+                network.accept_again(fault.host)
             case "hang worker":
                 for worker in workers:
                     if "worker" in worker.variables:

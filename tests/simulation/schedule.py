@@ -9,7 +9,7 @@ from typing import Literal
 FaultKind = Literal[
     "kill worker", "stop worker", "kill agent", "stop agent", "stop host", "power cut", "cut", "isolate", "reset", "slow link",
     "disk full", "disk read-only", "disk failing", "rot", "kill coordinator", "stop coordinator", "hang worker",
-    "dying worker", "restart agent", "restart coordinator",
+    "dying worker", "restart agent", "restart coordinator", "reject coordinator",
 ]  # fmt: skip
 
 # What may be wrong with one device until the home was asked whether it serves.
@@ -38,6 +38,9 @@ SHORT_DEADLINES = (0.3, 1.0, 3.0)  # of a call that may fail, in seconds
 SHORT_DEADLINE_FRACTION = 0.15  # of the calls
 OWN_KEY_FRACTION = 0.15  # of the homes with several devices: one of them has a key of its own
 MAX_DEVICES = 5
+# Of the homes with a standby: a firewall resets all connections of a coordinator that goes on, and refuses new ones. To its
+# standby a leader looks as if it had ended. One that is stopped meanwhile does not know that its connections were closed.
+REJECTED_FRACTION = 0.15
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,12 @@ def generate(seed: int) -> Schedule:
         at = random.uniform(9.5, 10.2)
         loss = Fault(at + random.uniform(0.05, 0.8), "kill agent", lost, seconds=seconds - at - 0.8)
         faults = [Fault(at, "rot", damaged), loss]
+    stopped = any(fault.kind == "stop coordinator" for fault in faults)
+    if standby and not stopped and (others := Random(f"rejected {seed}")).random() < REJECTED_FRACTION:
+        at = others.uniform(FIRST_FAULT_SECONDS + 1.0, seconds - LAST_FAULT_MARGIN_SECONDS)
+        length = min(others.choice((0.2, 0.6, 1.0, 4.0)) * others.uniform(0.7, 1.3), seconds - at)
+        spared = others.choice(("", *devices))  # a device that the coordinator still reaches
+        faults.append(Fault(at, "reject coordinator", others.choice(("c0", "c0", "c1")), spared, length))
     faults.sort(key=lambda fault: fault.at)
     calls = []
     for client in clients:

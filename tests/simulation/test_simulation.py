@@ -6,11 +6,14 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
+from simulation.command import ENVIRONMENT
 from simulation.run import run_schedule
 from simulation.schedule import LONG_SECONDS, Fault, generate
 
@@ -20,9 +23,13 @@ NUM_PARTS = 8  # tests, so that all cores take part
 
 
 def run(*arguments: str, module: str = "simulation.run") -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent)))}
+    environ = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent)))}
     return subprocess.run(
-        [sys.executable, "-m", module, *arguments], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -65,3 +72,18 @@ def test_a_stopped_coordinator_frees_its_agents_at_once() -> None:
     unreachable = Fault(at=5.0, kind="kill agent", host="d0", seconds=6.9)
     schedule = replace(generate(0), seconds=LONG_SECONDS, num_devices=2, faults=(unreachable,), thorough=False)
     assert run_schedule(schedule).violations == ()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("abandoned_tasks_end")
+@pytest.mark.parametrize("seed", range(10))
+def test_jumps_of_the_wall_clock_by_a_year_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time that a program reads it, also within one process."""
+    jumps, real = Random(seed), time.time_ns
+
+    def jumping_ns() -> int:
+        return real() + jumps.choice((-1, 0, 1)) * 365 * 86400 * 10**9
+
+    monkeypatch.setattr(time, "time_ns", jumping_ns)
+    monkeypatch.setattr(time, "time", lambda: jumping_ns() / 1e9)
+    assert run_schedule(generate(seed)).violations == ()

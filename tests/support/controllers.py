@@ -17,6 +17,7 @@ from support.waiting import WAIT_LIMIT_SECONDS, until
 from coordinator.devices.profiling import Profiler
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
+from coordinator.serve.goal import open_model
 from coordinator.serve.kinds.kind import SharedServices
 from coordinator.serve.planning import replanner as replanning
 from coordinator.serve.state import Goal, StateFile
@@ -49,7 +50,7 @@ class ServedController:
         self.fleet = fleet
         self.tools = tools_for(folder, fleet, self.lines, **settings)
         self.controller = Controller(
-            DEFAULT_DEPLOYMENT, goal, plan, self.tools, clock=lambda: self.now, running=running
+            DEFAULT_DEPLOYMENT, goal, open_model(goal), plan, self.tools, clock=lambda: self.now, running=running
         )
 
     @property

@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -101,6 +103,19 @@ class TestHome:
             raise AssertionError(f"{error}\n{self.log('coordinator')}") from None
         return home
 
+    @contextmanager
+    def serving(self, names: Iterable[str], *options: str) -> Iterator[Home]:
+        """A client of the home while it has these agents, which stay, and a coordinator with these options, which ends."""
+        for name in names:
+            if not self.runs(name):
+                self.start_agent(name)
+        self.start_coordinator(*options)
+        try:
+            with self.ready() as home:
+                yield home
+        finally:
+            self.stop("coordinator", 60.0)
+
     def pid(self, name: str) -> int:
         return self._processes[name].pid
 
@@ -114,9 +129,17 @@ class TestHome:
                 continue
         return None
 
+    def runs(self, name: str) -> bool:
+        return name in self._processes and self._processes[name].poll() is None
+
     def kill(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGKILL)
         self._processes[name].wait(30)
+
+    def stop(self, name: str, seconds: float = 30.0) -> int:
+        """Ask a program to end, and return its exit status."""
+        self._processes[name].terminate()
+        return self.wait(name, seconds)
 
     def wait(self, name: str, seconds: float = 30.0) -> int:
         return self._processes[name].wait(seconds)
@@ -126,7 +149,7 @@ class TestHome:
         pattern = r"(?:control|listening on) port (\d+)"
 
         def found() -> list[str]:
-            output = self._log_bytes(name)[self._began.get(name, 0) :].decode(errors="replace")
+            output = self.log_of_run(name)
             ended = self._processes[name].poll()
             ports = re.findall(pattern, output)
             assert ports or ended is None, f"{name} ended with {ended}: {output}"
@@ -137,6 +160,10 @@ class TestHome:
     def log(self, name: str) -> str:
         """A program's log, including runs before a restart."""
         return self._log_bytes(name).decode(errors="replace")
+
+    def log_of_run(self, name: str) -> str:
+        """A program's log since its last start."""
+        return self._log_bytes(name)[self._began.get(name, 0) :].decode(errors="replace")
 
     def _log_bytes(self, name: str) -> bytes:
         return (self.folder / f"{name}.log").read_bytes()
@@ -154,3 +181,15 @@ class TestHome:
             self._processes[name] = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ
             )
+
+
+@contextmanager
+def home_of(
+    names: Sequence[str], folder: Path, model_dir: Path, profiles: MeasuredProfiles | None, *options: str
+) -> Iterator[TestHome]:
+    """Agents with these names, and a coordinator that waits for all of them. `options`: of `hearth serve`."""
+    with TestHome(folder, model_dir, profiles) as home:
+        for name in names:
+            home.start_agent(name)
+        home.start_coordinator("--min-devices", str(len(names)), *options)
+        yield home

@@ -60,7 +60,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.AgentWelcome(version="0.1.0", device_id="d", boot_id="b", name="kitchen", device_public_key=_KEY, link_port=47801),
     m.GetTelemetry(),
     _TELEMETRY,
-    m.AcquireLease(holder="c", holder_name="home", seconds=5.0),
+    m.AcquireLease(holder="c", holder_name="home", seconds=5.0, ended="hub"),
     m.LeaseGranted(
         last_epoch=12, worker=m.RunningWorker(epoch=12, plan_hash="0" * 64, rank=1, last_step=34), configuration=_CONFIGURATION
     ),
@@ -181,6 +181,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         name="home", version="0.1.0", phase="serving", state="serving", history=(_MOVE,),
         model_path="/srv/minilm", plan=_PLAN, queued_requests=0, served_requests=5, failed_requests=1,
         last_error="", last_latency_seconds=0.25, wire=_WIRE, dropped_messages=0, refused_requests=2, refused_connections=1,
+        losses=(m.PreparedLoss(device="kitchen", is_prepared=True, spare_bytes=700, missing_bytes=70, pause_seconds=0.9),),
     ),
     m.AddApp(**_ASKED, name="lamp", public_key=_KEY),
     m.RevokeApp(**_ASKED, name="lamp"),

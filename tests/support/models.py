@@ -73,6 +73,11 @@ def small_decoder(family: str, **changes: Any) -> Any:
     return AutoConfig.for_model(family, **{**shapes[family], **changes})
 
 
+def endless_decoder(**changes: Any) -> Any:
+    """A Llama without an end token, which random weights would generate anywhere: answers have their full length."""
+    return small_decoder("llama", eos_token_id=None, **changes)
+
+
 def minilm() -> Path:
     """MiniLM's real weights, which `make test` downloads; the test is skipped without them."""
     path = Path(__file__).parents[2] / ".models" / "minilm"

@@ -41,7 +41,14 @@ class RuntimeProcess:
         self._thread: threading.Thread | None = None
         self._answers: dict[bytes, queue.SimpleQueue[Answer]] = {}
 
-    def load(self, plan: Plan, rank: int, parts: ShardParts | SegmentParts, token: bytes) -> WorkerBound:
+    def load(
+        self,
+        plan: Plan,
+        rank: int,
+        parts: ShardParts | SegmentParts,
+        token: bytes,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> WorkerBound:
         load = Load(holder="test", plan=plan, rank=rank, parts=parts, plan_token=token)
         start = Start(
             load=load, store_path=str(self._store_path), bind_host=LOOPBACK, ports=(0, 0), num_threads=1, compute_device="cpu"
@@ -49,8 +56,10 @@ class RuntimeProcess:
         self.end()
         previous, self._runtime = self._runtime, None
         runtime = create_runtime(start, self._answer, previous)
-        self.bound = runtime.load()
-        self._runtime = runtime
+        try:
+            self.bound = runtime.load(is_given_up)
+        finally:
+            self._runtime = runtime
         return self.bound
 
     def connect(self, request: ConnectPeers) -> None:

@@ -8,16 +8,20 @@ from collections.abc import Callable
 from typing import TypeVar
 
 WAIT_LIMIT_SECONDS = 180.0  # long enough for a busy machine
+# Between two polls: at first, and at most. A poll may start a process, and what is awaited needs the same cores.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.1
 _T = TypeVar("_T")
 
 
 def wait_for(what: str, probe: Callable[[], _T | None], seconds: float = WAIT_LIMIT_SECONDS) -> _T:
-    """Poll until `probe` returns something true, and return it."""
+    """Poll until `probe` returns something true, less and less often, and return it."""
     deadline = time.monotonic() + seconds
+    pause = _FIRST_PAUSE_SECONDS
     while not (found := probe()):
         if time.monotonic() > deadline:
             raise AssertionError(f"{what} did not happen within {seconds:g} s")
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
     return found
 
 

@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.gateway_faults import CALL_SECONDS, survive_gateway_faults
-from support.home import TestHome
-from support.models import save_random_model, small_decoder
+from support.home import TestHome, home_of
+from support.models import endless_decoder, save_random_model
 from support.profiles import MeasuredProfiles
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -27,23 +26,16 @@ PROMPT = [1, *range(40, 60)]
 CONTEXT = 320
 
 
-def without_end(**changes: Any) -> Any:
-    """Remove the end token, which random weights would generate anywhere: answers then have their full length."""
-    return small_decoder("llama", eos_token_id=None, **changes)
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("model"), without_end(), generates=True)
+    return save_random_model(tmp_path_factory.mktemp("model"), endless_decoder(), generates=True)
 
 
 @pytest.fixture(scope="module")
 def pair(model_dir: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
     """Two agents that generate together, for tests that leave them running."""
-    with TestHome(tmp_path_factory.mktemp("pair"), model_dir, profiles) as home:
-        home.start_agent("a")
-        home.start_agent("b")
-        home.start_coordinator("--strategy", "hmp", "--min-devices", "2", "--context", str(CONTEXT))
+    options = ("--strategy", "hmp", "--context", str(CONTEXT))
+    with home_of("ab", tmp_path_factory.mktemp("pair"), model_dir, profiles, *options) as home:
         home.ready().close()
         yield home
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.graphs import save_two_branch_model
-from support.home import TestHome
+from support.home import TestHome, home_of
 from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 
@@ -38,10 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running_home(
     model: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TestHome]:
-    with TestHome(tmp_path_factory.mktemp("home"), model, profiles) as home:
-        for name in ("a", "b", "c"):
-            home.start_agent(name)
-        home.start_coordinator("--objective", "throughput", "--strategy", "pipeline-exact", "--min-devices", "3")
+    options = ("--objective", "throughput", "--strategy", "pipeline-exact")
+    with home_of("abc", tmp_path_factory.mktemp("home"), model, profiles, *options) as home:
         home.ready().close()
         yield home
 
@@ -162,10 +160,8 @@ class _Load:
 
 
 def test_graph_is_served_again_after_a_power_cut(model: Path, profiles: MeasuredProfiles, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model, profiles) as running_home:
-        running_home.start_agent("a")
-        running_home.start_agent("b")
-        running_home.start_coordinator("--objective", "latency", "--strategy", "critical-path", "--min-devices", "2")
+    options = ("--objective", "latency", "--strategy", "critical-path")
+    with home_of("ab", tmp_path, model, profiles, *options) as running_home:
         with running_home.ready() as home:
             before, plan = home.infer(image())["scores"], home.status().plan
         for name in ("a", "b", "coordinator"):

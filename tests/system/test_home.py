@@ -1,14 +1,15 @@
-"""A home of real processes on the loopback interface: serving, failures, power cuts, keys."""
+"""A home of real processes on the loopback interface: serving, failures, upgrades, power cuts, keys."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from support.contexts import zmq_context
 from support.gateway_faults import CALL_SECONDS, survive_gateway_faults
-from support.home import LOOPBACK, TestHome
+from support.home import LOOPBACK, TestHome, home_of
 from support.models import save_random_model, small_bert
 from support.plans import BERT_LARGE
 from support.profiles import MeasuredProfiles
@@ -36,6 +37,7 @@ from hearth.errors import (
     TextTooLong,
     WrongKey,
 )
+from hearth.plan.transformer import Pipeline
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import (
     AppKey,
@@ -65,6 +67,8 @@ from hearth.wire.rpc import RpcClient
 pytestmark = pytest.mark.processes
 
 TOKENS = list(range(5, 45))
+# Written by the last commit with version 1 of plans and messages (ab74c37), serving `small_bert` as a pipeline.
+SERVING_V1 = Path(__file__).parent / "serving_v1.json"
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +76,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("model"), small_bert())
 
 
-@contextmanager
-def home_of_two(folder: Path, model_dir: Path, profiles: MeasuredProfiles, strategy: str) -> Iterator[TestHome]:
-    """Two agents, and a coordinator that serves with `strategy`."""
-    with TestHome(folder, model_dir, profiles) as home:
-        home.start_agent("a")
-        home.start_agent("b")
-        home.start_coordinator("--strategy", strategy, "--min-devices", "2")
-        home.ready().close()
-        yield home
-
-
 @pytest.fixture(scope="module")
 def pair(model_dir: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
     """Two agents that serve with hmp, for tests that leave them running."""
-    with home_of_two(tmp_path_factory.mktemp("pair"), model_dir, profiles, "hmp") as home:
+    with home_of("ab", tmp_path_factory.mktemp("pair"), model_dir, profiles, "--strategy", "hmp") as home:
+        home.ready().close()
         yield home
 
 
@@ -214,12 +208,53 @@ def test_key_of_another_home_is_rejected(pair: TestHome) -> None:
         _ask_agent(pair, new_home_key(), GetTelemetry())
 
 
+def test_hung_worker_is_replaced_and_no_request_is_lost(pair: TestHome) -> None:
+    """Its agent and the network are well."""
+    with pair.ready() as home:
+        before = home.hidden_states(TOKENS, timeout_seconds=60.0)
+        victim = pair.worker_pid("b")
+        assert victim is not None
+        os.kill(victim, signal.SIGSTOP)  # its connections stay open, and its agent goes on
+        began = time.monotonic()
+        after = home.hidden_states(TOKENS, timeout_seconds=60.0)
+        # The agent needs 1.25 s, and a peer of the worker 5 s; the request's own limit would be 45 s.
+        assert time.monotonic() - began < 30.0
+        assert np.abs(after - before).max() < 1e-4
+        assert "no sign of life" in pair.log("b")
+
+
+def test_v1_state_is_served_without_a_command(pair: TestHome) -> None:
+    """After an upgrade. The names of the chunks are those of version 1, too; `test_sharding` checks their hashes."""
+    with pair.ready() as home:
+        before = home.hidden_states(TOKENS)
+        ids = {device.name: device.device_id for device in home.devices().devices}
+    assert pair.stop("coordinator", 60.0) == 0
+
+    saved = json.loads(SERVING_V1.read_text())
+    saved["goal"]["model_dir"] = str(pair.model_dir)
+    for device in saved["plan"]["devices"]:
+        device["device_id"] = ids[device["name"]]
+    state = pair.folder / "coordinator" / "serving.json"
+    saved["last_epoch"] = json.loads(state.read_text())["last_epoch"]
+    state.write_text(json.dumps(saved))
+
+    pair.start_coordinator(model=False)
+    with pair.ready() as home:
+        after, plan = home.hidden_states(TOKENS), home.status().plan
+    assert plan is not None
+    assert isinstance(plan.body, Pipeline)
+    assert plan.body.layers == tuple(saved["plan"]["body"]["layers"])
+    assert [device.name for device in plan.devices] == [device["name"] for device in saved["plan"]["devices"]]
+    assert np.abs(after - before).max() < 1e-5
+
+
 @pytest.fixture(scope="module")
 def sp_pair(
     model_dir: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TestHome]:
     """Two agents that both hold all weights."""
-    with home_of_two(tmp_path_factory.mktemp("sp_pair"), model_dir, profiles, "sp") as home:
+    with home_of("ab", tmp_path_factory.mktemp("sp_pair"), model_dir, profiles, "--strategy", "sp") as home:
+        home.ready().close()
         yield home
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.home import TestHome
+from support.home import home_of
 from support.models import save_random_model, small_bert
 from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
@@ -25,10 +25,7 @@ def test_survivors_of_a_killed_worker_keep_their_processes(
     profiles: MeasuredProfiles, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model_dir = save_random_model(tmp_path_factory.mktemp("model"), small_bert(num_hidden_layers=4))
-    with TestHome(tmp_path, model_dir, profiles) as running_home:
-        for name in ("a", "b", "c"):
-            running_home.start_agent(name)
-        running_home.start_coordinator("--strategy", "hmp", "--min-devices", "3")
+    with home_of("abc", tmp_path, model_dir, profiles, "--strategy", "hmp") as running_home:
         with running_home.ready() as home:
             before = home.hidden_states(TOKENS)
             wait_for("plans made ahead", lambda: home.status().redundancy.startswith("yes, any one device"), 120)

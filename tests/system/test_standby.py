@@ -69,6 +69,8 @@ def test_standby_takes_over_the_running_workers(model_dir: Path, profiles: Measu
             stop.set()
             thread.join()
         assert failures == []
+        for name in ("a", "b", "c"):
+            assert "coordinator has ended: its connection is closed" in home.log(name)
         print(f"pause: {min(ended for began, ended in answers if began > killed) - killed:.2f} s")
         assert [home.worker_pid(name) for name in ("a", "b", "c")] == workers
         home.start_coordinator("--leader", addresses[1], model=False)

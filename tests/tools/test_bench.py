@@ -433,7 +433,8 @@ def changed(**changes: Any) -> list[str]:
 def start(files: Path, **changes: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tools.bench", "run", "galaxy-a", "--out", str(files / "rows.json"), *changed(
-            scenarios=[str(files / "test-bench.toml")], models=[str(files / "tiny.json")], seq_lens=[48], **changes)],
+            scenarios=[str(files / "test-bench.toml")], models=[str(files / "tiny.json")], seq_lens=[48],
+            repeat_disturbed=False, **changes)],
         cwd=REPOSITORY, env={**os.environ, "TMPDIR": os.readlink(files / "tmp"), "COLUMNS": "160"}, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -511,7 +512,8 @@ TINY_LLAMA = {
 def generate(files: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tools.bench", "run", "generation", "--out", str(files / "rows.json"), *changed(
-            scenario=str(files / "test-bench.toml"), model=str(files / "llama.json"), **changes)],
+            scenario=str(files / "test-bench.toml"), model=str(files / "llama.json"), repeat_disturbed=False,
+            **changes)],
         cwd=REPOSITORY, env={**os.environ, "TMPDIR": os.readlink(files / "tmp"), "COLUMNS": "160"},
         capture_output=True, text=True, check=False, timeout=400,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tools.bench.fault_rows import (
 )
 from tools.bench.faults import Faults
 from tools.bench.findings import all_hold
-from tools.bench.fuzz import FuzzRow, counts_of, ended
+from tools.bench.fuzz import FuzzRow, counts_of, ended, listening_ports
 from tools.bench.idle_cost import IdleRow
 from tools.bench.mutations import mutated
 from tools.testbed.cluster import what_is_missing
@@ -296,6 +297,25 @@ def test_fuzz_fails_for_each_harm_to_the_home_or_to_its_clients(harm: dict[str, 
     experiment = make_experiment(read_settings("fuzz"))
     assert not experiment.summary([fuzz_row(), fuzz_row()]).failure
     assert experiment.summary([fuzz_row(attack="raw"), fuzz_row(**harm)]).failure
+
+
+def test_flood_is_compared_with_as_much_use_of_the_processor() -> None:
+    experiment = make_experiment(read_settings("fuzz"))
+    flood, control = fuzz_row(attack="app flood", rate=8.5), fuzz_row(attack="processor only", rate=9.0, frames=0)
+    assert not experiment.summary([flood, control]).failure
+    (table, attacks) = experiment.summary([flood, fuzz_row(attack="processor only", rate=7.0)]).tables
+    figures = {row[0]: row[2:] for row in table.rows}
+    assert figures["rate beside it, processor only"] == ("70.0% (median of 1; least 70%)", "-")
+    assert figures["rate beside app flood, over that beside as much use of the processor"] == ("121.4%", "yes")
+    assert len(attacks.rows) == 2
+
+
+def test_ports_on_which_somebody_listens_are_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as client:
+            found = listening_ports(Path("/proc/self/net"))
+            assert server.getsockname()[1] in found
+            assert client.getsockname()[1] not in found
 
 
 def test_attacker_that_ended_starts_again() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 import zmq
 from support.waiting import wait_for
 
-from hearth.errors import InternalError
+from hearth.errors import DeadlineExceeded, InternalError
+from tools.bench import processes
 from tools.bench.drive import EngineRunners
 from tools.bench.processes import ProcessGroup
 
@@ -103,3 +105,58 @@ def test_a_child_that_has_ended_is_an_error_instead_of_a_wait(tmp_path: Path) ->
         group.start("one")
         with pytest.raises(InternalError, match="it has ended: no torch"):
             group.call_all(("one",), "load")
+
+
+STUCK = """
+import sys, time
+from tools.bench.child import serve
+
+class Target:
+    def wait_for_ever(self): time.sleep(600)
+    def fail(self): raise ValueError("a reason")
+
+serve(sys.argv[1], Target())
+"""
+
+
+@pytest.fixture
+def two_children(tmp_path: Path) -> Iterator[ProcessGroup]:
+    """Processes of the module `stuck` on the devices one and two."""
+    (tmp_path / "stuck.py").write_text(STUCK)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    running: list[subprocess.Popen[bytes]] = []
+
+    def popen(_: str, *command: str, stdout: Any, stderr: Any, **__: object) -> subprocess.Popen[bytes]:
+        child = [part.replace("tools.bench.stuck", "stuck") for part in command]
+        running.append(subprocess.Popen(child, stdout=stdout, stderr=stderr, env=environment))
+        return running[-1]
+
+    try:
+        with ProcessGroup(SimpleNamespace(folder=tmp_path, popen=popen), "stuck") as group:  # type: ignore[arg-type]
+            for device in ("one", "two"):
+                group.start(device)
+            yield group
+    finally:
+        for child in running:
+            child.kill()
+            child.wait(10)
+
+
+def test_stacks_of_all_children_are_printed_when_one_does_not_answer(
+    two_children: ProcessGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for device in ("one", "two"):
+        two_children.send(device, {"do": "wait_for_ever"})
+    with pytest.raises(DeadlineExceeded, match="stuck on one, two did not finish"):
+        two_children.receive(["one", "two"], 1.0)
+    said = capsys.readouterr().err
+    assert "the log of stuck on one" in said
+    assert said.count("in wait_for_ever") == 2
+
+
+def test_an_error_is_told_although_another_child_does_not_answer(
+    two_children: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_AFTER_ERROR_SECONDS", 0.2)
+    with pytest.raises(InternalError, match="stuck on two: ValueError: a reason"):
+        two_children.call_each({"one": {"do": "wait_for_ever"}, "two": {"do": "fail"}})

@@ -151,10 +151,12 @@ def test_link_rates_scale_with_device_speed(tmp_path: Path, monkeypatch: pytest.
         assert testbed.network.state("one").mbit == pytest.approx(40, rel=1e-4)
 
 
-def test_device_speed_is_measured(pair: Testbed) -> None:
-    """Under the CPU quota: with half a core each, one core second takes 2 s."""
+def test_device_speed_is_measured(tmp_path: Path) -> None:
+    """Under the CPU quota: with 0.9 of a core each, so that it takes little longer than on whole cores."""
     pytest.importorskip("torch")
-    assert 0.01 < pair._core_seconds() < 30
+    devices = tuple(device.model_copy(update={"cpu_share": 0.9}) for device in PAIR.devices)
+    with Testbed(PAIR.model_copy(update={"devices": devices}), tmp_path) as testbed:
+        assert 0.01 < testbed._core_seconds() < 30
 
 
 def test_cpu_share_limits_a_loop(pair: Testbed) -> None:

@@ -21,7 +21,6 @@ from tools.bench.results import Summary
 _MOST_GROWTH_BYTES = 16 << 20  # of a process's memory: slack of its allocator, as in the soak test
 _MOST_DESCRIPTORS = 20  # of all processes: connections that are being made or closed when they are counted
 _SETTLE_SECONDS = 10.0  # without load, before counting: connections of workers that have ended are closed
-_LEAVING = ("link off", "power off")
 
 
 class Churn(Experiment):

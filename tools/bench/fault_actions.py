@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hearth.errors import InternalError
-from tools.bench.fault_home import HUB, FaultHome
+from tools.bench.fault_home import FaultHome
+from tools.bench.shared_devices import HUB
 from tools.bench.watch import agent_of, template_of, worker_of
 
 _RESTART_SECONDS = 1.0  # RestartSec of the systemd units

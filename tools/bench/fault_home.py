@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,19 +16,18 @@ import psutil
 from hearth.errors import BadSetting, InternalError
 from tools.bench.experiment import Context
 from tools.bench.fault_rows import Happened, answers_steadily
-from tools.bench.homes import agent_names, decoder_directory
+from tools.bench.homes import agent_names, decoder_directory, forget_plans, stop_coordinator
 from tools.bench.processes import ClientProcess, DeviceProcess
 from tools.bench.results import REPOSITORY
+from tools.bench.shared_devices import HUB, devices_with_disks, shared_scenario
 from tools.bench.watch import template_of, worker_of
-from tools.testbed import Scenario, Testbed
+from tools.testbed import Testbed
 from tools.testbed.cluster import check_possible, wait_until
-from tools.testbed.scenario import EmulatedDevice
 
 LoadName = Literal["embed", "generate", "infer"]
 LOADS: tuple[LoadName, ...] = ("embed", "generate", "infer")
 CLIENTS = 4  # at once, of each load
 _FAR_CLIENTS = 2  # more of them, on the device of the standby
-HUB = "hub"
 _MINILM = REPOSITORY / ".models" / "minilm"
 # A small Llama: a step of it takes milliseconds on four devices that share two cores.
 _DECODER: dict[str, Any] = {
@@ -44,37 +42,9 @@ _FOLLOWS = "this is the standby of "  # begin of the state of a coordinator that
 _COPIES = "copied"  # in it, until it has a copy of the leader's state
 # After the start of a coordinator: it counts a device as lost after 3 s until it knows for 30 s how long it usually is silent.
 _LEARNING_SECONDS = 33.0
-_STOP_SECONDS = 20.0  # for the coordinator to end after SIGTERM
+_STOP_SECONDS = 20.0  # for an agent and its workers to end after SIGTERM
 _ANSWER_SECONDS = 30.0  # for a busy coordinator to tell its plan
 _READY_SECONDS = 240.0  # for the coordinator to profile, plan, push and load on a busy machine
-
-
-def shared_scenario(num_devices: int, cores: int, mbit: float) -> Scenario:
-    """Devices and a hub that share this machine's cores."""
-    share = cores / (num_devices + 1)
-    names = (*(f"m{number}" for number in range(num_devices)), HUB)
-    devices = tuple(EmulatedDevice(name=name, cpu_share=share, instruction_set="native", mbit=mbit) for name in names)
-    return Scenario(name="faults", coordinator=HUB, devices=devices)
-
-
-@contextmanager
-def devices_with_disks(scenario: Scenario, folder: Path, cores: int, disk_bytes: int) -> Iterator[Testbed]:
-    """A testbed whose agents keep their stores on file systems of `disk_bytes`, and whose devices may use all `cores`."""
-    home = Path(tempfile.mkdtemp(prefix="home-", dir=folder))
-    stores = [home / device.name / "store" for device in scenario.devices if device.name != scenario.coordinator]
-    try:
-        for store in stores:
-            store.mkdir(parents=True)
-            _command("mount", "-t", "tmpfs", "-o", f"size={disk_bytes}", "none", str(store))
-        with Testbed(scenario, home) as testbed:
-            for cgroup in testbed.cgroups.values():
-                cgroup.set_cpu_share(cores)
-            for name in agent_names(testbed):
-                testbed.start_agent(name)
-            yield testbed
-    finally:
-        for store in stores:
-            _command("umount", "--lazy", str(store), check=False)
 
 
 def make_model(load: LoadName, folder: Path) -> Path:
@@ -207,19 +177,11 @@ class FaultHome:
         return state.startswith(_FOLLOWS) and _COPIES not in state
 
     def redeploy(self) -> None:
-        """Stop the load and the coordinators, serve on all devices again, and start the load.
-
-        Without its state, the coordinator does not take over the plan that runs.
-        """
+        """Stop the load and the coordinators, serve on all devices again, and start the load."""
         self.end()
         for process in reversed(self._coordinators.values()):  # the standby first, so that it does not take over
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_SECONDS)
-            process.kill()
-            process.wait(_STOP_SECONDS)
-        for path in self.testbed.folder.glob("**/coordinator/serving*"):
-            path.unlink()
+            stop_coordinator(process)
+        forget_plans(self.testbed)
         self.start_coordinator(HUB)
         self._clients.ready_status(_READY_SECONDS)
         if self.has_standby:
@@ -348,11 +310,11 @@ class FaultHome:
         return True
 
     def log_sizes(self) -> dict[str, int]:
-        """Characters of each coordinator's log, by its name."""
-        return {path.name: len(self.testbed.log(path.name)) for path in self.testbed.folder.glob("coordinator*.log")}
+        """Characters of the log of each coordinator and agent, by its name."""
+        return {path.name: len(self.testbed.log(path.name)) for path in self.testbed.folder.glob("*.log")}
 
     def logs_since(self, sizes: Mapping[str, int], most: int) -> str:
-        """The ends of the coordinators' logs, at most so many characters of each, without what they had at `sizes`."""
+        """The ends of the logs, at most so many characters of each, without what they had at `sizes`."""
         new = {name: self.testbed.log(name)[sizes.get(name, 0) :][-most:] for name in sorted(self.log_sizes())}
         return "\n".join(f"{name}: {text}" for name, text in new.items())
 
@@ -400,9 +362,3 @@ class HomeState:
     @property
     def alive(self) -> set[str]:
         return {device["name"] for device in self._devices if device["state"] == "alive"}
-
-
-def _command(*arguments: str, check: bool = True) -> None:
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    if check and done.returncode:
-        raise BadSetting(setting="the testbed", reason=f"`{' '.join(arguments)}`: {done.stderr.strip()}")

@@ -48,7 +48,7 @@ class FaultRow(BaseModel):
     plan_devices_before: int = 0
     plan_devices: int = 0  # after it
     disturbed: str = ""  # why times cannot be trusted
-    log: str = ""  # of the coordinator, where something went wrong
+    log: str = ""  # where something went wrong: the gap of each client, and what coordinators and agents have logged
 
     @property
     def kept_workers(self) -> int:
@@ -86,18 +86,24 @@ def longest_gap(times: Sequence[float], since: float, until: float, end: float) 
 
 
 def worst_pause(happened: Iterable[Happened], since: float, until: float, end: float) -> tuple[float, Gap]:
-    """Of all clients, the largest pause: its length less the client's median gap before `since`, and the gap itself."""
+    """Of all clients, the largest pause, and the gap itself."""
+    none = 0.0, Gap(since, since)
+    return max(pauses(happened, since, until, end).values(), key=lambda pause: pause[0], default=none)
+
+
+def pauses(happened: Iterable[Happened], since: float, until: float, end: float) -> dict[int, tuple[float, Gap]]:
+    """Of each client, the largest pause: its length less the client's median gap before `since`, and the gap itself."""
     by_client: dict[int, list[float]] = {}
     for seconds, client, kind, _ in happened:
         times = by_client.setdefault(client, [])
         if kind != "failed":
             times.append(seconds)
-    found: list[tuple[float, Gap]] = [(0.0, Gap(since, since))]
-    for times in by_client.values():
+    found: dict[int, tuple[float, Gap]] = {}
+    for client, times in by_client.items():
         usual = [after - before for before, after in pairwise(times) if after <= since]
         gap = longest_gap(times, since, until, end)
-        found.append((max(gap.seconds - (statistics.median(usual) if usual else 0.0), 0.0), gap))
-    return max(found, key=lambda pause: pause[0])
+        found[client] = max(gap.seconds - (statistics.median(usual) if usual else 0.0), 0.0), gap
+    return found
 
 
 def answers_steadily(happened: Iterable[Happened], clients: Iterable[int], since: float, until: float) -> bool:

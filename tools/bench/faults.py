@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
@@ -17,13 +17,22 @@ from typing_extensions import Self
 from tools.bench.experiment import Context, Experiment
 from tools.bench.fault_actions import FAULTS
 from tools.bench.fault_home import CLIENTS, LOADS, FaultHome, LoadName, served_home
-from tools.bench.fault_rows import FaultRow, Happened, phases_since, summarise_faults, two_leaders, worst_pause
+from tools.bench.fault_rows import (
+    FaultRow,
+    Gap,
+    Happened,
+    pauses,
+    phases_since,
+    summarise_faults,
+    two_leaders,
+    worst_pause,
+)
 from tools.bench.load import load_between, snapshot
 from tools.bench.results import Summary
 
 _MOMENT_SECONDS = (0.5, 2.5)  # range of the time from a home that is ready to the fault
 _WITHOUT_STANDBY = tuple(name for name, fault in FAULTS.items() if not fault.parts_network)
-_LOG_CHARACTERS = 3000  # of each coordinator's log that are kept where something went wrong
+_LOG_CHARACTERS = 3000  # of the log of each coordinator and agent that are kept where something went wrong
 
 
 class Faults(Experiment):
@@ -127,7 +136,8 @@ class Faults(Experiment):
         rejoin, _ = worst_pause(happened, back, end, end) if repairs else (0.0, gap)
         limit = fault.standby_limit_seconds if home.has_standby else fault.limit_seconds
         background = load_between([(load_before, snapshot())])
-        went_wrong = failed or wrong or not recovered
+        went_wrong = failed or wrong or not recovered or (limit is not None and pause > limit)
+        gaps = pauses(happened, moment, repaired if repairs else end, end)
         return FaultRow(
             load=home.load, number=number, fault=name, target=target, moment_seconds=moment - home.began,
             answers=sum(each[0] >= moment and each[2] == "answer" for each in happened), failed=failed, wrong=wrong,
@@ -135,8 +145,16 @@ class Faults(Experiment):
             limit_seconds=limit, recovered=recovered, workers_before=workers,
             workers_after=home.workers(), phases=phases_since(state.history, end - moment),
             plan_devices_before=len(planned), plan_devices=len(state.planned), disturbed=background.distrust,
-            log=home.logs_since(log_sizes, _LOG_CHARACTERS) if went_wrong else "",
+            log=_describe(gaps, moment) + home.logs_since(log_sizes, _LOG_CHARACTERS) if went_wrong else "",
         )  # fmt: skip
+
+
+def _describe(gaps: Mapping[int, tuple[float, Gap]], moment: float) -> str:
+    """The longest gap between answers of each client, in seconds from the fault."""
+    return "".join(
+        f"client {client}: no answer from {gap.start - moment:+.2f} to {gap.end - moment:+.2f} s\n"
+        for client, (_, gap) in sorted(gaps.items())
+    )
 
 
 def _details(happened: Sequence[Happened], kind: str, moment: float) -> tuple[str, ...]:

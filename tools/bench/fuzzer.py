@@ -11,6 +11,7 @@ import os
 import random
 import resource
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from hearth.platform.curve import new_keypair, secure_client
 from hearth.platform.security import (
@@ -30,6 +30,7 @@ from hearth.platform.security import (
     load_credential,
     parse_credential,
 )
+from hearth.wire.direct_socket import DirectSocket, direct_socket
 from hearth.wire.messages import GetReadiness, decode, encode
 from tools.bench.child import AsyncTarget, serve
 from tools.bench.mutations import mutated
@@ -39,16 +40,24 @@ _RECORDED = REPOSITORY / "tests" / "hearth" / "wire" / "golden_messages.json"  #
 _BATCH = 50  # frames after which other tasks run and the rate is checked
 _NICENESS = 10  # an attacker is another machine: it must not take the processor from the home
 _REPLY_SECONDS = 0.05  # for which a stranger waits before it knocks again
-_RAW_FRAMES = 20  # of one raw connection
+_RAW_WRITES = 20  # of one raw connection, at most
+_RAW_FRAMES = 20  # of one write
+_SOCKETS = 4  # connections with one key to one port: while one is being made again, others send
+_UNREAD = 100  # answers that an attacker takes before it stops to read
+_STUCK_SECONDS = 1.0  # without a message that could be sent, after which an attacker that does not read connects again
+_SPIN_SECONDS = 0.001  # of processor time that are used in a row
+
+_WITH_KEY = ("app", "app, answers unread", "app flood", "admin at agents")
 
 Address = tuple[str, int]
 
 
 class Counts:
-    """What an attack did: frames sent, answers received, connections that were refused or broken."""
+    """What an attack did: frames that a socket took, answers received, connections that were refused or broken."""
 
     def __init__(self) -> None:
         self.frames = self.answers = self.errors = self.broken = 0
+        self.cpu_seconds = 0.0  # of all threads of this process
 
     def as_json(self) -> dict[str, Any]:
         return vars(self)
@@ -66,20 +75,26 @@ class Fuzzer(AsyncTarget):
         assert isinstance(home, HomeKey)
         self._home = home
         self._valid = [bytes.fromhex(text) for text in json.loads(_RECORDED.read_text()).values()]
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[Any] = zmq.Context()
 
     async def attack(
-        self, kind: str, targets: list[Address], seconds: float, rate: float, seed: int, app: str, many: int
+        self,
+        kind: str,
+        targets: list[Address],
+        seconds: float,
+        rate: float,
+        seed: int,
+        app: str,
+        many: int,
+        cores: float,
     ) -> dict[str, Any]:
         """Attack for some seconds with at most `rate` frames a second (0: any). `targets`: hosts and ports.
 
-        `app`: an app's key. `many`: idle connections per target. Returns the counts.
+        `app`: an app's key. `many`: idle connections per target. `cores`: processor cores that "processor only" uses. Returns
+        the counts.
         """
         chance, counts = random.Random(seed), Counts()
-        if not targets:  # the attacker is another process
-            await asyncio.sleep(seconds)
-            return counts.as_json()
-        of_app = coordinator_access(parse_credential(app, kind))
+        of_app = coordinator_access(parse_credential(app, "fuzzer"))
         attacks: dict[str, Callable[[Address, random.Random, _Pace, Counts], Awaitable[None]]] = {
             "raw": self._raw,
             "stranger": self._stranger,
@@ -89,9 +104,18 @@ class Fuzzer(AsyncTarget):
             "admin at agents": partial(self._with_key, agent_access(admin_key(self._home))),
             "idle connections": partial(self._hold, many),
         }
-        pace = _Pace(rate / len(targets), seconds)
-        each = [attacks[kind](target, random.Random(chance.random()), pace, counts) for target in targets]
-        await asyncio.gather(*each)
+        began = time.process_time()
+        if kind in attacks:
+            senders = [target for target in targets for _ in range(_SOCKETS if kind in _WITH_KEY else 1)]
+            pace = _Pace(rate / len(senders), seconds)
+            await asyncio.gather(
+                *(attacks[kind](target, random.Random(chance.random()), pace, counts) for target in senders)
+            )
+        elif cores:
+            await _spin(cores, seconds)
+        else:  # the attacker is another process
+            await asyncio.sleep(seconds)
+        counts.cpu_seconds = time.process_time() - began
         return counts.as_json()
 
     async def _raw(self, target: Address, chance: random.Random, pace: _Pace, counts: Counts) -> None:
@@ -105,12 +129,12 @@ class Fuzzer(AsyncTarget):
                 await asyncio.sleep(_REPLY_SECONDS)
                 continue
             with suppress(OSError):
-                for _ in range(chance.randrange(1, _RAW_FRAMES)):
-                    noise = mutated(self._valid, chance)
-                    writer.write(greeting[: chance.randrange(len(greeting) + 1)] + noise)
-                    counts.frames += 1
+                for _ in range(chance.randrange(1, _RAW_WRITES)):
+                    noise = [mutated(self._valid, chance) for _ in range(_RAW_FRAMES)]
+                    writer.write(b"".join((greeting[: chance.randrange(len(greeting) + 1)], *noise)))
                     await writer.drain()
-                    await pace.step(1)
+                    counts.frames += _RAW_FRAMES
+                    await pace.step(_RAW_FRAMES)
             writer.transport.abort()
 
     async def _stranger(self, target: Address, chance: random.Random, pace: _Pace, counts: Counts) -> None:
@@ -121,8 +145,8 @@ class Fuzzer(AsyncTarget):
             socket = self._connected(access, target)
             for _ in range(10):
                 with suppress(zmq.Again):
-                    await socket.send_multipart(self._frames(chance), zmq.NOBLOCK)
-                counts.frames += 1
+                    socket.send_frames(self._frames(chance))
+                    counts.frames += 1
             await asyncio.sleep(_REPLY_SECONDS)
             socket.close(linger=0)
             await pace.step(10)
@@ -139,22 +163,26 @@ class Fuzzer(AsyncTarget):
         flood: bool = False,
     ) -> None:
         """Damaged messages over an admitted connection; with `flood`, valid ones."""
-        socket = self._connected(access, target)
-        readiness = encode(GetReadiness())
-        reading = asyncio.create_task(_read(socket, counts)) if reads else None
+        socket, readiness = self._connected(access, target, reads), encode(GetReadiness())
+        taken_at = time.monotonic()
         while pace.goes_on():
+            before = counts.frames
             for _ in range(_BATCH):
                 frames = [counts.frames.to_bytes(8, "big"), readiness] if flood else self._frames(chance)
                 try:
-                    await socket.send_multipart(frames, zmq.NOBLOCK)
-                    counts.frames += 1
+                    socket.send_frames(frames)
                 except zmq.Again:  # the home does not read, or has closed the connection
                     counts.broken += 1
                     await asyncio.sleep(0.01)
                     break
-            await pace.step(_BATCH)
-        if reading is not None:
-            reading.cancel()
+                counts.frames += 1
+                taken_at = time.monotonic()
+            if reads:
+                _read(socket, counts)
+            elif time.monotonic() - taken_at > _STUCK_SECONDS:
+                socket.close(linger=0)
+                socket, taken_at = self._connected(access, target, reads), time.monotonic()
+            await pace.step(max(counts.frames - before, 1))
         socket.close(linger=0)
 
     async def _hold(self, many: int, target: Address, chance: random.Random, pace: _Pace, counts: Counts) -> None:
@@ -173,11 +201,14 @@ class Fuzzer(AsyncTarget):
         for transport in held:
             transport.abort()
 
-    def _connected(self, access: Access | None, target: Address) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.DEALER)
+    def _connected(self, access: Access | None, target: Address, reads: bool = True) -> DirectSocket:
+        socket = direct_socket(self._context, zmq.DEALER)
         socket.linger = 0
         if access is not None:
             secure_client(socket, access.own, access.server_public)
+        if not reads:
+            socket.rcvhwm = _UNREAD
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 0)  # with heartbeats, libzmq would end this process: see `harden`
         socket.connect(f"tcp://{target[0]}:{target[1]}")
         return socket
 
@@ -211,12 +242,24 @@ async def _open_idle(target: Address) -> asyncio.Transport:
     return transport
 
 
-async def _read(socket: zmq.asyncio.Socket, counts: Counts) -> None:
-    while True:
-        frames = await socket.recv_multipart()
+def _read(socket: DirectSocket, counts: Counts) -> None:
+    """Take the answers that have come."""
+    while (frames := socket.receive_frames()) is not None:
         counts.answers += 1
         with suppress(Exception):
-            counts.errors += type(decode(frames[1])).__name__ == "Failed"
+            counts.errors += type(decode(frames[1].buffer)).__name__ == "Failed"
+
+
+async def _spin(cores: float, seconds: float) -> None:
+    """Use so many processor cores, at most one, as an attack does, and attack nothing."""
+    end, began, began_cpu = time.monotonic() + seconds, time.monotonic(), time.process_time()
+    while (now := time.monotonic()) < end:
+        if time.process_time() - began_cpu >= cores * (now - began):
+            await asyncio.sleep(_SPIN_SECONDS)
+            continue
+        until = time.process_time() + _SPIN_SECONDS
+        while time.process_time() < until:
+            pass
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ class Generation(Experiment):
     prompt_tokens: int = Field(256, ge=1)
     new_tokens: int = Field(64, ge=2)
     rounds: int = Field(MIN_ROUNDS, ge=MIN_ROUNDS)
+    repeat_disturbed: bool = True  # profile again what other programs disturbed
 
     def measure(self, context: Context) -> Iterator[GenerationRow]:
         scenario = load_scenario(self.scenario)
@@ -94,7 +95,7 @@ class Generation(Experiment):
         ):
             context.report(f"loading {REFERENCE}")
             reference.call("load", model_dir=str(model.directory), dtype=_REFERENCE_TYPE)
-            profiles = Profiles(scenario, testbed, engine, context.report)
+            profiles = Profiles(scenario, testbed, engine, context.report, self.repeat_disturbed)
             for mbit in self.mbit:
                 testbed.set_mbit(mbit)
                 cluster = profiles.current(model, names, self.prompt_tokens, mbit)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import TimeoutExpired
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,14 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from hearth.plan.graph import Objective
 from hearth.plan.plan import GraphPlan, plan_from_json
 from hearth.wire.messages import WireStats
-from tools.bench.homes import agent_names
+from tools.bench.homes import agent_names, stop_coordinator
 from tools.bench.processes import ClientProcess
 from tools.bench.stats import rotated
 from tools.testbed import Testbed
 
 _READY_SECONDS = 240.0  # for the coordinator to serve: profiling, planning and loading on slow devices
 _LOAD_MARGIN_SECONDS = 300.0  # added to the timeout of a measurement, for requests on slow devices
-_STOP_SECONDS = 20.0  # for the coordinator to end after SIGTERM: longer than it drains requests
 
 
 class Round(BaseModel):
@@ -169,8 +167,4 @@ class GraphHome(ClientProcess):
         try:
             yield GraphPlan.model_validate(self.ready_status(_READY_SECONDS)["plan"])
         finally:
-            coordinator.terminate()  # it unloads the workers and releases its leases
-            with suppress(TimeoutExpired):
-                coordinator.wait(_STOP_SECONDS)
-            coordinator.kill()
-            coordinator.wait(_STOP_SECONDS)
+            stop_coordinator(coordinator)

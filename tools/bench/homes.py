@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tools.testbed import Scenario, Testbed, load_scenario
 
 _HUB = "hub"  # scenario whose coordinator has its own link
 _READY_SECONDS = 600.0  # for the coordinator to plan, push and load; enough for 1.5 GB over 25 Mbit/s
+_STOP_SECONDS = 20.0  # for a coordinator to end after SIGTERM: longer than it drains requests
 _ANSWERS_SECONDS = 900.0  # timeout of all requests of one call, which may run one after the other on slow devices
 
 Model = str | Mapping[str, Any]  # a checkpoint's directory; or a shape's name, a config.json or its content
@@ -50,6 +52,21 @@ def agents(scenario: Scenario, folder: Path, mbit: float, *options: str, tree: P
 def agent_names(testbed: Testbed) -> list[str]:
     """The devices except the coordinator's."""
     return [each.name for each in testbed.scenario.devices if each.name != testbed.scenario.coordinator]
+
+
+def stop_coordinator(coordinator: subprocess.Popen[bytes]) -> None:
+    """End a coordinator, which unloads the workers and releases its leases; kill it if that takes too long."""
+    coordinator.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        coordinator.wait(_STOP_SECONDS)
+    coordinator.kill()
+    coordinator.wait(_STOP_SECONDS)
+
+
+def forget_plans(testbed: Testbed) -> None:
+    """Remove what coordinators that have ended were serving: the next one takes nothing over and plans with all devices."""
+    for path in testbed.folder.glob("**/coordinator/serving*"):
+        path.unlink()
 
 
 @contextmanager

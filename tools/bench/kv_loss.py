@@ -6,10 +6,8 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from itertools import product
 from typing import Any, ClassVar
 
@@ -18,12 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from hearth.errors import DeadlineExceeded, InternalError
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.experiment import Context, Experiment
-from tools.bench.fault_home import HUB, devices_with_disks, shared_scenario
 from tools.bench.fault_rows import Happened, worst_pause
-from tools.bench.homes import agent_names, decoder_directory
+from tools.bench.homes import agent_names, decoder_directory, forget_plans, stop_coordinator
 from tools.bench.load import load_between, snapshot
 from tools.bench.processes import ClientProcess
 from tools.bench.results import Summary, Table
+from tools.bench.shared_devices import HUB, devices_with_disks, shared_scenario
 from tools.bench.watch import agent_of
 from tools.testbed import Testbed
 from tools.testbed.cluster import check_possible
@@ -39,7 +37,6 @@ _PREPARE_SECONDS = 600.0  # for the reference answers, one after the other
 _STREAM_SECONDS = 120.0  # for all streams to get tokens, or to end
 _POLL_SECONDS = 0.05  # between two looks at what the clients have got
 _MOMENT_SECONDS = (0.0, 1.0)  # range of the time from the last stream's `before_tokens` to the loss
-_STOP_SECONDS = 20.0  # for the coordinator to end after SIGTERM
 
 
 class KvLossRow(BaseModel):
@@ -97,7 +94,8 @@ class KvLoss(Experiment):
                         is_prepared = True
                     yield self._lose(testbed, clients, number, kv_copies)
                 finally:
-                    _stop(testbed, coordinator)
+                    stop_coordinator(coordinator)
+                    forget_plans(testbed)
 
     def _options(self, kv_copies: bool) -> tuple[str, ...]:
         """Options of the coordinator."""
@@ -192,14 +190,3 @@ def _line(name: str, rows: Sequence[KvLossRow]) -> tuple[str, ...]:
 
 def _sent_bytes(testbed: Testbed) -> int:
     return sum(map(testbed.network.sent_bytes, agent_names(testbed)))
-
-
-def _stop(testbed: Testbed, coordinator: subprocess.Popen[bytes]) -> None:
-    """Stop the coordinator; without its state, the next one makes a plan with all devices."""
-    coordinator.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        coordinator.wait(_STOP_SECONDS)
-    coordinator.kill()
-    coordinator.wait(_STOP_SECONDS)
-    for path in testbed.folder.glob("**/coordinator/serving*"):
-        path.unlink()

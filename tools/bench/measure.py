@@ -127,12 +127,19 @@ class Bench:
     _gloo: GlooRunners  # if the baseline is wanted
 
     def __init__(
-        self, scenario: Scenario, folder: Path, models: Models, report: Report, real_mbit: bool, gloo: bool
+        self,
+        scenario: Scenario,
+        folder: Path,
+        models: Models,
+        report: Report,
+        real_mbit: bool,
+        gloo: bool,
+        repeat_disturbed: bool,
     ) -> None:
         """`real_mbit`: every setting gives its own rate. `gloo`: also start the gloo baseline."""
         self.scenario = scenario
         self._folder, self._models, self._report = folder, models, report
-        self._real_mbit, self._wants_gloo = real_mbit, gloo
+        self._real_mbit, self._wants_gloo, self._repeat_disturbed = real_mbit, gloo, repeat_disturbed
         self._stack = ExitStack()
 
     def __enter__(self) -> Bench:
@@ -142,7 +149,7 @@ class Bench:
             folder = Path(tempfile.mkdtemp(prefix="testbed-", dir=self._folder))
             self._testbed = stack.enter_context(emulated(self.scenario, folder, self._real_mbit))
             self._engine: EngineRunners = stack.enter_context(EngineRunners(self._testbed, names, all_busy=True))
-            self._profiles = Profiles(self.scenario, self._testbed, self._engine, self._report)
+            self._profiles = Profiles(self.scenario, self._testbed, self._engine, self._report, self._repeat_disturbed)
             if self._wants_gloo:
                 self._gloo = stack.enter_context(GlooRunners(self._testbed, names))
             self._stack = stack.pop_all()
@@ -265,15 +272,16 @@ class Bench:
     def _rounds(self, runs: Sequence[_Steps], rounds: int) -> BackgroundLoad:
         """Run a warm-up round, the measured rounds, then traced steps, which are not timed.
 
-        A round disturbed by the host or other programs is repeated, up to twice the number of rounds in all. The rounds
-        with the least background load count, regardless of their times.
+        A round disturbed by the host or other programs is repeated, up to twice the number of rounds in all, unless the
+        experiment says otherwise. The rounds with the least background load count, regardless of their times.
         """
+        most_rounds = rounds * (_MOST_ROUNDS if self._repeat_disturbed else 1)
         for run in runs:
             self._step(run)
         spans: list[tuple[Snapshot, Snapshot]] = []
         loads: list[BackgroundLoad] = []
         samples: list[dict[str, Sample]] = []  # by round and key
-        while (calm := sum(not load.distrust for load in loads)) < rounds and len(spans) < _MOST_ROUNDS * rounds:
+        while (calm := sum(not load.distrust for load in loads)) < rounds and len(spans) < most_rounds:
             self._report(f"{self.scenario.name}: round {len(spans) + 1}, {calm} of {rounds} undisturbed")
             before = snapshot()
             samples.append({run.key: self._step(run) for run in rotated(runs, len(spans))})

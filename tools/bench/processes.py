@@ -6,6 +6,7 @@ The children run `tools.bench.child.serve`.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,15 @@ from tools.testbed import Testbed
 
 _ANSWER_SECONDS = 180.0  # default timeout of a call: long enough to load a large model on a slow device
 _POLL_MILLISECONDS = 500  # interval at which to check that a process is alive
+_AFTER_ERROR_SECONDS = 15.0  # for the answers of the other processes, most of which wait 5 s for the one with the error
+_STACK_SECONDS = 1.0  # for all processes to print their stacks, which takes milliseconds of a core
+_SHOWN_CHARACTERS = 6000  # of a log: the stacks of a dozen threads
+
+# Runs a module that prints the stacks of all its threads on SIGUSR1, from its first import on.
+_START = (
+    "import faulthandler, runpy, signal; faulthandler.register(signal.SIGUSR1); "
+    "runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+)
 
 
 class ProcessGroup:
@@ -53,8 +63,8 @@ class ProcessGroup:
         self._sockets[device] = socket
         with shielded(), self._log(device).open("ab") as log:
             self._processes[device] = self._testbed.popen(
-                device, sys.executable, "-m", f"tools.bench.{self._module}", address, *arguments, limited=limited,
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, memory_limited=False,
+                device, sys.executable, "-c", _START.format(module=f"tools.bench.{self._module}"), address, *arguments,
+                limited=limited, stdout=log, stderr=log, stdin=subprocess.DEVNULL, memory_limited=False,
                 environment={"GLOO_SOCKET_IFNAME": "eth0"},
             )  # fmt: skip
 
@@ -67,17 +77,28 @@ class ProcessGroup:
         return self.receive(list(requests), timeout_seconds)
 
     def receive(self, devices: Sequence[str], timeout_seconds: float) -> dict[str, dict[str, Any]]:
-        """Wait for the answers of these devices to requests that were sent. Raises as `call_each`."""
+        """Wait for the answers of these devices to requests that were sent. Raises as `call_each`.
+
+        The first error is raised soon, even if others do not answer: they may wait for the device with the error.
+        """
         deadline = time.monotonic() + timeout_seconds
         answers: dict[str, dict[str, Any]] = {}
-        for device in devices:
-            self._wait(device, zmq.POLLIN, deadline)
+        failed = ""
+        while len(answers) < len(devices):
+            waiting = [device for device in devices if device not in answers]
+            try:
+                device = self._wait(waiting, zmq.POLLIN, deadline)
+            except HearthError:
+                if failed:
+                    break
+                raise
             answers[device] = json.loads(self._sockets[device].recv())
-        for device, answer in answers.items():
-            if "error" in answer:
-                logs = "".join(f"; log of {other}: {line}" for other in devices if (line := self._last_line(other)))
-                raise InternalError(where=f"{self._module} on {device}", reason=answer["error"] + logs)
-        return answers
+            if "error" in answers[device] and not failed:
+                failed, deadline = device, min(deadline, time.monotonic() + _AFTER_ERROR_SECONDS)
+        if failed:
+            logs = "".join(f"; log of {other}: {line}" for other in devices if (line := self._last_line(other)))
+            raise InternalError(where=f"{self._module} on {failed}", reason=answers[failed]["error"] + logs)
+        return {device: answers[device] for device in devices}
 
     def call_all(
         self, devices: Sequence[str], method: str, own: Sequence[Mapping[str, Any]] = (), **arguments: Any
@@ -88,18 +109,37 @@ class ProcessGroup:
 
     def send(self, device: str, request: Mapping[str, Any]) -> None:
         """Send a request without waiting for the answer, but until the child has connected. Raises as `call_each`."""
-        self._wait(device, zmq.POLLOUT, time.monotonic() + _ANSWER_SECONDS)
+        self._wait([device], zmq.POLLOUT, time.monotonic() + _ANSWER_SECONDS)
         self._sockets[device].send(json.dumps(request).encode())
 
-    def _wait(self, device: str, event: int, deadline: float) -> None:
-        """Wait until the child's socket can be read or written, as long as the child runs."""
+    def _wait(self, devices: Sequence[str], event: int, deadline: float) -> str:
+        """Wait until the socket of one of these children can be read or written, as long as all run; returns its device.
+
+        After the deadline, the stacks of all children of the group go to stderr.
+        """
         began = time.monotonic()
-        while not self._sockets[device].poll(_POLL_MILLISECONDS, event):
-            if self._processes[device].poll() is not None:
-                reason = f"it has ended: {self._last_line(device) or 'no output'}"
-                raise InternalError(where=f"{self._module} on {device}", reason=reason)
+        poller = zmq.Poller()
+        for device in devices:
+            poller.register(self._sockets[device], event)
+        while not (ready := dict(poller.poll(_POLL_MILLISECONDS))):
+            for device in devices:
+                if self._processes[device].poll() is not None:
+                    reason = f"it has ended: {self._last_line(device) or 'no output'}"
+                    raise InternalError(where=f"{self._module} on {device}", reason=reason)
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(action=f"{self._module} on {device}", seconds=time.monotonic() - began)
+                self._print_stacks()
+                names = ", ".join(devices)
+                raise DeadlineExceeded(action=f"{self._module} on {names}", seconds=time.monotonic() - began)
+        return next(device for device in devices if self._sockets[device] in ready)
+
+    def _print_stacks(self) -> None:
+        """Print the stacks of all children, and what they have logged last, to tell why one does not answer."""
+        for process in self._processes.values():
+            process.send_signal(signal.SIGUSR1)
+        time.sleep(_STACK_SECONDS)
+        for device in self._processes:
+            said = self._log(device).read_text(errors="replace")[-_SHOWN_CHARACTERS:]
+            print(f"---- the end of the log of {self._module} on {device}:\n{said}", file=sys.stderr, flush=True)
 
     def _last_line(self, device: str) -> str:
         return (self._log(device).read_text(errors="replace").strip().splitlines() or [""])[-1]

@@ -30,10 +30,21 @@ _MOST_ATTEMPTS = 3  # to measure without background load
 
 
 class Profiles:
-    """Profiles of one testbed with started runners. Memory limits are the scenario's, not the testbed's."""
+    """Profiles of one testbed with started runners. Memory limits are the scenario's, not the testbed's.
 
-    def __init__(self, scenario: Scenario, testbed: Testbed, engine: EngineRunners, report: Report) -> None:
+    `repeat_disturbed`: measure again what other programs disturbed.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        testbed: Testbed,
+        engine: EngineRunners,
+        report: Report,
+        repeat_disturbed: bool = True,
+    ) -> None:
         self._scenario, self._testbed, self._engine, self._report = scenario, testbed, engine, report
+        self._most_attempts = _MOST_ATTEMPTS if repeat_disturbed else 1
         self._blocks: dict[tuple[str, str, int], BlockProfile] = {}
         self._links: dict[tuple[float | None, str, str], Link] = {}
 
@@ -61,7 +72,7 @@ class Profiles:
         missing = [name for name in names if (name, shape, seq_len) not in self._blocks]
         for together in self._one_per_core(missing):
             self._report(f"{self._scenario.name}: profiling {spec.name} on {', '.join(together)}")
-            found = calmest_of(partial(self._engine.profile, together, spec, seq_len), _MOST_ATTEMPTS)
+            found = calmest_of(partial(self._engine.profile, together, spec, seq_len), self._most_attempts)
             self._blocks.update({(name, shape, seq_len): blocks for name, blocks in found.items()})
         blocks = smooth_profiles({name: self._blocks[name, shape, seq_len] for name in names})
         memory = {device.name: device.memory_bytes or _WITHOUT_LIMIT_BYTES for device in self._scenario.devices}
@@ -94,5 +105,5 @@ class Profiles:
             rate = "" if mbit is None else f" at {mbit:.0f} Mbit/s"
             self._report(f"{self._scenario.name}: measuring the link from {first} to {second}{rate}")
             measure = partial(self._engine.measure_link, first, second, _LINK_SECONDS)
-            self._links[mbit, first, second] = calmest_of(measure, _MOST_ATTEMPTS)
+            self._links[mbit, first, second] = calmest_of(measure, self._most_attempts)
         return self._links[mbit, first, second].model_copy(update={"source": source, "target": target})

@@ -6,10 +6,8 @@ time. Threads of other loaded plans wait in `poll`.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import math
-import signal
 import statistics
 import sys
 import threading
@@ -53,7 +51,6 @@ _STEP_SECONDS = 60.0  # timeout of a step
 _MESSAGE_BYTES = 128 << 10
 _WINDOW = 12  # messages in flight
 _PINGS = 15  # round trips measured
-_EXCHANGE_STEP = 1 << 30  # step number that no generation uses
 _END = b"end"  # last message of a link measurement
 _LINK_TIMEOUT_SECONDS = 30.0  # for a message of a link measurement
 
@@ -206,7 +203,8 @@ class Runner:
         loaded = self._loaded[plan_id]
         like_1H = torch.ones(1, loaded.plan.model.hidden_size)
         ranks = range(loaded.plan.num_ranks)
-        loaded.communicator.begin_step(_EXCHANGE_STEP, _STEP_SECONDS, Recorder(False))
+        # The next step, on both ranks: one may receive tiles of the other before it begins.
+        loaded.communicator.begin_step(loaded.communicator.step + 1, _STEP_SECONDS, Recorder(False))
         loaded.communicator.set_inline_receiving(True)
         tiles = spans([1] + [0] * (loaded.plan.num_ranks - 1))
         collectives = Collectives(loaded.communicator, CpuStaging(), tiles, overlap=True)
@@ -298,7 +296,6 @@ class Runner:
 
 def main() -> None:
     """Serve a `Runner` to the parent process."""
-    faulthandler.register(signal.SIGUSR1)  # prints the stack of a runner that does not answer
     keep_freed_buffers()
     serve(sys.argv[1], Runner(sys.argv[2]))
 

@@ -48,6 +48,7 @@ class Strategies(Experiment):
     mbit: tuple[Mbit, ...] = ()  # real rates of every link; one device needs only the first
     paper_mbit: tuple[Mbit, ...] = ()  # rates of the paper, converted to the same ratio of compute to traffic
     rounds: int = Field(15, ge=MIN_ROUNDS)
+    repeat_disturbed: bool = True  # measure again what other programs disturbed
     interleave: bool = False  # interleave all settings of a model, because they are compared with each other
     plot: Literal["times", "speedups", "rates", "scaling", "predictions"] = "times"
     conclusions: tuple[Literal["speedup", "prediction", "auto", "scaling"], ...] = ("speedup", "prediction", "auto")
@@ -64,7 +65,8 @@ class Strategies(Experiment):
         models = Models(context.folder)
         for scenario in scenarios:
             gloo = "gloo-tp" in self.strategies
-            with Bench(scenario, context.folder, models, context.report, bool(self.mbit), gloo) as bench:
+            options = (bool(self.mbit), gloo, self.repeat_disturbed)
+            with Bench(scenario, context.folder, models, context.report, *options) as bench:
                 for shape in shapes:
                     settings = list(self._settings(shape, scenario, bench.paper_mbit))
                     for group in [settings] if self.interleave else [[each] for each in settings]:

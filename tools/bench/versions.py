@@ -29,7 +29,7 @@ from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from hearth.platform.units import format_seconds
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
-from tools.bench.fault_home import make_model, shared_scenario
+from tools.bench.fault_home import make_model
 from tools.bench.generation import LLAMA
 from tools.bench.homes import agent_names, agents, decoder_directory, hub_scenario, on_quietest_core
 from tools.bench.load import Snapshot, load_between, snapshot
@@ -37,6 +37,7 @@ from tools.bench.measure import Models, emulated
 from tools.bench.profiles import Profiles, Report
 from tools.bench.results import Summary, Table
 from tools.bench.shapes import find_shape
+from tools.bench.shared_devices import shared_scenario
 from tools.bench.stats import Ratio, paired_ratio
 from tools.graph_models import build, export
 from tools.testbed import Testbed, load_scenario

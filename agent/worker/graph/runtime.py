@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from agent.worker.data_plane import bind_transport
 from agent.worker.graph.engine import GraphEngine
 from agent.worker.graph.schedule import OwnSegment, routes_for
 from agent.worker.graph.sessions import SegmentSession, load_segment
+from agent.worker.loading import LoadGivenUp
 from agent.worker.server import SendAnswer
 from hearth.errors import BadRequest
 from hearth.plan.plan import is_graph_plan
@@ -62,27 +63,32 @@ class GraphRuntime:
         self._engine: GraphEngine | None = None  # from `connect` on
         self._routes = routes_for(plan, start.load.rank)
 
-    def load(self) -> WorkerBound:
+    def load(self, is_given_up: Callable[[], bool]) -> WorkerBound:
         load, segments = self._start.load, self._routes.segments
         if len(self._parts.files) != len(segments):
             raise BadRequest(
                 reason=f"files of {len(self._parts.files)} segments for a rank with {len(segments)} segments"
             )
         previous, self._previous = self._previous, None
-        held = previous._give_up(self._parts.files) if previous is not None else {}
-        self._loaded = [
-            held[files].used_as(_name(segment, load.rank), segment.inputs, segment.outputs)
-            if files in held
-            else self._load_segment(segment, files)
-            for segment, files in zip(segments, self._parts.files, strict=True)
-        ]
-        keep_freed_buffers()  # from here on, buffers have the same few sizes
-        log.info("%d segments on %s, %d of them kept", len(segments), self._loaded[0].session.provider, len(held))
+        held: dict[SegmentFiles, _LoadedSegment] = {}
         if previous is None:
             self._transport = bind_transport(self._start, _COPIED_BYTES)
         else:
+            held = previous._give_up(self._parts.files)
             self._transport = previous._transport
             self._transport.leave(load.rank, load.plan.num_ranks)
+        self._loaded = []
+        for segment, files in zip(segments, self._parts.files, strict=True):
+            if is_given_up():
+                self._loaded += held.values()
+                raise LoadGivenUp
+            self._loaded.append(
+                held[files].used_as(_name(segment, load.rank), segment.inputs, segment.outputs)
+                if files in held
+                else self._load_segment(segment, files)
+            )
+        keep_freed_buffers()  # from here on, buffers have the same few sizes
+        log.info("%d segments on %s, %d of them kept", len(segments), self._loaded[0].session.provider, len(held))
         return WorkerBound(
             port=self._transport.port,
             public_key=self._transport.public_key,

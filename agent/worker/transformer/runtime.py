@@ -22,7 +22,7 @@ from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
 from agent.worker.transformer.kv_cache import KeptCaches
-from agent.worker.transformer.shard import HeldWeights, Shard, load_shard
+from agent.worker.transformer.shard import HeldWeights, Shard, held_weights, load_shard
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.plan.kept_caches import reserved_bytes
 from hearth.plan.plan import TransformerPlan, is_transformer_plan
@@ -56,16 +56,19 @@ class TransformerRuntime:
         self._previous = previous
         self._requests: queue.SimpleQueue[tuple[bytes, wire.Message, list[bytes]] | None] = queue.SimpleQueue()
         self._kept = KeptCaches()
+        self._held: HeldWeights | None = None  # while it loads: of the previous plan, and what is loaded of this one
         self._executor: StepExecutor | None = None
         self._computing_since: float | None = None  # when the main thread began its work; None: it waits for requests
 
-    def load(self) -> wire.WorkerBound:
+    def load(self, is_given_up: Callable[[], bool]) -> wire.WorkerBound:
         start = self._start
-        held: HeldWeights | None = None
+        is_first = self._previous is None
         if self._previous is None:
             keep_freed_buffers()
             torch.set_num_threads(start.num_threads)
             self._staging = make_staging(start.compute_device)
+            self._transport = bind_transport(start)
+            held = HeldWeights()
         else:
             self._staging = self._previous._staging
             same_weights = self._previous._computes_with(self._plan, self._parts)
@@ -77,6 +80,7 @@ class TransformerRuntime:
             self._kept.shrink(self._plan.model, reserved_bytes(self._plan.model, self._plan.body, self._rank))
             self._transport.leave(self._rank, self._plan.num_ranks)
         store = Path(start.store_path)
+        self._held = held
         self._shard = load_shard(
             self._plan,
             self._rank,
@@ -84,10 +88,10 @@ class TransformerRuntime:
             lambda chunk: store / chunk[:2] / chunk,
             self._staging.device,
             held,
+            is_given_up,
         )
-        if held is None:
-            self._transport = bind_transport(start)
-        else:
+        self._held = None
+        if not is_first:
             give_back_freed_buffers()  # weights and caches that this plan does not need
             total = sum(chunk.num_bytes for chunk in self._parts.chunks)
             log.info("read %d of %d bytes of weights; the rest was in memory", held.num_bytes_read, total)
@@ -144,7 +148,7 @@ class TransformerRuntime:
     def _give_up(self) -> tuple[SocketTransport, HeldWeights, KeptCaches]:
         """Release the transport, the weights and the KV caches for the next plan, and the memory of all else.
 
-        `run` has returned.
+        `run` has returned, or `load` was given up.
         """
         kept = self._kept
         if hasattr(self, "_communicator"):
@@ -153,8 +157,10 @@ class TransformerRuntime:
                 kept = self._executor.keep_caches()
             del self._communicator, self._compute
         self._executor = None
-        held = HeldWeights(self._plan, self._rank, frozenset(self._parts.chunks), self._shard)
-        del self._shard
+        held, self._held = self._held, None
+        if held is None:
+            held = held_weights(self._plan, self._rank, self._parts.chunks, self._shard)
+            del self._shard
         gc.collect()  # engines and caches refer to each other, and to the weights
         return self._transport, held, kept
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from agent.worker.loading import LoadGivenUp
 from agent.worker.transformer.matrices import FloatMatrix, Matrix, Partition, empty_matrix, memory_range
 from hearth.errors import ChunkCorrupt
 from hearth.plan.chunks import LAYER_CHUNK_KINDS, chunk_slices
@@ -225,60 +227,61 @@ def _embedding_layout(plan: TransformerPlan, rank: int) -> _EmbeddingLayout:
     return _EmbeddingLayout(spans(plan.body.vocabulary)[rank], plan.body.allocates_embedding(rank))
 
 
-class HeldWeights:
-    """The weights of a rank of an earlier plan, from which the shard of a new plan takes what it needs too.
+class _HeldPart(NamedTuple):
+    """A layer, or the embedding, with the layout and the chunks with which it was loaded."""
 
-    `num_bytes_read` counts the weights that `load_shard` had to read from the store.
+    part: LayerShard | EmbeddingShard
+    layout: _LayerLayout | _EmbeddingLayout
+    chunks: frozenset[ChunkRef]
+
+
+class HeldWeights:
+    """Weights of ranks of earlier plans for one model, from which the shard of a new plan takes what it needs too.
+
+    `num_bytes_read` counts the weights that the newest `load_shard` had to read from the store.
     """
 
-    def __init__(self, plan: TransformerPlan, rank: int, chunks: frozenset[ChunkRef], shard: Shard) -> None:
+    def __init__(self, chunks: Iterable[ChunkRef] = ()) -> None:
+        """`chunks`: all that these plans have loaded, also those that are no longer held."""
         self.num_bytes_read = 0
-        self._plan = plan
-        self._rank = rank
-        self._chunks = chunks
-        self._embedding: EmbeddingShard | None = shard.embedding
-        self._layers = {shard.first_layer + index: layer for index, layer in enumerate(shard.layers)}
-        shard.layers.clear()
+        self._loaded = set(chunks)
+        self._parts: dict[int | None, _HeldPart] = {}  # by layer; None: the embedding
 
-    def holds(self, chunk: ChunkRef) -> bool:
-        return chunk in self._chunks
+    def has_loaded(self, chunk: ChunkRef) -> bool:
+        return chunk in self._loaded
 
-    def take_layer(self, plan: TransformerPlan, rank: int, index: int, chunks: Sequence[ChunkRef]) -> LayerShard | None:
-        """The whole layer, if the new plan needs it as it is."""
-        if index not in self._layers or _layer_layout(plan, rank, index) != _layer_layout(
-            self._plan, self._rank, index
-        ):
+    def add_loaded(self, chunks: Iterable[ChunkRef]) -> None:
+        """A plan with these chunks has been loaded, or a part of it."""
+        self._loaded.update(chunks)
+
+    def put(self, index: int | None, part: _HeldPart) -> None:
+        """Hold a layer, or the embedding (None), from now on."""
+        self._parts[index] = part
+
+    def take(
+        self, index: int | None, layout: _LayerLayout | _EmbeddingLayout, chunks: frozenset[ChunkRef]
+    ) -> LayerShard | EmbeddingShard | None:
+        """A whole layer, or the embedding (None), if it is held as it is needed."""
+        held = self._parts.get(index)
+        if held is None or (held.layout, held.chunks) != (layout, chunks):
             return None
-        return self._layers.pop(index) if self._same_chunks(chunks, lambda chunk: _layer_of(chunk) == index) else None
-
-    def take_embedding(self, plan: TransformerPlan, rank: int, chunks: Sequence[ChunkRef]) -> EmbeddingShard | None:
-        """The whole embedding, if the new plan needs it as it is."""
-        if _embedding_layout(plan, rank) != _embedding_layout(self._plan, self._rank):
-            return None
-        return self._embedding if self._same_chunks(chunks, lambda chunk: _layer_of(chunk) is None) else None
-
-    def _same_chunks(self, chunks: Sequence[ChunkRef], belongs: Callable[[ChunkRef], bool]) -> bool:
-        return set(chunks) == set(filter(belongs, self._chunks))
+        del self._parts[index]
+        return held.part
 
     def free(self, index: int | None) -> None:
         """Free the rest of a layer, or of the embedding (None)."""
-        if index is None:
-            self._embedding = None
-        else:
-            self._layers.pop(index, None)
+        self._parts.pop(index, None)
 
     def free_layers_outside(self, kept: range) -> None:
-        for index in self._layers.keys() - set(kept):
+        for index in self._parts.keys() - {None, *kept}:
             self.free(index)
 
-    def tensors_of(self, chunk: ChunkRef) -> dict[str, Tensor] | None:
+    def tensors_of(self, spec: ModelSpec, chunk: ChunkRef) -> dict[str, Tensor] | None:
         """The content of a chunk; None if it is not held, or if its weight format has changed its values."""
-        layer, embedding = self._layers.get(chunk.layer), self._embedding
-        part = embedding if _layer_of(chunk) is None else layer
-        if part is None or chunk not in self._chunks:
+        found = self._parts.get(_layer_of(chunk))
+        if found is None or chunk not in found.chunks:
             return None
-        spec = self._plan.model
-        destinations = _destinations(spec, part, chunk)
+        destinations = _destinations(spec, found.part, chunk)
         tensors: dict[str, Tensor] = {}
         for piece in chunk_slices(spec, chunk.kind, chunk.grain):
             held, first = destinations[piece.tensor]
@@ -290,39 +293,61 @@ class HeldWeights:
         return tensors
 
 
+def held_weights(plan: TransformerPlan, rank: int, chunks: Sequence[ChunkRef], shard: Shard) -> HeldWeights:
+    """The weights of a rank whose plan has ended. Empties the shard's list of layers."""
+    held, of_part = HeldWeights(chunks), _by_part(chunks)
+    held.put(None, _HeldPart(shard.embedding, _embedding_layout(plan, rank), frozenset(of_part[None])))
+    for index, layer in enumerate(shard.layers, shard.first_layer):
+        held.put(index, _HeldPart(layer, _layer_layout(plan, rank, index), frozenset(of_part[index])))
+    shard.layers.clear()
+    return held
+
+
 def load_shard(
     plan: TransformerPlan,
     rank: int,
-    chunks: tuple[ChunkRef, ...],
+    chunks: Sequence[ChunkRef],
     path_of: Callable[[str], Path],
     device: torch.device,
     held: HeldWeights | None = None,
+    is_given_up: Callable[[], bool] = lambda: False,
 ) -> Shard:
     """Load a shard layer by layer: what is `held` from memory, the rest from the store. The result is the same.
 
     Peak memory is the shard and one chunk; with `held`, which is used up, that of the larger of both shards and of a layer or
-    the embedding. Raises ChunkCorrupt.
+    the embedding. Raises ChunkCorrupt, and LoadGivenUp once `is_given_up()`; `held` then has what was loaded, too.
     """
     spec, own = plan.model, plan.body.layers_of(rank, plan.model.num_layers)
-    by_layer: dict[int | None, list[ChunkRef]] = {index: [] for index in (None, *range(own.start, own.stop))}
-    for chunk in chunks:
-        by_layer[_layer_of(chunk)].append(chunk)
-    if held is not None:
-        held.free_layers_outside(range(own.start, own.stop))
-    embedding = held.take_embedding(plan, rank, by_layer[None]) if held is not None else None
-    if embedding is None:
-        vocabulary, with_norm_and_positions = _embedding_layout(plan, rank)
-        embedding = empty_embedding(spec, vocabulary, device, with_norm_and_positions)
-        _fill(spec, embedding, by_layer[None], path_of, held)
-    layers = []
-    for index in range(own.start, own.stop):
-        layer = held.take_layer(plan, rank, index, by_layer[index]) if held is not None else None
-        if layer is None:
-            layout = _layer_layout(plan, rank, index)
-            layer = empty_layer(spec, layout.held, layout.qkv_blocks, device, layout.out_parts, layout.mlp_parts)
-            _fill(spec, layer, by_layer[index], path_of, held)
-        layers.append(layer)
-    return Shard(spec, embedding, layers, own.start)
+    of_part = _by_part(chunks)
+    held = held if held is not None else HeldWeights()
+    held.num_bytes_read = 0
+    held.free_layers_outside(range(own.start, own.stop))
+    loaded: dict[int | None, _HeldPart] = {}
+    try:
+        for index in (None, *range(own.start, own.stop)):
+            layout = _embedding_layout(plan, rank) if index is None else _layer_layout(plan, rank, index)
+            part = held.take(index, layout, frozenset(of_part[index]))
+            if part is None:
+                part = _empty_part(spec, layout, device)
+                _fill(spec, part, of_part[index], path_of, held, is_given_up)
+                held.free(index)
+            loaded[index] = _HeldPart(part, layout, frozenset(of_part[index]))
+    except LoadGivenUp:
+        held.add_loaded(chunks)
+        for index, each in loaded.items():
+            held.put(index, each)
+        raise
+    embedding, *layers = (each.part for each in loaded.values())
+    assert isinstance(embedding, EmbeddingShard)
+    return Shard(spec, embedding, [layer for layer in layers if isinstance(layer, LayerShard)], own.start)
+
+
+def _empty_part(
+    spec: ModelSpec, layout: _LayerLayout | _EmbeddingLayout, device: torch.device
+) -> LayerShard | EmbeddingShard:
+    if isinstance(layout, _EmbeddingLayout):
+        return empty_embedding(spec, layout.vocabulary, device, layout.with_norm_and_positions)
+    return empty_layer(spec, layout.held, layout.qkv_blocks, device, layout.out_parts, layout.mlp_parts)
 
 
 def _fill(
@@ -330,27 +355,35 @@ def _fill(
     part: LayerShard | EmbeddingShard,
     chunks: Sequence[ChunkRef],
     path_of: Callable[[str], Path],
-    held: HeldWeights | None,
+    held: HeldWeights,
+    is_given_up: Callable[[], bool],
 ) -> None:
-    """Copy the chunks of a layer, or of the embedding, to their places. Frees what `held` has of it. Raises ChunkCorrupt."""
+    """Copy the chunks of a layer, or of the embedding, to their places. Raises ChunkCorrupt, LoadGivenUp."""
     for chunk in chunks:
-        tensors = held.tensors_of(chunk) if held is not None else None
+        if is_given_up():
+            raise LoadGivenUp
+        tensors = held.tensors_of(spec, chunk)
         if tensors is not None:
             _copy_chunk(spec, part, chunk, tensors.__getitem__)
             continue
         path = path_of(chunk.hash)
         try:
             # The daemon has verified only the chunks that are new here.
-            if held is not None and held.holds(chunk) and hashlib.sha256(path.read_bytes()).hexdigest() != chunk.hash:
+            if held.has_loaded(chunk) and hashlib.sha256(path.read_bytes()).hexdigest() != chunk.hash:
                 raise RuntimeError("its content has changed")
             with safe_open(path, framework="pt", device="cpu") as stored:
                 _copy_chunk(spec, part, chunk, stored.get_tensor)
         except (SafetensorError, RuntimeError, OSError) as error:
             raise ChunkCorrupt(chunk=f"{chunk.hash[:12]} ({chunk.kind}, {error})", where=str(path.parent)) from None
-        if held is not None:
-            held.num_bytes_read += chunk.num_bytes
-    if held is not None and chunks:
-        held.free(_layer_of(chunks[0]))
+        held.num_bytes_read += chunk.num_bytes
+
+
+def _by_part(chunks: Iterable[ChunkRef]) -> defaultdict[int | None, list[ChunkRef]]:
+    """The chunks of each layer, and of the embedding (None)."""
+    of_part: defaultdict[int | None, list[ChunkRef]] = defaultdict(list)
+    for chunk in chunks:
+        of_part[_layer_of(chunk)].append(chunk)
+    return of_part
 
 
 def _layer_of(chunk: ChunkRef) -> int | None:

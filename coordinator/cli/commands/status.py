@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.markup import escape
+
 from coordinator.cli.options import (
     AddressOption,
     AsJsonOption,
@@ -10,9 +12,9 @@ from coordinator.cli.options import (
     TimeoutOption,
     interface_list,
 )
-from coordinator.cli.output import out, print_json
+from coordinator.cli.output import out, print_json, print_line
 from coordinator.cli.render.graph_tables import graph_plan_tables, prediction_line
-from coordinator.cli.render.tables import device_table, history_table, plan_tables
+from coordinator.cli.render.tables import device_table, history_table, loss_table, plan_tables
 from hearth.client.sync import connect
 from hearth.errors import NotServing
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
@@ -42,40 +44,40 @@ def status(
             if as_json:
                 print_json({"phase": "standby", "state": readiness.state})
             else:
-                out.print(f"{readiness.state}; the coordinator that leads shows devices and plan", soft_wrap=True)
+                print_line(f"{escape(readiness.state)}; the coordinator that leads shows devices and plan")
             return
         devices = home.devices(timeout)
     if as_json:
         print_json({**now.model_dump(mode="json"), "devices": devices.model_dump(mode="json")["devices"]})
         return
-    out.print(f"[bold]{now.name}[/] (Hearth {now.version}): {now.state}", soft_wrap=True)
+    print_line(f"[bold]{now.name}[/] (Hearth {now.version}): {escape(now.state)}")
     peaks = {device.device_id: device.peak_bytes for device in devices.devices}
     if is_transformer_plan(now.plan):
         out.print(*plan_tables(now.plan, peaks), sep="\n")
     elif is_graph_plan(now.plan):
         out.print(*graph_plan_tables(now.plan, peaks), sep="\n")
-        out.print(prediction_line(now.plan), soft_wrap=True)
+        print_line(prediction_line(now.plan))
     out.print(device_table(devices.devices))
     if now.redundancy:
-        out.print(f"loss of a device: {now.redundancy}", soft_wrap=True)
+        print_line(f"loss of a device: {escape(now.redundancy)}")
+    if len(now.losses) > 1:
+        out.print(loss_table(now.losses))
     latency = f", last {format_seconds(now.last_latency_seconds)}" if now.last_latency_seconds is not None else ""
-    out.print(
+    print_line(
         f"requests: {now.served_requests} served, {now.failed_requests} failed, {now.queued_requests} waiting{latency}"
     )
     if now.wire.num_tiles:
         saved = 1 - now.wire.sent_bytes / max(now.wire.raw_bytes, 1)
-        out.print(
+        print_line(
             f"activations: {now.wire.num_tiles} tiles, {format_bytes(now.wire.sent_bytes)} sent "
             f"({saved:.0%} saved, {now.wire.lz4_tiles} tiles by lz4), {now.dropped_messages} messages dropped"
         )
     if now.refused_requests or now.refused_connections:
-        out.print(f"refused: {now.refused_requests} requests, {now.refused_connections} connections")
+        print_line(f"refused: {now.refused_requests} requests, {now.refused_connections} connections")
     if now.hung_files:
         files = ", ".join(sorted(set(now.hung_files)))
-        out.print(
-            f"[red]the coordinator's disk does not answer: {len(now.hung_files)} accesses[/] ({files})", soft_wrap=True
-        )
+        print_line(f"[red]the coordinator's disk does not answer: {len(now.hung_files)} accesses[/] ({escape(files)})")
     if now.last_error:
-        out.print(f"last error: {now.last_error}", soft_wrap=True)
+        print_line(f"last error: {escape(now.last_error)}")
     if now.history:
         out.print(history_table(now.history[-_NUM_SHOWN_PHASES:]))

@@ -60,8 +60,8 @@ async def plan_model(
         out.print(note, markup=False)
     if planned.plan.num_ranks <= MAX_EXAMINED_DEVICES:
         losses = await planned.losses()
-        out.print(f"loss of a device: {describe_losses(losses, RECONNECT_SECONDS)}")
+        out.print(f"loss of a device: {describe_losses(losses, RECONNECT_SECONDS)}", markup=False)
         if spares := describe_spares(losses):
-            out.print(f"weights that others store for a loss: {spares}")
+            out.print(f"weights that others store for a loss: {spares}", markup=False)
     if output.picture is not None:
         out.print(f"wrote {output.picture}")

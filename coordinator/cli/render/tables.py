@@ -17,7 +17,7 @@ from hearth.plan.plan import Plan, TransformerPlan
 from hearth.plan.profile import ClusterProfile, Link
 from hearth.plan.transformer import Pipeline
 from hearth.platform.units import format_age, format_bytes, format_rate, format_seconds
-from hearth.wire.messages import DeviceInfo, PhaseEntered, WorkerStatus
+from hearth.wire.messages import DeviceInfo, PhaseEntered, PreparedLoss, WorkerStatus
 
 _HEALTH_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
 _SHOWN_SILENCE_SECONDS = 1.0  # of a worker: two signs of life are missing
@@ -26,6 +26,7 @@ _MEMORY_HEADINGS = {
     "kv_cache": "KV\ncache",
 }  # fmt: skip
 
+_MAX_MEMORY_COLUMNS = 6  # of bytes, besides the device's name: more do not fit into a terminal of 80 columns
 
 # The common style of all tables, and right-aligned columns for numbers.
 make_table = partial(Table, title_justify="left", caption_justify="left", show_edge=False)
@@ -74,6 +75,23 @@ def _worker_text(worker: WorkerStatus) -> str:
     return ", ".join(parts)
 
 
+def loss_table(losses: Sequence[PreparedLoss]) -> Table:
+    """What is prepared for the loss of each device of a plan. A refusal stands there without its reason."""
+    headings = ("others store for it", "still missing", "pause about")
+    table = make_table(Column("loss of", overflow="fold"), "prepared", *map(right_column, headings))
+    for loss in losses:
+        prepared = "[green]yes[/]" if loss.is_prepared else "[red]no[/]" if loss.reason else "[yellow]not yet[/]"
+        is_known = loss.is_prepared or loss.spare_bytes > 0
+        table.add_row(
+            loss.device,
+            prepared,
+            format_bytes(loss.spare_bytes) if is_known else "-",
+            format_bytes(loss.missing_bytes) if is_known else "-",
+            f"{loss.pause_seconds:.1f} s" if loss.pause_seconds is not None else "-",
+        )
+    return table
+
+
 def history_table(history: Sequence[PhaseEntered]) -> Table:
     """The phases of a deployment, oldest first."""
     table = make_table(
@@ -120,23 +138,16 @@ def memory_table(plan: Plan, kinds: Sequence[str], peaks: Mapping[str, int]) -> 
 
     `peaks` are the peak bytes of each device's worker so far, by device id.
     """
-    # A decoder's plan has a KV cache column; total and budget then share one column, to fit a terminal of 80 columns.
-    together = "kv_cache" in kinds
-    headings = [
-        *(_MEMORY_HEADINGS[kind] for kind in kinds),
-        *(("total\n[dim]budget[/]",) if together else ("total", "budget")),
-    ]
-    if peaks:
-        headings.append("peak\nso far")
+    sums = ["total", "budget", *(["peak so far"] if peaks else [])]
+    together = len(kinds) + len(sums) > _MAX_MEMORY_COLUMNS
+    headings = [_MEMORY_HEADINGS[kind] for kind in kinds] + (["\n".join(sums)] if together else sums)
     numbers = [right_column(heading, no_wrap=True) for heading in headings]
     table = make_table(Column("device", overflow="fold"), *numbers, title="Bytes on each device", pad_edge=False)
     for device in plan.devices:
-        total, budget = format_bytes(device.memory.total), format_bytes(device.budget_bytes)
-        cells = [format_bytes(getattr(device.memory, kind)) for kind in kinds]
-        cells += [f"{total}\n[dim]{budget}[/]"] if together else [total, budget]
-        if peaks:
-            cells.append(format_bytes(peaks.get(device.device_id, 0)))
-        table.add_row(device.name, *cells)
+        parts = [format_bytes(getattr(device.memory, kind)) for kind in kinds]
+        totals = [device.memory.total, device.budget_bytes, *([peaks.get(device.device_id, 0)] if peaks else [])]
+        cells = [format_bytes(each) for each in totals]
+        table.add_row(device.name, *parts, *(["\n".join(cells)] if together else cells))
     return table
 
 

@@ -14,7 +14,7 @@ from coordinator.deploy.graph import GraphDeployment, segment_weights
 from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.registry import Device
-from coordinator.models.graph_file import read_graph_file
+from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.cutting import check_segments
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
 from coordinator.plan.graph.methods import GRAPH_METHODS
@@ -28,7 +28,7 @@ from coordinator.serve.requests.runner import ComputedReply, Requests
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError
 from hearth.plan.graph_spec import Tensor
-from hearth.plan.plan import GraphPlan, Plan, is_graph_plan
+from hearth.plan.plan import Plan, is_graph_plan
 from hearth.platform.units import format_seconds
 from hearth.wire.codec import Array
 from hearth.wire.framing import pack_arrays, unpack_arrays
@@ -41,14 +41,16 @@ MAX_RECOVERY_SECONDS = 3.0
 
 
 class GraphKind:
-    """A `ModelKind`. Raises BadModelFile, BadSetting, UnsupportedOperator, ..."""
+    """A `ModelKind`. Raises BadModelFile, BadSetting."""
 
     usage = "the model is a graph of operators; ask it with `hearth infer` or home.infer()"
     planner: PlannerKind = "graph"
 
-    def __init__(self, goal: GraphGoal, services: SharedServices, requests: Requests[GraphDeployment]) -> None:
+    def __init__(
+        self, goal: GraphGoal, graph: GraphFile, services: SharedServices, requests: Requests[GraphDeployment]
+    ) -> None:
         GRAPH_METHODS.check(goal.strategy, goal.objective)
-        self.graph = read_graph_file(Path(goal.model_file), goal.dims)
+        self.graph = graph
         if self.graph.model is None:
             raise BadSetting(setting="MODEL", reason=f"{goal.model_file} has no weights to run; serve an ONNX file")
         self.spec = self.graph.spec
@@ -79,7 +81,8 @@ class GraphKind:
         return await graph_cluster(self._services.profiler, devices, self.graph, self.workload)
 
     async def plan(self, cluster: GraphCluster, recovering: bool, held: Plan | None = None) -> Plan:
-        return await self._solve(self._request(cluster, recovering, held))
+        request = self._request(cluster, recovering, held)
+        return self._services.chosen(await solve_graph(request, spares=self._services.spare_planners))
 
     async def plans_ahead(self, clusters: Sequence[GraphCluster], held: Plan) -> list[Plan | HearthError]:
         return await plans_or_errors("graph", [self._request(cluster, True, held) for cluster in clusters])
@@ -91,12 +94,6 @@ class GraphKind:
         deployed = held if held is not None and is_graph_plan(held) else None
         return graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits, held), deployed)
 
-    async def _solve(self, request: GraphRequest) -> GraphPlan:
-        planned = await solve_graph(request, spares=self._services.spare_planners)
-        for note in planned.notes:
-            self._services.report(note)
-        return planned.plan
-
     def summary(self, plan: Plan) -> str:
         assert is_graph_plan(plan)
         unit = "for one request" if plan.body.objective == "latency" else "per request of a full pipeline"
@@ -105,7 +102,7 @@ class GraphKind:
     async def revise(self, cluster: GraphCluster, deployment: GraphDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan
         request = self._request(cluster, False, deployed)
-        new = await self._solve(request)
+        new = self._services.chosen(await solve_graph(request, spares=self._services.spare_planners))
         return new, objective_seconds(new), current_objective_seconds(request, deployed)
 
     # ---- deployments ----------------------------------------------------------------------------------------------

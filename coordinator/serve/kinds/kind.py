@@ -13,6 +13,7 @@ from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler, Workload
 from coordinator.devices.registry import Device
+from coordinator.plan.solution import PlanningResult
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.planning.spare_planners import PlannerKind, SparePlanners
 from coordinator.serve.state import StateFile
@@ -22,6 +23,7 @@ from hearth.wire.messages import Message
 from hearth.wire.rpc import Response
 
 D = TypeVar("D", bound=Deployment)
+P = TypeVar("P", bound=Plan)
 RequestHandler: TypeAlias = Callable[[Any, Sequence[Any]], Awaitable[Response]]  # takes a message and its payload
 
 
@@ -36,6 +38,12 @@ class SharedServices:
     report: Callable[[str], None]
     progress: PushProgress
     spare_planners: SparePlanners = field(default_factory=SparePlanners)
+
+    def chosen(self, planned: PlanningResult[P]) -> P:
+        """The chosen plan; its notes are reported."""
+        for note in planned.notes:
+            self.report(note)
+        return planned.plan
 
 
 class ModelKind(Protocol[D]):

@@ -15,11 +15,10 @@ from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.registry import Device
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
-from coordinator.serve.goal import open_transformer, plan_request
+from coordinator.serve.goal import TransformerModel, plan_request
 from coordinator.serve.kinds.accuracy import calibrate, choose_format, describe_choice
 from coordinator.serve.kinds.generation import GenerationRunner, TextModel, probe
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
-from coordinator.serve.kinds.prompts import read_generation_defaults
 from coordinator.serve.kinds.sentences import SentenceTokenizer, mean_pool, pack_sequences, step_batches
 from coordinator.serve.kinds.text_threads import TextThreads
 from coordinator.serve.planning.planner_process import plans_or_errors, solve_transformer
@@ -28,7 +27,7 @@ from coordinator.serve.requests.runner import ComputedReply, Requests
 from coordinator.serve.standby.replica import transformer_files
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, TextTooLong
-from hearth.plan.plan import Plan, TransformerPlan, is_transformer_plan
+from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.value_formats import ValueFormatName
 from hearth.wire import messages as wire
@@ -40,15 +39,19 @@ _PROBE_TOKENS = 8  # of the probe of an encoder: short, but several rows to shar
 
 
 class TransformerKind:
-    """A `ModelKind`. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
+    """A `ModelKind`. Raises BadSetting."""
 
     usage = "the model is a transformer; it embeds (home.embed()) or generates (home.generate())"
     planner: PlannerKind = "transformer"
 
     def __init__(
-        self, goal: TransformerGoal, services: SharedServices, requests: Requests[TransformerDeployment]
+        self,
+        goal: TransformerGoal,
+        model: TransformerModel,
+        services: SharedServices,
+        requests: Requests[TransformerDeployment],
     ) -> None:
-        self.model = open_transformer(goal)
+        self.model = model
         self.workload = block_workload(self.model.spec, self.model.seq_len)
         self.handlers: Mapping[type[wire.Message], RequestHandler] = {
             wire.Embed: self.embed,
@@ -67,7 +70,7 @@ class TransformerKind:
                 )
             tokenizer = self.model.tokenizer
             assert not isinstance(tokenizer, SentenceTokenizer)
-            self._text_model = TextModel(self.model.spec, tokenizer, read_generation_defaults(self.model.directory))
+            self._text_model = TextModel(self.model.spec, tokenizer, self.model.defaults)
         self._threads = TextThreads()
         self._generation_runner = GenerationRunner(requests, services.settings.queue_limit, self._threads)
 
@@ -94,13 +97,8 @@ class TransformerKind:
         return await block_cluster(self._services.profiler, devices, self.workload)
 
     async def plan(self, cluster: ClusterProfile, recovering: bool, held: Plan | None = None) -> Plan:
-        return await self._solve(self._request(cluster, held))
-
-    async def _solve(self, request: PlanRequest) -> TransformerPlan:
-        planned = await solve_transformer(request, self._services.spare_planners)
-        for note in planned.notes:
-            self._services.report(note)
-        return planned.plan
+        request = self._request(cluster, held)
+        return self._services.chosen(await solve_transformer(request, self._services.spare_planners))
 
     async def plans_ahead(self, clusters: Sequence[ClusterProfile], held: Plan) -> list[Plan | HearthError]:
         return await plans_or_errors("transformer", [self._request(cluster, held) for cluster in clusters])
@@ -116,7 +114,7 @@ class TransformerKind:
         deployed = deployment.plan
         request = plan_request(self._goal, self.model, cluster, self._values, deployed)
         members = tuple(device.device_id for device in deployed.devices)
-        new = await self._solve(request)
+        new = self._services.chosen(await solve_transformer(request, self._services.spare_planners))
         old = build_plan(on_subset(request, members), deployed.body, deployed.planner)
         return new, request_seconds(new), request_seconds(old)
 

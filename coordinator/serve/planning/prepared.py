@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
-from coordinator.deploy.deployment import Deployment
+from coordinator.deploy.deployment import Deployment, Weights
 from coordinator.deploy.distribution import NoRoomAhead
-from coordinator.devices.registry import Device
-from coordinator.plan.redundancy import describe_refusals
+from coordinator.devices.registry import RECONNECT_SECONDS, Device
+from coordinator.plan.redundancy import describe_refusals, pause_seconds
 from coordinator.serve.goal import allowed_devices
 from coordinator.serve.kinds.kind import ModelKind, SharedServices
 from coordinator.serve.requests.admission import Admission
 from coordinator.serve.requests.runner import as_hearth_error
 from coordinator.serve.state import Goal
 from hearth.errors import DeviceLost, HearthError, LeaseLost, WorkerDied
+from hearth.plan.parts import PlannedDevice
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.units import format_bytes
@@ -50,6 +53,8 @@ class PreparedPlan:
     made_for: frozenset[str]
     plan: Plan
     parts: Sequence[wire.ShardParts | wire.SegmentParts]
+    # Of chunks that no other plan needs there, by device id.
+    spare_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def device_ids(self) -> frozenset[str]:
@@ -74,6 +79,16 @@ class Spares(NamedTuple):
 
     disk_bytes: int
     memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Sending:
+    """Chunks that are sent ahead for the loss of the device `lost`: bytes that each other device needs and lacks now."""
+
+    lost: str
+    # By device id: of chunks that the deployed plan does not need.
+    spare_bytes: dict[str, int] = field(default_factory=dict)
+    missing_bytes: dict[str, int] = field(default_factory=dict)  # by name
 
 
 @dataclass(frozen=True)
@@ -141,18 +156,43 @@ class Preparation:
 NOTHING = Preparation({}, {})
 
 
-def describe(preparation: Preparation, plan: Plan, pause_seconds: float | None, spares: Spares | None = None) -> str:
-    """Whether the deployment survives the loss of any one device, in one line. `pause_seconds`: of its last bring-up."""
+def prepared_losses(
+    preparation: Preparation, plan: Plan, sending: Sending | None = None, spares: Spares | None = None
+) -> tuple[wire.PreparedLoss, ...]:
+    """What is prepared for the loss of each device of the plan."""
+    unread = 1.0 - spares.memory_bytes / spares.disk_bytes if spares is not None and spares.disk_bytes else 1.0
+
+    def loss(device: PlannedDevice) -> wire.PreparedLoss:
+        ahead, refusal = preparation.plans.get(device.device_id), preparation.refusals.get(device.device_id)
+        if refusal is not None:
+            return wire.PreparedLoss(device=device.name, is_prepared=False, reason=refusal.reason)
+        sent = sending if sending is not None and sending.lost == device.device_id else None
+        spare_bytes: Mapping[str, int] = sent.spare_bytes if sent else ahead.spare_bytes if ahead else {}
+        load_bytes = unread * max(spare_bytes.values(), default=0)
+        return wire.PreparedLoss(
+            device=device.name,
+            is_prepared=ahead is not None,
+            spare_bytes=sum(spare_bytes.values()),
+            missing_bytes=sum(sent.missing_bytes.values()) if sent else 0,
+            pause_seconds=pause_seconds(load_bytes, RECONNECT_SECONDS) if ahead else None,
+        )
+
+    return tuple(map(loss, plan.devices))
+
+
+def describe(preparation: Preparation, plan: Plan, spares: Spares | None = None) -> str:
+    """Whether the deployment survives the loss of any one device, in one line, with the longest pause."""
     names = {device.device_id: device.name for device in plan.devices}
     if refused := {names[each]: why.reason for each, why in preparation.refusals.items() if each in names}:
         return describe_refusals(refused)
     if names.keys() - preparation.plans.keys():
         return "being prepared"
-    pause = f"; pause about {pause_seconds:.1f} s" if pause_seconds is not None else ""
+    pause = max(each.pause_seconds or 0.0 for each in prepared_losses(preparation, plan, spares=spares))
+    survives = f"yes, any one device; pause about {pause:.1f} s"
     if spares is None:
-        return f"yes, any one device{pause}"
+        return survives
     stored, read = format_bytes(spares.disk_bytes), format_bytes(spares.memory_bytes)
-    return f"yes, any one device{pause}; spare weights: {stored} on disk, {read} in memory"
+    return f"{survives}; spare weights: {stored} on disk, {read} in memory"
 
 
 class Found(NamedTuple):
@@ -170,6 +210,7 @@ class Preparer:
     def __init__(self, kind: ModelKind[Any], services: SharedServices, admission: Admission[Any]) -> None:
         self.preparation = NOTHING
         self.spares: Spares | None = None  # None until the devices were asked
+        self.sending: Sending | None = None
         self._deployed: PreparedPlan | None = None  # the deployed plan itself; None once it was found
         self._prepared_for: Plan | None = None  # the plan whose losses `preparation` is about
         self._kind = kind
@@ -270,16 +311,41 @@ class Preparer:
                 self._refuse(each, plan.explanation())
                 continue
             ahead = self._kind.deployment(plan, deployment.name)
+            self.sending = sending = Sending(each)
             try:
-                await ahead.push(self._kind.weights(plan), self._services.progress, self._wait_for_queue, room_bytes)
+                await ahead.push(
+                    self._weights_ahead(plan, sending),
+                    partial(self._note_received, sending),
+                    self._wait_for_queue,
+                    room_bytes,
+                )
             except NoRoomAhead as error:
                 self._refuse(each, str(error))
                 continue
             except Exception as error:
                 self._refuse(each, as_hearth_error(error).explanation())
                 continue
+            finally:
+                self.sending = None
             made_for = frozenset(device.device_id for device in survivors[each])
-            self.preparation = self.preparation.prepared(each, PreparedPlan(made_for, plan, ahead.parts))
+            prepared = PreparedPlan(made_for, plan, ahead.parts, sending.spare_bytes)
+            self.preparation = self.preparation.prepared(each, prepared)
+
+    @asynccontextmanager
+    async def _weights_ahead(self, plan: Plan, sending: Sending) -> AsyncIterator[Weights]:
+        """The weights of a plan that is made ahead; takes note of the bytes that it needs besides the deployed plan."""
+        deployed = self._deployed.chunks if self._deployed is not None else {}
+        async with self._kind.weights(plan) as weights:
+            for device, chunks in zip(plan.devices, weights.chunks, strict=True):
+                loaded = frozenset(deployed.get(device.device_id, ()))
+                spare_bytes = sum({each.hash: each.num_bytes for each in chunks if each.hash not in loaded}.values())
+                sending.spare_bytes[device.device_id] = sending.missing_bytes[device.name] = spare_bytes
+            yield weights
+
+    def _note_received(self, sending: Sending, device: str, received_bytes: int, needed_bytes: int) -> None:
+        """`PushProgress`, of chunks that are sent ahead."""
+        sending.missing_bytes[device] = needed_bytes - received_bytes
+        self._services.progress(device, received_bytes, needed_bytes)
 
     async def _read_ahead(self, deployed: PreparedPlan) -> None:
         """Have the devices read the chunks of plans made ahead into memory, and prepare to start a worker.
@@ -293,7 +359,7 @@ class Preparer:
                 holder=fleet.holder,
                 hashes=tuple(chunks[:_MAX_READ_AHEAD_CHUNKS]),
                 read_ahead=True,
-                needs_torch=is_transformer_plan(deployed.plan),
+                prepare_worker="torch" if is_transformer_plan(deployed.plan) else "onnxruntime",
             )
             try:
                 return await fleet.ask(device, request, wire.ChunksMissing, timeout_seconds=_READ_AHEAD_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
@@ -29,7 +30,8 @@ from hearth.platform.units import format_seconds
 
 # Interval at which to check for reasons to plan again; short compared with the pauses between plans.
 _POLL_SECONDS = 1.0
-_MAX_LINK_PAUSE_SECONDS = 5.0  # requests wait at most this long while two links are measured, which takes about 2 s
+# A measurement of two links waits at most this long for a moment without running requests, which make links look slower.
+_IDLE_SECONDS = 5.0
 
 
 class Replanner:
@@ -119,7 +121,10 @@ class Replanner:
     async def _refresh_profiles(
         self, devices: Sequence[Device], deployment: Deployment, reasons: ReplanReasons
     ) -> None:
-        """Apply the drift found, and measure new devices and links; links exclusively, so requests do not disturb them."""
+        """Apply the drift found, and measure new devices and links. No request waits for that.
+
+        Two links take about 2 s. They are measured while no request runs, if such a moment comes soon.
+        """
         profiler = self._services.profiler
         if reasons.drift is not None:
             for device_id, factor in reasons.drift.factors.items():
@@ -133,8 +138,6 @@ class Replanner:
             a, b = one.device_id, other.device_id
             if {(a, b), (b, a)} <= profiler.links.keys() or not await profiler.can_connect(one, other):
                 continue
-            try:
-                async with self._admission.exclusively(_MAX_LINK_PAUSE_SECONDS):
-                    await with_timeout(_MAX_LINK_PAUSE_SECONDS, profiler.measure_links([one, other]))
-            except asyncio.TimeoutError:
-                pass  # `profile` measures the pair later, concurrently with requests
+            with suppress(asyncio.TimeoutError):
+                await with_timeout(_IDLE_SECONDS, self._admission.wait_until_drained())
+            await profiler.measure_links([one, other])

@@ -123,14 +123,11 @@ class Admission(Generic[_D]):
         self._admit_waiting()
 
     @asynccontextmanager
-    async def exclusively(self, timeout_seconds: float | None = None) -> AsyncIterator[None]:
-        """Hold the deployment exclusively: wait for running requests and admit no others meanwhile.
-
-        Raises asyncio.TimeoutError if running requests take longer; admission then continues.
-        """
+    async def exclusively(self) -> AsyncIterator[None]:
+        """Hold the deployment exclusively: wait for running requests and admit no others meanwhile."""
         self._last_number += 1
         place = Place(self._last_number, self._turns.last(), maintenance=True)
-        await self._wait_for_slot(place, timeout_seconds)
+        await self._wait_for_slot(place, None)
         try:
             yield
         finally:

@@ -12,16 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from coordinator.serve.planning.drift import DriftMonitor
 from coordinator.serve.requests.admission import Admission, Place
 from coordinator.serve.requests.retry import Failures, is_lost, needs_probe
-from hearth.errors import (
-    DeadlineExceeded,
-    DeviceLost,
-    HearthError,
-    InternalError,
-    LeaseLost,
-    LinkLost,
-    NotServing,
-    WorkerDied,
-)
+from hearth.errors import DeadlineExceeded, HearthError, InternalError, LeaseLost, NotServing, PartLost
 from hearth.platform.asyncio_tools import with_timeout
 from hearth.wire.messages import Inferred, Vectors
 from hearth.wire.rpc import Reply
@@ -233,7 +224,7 @@ class Requests(Generic[D]):
         except Exception as failure:
             found = as_hearth_error(failure)
             # The first error says what was waited for, unless the probe found what is gone.
-            is_cause = isinstance(found, WorkerDied | DeviceLost | LinkLost | LeaseLost)
+            is_cause = isinstance(found, PartLost | LeaseLost)
             self._on_loss(deployment, found if is_cause else error)
         else:
             return True

@@ -89,8 +89,13 @@ class Leadership:
         self._set(self.quorum.granted(device_id, configuration))
 
     def _update_voters(self) -> None:
-        """Begin a term, or change the voters to the devices that are there."""
-        quorum, leased = self.quorum, self._fleet.leased()
+        """Begin a term, or change the voters to the devices that are there.
+
+        A device whose key was revoked stores no configuration any more, although its lease lasts for a while.
+        """
+        quorum, devices = self.quorum, self._fleet.devices
+        refused = {device_id for device_id, device in devices.items() if device.health == "refused"}
+        leased = self._fleet.leased() - refused
         if quorum.current is None:
             if self._has_standby:
                 self._set(quorum.change(leased, self._tie_breaker(leased)))
@@ -98,8 +103,8 @@ class Leadership:
             if quorum.current.leader != quorum.leader:
                 self._set(quorum.take_over(leased) or quorum)
         else:
-            dead = {device_id for device_id, device in self._fleet.devices.items() if device.health == "dead"}
-            voters = leased | (set(quorum.current.voters) - dead)
+            dead = {device_id for device_id, device in devices.items() if device.health == "dead"}
+            voters = leased | (set(quorum.current.voters) - dead - refused)
             self._set(quorum.change(voters, self._tie_breaker(voters)))
 
     def _tie_breaker(self, voters: set[str]) -> str:

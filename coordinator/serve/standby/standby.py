@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -21,6 +21,7 @@ import zmq.asyncio
 import hearth
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.quorum import Quorum
+from coordinator.devices.silences import SilenceFile
 from coordinator.serve.clients.client_port import ClientPort
 from coordinator.serve.clients.disclosure import error_for_app, response_for_app
 from coordinator.serve.clients.key_registry import device_keys
@@ -32,11 +33,12 @@ from hearth.client.connection import endpoints_of
 from hearth.errors import AgentBusy, ConnectionLost, HearthError, NotServing, Unreachable
 from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time
 from hearth.platform.curve import fingerprint
-from hearth.platform.discovery import COORDINATOR_SERVICE, Browser, DiscoveredService
+from hearth.platform.discovery import COORDINATOR_SERVICE, Browser
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.notify import Notifier
+from hearth.platform.ports import bracketed, refuses_connections
 from hearth.platform.security import HomeKey, agent_access, coordinator_access
-from hearth.protocol import DEFAULT_DEPLOYMENT, STANDBY_LEASE_SECONDS
+from hearth.protocol import CLOSED_LEASE_SECONDS, DEFAULT_DEPLOYMENT, STANDBY_LEASE_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response, RpcClient
 
@@ -46,8 +48,14 @@ ALIVE_SECONDS = 0.25  # interval of the leader's signs of life: several fit into
 # Silence of the leader after which the standby asks the devices for its leases, which they refuse while the leader holds them.
 _SILENCE_SECONDS = 1.0
 _CONNECT_SECONDS = 3.0  # timeout of the connection to a leader
+# Coordinators that are greeted at once. Each takes a few sockets, and anybody on the network can advertise some.
+_MAX_GREETINGS = 32
 _ATTEMPT_PAUSE_SECONDS = 0.1  # between two attempts to get the leases, and to reach a leader
 _LEASE_TIMEOUT_SECONDS = 1.0  # of one request for a lease: a device that is slower is not needed for a majority
+# In which a device is asked again that refuses the lease of a leader that has ended: its end of the leader's connection may be
+# closed a moment later.
+_ENDED_SECONDS = 0.3
+_REFUSAL_SECONDS = 0.3  # for the leader's computer to accept or refuse a connection, in which it sends one packet
 
 
 class Standby:
@@ -69,6 +77,7 @@ class Standby:
         self._report = report
         self._leaders = leaders
         self._state = StateFile(settings.state_dir)
+        self._silences = SilenceFile(settings.state_dir, self._state.load().holder)
         self._fleet = Fleet(
             agent_access(home),
             None,
@@ -76,12 +85,14 @@ class Standby:
             settings.devices,
             holder=self._state.load().holder,
             device_keys=device_keys(settings.state_dir),
+            known_silences=self._silences.devices,
         )
         self._quorum = Quorum(secrets.token_hex(8), self._state.load().configuration)
         self._leader_name = ""
+        self._leader_endpoint = ""  # where it was heard last
         self._heard_at = 0.0  # loop time of the leader's last sign of life
         self._is_complete = False  # whether the copy of the leader's state is complete
-        self._found: dict[str, DiscoveredService] = {}
+        self._browser: Browser | None = None  # finds leaders over mDNS
         self._stopped = asyncio.Event()
 
     @property
@@ -107,9 +118,11 @@ class Standby:
             await stack.enter_async_context(self._port.serving(self.handle))
             await stack.enter_async_context(self._fleet)
             if not self._leaders:
-                browser = Browser(COORDINATOR_SERVICE, self._on_found, self._settings.interfaces)
-                await browser.start()
-                stack.push_async_callback(browser.stop)
+                self._browser = Browser(
+                    COORDINATOR_SERVICE, lambda service: None, self._settings.interfaces, follow_addresses=True
+                )
+                await self._browser.start()
+                stack.push_async_callback(self._browser.stop)
             self._report(f"listening on port {self._port.port}")
             self._report(self.state)
             notifier.send("READY=1")
@@ -117,6 +130,7 @@ class Standby:
             tasks = {
                 "follow": asyncio.create_task(self._follow(context)),
                 "lead": asyncio.create_task(self._lead()),
+                "silences": asyncio.create_task(self._silences.keep(self._fleet.devices)),
                 "alive": asyncio.create_task(notifier.keep_alive(lambda: self.state, proofs)),
                 "stop": asyncio.create_task(self._stopped.wait()),
             }
@@ -128,9 +142,9 @@ class Standby:
                     return None
                 self._state.save_configuration(self._quorum.current)
                 devices = ",".join(filter(None, [_addresses(self._fleet), self._settings.devices]))
-                return self._settings.model_copy(update={"devices": devices})
             finally:
                 await cancel_all(tasks.values())
+        return None if self._stopped.is_set() else self._settings.model_copy(update={"devices": devices})
 
     # ---- requests -----------------------------------------------------------------------------------------------------
 
@@ -147,33 +161,65 @@ class Standby:
 
     # ---- following a leader -------------------------------------------------------------------------------------------
 
-    def _on_found(self, service: DiscoveredService) -> None:
-        if service.fingerprint == fingerprint(self._access.server_public):
-            self._found[service.id] = service
-
     def _endpoints(self) -> list[str]:
         if self._leaders:
             return [endpoint for address in self._leaders for endpoint in endpoints_of(address)]
-        return [f"tcp://{host}:{service.port}" for service in self._found.values() for host in service.hosts[:1]]
+        own = fingerprint(self._access.server_public)
+        found = [
+            f"tcp://{bracketed(service.hosts[0])}:{service.port}"
+            for service in (self._browser.services.values() if self._browser is not None else ())
+            if service.fingerprint == own
+        ]
+        return list(dict.fromkeys(filter(None, [self._leader_endpoint, *found])))
 
     async def _follow(self, context: zmq.asyncio.Context) -> None:
         """Follow whichever coordinator leads, until cancelled."""
         while True:
-            for endpoint in self._endpoints():
+            async with aclosing(self._answering(context)) as clients:
+                async for client in clients:
+                    try:
+                        await self._copy_state(client)
+                    except (NotServing, Unreachable, ConnectionLost):  # another standby, or one that is gone
+                        pass
+                    except HearthError as error:
+                        log.warning("the coordinator at %s: %s", client.endpoint, error)
+                    finally:
+                        self._heard_at = -math.inf  # its devices say whether it still leads
+            await asyncio.sleep(_ATTEMPT_PAUSE_SECONDS)
+
+    async def _answering(self, context: zmq.asyncio.Context) -> AsyncGenerator[RpcClient, None]:
+        """Greet all known coordinators, and yield connections to those that answer, as soon as they do.
+
+        Those that do not answer, such as the addresses of forged records, delay no other.
+        """
+        greetings = asyncio.Semaphore(_MAX_GREETINGS)
+        answering: list[RpcClient] = []
+
+        async def greet(endpoint: str) -> RpcClient | None:
+            async with greetings:
                 client = RpcClient(context, endpoint, self._access, name=self._settings.name)
                 try:
                     await client.hello(wire.CoordinatorWelcome, timeout_seconds=_CONNECT_SECONDS)
-                    await self._copy_state(client)
-                except NotServing:  # another standby
-                    pass
+                    answering.append(client)
+                    return client
                 except (Unreachable, ConnectionLost):
-                    pass
+                    return None
                 except HearthError as error:
                     log.warning("the coordinator at %s: %s", endpoint, error)
+                    return None
                 finally:
-                    self._heard_at = -math.inf  # its devices say whether it still leads
-                    await client.close()
-            await asyncio.sleep(_ATTEMPT_PAUSE_SECONDS)
+                    if client not in answering:
+                        await client.close()
+
+        tasks = [asyncio.create_task(greet(endpoint)) for endpoint in self._endpoints()]
+        try:
+            for answer in asyncio.as_completed(tasks):
+                if (client := await answer) is not None:
+                    yield client
+        finally:
+            await cancel_all(tasks)
+            for client in answering:
+                await client.close()
 
     async def _copy_state(self, client: RpcClient) -> None:
         """Copy the leader's state as it changes, until the connection is lost or the leader leaves."""
@@ -193,6 +239,7 @@ class Standby:
                         is_intact = False
                 elif isinstance(message, wire.LeaderAlive):
                     self._hear(message, replica)
+                    self._leader_endpoint = client.endpoint
                     if message.receipt and is_intact and self._is_complete:
                         confirm = wire.Follow(name=self._settings.name, confirmed=message.receipt)
                         await client.call(confirm, timeout_seconds=_CONNECT_SECONDS)
@@ -230,25 +277,42 @@ class Standby:
         """Ask all devices for their leases; returns those that grant it, and hears which voters they know."""
         deployment = self._state.load().deployments.get(DEFAULT_DEPLOYMENT)
         epoch = deployment.plan.epoch if deployment is not None and deployment.plan is not None else 0
+        ended = self._leader_name if await self._leader_has_ended() else None
         request = wire.AcquireLease(
-            holder=self._fleet.holder, holder_name=self._settings.name, seconds=STANDBY_LEASE_SECONDS, adopt=epoch
-        )
+            holder=self._fleet.holder, holder_name=self._settings.name, seconds=STANDBY_LEASE_SECONDS, adopt=epoch,
+            ended=ended,
+        )  # fmt: skip
+        ask_again_until, timeout_seconds = loop_time(), _LEASE_TIMEOUT_SECONDS
+        if ended is not None:
+            ask_again_until, timeout_seconds = ask_again_until + _ENDED_SECONDS, timeout_seconds + CLOSED_LEASE_SECONDS
 
         async def acquire(device_id: str) -> str | None:
-            try:
-                granted = await self._fleet.ask(
-                    device_id, request, wire.LeaseGranted, timeout_seconds=_LEASE_TIMEOUT_SECONDS
-                )
-            except AgentBusy:
-                return None
-            except HearthError as error:
-                log.info("no lease on %s: %s", device_id, error)
-                return None
+            while True:
+                try:
+                    granted = await self._fleet.ask(device_id, request, wire.LeaseGranted, timeout_seconds)
+                    break
+                except AgentBusy:
+                    if loop_time() >= ask_again_until:
+                        return None
+                    await asyncio.sleep(_ATTEMPT_PAUSE_SECONDS)
+                except HearthError as error:
+                    log.info("no lease on %s: %s", device_id, error)
+                    return None
             self._quorum = self._quorum.granted(device_id, granted.configuration)
             return device_id
 
         devices = [device.device_id for device in self._fleet.devices.values() if device.health != "dead"]
         return [device_id for device_id in await all_or_first_error(map(acquire, devices)) if device_id is not None]
+
+    async def _leader_has_ended(self) -> bool:
+        """Whether the leader's computer refuses connections to its port: nothing listens there since it ended.
+
+        A leader that is stopped or cut off refuses none, and so does one whose gateway has ended.
+        """
+        if not self._leader_endpoint or self._heard_at > -math.inf:
+            return False
+        host, _, port = self._leader_endpoint.removeprefix("tcp://").rpartition(":")
+        return await refuses_connections(host.strip("[]"), int(port), _REFUSAL_SECONDS)
 
     async def _return_leases(self, devices: Sequence[str]) -> None:
         """Release leases that are not sufficient, with the workers as they are."""
@@ -259,8 +323,5 @@ class Standby:
 
 def _addresses(fleet: Fleet) -> str:
     """The addresses of the devices, as for the setting `devices`."""
-    return ",".join(
-        f"[{device.host}]:{device.port}" if ":" in device.host else f"{device.host}:{device.port}"
-        for device in fleet.devices.values()
-        if device.health != "dead"
-    )
+    there = [device for device in fleet.devices.values() if device.health != "dead"]
+    return ",".join(f"{bracketed(device.host)}:{device.port}" for device in there)

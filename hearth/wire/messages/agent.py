@@ -24,6 +24,7 @@ from hearth.wire.messages.base import (
     TensorName,
     Text,
     WireModel,
+    WorkerLibrary,
 )
 
 
@@ -85,11 +86,15 @@ class AcquireLease(Command):
     `holder` is the random id of a coordinator; the lease ends after `seconds` unless a `Heartbeat` renews it. The agent stops
     a running worker of another epoch than `adopt`; a worker of that epoch is taken over as it is. Without `adopt`, only the
     present holder keeps the worker.
+
+    `ended`: the name of a coordinator that has ended, as the sender has found. If it has the lease, and its connection to this
+    agent has been closed for a while, too, the lease need not run out.
     """
 
     holder_name: Name
     seconds: Annotated[float, Field(gt=0, le=60)]
     adopt: Epoch | None = None
+    ended: Name | None = None
 
 
 class RunningWorker(WireModel):
@@ -287,14 +292,14 @@ class FindMissing(Command):
     """Ask which of these chunks the agent's store lacks. The answer is `ChunksMissing`.
 
     With `verify`, the agent hashes the chunks that it has; damaged ones are discarded and count as missing. With `read_ahead`,
-    it asks its system to read them into the page cache, in their order, up to half of its free memory. With `needs_torch`, a
-    worker that needs torch may have to load them soon: the agent starts the process from which it would be forked.
+    it asks its system to read them into the page cache, in their order, up to half of its free memory. With `prepare_worker`,
+    a worker that needs this library may have to load them soon: the agent starts the process from which it would be forked.
     """
 
     hashes: tuple[Hash, ...] = Field(max_length=50_000, fail_fast=True)
     verify: bool = False
     read_ahead: bool = False
-    needs_torch: bool = False
+    prepare_worker: WorkerLibrary | None = None
 
 
 class ChunksMissing(Message):

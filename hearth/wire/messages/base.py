@@ -31,6 +31,7 @@ ElementType: TypeAlias = Literal[
 ]  # fmt: skip
 
 ComputeDevice: TypeAlias = Literal["cpu", "cuda"]
+WorkerLibrary: TypeAlias = Literal["torch", "onnxruntime"]  # what a worker computes with: Transformers, graphs
 
 # Of a list in a message, unless its field sets a lower limit: a long trace, or the tokens of a long text.
 MAX_LIST_ITEMS = 1 << 20

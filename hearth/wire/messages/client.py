@@ -234,6 +234,17 @@ class PhaseEntered(WireModel):
     times: Annotated[int, Field(ge=1)] = 1
 
 
+class PreparedLoss(WireModel):
+    """What is prepared for the loss of one device of the plan."""
+
+    device: Name
+    is_prepared: bool
+    reason: Text = ""  # why the others cannot serve the model; empty if they can, or if that is not known yet
+    spare_bytes: Annotated[int, Field(ge=0)] = 0  # of weights that only the plan without this device needs, in all
+    missing_bytes: Annotated[int, Field(ge=0)] = 0  # of weights that the others have not received yet
+    pause_seconds: float | None = None  # predicted, from the loss until the plan without the device serves
+
+
 class Status(Message):
     """The answer to `GetStatus`: the coordinator's state, and counters since its start."""
 
@@ -257,6 +268,7 @@ class Status(Message):
     # Of accesses to a disk that does not answer.
     hung_files: tuple[Text, ...] = Field(default=(), max_length=MAX_LIST_ITEMS)
     redundancy: Text = ""  # whether the deployment survives the loss of any one device, as a sentence for users
+    losses: tuple[PreparedLoss, ...] = Field(default=(), max_length=4096)  # of each device of the plan, while it serves
 
 
 class AddApp(ClientRequest):

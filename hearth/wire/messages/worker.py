@@ -325,9 +325,8 @@ class WorkerProgress(Message):
 
     step: StepNumber | None = None
     step_seconds: Annotated[float, Field(ge=0)] = 0.0  # since the step began
-    busy_seconds: Annotated[float, Field(ge=0)] = (
-        0.0  # of these since it last sent or got a tile; 0 while it waits for one
-    )
+    # Of these since the worker last sent or got a tile; 0 while it waits for one.
+    busy_seconds: Annotated[float, Field(ge=0)] = 0.0
     limit_seconds: Annotated[float, Field(ge=0)] = 0.0  # the worker counts as hung once `busy_seconds` is that long
     # It waits for a tile of this rank, unusually long (`protocol.late_seconds`).
     late_rank: Annotated[int, Field(ge=0)] | None = None

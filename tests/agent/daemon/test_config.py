@@ -51,15 +51,17 @@ def test_invalid_settings_are_named(flags: list[str]) -> None:
         settings_of(flags)
 
 
-def test_agent_reports_invalid_settings_without_a_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "error"), [(None, "There is no key at "), ("hearth-home-1:eyJr", "The key from {} cannot be used: ")]
+)
+def test_agent_reports_a_missing_or_damaged_key_without_a_traceback(
+    key: str | None, error: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "key"
+    if key is not None:
+        path.write_text(key)
     command = [sys.executable, "-m", "agent.daemon.main", "--state-dir", str(tmp_path), "--store-dir", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--key-path", str(tmp_path / "none")],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    done = subprocess.run([*command, "--key-path", str(path)], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("hearth-agent: There is no key at")
+    assert done.stderr.startswith(f"hearth-agent: {error.format(path)}")
     assert "Traceback" not in done.stderr

@@ -21,8 +21,9 @@ from agent.daemon.config import AgentSettings
 from agent.daemon.daemon import AgentDaemon
 from agent.daemon.spawner import Spawner
 from agent.daemon.store import ShardStore
-from hearth.errors import BadRequest, LeaseLost, StoreFailed
+from hearth.errors import AgentBusy, BadRequest, LeaseLost, StepFailed, StoreFailed
 from hearth.platform import disk
+from hearth.protocol import CLOSED_LEASE_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response
 
@@ -79,6 +80,9 @@ class Worker:
     def can_reload(self, request: wire.Start) -> bool:
         return False
 
+    def give_up_load(self, request: wire.Start) -> bool:
+        return False
+
     async def stop(self) -> None:
         pass
 
@@ -94,8 +98,8 @@ class Agent:
         parts: list[Any] = [SimpleNamespace(), self.store, telemetry, SimpleNamespace(), None]
         self.daemon = AgentDaemon(settings, *parts, coordinator_public_key="c")
 
-    async def ask(self, message: wire.Message) -> Response:
-        return await self.daemon.handle(Caller("c"), message, [])
+    async def ask(self, message: wire.Message, is_connected: Callable[[], bool] = lambda: True) -> Response:
+        return await self.daemon.handle(Caller("c", is_connected), message, [])
 
     def load(self, epoch: int) -> asyncio.Task[Response]:
         plan = LOAD.plan.model_copy(update={"epoch": epoch})
@@ -133,6 +137,42 @@ def test_lease_that_ends_while_chunks_are_hashed_leaves_no_worker(run: Run) -> N
             await loading
 
     assert run(scenario) == []
+
+
+STANDBY = wire.AcquireLease(holder="s", holder_name="standby", seconds=2.0, ended="c")
+
+
+def test_standby_gets_the_lease_of_a_coordinator_that_has_ended_before_it_runs_out(run: Run) -> None:
+    async def scenario(agent: Agent) -> None:
+        connected = True
+        await agent.ask(wire.Heartbeat(holder=LOAD.holder), lambda: connected)
+        with pytest.raises(AgentBusy):
+            await agent.ask(STANDBY)
+        connected = False
+        with pytest.raises(AgentBusy):
+            await agent.ask(STANDBY.model_copy(update={"ended": None}))
+        with pytest.raises(AgentBusy):
+            await agent.ask(STANDBY.model_copy(update={"ended": "another"}))
+        began = asyncio.get_running_loop().time()
+        assert isinstance(await agent.ask(STANDBY), wire.LeaseGranted)
+        assert CLOSED_LEASE_SECONDS <= asyncio.get_running_loop().time() - began < 2 * CLOSED_LEASE_SECONDS
+        with pytest.raises(LeaseLost):
+            await agent.ask(wire.Heartbeat(holder=LOAD.holder))
+
+    run(scenario)
+
+
+def test_coordinator_that_connects_again_keeps_its_lease(run: Run) -> None:
+    async def scenario(agent: Agent) -> None:
+        await agent.ask(wire.Heartbeat(holder=LOAD.holder), lambda: False)
+        asking = asyncio.create_task(agent.ask(STANDBY))
+        await asyncio.sleep(0.5 * CLOSED_LEASE_SECONDS)
+        await agent.ask(wire.Heartbeat(holder=LOAD.holder), lambda: False)  # the connection was reset once more
+        with pytest.raises(AgentBusy):
+            await asking
+        await agent.ask(wire.Heartbeat(holder=LOAD.holder))
+
+    run(scenario)
 
 
 def test_agent_that_stops_while_chunks_are_hashed_leaves_no_worker(run: Run) -> None:
@@ -180,6 +220,42 @@ def test_newer_plan_does_not_wait_for_the_older_one_to_load(run: Run) -> None:
     assert run(scenario) == [2]
 
 
+def test_newer_plan_is_loaded_by_the_process_that_still_loads_the_older_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up = asyncio.Event()
+
+    async def start(self: Worker, request: wire.Start) -> wire.WorkerBound:
+        self.epoch = request.load.plan.epoch
+        await given_up.wait()
+        raise StepFailed(device="kitchen", reason="replaced")
+
+    async def reload(self: Worker, request: wire.Start) -> wire.WorkerBound:
+        self.started.append(request.load.plan.epoch)
+        return wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0)
+
+    def give_up(self: Worker, request: wire.Start) -> bool:
+        given_up.set()
+        return True
+
+    monkeypatch.setattr(Worker, "start", start)
+    monkeypatch.setattr(Worker, "reload", reload, raising=False)
+    monkeypatch.setattr(Worker, "give_up_load", give_up)
+    monkeypatch.setattr(Worker, "can_reload", lambda self, request: given_up.is_set())
+    monkeypatch.setattr(Worker, "added_chunks", lambda self, request: [], raising=False)
+
+    async def scenario(agent: Agent) -> None:
+        agent.store.finish()
+        older = agent.load(epoch=1)
+        await until("the process loads", lambda: any(each.epoch == 1 for each in agent.daemon._workers.values()))
+        newer = agent.load(epoch=2)
+        with pytest.raises(StepFailed, match="replaced"):
+            await older
+        assert isinstance(await newer, wire.WorkerBound)
+
+    assert run(scenario) == [2]
+
+
 def test_changes_of_a_worker_are_reported_at_once_while_the_lease_lasts(run: Run) -> None:
     async def scenario(agent: Agent) -> None:
         reports = await agent.ask(wire.WatchWorkers(holder=LOAD.holder))
@@ -208,16 +284,16 @@ def test_changes_of_a_worker_are_reported_at_once_while_the_lease_lasts(run: Run
 def test_template_of_workers_is_started_when_one_is_expected(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared: list[Spawner] = []
-    monkeypatch.setattr(Spawner, "prepare", lambda spawner: prepared.append(spawner))
+    prepared: list[str] = []
+    monkeypatch.setattr(Spawner, "prepare", lambda spawner, library: prepared.append(library))
 
     async def scenario(agent: Agent) -> None:
         agent.daemon._store = ShardStore(tmp_path / "chunks", 10_000, "kitchen")
         request = wire.FindMissing(holder=LOAD.holder, hashes=())
         await agent.ask(request)
         assert prepared == []
-        await agent.ask(request.model_copy(update={"needs_torch": True}))
-        assert prepared == [agent.daemon.spawner]
+        await agent.ask(request.model_copy(update={"prepare_worker": "torch"}))
+        assert prepared == ["torch"]
 
     run(scenario)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,9 @@ from support.contexts import zmq_context
 
 from agent.daemon.links import LinkServer, fetch_chunks, measure_link
 from agent.daemon.store import ShardStore
-from hearth.errors import (
-    WrongKey,
-)
-from hearth.platform.authenticators import asyncio_gatekeeper
-from hearth.platform.curve import new_keypair
+from hearth.errors import WrongKey
+from hearth.platform.authenticators import LoopGatekeeper
+from hearth.platform.curve import KeyPair, new_keypair
 from hearth.transport.base import Buffer
 from hearth.wire.messages import (
     FetchChunks,
@@ -31,13 +31,23 @@ async def no_chunk(chunk: str) -> bytes:
     return b""
 
 
+@asynccontextmanager
+async def link_server(keys: KeyPair, read: Callable[[str], Awaitable[bytes]]) -> AsyncIterator[LinkServer]:
+    with zmq_context() as context:
+        gatekeeper = LoopGatekeeper(context)
+        server = LinkServer(context, gatekeeper, "127.0.0.1", 0, keys, read)
+        gatekeeper.start()
+        try:
+            yield server
+        finally:
+            await server.close()
+            await gatekeeper.close()
+
+
 def test_link_is_measured_within_limits_for_authorised_peers() -> None:
     async def scenario() -> None:
-        with zmq_context() as context:
-            gatekeeper = asyncio_gatekeeper(context)
-            mine, theirs = new_keypair(), new_keypair()
-            server = LinkServer(context, gatekeeper, "127.0.0.1", 0, theirs, no_chunk)
-            gatekeeper.start()
+        mine, theirs = new_keypair(), new_keypair()
+        async with link_server(theirs, no_chunk) as server:
             request = MeasureLink(
                 host="127.0.0.1",
                 port=server.port,
@@ -45,19 +55,15 @@ def test_link_is_measured_within_limits_for_authorised_peers() -> None:
                 max_bytes=8 << 20,
                 max_seconds=1.0,
             )
-            try:
-                with pytest.raises(WrongKey):
-                    await measure_link(request, mine)
-                server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
-                measured = await asyncio.wait_for(measure_link(request, mine), 20)
-                assert measured.bytes_per_second > 1e6
-                assert measured.round_trip_seconds > 0
-                assert measured.num_bytes <= 8 << 20
-                with pytest.raises(WrongKey):
-                    await measure_link(request, new_keypair())
-            finally:
-                await server.close()
-                gatekeeper.stop()
+            with pytest.raises(WrongKey):
+                await measure_link(request, mine)
+            server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
+            measured = await asyncio.wait_for(measure_link(request, mine), 20)
+            assert measured.bytes_per_second > 1e6
+            assert measured.round_trip_seconds > 0
+            assert measured.num_bytes <= 8 << 20
+            with pytest.raises(WrongKey):
+                await measure_link(request, new_keypair())
 
     asyncio.run(scenario())
 
@@ -78,11 +84,8 @@ def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> None:
         ours.put(chunk, data)
 
     async def scenario() -> None:
-        with zmq_context() as context:
-            gatekeeper = asyncio_gatekeeper(context)
-            mine, peer = new_keypair(), new_keypair()
-            server = LinkServer(context, gatekeeper, "127.0.0.1", 0, peer, read)
-            gatekeeper.start()
+        mine, peer = new_keypair(), new_keypair()
+        async with link_server(peer, read) as server:
             request = FetchChunks(
                 holder="c",
                 host="127.0.0.1",
@@ -91,14 +94,10 @@ def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> None:
                 hashes=tuple(hashes),
                 seconds=10.0,
             )
-            try:
-                refused = await fetch_chunks(request.model_copy(update={"seconds": 1.0}), mine, store)
-                assert sorted(refused) == sorted(hashes)
-                server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
-                missing = await asyncio.wait_for(fetch_chunks(request, mine, store), 20)
-            finally:
-                await server.close()
-                gatekeeper.stop()
+            refused = await fetch_chunks(request.model_copy(update={"seconds": 1.0}), mine, store)
+            assert sorted(refused) == sorted(hashes)
+            server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
+            missing = await asyncio.wait_for(fetch_chunks(request, mine, store), 20)
         assert sorted(missing) == sorted([hashes[3], *hashes[8:]])
         assert sorted(ours.missing(tuple(hashes))) == sorted(missing)
 

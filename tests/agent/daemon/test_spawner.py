@@ -1,4 +1,4 @@
-"""Workers that are forked from a template. The template imports a stand-in for torch's runtime, which is quick."""
+"""Workers that are forked from a template. The template imports a stand-in for the runtimes, which is quick."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from support.waiting import until
 from agent.daemon import spawner as spawner_module
 from agent.daemon.spawner import ForkedProcess, Spawner, worker_environment
 from hearth.errors import StepFailed
-from hearth.wire.messages import Done, ReportProgress, WorkerProgress
+from hearth.wire.messages import Done, ReportProgress, WorkerLibrary, WorkerProgress
 from hearth.wire.rpc import RpcClient
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux 5.3 or later")
 
 
 @pytest.fixture(autouse=True)
-def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Child processes find an empty module in place of the one that imports torch."""
+def without_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Child processes find empty modules in place of those that import torch and onnxruntime."""
     hook = tmp_path / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(
         "import sys, types\n"
-        "sys.modules['agent.worker.transformer.runtime'] = types.ModuleType('agent.worker.transformer.runtime')\n"
+        "for kind in ('transformer', 'graph'):\n"
+        "    name = f'agent.worker.{kind}.runtime'\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{hook}{os.pathsep}{os.pathsep.join(filter(None, sys.path))}")
 
@@ -55,7 +57,7 @@ def test_forked_worker_serves_and_reports_its_exit(tmp_path: Path, monkeypatch: 
         with zmq_context() as context:
             async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
                 client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
-                process = await spawner.spawn(client.endpoint, str(tmp_path), with_torch=True)
+                process = await spawner.spawn(client.endpoint, str(tmp_path), "torch")
                 assert isinstance(process, ForkedProcess)
                 with pytest.raises(StepFailed, match="not ready for Done"):
                     await client.call(Done(), timeout_seconds=20)
@@ -80,13 +82,11 @@ def test_forked_worker_serves_and_reports_its_exit(tmp_path: Path, monkeypatch: 
 def test_workers_end_with_the_template_and_the_next_is_a_new_process(tmp_path: Path) -> None:
     async def main() -> None:
         async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
-            forked = [
-                await spawner.spawn(f"ipc://{tmp_path / name}", str(tmp_path), with_torch=True) for name in ("a", "b")
-            ]
+            forked = [await spawner.spawn(f"ipc://{tmp_path / name}", str(tmp_path), "torch") for name in ("a", "b")]
             template = psutil.Process(forked[0].pid).parent()
             template.kill()
             assert [await asyncio.wait_for(each.wait(), 10) for each in forked] == [-signal.SIGKILL] * 2
-            fresh = await spawner.spawn(f"ipc://{tmp_path / 'c'}", str(tmp_path), with_torch=True)
+            fresh = await spawner.spawn(f"ipc://{tmp_path / 'c'}", str(tmp_path), "torch")
             assert psutil.Process(fresh.pid).ppid() == os.getpid()
             fresh.kill()
             await fresh.wait()
@@ -100,10 +100,10 @@ def test_template_that_hangs_delays_a_new_process_only_shortly(tmp_path: Path, m
     async def main() -> None:
         async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
             monkeypatch.setattr(spawner_module, "_FORK_SECONDS", 5.0)
-            first = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), with_torch=True)
+            first = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), "torch")
             monkeypatch.setattr(spawner_module, "_FORK_SECONDS", 0.1)
             psutil.Process(first.pid).parent().suspend()
-            fresh = await spawner.spawn(f"ipc://{tmp_path / 'b'}", str(tmp_path), with_torch=True)
+            fresh = await spawner.spawn(f"ipc://{tmp_path / 'b'}", str(tmp_path), "torch")
             assert psutil.Process(fresh.pid).ppid() == os.getpid()
             assert first.returncode is None  # its worker goes on
             first.kill()
@@ -115,14 +115,14 @@ def test_template_that_hangs_delays_a_new_process_only_shortly(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("mode", "has_room", "with_torch"), [("off", True, True), ("auto", False, True), ("auto", True, False)]
+    ("mode", "has_room", "library"), [("off", True, "torch"), ("auto", False, "torch"), ("off", True, "onnxruntime")]
 )
 def test_template_is_not_started_where_it_is_not_wanted(
-    mode: spawner_module.SpareMode, has_room: bool, with_torch: bool, tmp_path: Path
+    mode: spawner_module.SpareMode, has_room: bool, library: WorkerLibrary, tmp_path: Path
 ) -> None:
     async def main() -> None:
         async with running(Spawner(mode, lambda num_bytes: has_room)) as spawner:
-            process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), with_torch)
+            process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), library)
             assert [child.pid for child in psutil.Process().children()] == [process.pid]
             process.kill()
             await process.wait()
@@ -136,8 +136,8 @@ def test_idle_template_ends_and_one_that_is_wanted_stays(tmp_path: Path, monkeyp
 
     async def main() -> None:
         async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
-            keeping = asyncio.create_task(spawner.keep_template())
-            process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), with_torch=True)
+            keeping = asyncio.create_task(spawner.keep_templates())
+            process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), "torch")
             await asyncio.sleep(0.5)
             assert process.returncode is None
             process.kill()
@@ -153,17 +153,35 @@ def test_template_that_was_prepared_forks_the_first_worker(tmp_path: Path, monke
 
     async def main() -> None:
         async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
-            spawner.prepare()
+            spawner.prepare("torch")
             await until("the template", lambda: bool(psutil.Process().children()))
             (template,) = psutil.Process().children()
-            process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), with_torch=True)
+            process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), "torch")
             assert psutil.Process(process.pid).ppid() == template.pid
             process.kill()
             await process.wait()
-            spawner.prepare()
-            keeping = asyncio.create_task(spawner.keep_template())
+            spawner.prepare("torch")
+            keeping = asyncio.create_task(spawner.keep_templates())
             await until("the end of the template", lambda: not psutil.Process().children())
             keeping.cancel()
+
+    asyncio.run(main())
+
+
+def test_each_library_has_a_template_of_its_own(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
+            libraries: tuple[WorkerLibrary, ...] = ("torch", "onnxruntime", "torch", "onnxruntime")
+            forked = [
+                await spawner.spawn(f"ipc://{tmp_path / str(number)}", str(tmp_path), library)
+                for number, library in enumerate(libraries)
+            ]
+            parents = [psutil.Process(each.pid).parent() for each in forked]
+            assert [parent.cmdline()[-1] for parent in parents] == list(libraries)
+            assert parents[:2] == parents[2:]
+            parents[0].kill()
+            assert await asyncio.wait_for(forked[2].wait(), 10) == -signal.SIGKILL
+            assert forked[1].returncode is None  # it was forked from the other one
 
     asyncio.run(main())
 

@@ -249,7 +249,6 @@ def test_rot_that_leaves_the_file_times_alone_is_found_once_the_last_check_is_ol
     assert store.verify([name]) == (name,)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a read-only file system needs root")
 def test_chunks_are_read_ahead_in_small_requests_until_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +267,7 @@ def test_chunks_are_read_ahead_in_small_requests_until_the_limit(
     assert store.read_ahead(names, 1 << 20) == 300_000
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a read-only file system needs root")
 def test_read_only_store_is_read_and_says_why_it_takes_no_chunk(tmp_path: Path) -> None:
     folder = tmp_path / "mount"
     folder.mkdir()

@@ -234,6 +234,32 @@ def test_stopped_worker_is_killed_and_its_calls_fail(when: str, with_worker: Wit
     with_worker(scenario)
 
 
+def test_load_that_is_given_up_leaves_the_process_to_the_next_plan(with_worker: WithWorker) -> None:
+    def start(epoch: int, **changes: Any) -> Start:
+        plan = START.load.plan.model_copy(update={"epoch": epoch})
+        return START.model_copy(update={"load": START.load.model_copy(update={"plan": plan}), **changes})
+
+    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
+        pid = process.pid
+        assert not process.give_up_load(start(3))  # it loads nothing
+        older, newer = asyncio.create_task(process.reload(start(2))), start(3)
+        older_id, message, _ = await worker.receive()
+        assert message == start(2)
+        assert not process.can_reload(newer)
+        assert not process.give_up_load(start(3, num_threads=START.num_threads + 1))  # a process keeps its threads
+        assert process.give_up_load(newer)
+        with pytest.raises(StepFailed, match="replaced"):
+            await older
+        assert (await worker.receive())[1] == Cancel(request=older_id)
+        assert process.can_reload(newer)
+        loading = asyncio.create_task(process.reload(newer))
+        await worker.answer((await worker.receive())[0], WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+        await loading
+        assert (process.state, process.epoch, process.pid) == ("bound", 3, pid)
+
+    with_worker(scenario)
+
+
 def test_status_names_the_step_that_the_worker_computes(with_worker: WithWorker) -> None:
     async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
         worker.progress = WorkerProgress(step=3, step_seconds=2.0, busy_seconds=1.0, limit_seconds=15.0)

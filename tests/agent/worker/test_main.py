@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 from support.contexts import zmq_context
+from support.messages import EXAMPLES
 
 from hearth.errors import StepFailed
-from hearth.wire.messages import Abort, Done, GenerateTokens, GenerationEnded, Run
+from hearth.wire.messages import Abort, Done, GenerateTokens, GenerationEnded, Run, Start, WorkerBound
 from hearth.wire.rpc import RpcClient
 
+START = next(message for message in EXAMPLES if isinstance(message, Start))
 RUN = Run(holder="c", epoch=1, step=1, timeout_seconds=1.0)
 
 
@@ -40,6 +43,64 @@ def test_worker_without_a_plan_rejects_run_and_ignores_abort(tmp_path: Path) -> 
             finally:
                 process.kill()
                 await process.wait()
+                await client.close()
+
+    asyncio.run(main())
+
+
+# A worker whose first load ends only when it is given up, or not at all with a second argument.
+SLOW_WORKER = """
+import sys, time
+from agent.worker import main
+from agent.worker.loading import LoadGivenUp
+from hearth.wire.messages import WorkerBound
+
+class Runtime:
+    def __init__(self, start, answer, previous):
+        self.previous = previous
+
+    def load(self, is_given_up):
+        if self.previous is not None:
+            return WorkerBound(port=7, public_key="0" * 40, num_bytes_loaded=0)
+        print("loading", flush=True)
+        while len(sys.argv) > 2 or not is_given_up():
+            time.sleep(0.01)
+        raise LoadGivenUp
+
+main.create_runtime, main._GIVE_UP_SECONDS = Runtime, 0.2
+main.Worker(sys.argv[1]).run()
+"""
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_load_that_is_given_up_leaves_what_it_has_to_the_next_one_unless_it_is_stuck(
+    is_stuck: bool, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        with zmq_context() as context:
+            client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", SLOW_WORKER, client.endpoint, *(["stuck"] if is_stuck else []),
+                stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            assert process.stdout is not None
+            try:
+                stream = client.stream(START, timeout_seconds=60, last=WorkerBound)
+                async with aclosing(stream) as replies:
+                    loading = asyncio.ensure_future(anext(replies))
+                    assert await asyncio.wait_for(process.stdout.readline(), 60) == b"loading\n"
+                    loading.cancel()
+                    await asyncio.wait({loading})
+                if is_stuck:
+                    assert await asyncio.wait_for(process.wait(), 20) == 1
+                else:
+                    reply = await client.call(START, timeout_seconds=60)
+                    assert isinstance(reply.message, WorkerBound)
+                    assert reply.message.port == 7
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
                 await client.close()
 
     asyncio.run(main())

@@ -55,8 +55,11 @@ def test_a_cancelled_step_leaves_no_abort_running() -> None:
     class SlowToAbort(TransformerFleet):
         async def call(self, device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
             if isinstance(message, Abort):
+                aborting.set()
                 await asyncio.sleep(60)
             return await super().call(device_id, message, *arguments, **options)
+
+    aborting = asyncio.Event()
 
     async def fail() -> None:
         raise StepFailed(device="a", reason="a tile is missing")
@@ -67,7 +70,7 @@ def test_a_cancelled_step_leaves_no_abort_running() -> None:
         deployment = Deployment(SlowToAbort("a"), plan.model_copy(update={"devices": (device,)}))
         abort = Abort(**deployment.command_fields, reason="")
         step = asyncio.create_task(deployment.gather_or_abort([fail()], abort))
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(aborting.wait(), 20)
         step.cancel()
         with pytest.raises(asyncio.CancelledError):
             await step

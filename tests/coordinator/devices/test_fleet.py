@@ -9,20 +9,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.contexts import zmq_context
 from support.devices import ready_device
+from support.servers import rpc_server
 from support.waiting import until
 
 from coordinator.devices import fleet as fleet_module
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import RECONNECT_SECONDS, Device
+from coordinator.devices.silences import KnownSilence, KnownSilences
 from hearth.errors import DeviceLost
 from hearth.platform.asyncio_tools import loop_time
-from hearth.platform.authenticators import asyncio_gatekeeper
-from hearth.platform.curve import fingerprint, new_keypair
+from hearth.platform.curve import KeyPair, fingerprint, new_keypair
 from hearth.platform.discovery import Browser, DiscoveredService
 from hearth.platform.security import Access
 from hearth.protocol import (
+    CLOSED_LEASE_SECONDS,
     DEAD_SECONDS,
     HEARTBEAT_SECONDS,
     LEASE_SECONDS,
@@ -30,7 +31,7 @@ from hearth.protocol import (
     STANDBY_LEASE_SECONDS,
 )
 from hearth.wire import messages as wire
-from hearth.wire.rpc import Caller, Response, RpcServer
+from hearth.wire.rpc import Caller, Response
 
 AGENT, COORDINATOR = new_keypair(), new_keypair()
 
@@ -49,12 +50,15 @@ class FakeAgent:
         self.grants = True
         self.boot_id = "b"  # of its heartbeats; nothing is answered after one that is new
         self.leases: list[float] = []  # durations of the leases that it was asked for
+        self.searches = asyncio.Event()  # for what it was asked to find
         self.tells_telemetry = asyncio.Event()
         self.tells_telemetry.set()
         self.worker_failed = asyncio.Event()  # reported to those that watch, but not with heartbeats
 
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         device = ready_device("a")
+        if isinstance(message, wire.FindMissing):
+            self.searches.set()
         if self.silent or isinstance(message, wire.FindMissing):
             await asyncio.sleep(60)
         match message:
@@ -83,42 +87,40 @@ class FakeAgent:
         await asyncio.sleep(60)
 
     @asynccontextmanager
-    async def listening(self, port: int = 0) -> AsyncIterator[int]:
+    async def listening(self, port: int = 0, keypair: KeyPair = AGENT) -> AsyncIterator[int]:
         """Listen until the context ends; yields the port."""
-        with zmq_context() as context:
-            gatekeeper = asyncio_gatekeeper(context)
-            gatekeeper.admit("control", lambda key: True)
-            gatekeeper.start()
-            server = RpcServer(context, "127.0.0.1", port, AGENT, "control", self.handle)
-            try:
-                yield server.port
-            finally:
-                await server.close()
-                gatekeeper.stop()
+        async with rpc_server(keypair, self.handle, port) as server:
+            yield server.port
 
 
 def run(scenario: Callable[[FakeAgent], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(FakeAgent()), 120))
 
 
-def fleet_of(port: int) -> Fleet:
+def fleet_of(port: int, known_silences: KnownSilences | None = None) -> Fleet:
     access = Access(COORDINATOR, AGENT.public)
-    return Fleet(access, "test", static_devices=f"127.0.0.1:{port}", browse=False)
+    return Fleet(access, "test", static_devices=f"127.0.0.1:{port}", browse=False, known_silences=known_silences)
 
 
 FIND = wire.FindMissing(holder="test", hashes=())
 
 
+async def fleet_with_a_broken_connection(agent: FakeAgent) -> tuple[Fleet, int]:
+    """A fleet, entered, whose device has closed its connections while it was asked, and the device's port."""
+    async with agent.listening() as port:
+        fleet = fleet_of(port)
+        await fleet.__aenter__()
+        await until("the device is there", fleet.usable)
+        asked = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
+        await agent.searches.wait()
+    with pytest.raises(DeviceLost):
+        await asked
+    return fleet, port
+
+
 def test_device_whose_connection_breaks_is_out_of_plans_at_once_and_back_when_it_answers() -> None:
     async def scenario(agent: FakeAgent) -> None:
-        async with agent.listening() as port:
-            fleet = fleet_of(port)
-            await fleet.__aenter__()
-            await until("the device is there", fleet.usable)
-            asked = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
-            await asyncio.sleep(0.1)
-        with pytest.raises(DeviceLost):
-            await asked
+        fleet, port = await fleet_with_a_broken_connection(agent)
         assert fleet.usable() == []
         began = loop_time()
         await until("the device is dead", lambda: fleet.devices["a"].health == "dead")
@@ -130,16 +132,25 @@ def test_device_whose_connection_breaks_is_out_of_plans_at_once_and_back_when_it
     run(scenario)
 
 
-def test_device_that_is_reached_over_a_new_connection_answers_again() -> None:
+def test_lease_counts_only_for_a_moment_after_its_connection_was_closed() -> None:
     async def scenario(agent: FakeAgent) -> None:
         async with agent.listening() as port:
             fleet = fleet_of(port)
             await fleet.__aenter__()
-            await until("the device is there", fleet.usable)
-            asked = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
-            await asyncio.sleep(0.1)
-        with pytest.raises(DeviceLost):
-            await asked
+            await until("the lease is there", fleet.leased)
+        closed = loop_time()
+        await until("the lease counts no longer", lambda: not fleet.leased(), seconds=5)
+        assert loop_time() - closed < CLOSED_LEASE_SECONDS
+        async with agent.listening(port):
+            await until("the lease counts again", fleet.leased, seconds=10)
+            await fleet.__aexit__()
+
+    run(scenario)
+
+
+def test_device_that_is_reached_over_a_new_connection_answers_again() -> None:
+    async def scenario(agent: FakeAgent) -> None:
+        fleet, port = await fleet_with_a_broken_connection(agent)
         assert not await fleet.answers_again("a")
         async with agent.listening(port):
             await until("the device is back", fleet.usable)
@@ -160,6 +171,21 @@ def test_calls_to_a_silent_device_end_once_it_is_dead() -> None:
             assert fleet.devices["a"].health == "dead"
             agent.silent = False
             await until("the device is back", fleet.usable)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("boot_id", "is_new"), [("b", False), ("an earlier one", True)])
+def test_device_that_an_earlier_run_has_watched_is_not_new_unless_it_was_restarted(boot_id: str, is_new: bool) -> None:
+    known = KnownSilence(boot_id=boot_id, public_key="0" * 40, host="127.0.0.1", seconds=0.55)
+
+    async def scenario(agent: FakeAgent) -> None:
+        async with agent.listening() as port, fleet_of(port, {"a": known}) as fleet:
+            await until("the device is there", fleet.usable)
+            began = loop_time()
+            agent.silent = True
+            await until("its loss is noticed", lambda: fleet.devices["a"].health == "dead", seconds=10)
+            assert (loop_time() - began > 2.0) is is_new
 
     run(scenario)
 
@@ -274,7 +300,62 @@ def test_key_that_was_revoked_before_its_agent_answered_is_not_tried_again(monke
             await until("the device's key to be tried", lambda: connection.client.server_key == AGENT.public)
             admitted.clear()
             await fleet.drop_revoked()
+            (connection,) = fleet._connections.values()
             assert (connection.client.server_key, connection.server_keys) == (home.public, [home.public])
+
+    run(scenario)
+
+
+async def fleet_that_admits(admitted: list[str], port: int) -> Fleet:
+    """A fleet with a device at a static address, which is there, that admits these device keys. The caller ends it."""
+    fleet = Fleet(
+        Access(COORDINATOR, new_keypair().public), "test", static_devices=f"127.0.0.1:{port}", browse=False,
+        device_keys=lambda: admitted,
+    )  # fmt: skip
+    await fleet.__aenter__()
+    await until("the device is there", fleet.usable)
+    return fleet
+
+
+@pytest.mark.parametrize("is_revoked", [True, False])
+def test_device_at_a_static_address_comes_back_with_a_key_that_is_admitted_later(
+    is_revoked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "_HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(fleet_module, "_RETRY_SECONDS", 0.01)
+    first, second = new_keypair(), new_keypair()
+    admitted = [first.public]
+
+    async def scenario(agent: FakeAgent) -> None:
+        async with agent.listening(keypair=first) as port:
+            fleet = await fleet_that_admits(admitted, port)
+            if is_revoked:
+                admitted.clear()
+                await fleet.drop_revoked()
+                assert (fleet.usable(), fleet.devices["a"].reason) == ([], "its key was revoked")
+            admitted.append(second.public)
+            fleet.key_admitted(second.public)
+        await until("the device is lost", lambda: not fleet.usable())
+        async with agent.listening(port, second):
+            await until("the device is back", fleet.usable)
+            await fleet.__aexit__()
+
+    run(scenario)
+
+
+def test_key_that_is_revoked_while_the_leases_are_released_leaves_no_connection() -> None:
+    admitted = [AGENT.public]
+
+    async def scenario(agent: FakeAgent) -> None:
+        async with agent.listening() as port:
+            fleet = await fleet_that_admits(admitted, port)
+            agent.silent = True
+            ending = asyncio.create_task(fleet.__aexit__())
+            await asyncio.sleep(0.05)
+            admitted.clear()
+            await fleet.drop_revoked()
+            await ending
+        assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("the connection to")]
 
     run(scenario)
 

@@ -83,7 +83,7 @@ def test_leader_that_hears_of_a_later_term_computes_no_more() -> None:
 
 def test_change_of_voters_needs_a_majority_of_the_previous_and_of_the_new_ones() -> None:
     quorum = leader_of("abc", "a").change("ad", "a")
-    assert quorum.change("abcd", "a") is quorum  # one change at a time
+    assert quorum.change("ad", "a") is quorum
     assert quorum.current is not None
     number = quorum.current.number
     quorum = quorum.stored("a", number).stored("d", number)
@@ -99,6 +99,30 @@ def test_change_of_voters_needs_a_majority_of_the_previous_and_of_the_new_ones()
     )
     assert quorum.may_compute("a")
     assert stored_by_all(quorum, "ad").change("ad", "a") == stored_by_all(quorum, "ad")
+
+
+def test_change_that_a_voter_can_no_longer_store_is_replaced() -> None:
+    quorum = leader_of("abc", "c").change("ac", "c")  # b is lost; then c is revoked, and b comes back
+    assert not stored_by_all(quorum, "ab").may_compute("ab")
+    replaced = quorum.change("ab", "a")
+    assert replaced.current is not None
+    assert replaced.current.previous_voters == ("a", "b", "c")
+    assert not replaced.may_compute("a")  # which is a majority of the new voters only
+    replaced = stored_by_all(replaced, "ab")
+    assert replaced.current is not None
+    assert (replaced.current.voters, replaced.current.previous_voters) == (("a", "b"), ())
+    assert replaced.may_compute("ab")
+
+
+def test_change_that_was_taken_over_is_not_replaced() -> None:
+    """Its end may be in use: the one who began it would compute with c and d, the other one with a and b."""
+    joint = leader_of("abc", "a").change("acd", "c").current
+    taken = Quorum("s", joint, voting=frozenset("abcd")).take_over("ac")
+    assert taken is not None
+    assert taken.change("ab", "a") is taken
+    taken = stored_by_all(taken, "ac")
+    assert taken.current is not None
+    assert (taken.current.voters, taken.current.previous_voters) == (("a", "c", "d"), ())
 
 
 def test_all_devices_but_one_may_be_lost_one_after_the_other() -> None:

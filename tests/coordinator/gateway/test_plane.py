@@ -135,6 +135,15 @@ def test_flood_of_messages_that_are_no_requests_ends_its_connection() -> None:
     assert [type(action) for actions in floods for action in actions] == [Disconnect]
 
 
+def test_flood_of_cancellations_of_nothing_ends_its_connection() -> None:
+    plane = Plane()
+    cancel = encode(Cancel(request=request_id(1)))
+    assert plane.ask(number=2, body=cancel) == []  # its request was answered meanwhile
+    floods = [plane.ask(number=number, body=cancel) for number in range(3, 5000)]
+    assert [type(action) for actions in floods for action in actions] == [Disconnect]
+    assert plane.refused == []
+
+
 @pytest.mark.parametrize(
     ("key", "body", "expected"),
     [

@@ -89,7 +89,9 @@ def test_device_with_a_small_disk_gets_less_and_a_note_says_so() -> None:
 def test_device_without_room_is_left_out() -> None:
     planned = plan_transformer(transformer_request(BERT, "auto", (None, 0, None)))
     assert {device.name for device in planned.plan.devices} <= {"device0", "device2"}
-    assert all(note.endswith(": it gets none") for note in planned.notes)
+    (note,) = planned.notes
+    assert note.startswith("the store of device1 has room for 0 B of the ")
+    assert note.endswith(": it gets none")
 
 
 def test_model_that_fits_on_no_disks_is_refused_with_the_room_of_each() -> None:

@@ -106,6 +106,18 @@ async def until_prepared(home: ServedController) -> None:
     await home.until(lambda: home.controller.redundancy.startswith("yes, any one device"))
 
 
+@asynccontextmanager
+async def prepared_home(
+    kind: str, folder: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Case, ServedController]]:
+    """A home of three devices with a plan for the loss of each of them."""
+    prepare_at_once(monkeypatch)
+    case = Case(kind, folder, graph, "abc")
+    async with serving(monkeypatch, case.fleet, folder / "state", case.goal) as home:
+        await until_prepared(home)
+        yield case, home
+
+
 # ---- fatal and temporary errors -------------------------------------------------------------------------------------
 
 
@@ -435,6 +447,35 @@ def test_new_device_joins_a_graph_without_failing_requests(
     asyncio.run(main())
 
 
+def test_requests_run_while_the_links_of_a_new_device_are_measured(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case = Case("graph", tmp_path, graph)
+        new_device = case.fleet.devices.pop("b")
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            profiler = home.tools.profiler
+            measure, begun, released = profiler.measure_links, asyncio.Event(), asyncio.Event()
+
+            async def measure_slowly(devices: Sequence[Any]) -> Any:
+                if len(devices) > 1:
+                    begun.set()
+                    await released.wait()
+                return await measure(devices)
+
+            monkeypatch.setattr(profiler, "measure_links", measure_slowly)
+            case.fleet.devices["b"] = new_device
+            await home.wait_for_replanner()
+            home.now += REPLAN_SECONDS + MIN_PRESENCE_SECONDS
+            await asyncio.wait_for(begun.wait(), 10)
+            await case.ask(home, timeout_seconds=3.0)
+            assert home.names() == "a"
+            released.set()
+            await home.until(lambda: home.ready and home.names() == "ab")
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_that_survive_a_loss_go_on_in_the_next_plan(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
@@ -499,13 +540,9 @@ def test_workers_that_survive_a_loss_during_a_repair_go_on_in_the_plan_after_it(
 def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare_at_once(monkeypatch)
-
     async def main() -> None:
-        case = Case(kind, tmp_path, graph, "abc")
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
             lost = home.plan.devices[-1].name
-            await until_prepared(home)
             assert home.count_lines("planned by") == (kind == "graph")  # not for the plans made ahead
             already = len(case.fleet.asked)
             home.kill(lost)
@@ -523,13 +560,9 @@ def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
 def test_plan_that_was_made_ahead_for_one_end_of_a_link_is_deployed_at_once_when_the_link_is_cut(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare_at_once(monkeypatch)
-
     async def main() -> None:
-        case = Case(kind, tmp_path, graph, "abc")
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
             one, other = home.plan.devices[0].name, home.plan.devices[1].name
-            await until_prepared(home)
             home.tools.profiler.link_is_cut(one, other)
             home.controller.lose_deployment(LinkLost(device=one, peer=other, reason="they cannot connect"))
             await home.until(lambda: home.ready and not {one, other} <= set(home.names()))
@@ -576,13 +609,16 @@ def test_chunks_that_were_sent_ahead_are_read_into_memory_ahead(
         case = Case("transformer", tmp_path, graph, "abc")
         async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
             await home.until(lambda: "; spare weights: " in home.controller.redundancy)
+            assert all(each.is_prepared for each in home.controller.losses)
+            assert all(each.spare_bytes > 0 and each.missing_bytes == 0 for each in home.controller.losses)
 
             def read_ahead() -> list[tuple[str, tuple[str, ...]]]:
                 asked = [(device, each) for device, each in case.fleet.asked if isinstance(each, FindMissing)]
-                assert all(each.needs_torch is each.read_ahead for _, each in asked)
+                assert all((each.prepare_worker is not None) is each.read_ahead for _, each in asked)
                 return [(device, each.hashes) for device, each in asked if each.read_ahead]
 
             first = read_ahead()
+            assert first
             for device, hashes in first:
                 assert not set(hashes) & set(case.fleet.loads[device].parts.hashes)
                 assert set(hashes) <= case.fleet.stored[device]
@@ -656,12 +692,8 @@ def test_plans_are_made_ahead_while_requests_never_stop(
 def test_worker_that_died_starts_again_in_the_same_plan_and_the_second_one_is_left_out(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare_at_once(monkeypatch)
-
     async def main() -> None:
-        case = Case(kind, tmp_path, graph, "abc")
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            await until_prepared(home)
+        async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
             plan, ahead = home.plan, home.controller._preparer.preparation
             victim = plan.devices[-1].name
             case.fleet.failures = [WorkerDied(device=victim, reason="killed")]
@@ -698,12 +730,8 @@ def test_log_says_why_no_plan_made_ahead_was_used(
 def test_chunks_that_were_sent_ahead_and_evicted_are_sent_again(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare_at_once(monkeypatch)
-
     async def main() -> None:
-        case = Case("transformer", tmp_path, graph, "abc")
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            await until_prepared(home)
+        async with prepared_home("transformer", tmp_path, graph, monkeypatch) as (case, home):
             already, working = len(case.fleet.asked), case.fleet.call
 
             async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:

@@ -64,9 +64,9 @@ def test_cancellation_is_not_lost_when_a_call_fails_at_the_same_moment(num_turns
         event.set()
         for _ in range(num_turns):  # of the loop, since the failure
             await asyncio.sleep(0)
-        if working.cancel():
-            await asyncio.wait({working})
-            assert working.cancelled()
+        assert working.cancel()
+        await asyncio.wait({working})
+        assert working.cancelled()
 
     asyncio.run(main())
 

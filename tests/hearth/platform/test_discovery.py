@@ -138,9 +138,10 @@ def test_service_that_cannot_be_announced_in_time_is_announced_later(monkeypatch
 
         async def async_register_service(self, info: Any, **_: Any) -> asyncio.Future[None]:
             announced.append(info.name)
+            if len(announced) == 1:
+                await asyncio.Event().wait()
             done = asyncio.get_running_loop().create_future()
-            if len(announced) > 1:
-                done.set_result(None)
+            done.set_result(None)
             return done
 
         async def async_close(self) -> None:

@@ -15,13 +15,12 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from support.contexts import zmq_context
+from support.servers import rpc_server
 from zmq.auth.base import Authenticator
 
 from hearth.errors import BadKey, HearthError, KeyExists, KeyMissing, NotAuthorised, Unreachable, WrongKey
 from hearth.platform import curve
-from hearth.platform.authenticators import asyncio_gatekeeper
 from hearth.platform.curve import KeyPair, fingerprint, new_keypair, secure_server
-from hearth.platform.gatekeeper import Gatekeeper
 from hearth.platform.security import (
     Access,
     AppKey,
@@ -41,7 +40,7 @@ from hearth.platform.security import (
     save_credential,
 )
 from hearth.wire.messages import Done, GetReadiness
-from hearth.wire.rpc import Caller, RpcClient, RpcServer
+from hearth.wire.rpc import Caller, RpcClient
 
 HOME = new_home_key()
 
@@ -93,6 +92,23 @@ def test_typing_errors_are_detected(data: st.DataObject) -> None:
 def test_malformed_text_raises_bad_key(text: str) -> None:
     with pytest.raises(BadKey):
         parse_credential(text, "test")
+
+
+@pytest.mark.parametrize("credential", list(credentials()), ids=lambda c: c.kind)
+def test_key_file_that_was_cut_short_or_overwritten_is_named(credential: Credential, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    save_credential(path, credential)
+    whole = path.read_bytes().rstrip()
+    cut = [whole[:length] for length in range(len(whole))]
+    for content in (*cut, bytes(len(whole)), whole[:-9] + bytes(9), b"\xff\xfe" + whole, whole + b"x"):
+        path.write_bytes(content)
+        with pytest.raises(BadKey, match=str(path)) as error:
+            load_credential(path)
+        assert whole[30:50].decode() not in str(error.value)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(BadKey, match="cannot be read"):
+        load_credential(path)
 
 
 def test_missing_key_error_names_the_command(tmp_path: Path) -> None:
@@ -152,25 +168,20 @@ class Guarded:
 async def guarded() -> Any:
     """The server, and a function that makes clients; all are closed at the end."""
     guard, clients = Guarded(), list[RpcClient]()
-    with zmq_context() as context, zmq_context() as clients_context:
-        gatekeeper: Gatekeeper = asyncio_gatekeeper(context)
-        gatekeeper.admit("test", lambda key: key in guard.admitted)
-        gatekeeper.start()
-        server = RpcServer(context, "127.0.0.1", 0, guard.keys, "test", guard.handle)
-        guard.port = server.port
+    with zmq_context() as clients_context:
 
         def client(own: KeyPair, server_public: str | None = None) -> RpcClient:
             access = Access(own, server_public or guard.keys.public)
-            clients.append(RpcClient(clients_context, f"tcp://127.0.0.1:{server.port}", access, "test"))
+            clients.append(RpcClient(clients_context, f"tcp://127.0.0.1:{guard.port}", access, "test"))
             return clients[-1]
 
-        try:
-            yield guard, client
-        finally:
-            for each in clients:
-                await each.close()
-            await server.close()
-            gatekeeper.stop()
+        async with rpc_server(guard.keys, guard.handle, admits=lambda key: key in guard.admitted) as server:
+            guard.port = server.port
+            try:
+                yield guard, client
+            finally:
+                for each in clients:
+                    await each.close()
 
 
 def test_admitted_key_gets_through_and_is_identified() -> None:
@@ -185,7 +196,7 @@ def test_admitted_key_gets_through_and_is_identified() -> None:
             assert isinstance(wrong_server.value, WrongKey | Unreachable)
             assert guard.received == []
             await client(known_key).call(GetReadiness(), timeout_seconds=30)
-            assert guard.received == [Caller(known_key.public)]
+            assert [caller.public_key for caller in guard.received] == [known_key.public]
 
     asyncio.run(scenario())
 

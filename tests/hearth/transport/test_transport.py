@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from support.waiting import wait_for
 from hearth.errors import PortInUse
 from hearth.platform.curve import KeyPair, new_keypair, secure_client
 from hearth.transport.base import Transport
-from hearth.transport.recent import MAX_BYTES, MAX_SECONDS, RecentMessages
+from hearth.transport.recent import MAX_BYTES, MAX_LARGE_BYTES, MAX_SECONDS, LargeMessages, RecentMessages
 from hearth.transport.sockets import MAX_FRAMES, SocketTransport
 from hearth.wire.messages import Peer
 
@@ -177,10 +178,13 @@ def test_memory_transport_limits_rate_and_can_be_cut() -> None:
 
 
 @contextmanager
-def proxied(encrypted: bool) -> Iterator[tuple[SocketTransport, SocketTransport, TcpProxy]]:
+def proxied(
+    encrypted: bool, copied_bytes: int | None = None
+) -> Iterator[tuple[SocketTransport, SocketTransport, TcpProxy]]:
     """A sender (rank 1), a receiver (rank 0), and the proxy between them."""
     receiver, sender = (
-        SocketTransport(rank, 2, "127.0.0.1", (0, 0), new_keypair() if encrypted else None) for rank in range(2)
+        SocketTransport(rank, 2, "127.0.0.1", (0, 0), new_keypair() if encrypted else None, copied_bytes)
+        for rank in range(2)
     )
     proxy = TcpProxy(receiver.port)
     try:
@@ -216,6 +220,37 @@ def test_messages_lost_with_a_connection_are_sent_again_at_once(encrypted: bool)
         received = receiver.receive(10)
         assert received is not None
         assert bytes(received.frames[0]) == b"later"
+
+
+@pytest.mark.parametrize("copied_bytes", [None, 1000])
+def test_large_message_that_is_lost_with_a_connection_is_sent_again_at_once(copied_bytes: int | None) -> None:
+    content = random.randbytes(3 * MAX_BYTES)
+    with proxied(True, copied_bytes) as (sender, receiver, proxy):
+        proxy.swallow()
+        sender.send(0, [b"large", content])
+        assert receiver.receive(0.2) is None
+        began = time.monotonic()
+        proxy.reset()
+        while (received := receiver.receive(1)) is None or bytes(received.frames[0]) != b"large":
+            assert time.monotonic() - began < 5
+        assert bytes(received.frames[1]) == content
+        assert time.monotonic() - began < 2  # the proxy passes on some hundred MB/s
+
+
+def test_large_messages_are_kept_until_they_must_have_arrived() -> None:
+    size = MAX_LARGE_BYTES // 2
+    large = LargeMessages(bytes_per_second=size)  # each takes a second
+    for name, now in ((b"a", 0.0), (b"b", 0.5), (b"c", 1.0)):
+        large.add([name, memoryview(bytes(size - 1))], now)
+    assert [frames[0] for frames in large.take_lost(0.75)] == [b"b"]  # the first is too much, the last was sent later
+    assert [frames[0] for frames in large.take_lost(5.4)] == [b"c"]  # 3 s after the first, at the measured rate
+    assert large.take_lost(5.4) == []
+    large.add([b"d", bytes(4 * MAX_LARGE_BYTES)], 10.0)
+    large.free(10.0 + MAX_SECONDS)
+    assert [frames[0] for frames in large.take_lost(10.0 + MAX_SECONDS)] == [b"d"]  # the newest, whatever its size
+    large.add([b"e", bytes(size)], 100.0)
+    large.free(103.0)
+    assert large.take_lost(101.0) == []
 
 
 def test_background_messages_leave_room_for_those_of_steps_that_are_sent_again() -> None:

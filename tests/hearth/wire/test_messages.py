@@ -264,12 +264,12 @@ def test_every_error_can_be_sent_whatever_its_fields_hold(value: Any) -> None:
 @pytest.mark.parametrize("error_type", ERROR_TYPES.values(), ids=lambda e: e.__name__)
 def test_errors_round_trip_with_their_hints(error_type: type[HearthError]) -> None:
     samples = {"int": 3, "float": 1.5, "str": "x"}
-    required = [field for field in dataclasses.fields(error_type) if field.default is dataclasses.MISSING]
-    error = error_type(**{field.name: samples[str(field.type)] for field in required})
+    error = error_type(**{field.name: samples[str(field.type)] for field in dataclasses.fields(error_type)})
     received = decode(encode(Failed.of(error)))
     assert isinstance(received, Failed)
     again = received.error()
     assert type(again) is error_type
+    assert again.details() == error.details()
     assert str(again) == str(error)
     assert error.next_step() != HearthError.advice
     assert errors.__dict__[error_type.__name__] is error_type

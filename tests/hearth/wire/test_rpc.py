@@ -17,6 +17,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from support.contexts import zmq_context
+from support.servers import rpc_server
 from support.waiting import until
 
 from hearth.errors import (
@@ -34,7 +35,6 @@ from hearth.errors import (
     Unreachable,
 )
 from hearth.platform.asyncio_tools import cancel_all
-from hearth.platform.authenticators import asyncio_gatekeeper
 from hearth.platform.curve import new_keypair, secure_client
 from hearth.platform.file_limit import raise_file_limit
 from hearth.platform.security import Access
@@ -103,26 +103,20 @@ async def echo(caller: Caller, message: Message, payload: Sequence[Any]) -> Resp
 
 @asynccontextmanager
 async def pair(port: int = 0, sndhwm: int = 1000, policy: Policy = ACCEPT_ALL) -> Any:
-    with zmq_context() as context, zmq_context() as client_context:
-        context.setsockopt(zmq.SNDHWM, sndhwm)  # of the server's sockets
-        gatekeeper = asyncio_gatekeeper(context)
-        gatekeeper.admit("test", lambda key: key == CLIENT.public)
-        gatekeeper.start()
-        server = RpcServer(context, "127.0.0.1", port, SERVER, "test", echo, policy=policy)
-        client = RpcClient(client_context, f"tcp://127.0.0.1:{server.port}", Access(CLIENT, SERVER.public), "test")
-        try:
-            yield server, client, client_context
-        finally:
-            await client.close()
-            await server.close()
-            await gatekeeper.close()
+    with zmq_context() as client_context:
+        async with rpc_server(SERVER, echo, port, lambda key: key == CLIENT.public, policy, sndhwm) as server:
+            client = RpcClient(client_context, f"tcp://127.0.0.1:{server.port}", Access(CLIENT, SERVER.public), "test")
+            try:
+                yield server, client, client_context
+            finally:
+                await client.close()
 
 
 def raw_client(context: zmq.asyncio.Context, endpoint: str, rcvhwm: int = 1000) -> zmq.asyncio.Socket:
     """A socket without the client's logic: tests send and receive frames themselves."""
     socket = context.socket(zmq.DEALER)
-    socket.rcvhwm = rcvhwm
     secure_client(socket, CLIENT, SERVER.public)
+    socket.rcvhwm = rcvhwm
     socket.connect(endpoint)
     return socket
 
@@ -172,6 +166,27 @@ def test_every_call_has_a_deadline() -> None:
         with pytest.raises(DeadlineExceeded):
             await client.call(ListDevices(), timeout_seconds=0.2)
         assert await client.call(Done(), timeout_seconds=30)
+
+    run(scenario)
+
+
+def test_server_knows_whether_the_connection_of_a_request_is_open() -> None:
+    callers: list[Caller] = []
+
+    async def note(caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
+        callers.append(caller)
+        return Done()
+
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        server._handler = note
+        other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other")
+        for each in (client, other):
+            await each.call(Done(), timeout_seconds=30)
+        assert all(caller.is_connected() for caller in callers)
+        await other.close()
+        await until("the end of the connection", lambda: not callers[1].is_connected())
+        assert callers[0].is_connected()
+        await client.call(Done(), timeout_seconds=30)
 
     run(scenario)
 
@@ -267,6 +282,24 @@ def test_flood_of_messages_leaves_time_for_other_tasks() -> None:
             turns += 1
             await asyncio.sleep(0)
         assert turns > num_messages / 2
+        raw.close()
+
+    run(scenario)
+
+
+def test_flood_of_refused_messages_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hearth.wire.quota._REFUSAL_BURST", 20.0)
+    monkeypatch.setattr("hearth.wire.quota._REFUSALS_PER_SECOND", 0.1)
+
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        await client.call(Done(), timeout_seconds=30)
+        raw = raw_client(context, client.endpoint)
+        monitor = raw.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        for body in (b"\xc1", b"") * 15:
+            await raw.send_multipart([b"short" if not body else bytes(8), body])
+        assert await monitor.poll(10_000)
+        assert await client.call(Done(), timeout_seconds=30)
+        raw.disable_monitor()
         raw.close()
 
     run(scenario)
@@ -560,7 +593,7 @@ def test_stopped_server_is_noticed_sooner_by_a_client_that_can_go_elsewhere() ->
     code = """
 import asyncio, sys, zmq.asyncio
 from hearth.platform.asyncio_tools import cancel_all
-from hearth.platform.authenticators import asyncio_gatekeeper
+from hearth.platform.authenticators import LoopGatekeeper
 from hearth.platform.curve import KeyPair
 from hearth.wire.messages import Done
 from hearth.wire.rpc import RpcServer
@@ -571,7 +604,7 @@ async def handle(caller, message, payload):
 
 async def main():
     context = zmq.asyncio.Context()
-    gatekeeper = asyncio_gatekeeper(context)
+    gatekeeper = LoopGatekeeper(context)
     gatekeeper.admit("d", lambda key: True)
     gatekeeper.start()
     print(RpcServer(context, "127.0.0.1", 0, KeyPair(*sys.argv[1:]), "d", handle).port, flush=True)

@@ -15,13 +15,12 @@ from typing import Any
 import msgpack
 import pytest
 import zmq.asyncio
-from support.contexts import zmq_context
 from support.messages import EXAMPLES
+from support.servers import DOMAIN, guarded_context
 from support.waiting import until
 
 from coordinator.devices.fleet import Fleet
 from hearth.errors import PortInUse, ProtocolMismatch
-from hearth.platform.authenticators import asyncio_gatekeeper
 from hearth.platform.curve import new_keypair, secure_client, secure_server
 from hearth.platform.security import Access
 from hearth.protocol import PROTOCOL_VERSION
@@ -50,23 +49,15 @@ async def agent(caller: Caller, message: Message, payload: Sequence[Any]) -> Res
     return TELEMETRY if isinstance(message, GetTelemetry) else Done()
 
 
-@asynccontextmanager
-async def secured() -> AsyncIterator[zmq.asyncio.Context]:
-    with zmq_context() as context:
-        gatekeeper = asyncio_gatekeeper(context)
-        gatekeeper.admit("test", lambda key: key == CLIENT.public)
-        gatekeeper.start()
-        try:
-            yield context
-        finally:
-            gatekeeper.stop()
+def admits(public_key: str) -> bool:
+    return public_key == CLIENT.public
 
 
 @asynccontextmanager
 async def version_1(context: zmq.asyncio.Context, answer: bytes) -> AsyncIterator[int]:
     """A version 1 server that gives one answer to every request. Yields its port."""
     socket = context.socket(zmq.ROUTER)
-    secure_server(socket, SERVER, "test")
+    secure_server(socket, SERVER, DOMAIN)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
 
     async def serve() -> None:
@@ -87,8 +78,8 @@ def test_v1_client_gets_the_version_error_for_every_request() -> None:
     """With and without a hello: ZeroMQ reconnects the client to a server that has been upgraded meanwhile."""
 
     async def main() -> None:
-        async with secured() as context:
-            server = RpcServer(context, "127.0.0.1", 0, SERVER, "test", agent)
+        async with guarded_context(admits) as context:
+            server = RpcServer(context, "127.0.0.1", 0, SERVER, DOMAIN, agent)
             socket = context.socket(zmq.DEALER)
             secure_client(socket, CLIENT, SERVER.public)
             socket.connect(f"tcp://127.0.0.1:{server.port}")
@@ -110,7 +101,7 @@ def test_v1_client_gets_the_version_error_for_every_request() -> None:
 @pytest.mark.parametrize("answer", [REFUSAL_1, *(bytes.fromhex(VERSION_1[tag]) for tag in ("agent_welcome", "done"))])
 def test_v1_server_error_names_both_versions(answer: bytes) -> None:
     async def main() -> None:
-        async with secured() as context, version_1(context, answer) as port:
+        async with guarded_context(admits) as context, version_1(context, answer) as port:
             client = RpcClient(context, f"tcp://127.0.0.1:{port}", Access(CLIENT, SERVER.public), "client")
             with pytest.raises(ProtocolMismatch) as error:
                 await client.hello(AgentWelcome, timeout_seconds=30)
@@ -122,7 +113,10 @@ def test_v1_server_error_names_both_versions(answer: bytes) -> None:
 
 def test_server_downgraded_to_v1_raises_the_version_error() -> None:
     async def main() -> None:
-        async with secured() as context, version_1(context, bytes.fromhex(VERSION_1["agent_state"])) as port:
+        async with (
+            guarded_context(admits) as context,
+            version_1(context, bytes.fromhex(VERSION_1["agent_state"])) as port,
+        ):
             client = RpcClient(context, f"tcp://127.0.0.1:{port}", Access(CLIENT, SERVER.public), "client")
             with pytest.raises(ProtocolMismatch):
                 await client.call(Done(), timeout_seconds=30)
@@ -133,7 +127,7 @@ def test_server_downgraded_to_v1_raises_the_version_error() -> None:
 
 def test_v1_agent_is_refused_until_upgraded() -> None:
     async def main() -> None:
-        async with secured() as context, AsyncExitStack() as before:
+        async with guarded_context(admits) as context, AsyncExitStack() as before:
             port = await before.enter_async_context(version_1(context, REFUSAL_1))
             address = f"127.0.0.1:{port}"
             async with Fleet(Access(CLIENT, SERVER.public), None, static_devices=address, browse=False) as fleet:
@@ -148,7 +142,7 @@ def test_v1_agent_is_refused_until_upgraded() -> None:
                 def upgraded() -> bool:
                     """libzmq releases the port some time after the socket was closed."""
                     with suppress(PortInUse):
-                        servers.append(RpcServer(context, "127.0.0.1", port, SERVER, "test", agent))
+                        servers.append(RpcServer(context, "127.0.0.1", port, SERVER, DOMAIN, agent))
                     return bool(servers)
 
                 await until("the port", upgraded)

@@ -113,6 +113,11 @@ class Communicator(DataPlane[Callable[[], None]]):
 
     # ---- the step, from the compute thread ------------------------------------------------------------------------
 
+    @property
+    def step(self) -> int:
+        """The number of the step that began last."""
+        return self._step
+
     def allow_steps_ahead(self, num_steps: int) -> None:
         """Keep the tiles of up to `num_steps` future steps: as many as peers can be ahead."""
         self._steps_ahead = max(num_steps, STEPS_AHEAD)

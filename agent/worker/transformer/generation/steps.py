@@ -41,6 +41,9 @@ from hearth.wire.messages import SequenceRows, StepOrder, decode, encode
 log = logging.getLogger("hearth.worker")
 
 LEADER_RANK = 0  # the rank that schedules the steps
+# Orders without rows, after which rank 0 waits for nobody: a rank may be that many behind. They free sequences, of which a plan
+# has some dozens.
+_MAX_ORDERS_BEHIND = 64
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ class StepExecutor:
         self.peer_timeout_seconds = plan.peer_timeout_seconds(plan.body.seq_len)
         self._last_rank = plan.num_ranks - 1
         self._is_pipeline = plan.body.num_stages > 1
-        communicator.allow_steps_ahead(plan.body.max_steps_in_flight + plan.body.micro_batches)
+        self._confirming = _ranks_without_share(plan)
+        communicator.allow_steps_ahead(plan.body.max_steps_in_flight + plan.body.micro_batches + _MAX_ORDERS_BEHIND)
 
     @property
     def num_sequences(self) -> int:
@@ -161,11 +165,16 @@ class StepExecutor:
             if self._is_pipeline:
                 self._return_rows(self._collectives(1), None)
             return {}
+        if self._rank in self._confirming:
+            self._collectives(1).send_rows(LEADER_RANK, 0, Phase.STEP_DONE, self._done_marker())
         self._add_sequences(order)
         for rows in order.rows:
             self._add_rows(rows)
         with torch.inference_mode():
             tokens = self._run(order)
+        if self._rank == LEADER_RANK:
+            for rank in self._confirming:
+                self._collectives(1).receive_rows(0, Phase.STEP_DONE, rank, self._done_marker())
         for rows in order.rows:
             self._caches[rows.sequence].advance()
         self._exchange.send_copies(self._caches)
@@ -344,6 +353,12 @@ class StepExecutor:
     def _answer_index(cache: SequenceCache) -> int:
         """Number of tokens of the answer that were generated before."""
         return cache.first_index + len(cache.tokens) - cache.num_prompt_tokens
+
+
+def _ranks_without_share(plan: TransformerPlan) -> tuple[int, ...]:
+    """The ranks other than 0 that have no heads and no columns."""
+    shares = enumerate(zip(plan.body.heads, plan.body.columns, strict=True))
+    return tuple(rank for rank, share in shares if rank != LEADER_RANK and not any(share))
 
 
 def _sampled_sequences(order: StepOrder) -> tuple[int, ...]:

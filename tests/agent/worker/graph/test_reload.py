@@ -16,6 +16,7 @@ from support.runtimes import RuntimeHome
 
 from agent.daemon.store import ShardStore
 from agent.worker.graph.schedule import routes_for
+from agent.worker.loading import LoadGivenUp
 from hearth.plan.plan import GraphPlan
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import Message, Run, RunDone, SegmentParts
@@ -82,7 +83,13 @@ def test_segments_that_both_plans_have_are_not_read_again(tmp_path: Path) -> Non
         put = put_into(ShardStore(tmp_path / "elsewhere", 1 << 30, "another device"))
         for chunk in store.path.glob("??/*"):
             chunk.unlink()
-        after = infer(home, deploy((1, 0), 2, (NAMES[1], NAMES[0])), feeds)  # the ranks change, the segments stay
+        whole = plan_of(model, [(0, cut) for cut in cuts]).with_epoch(2)
+        files = segment_files(model, whole, 0, put)
+        for name in NAMES[:2]:  # the load of another plan is given up: the segments that the process has stay
+            with pytest.raises(LoadGivenUp):
+                home.processes[name].load(whole, 0, SegmentParts(files=files), bytes(16), lambda: True)
+        after = infer(home, deploy((1, 0), 3, (NAMES[1], NAMES[0])), feeds)  # the ranks change, the segments stay
+        assert after.keys() == before.keys() != set()
         for name, array in after.items():
             np.testing.assert_array_equal(array, before[name])
     finally:

@@ -179,16 +179,19 @@ def test_wire_format_may_differ_between_links(strategy: Any, bert: Path) -> None
     assert 0.9 < sent[1] / sent[2] < 1.1
 
 
-def test_bert_base_shape_with_random_weights(tmp_path: Path) -> None:
-    # BERT-base with fewer layers and a smaller vocabulary: 12 heads, hidden size 768.
-    config = transformers.BertConfig(vocab_size=3000, num_hidden_layers=4)
+@pytest.mark.parametrize("num_layers", [4, pytest.param(12, marks=pytest.mark.slow)])
+def test_bert_base_shape_with_random_weights(num_layers: int, tmp_path: Path) -> None:
+    # BERT-base with a smaller vocabulary: 12 heads, hidden size 768.
+    config = transformers.BertConfig(vocab_size=3000, num_hidden_layers=num_layers)
     model_dir = save_random_model(tmp_path / "model", config)
     for strategy in ("hmp", "megatron-tp"):
         check_full_shape(model_dir, strategy, (3, 2, 1), [101], tmp_path / strategy)
 
 
-def test_distilbert_shape_with_random_weights(tmp_path: Path) -> None:
-    model_dir = save_random_model(tmp_path / "model", transformers.DistilBertConfig(vocab_size=3000, n_layers=3))
+@pytest.mark.parametrize("num_layers", [3, pytest.param(6, marks=pytest.mark.slow)])
+def test_distilbert_shape_with_random_weights(num_layers: int, tmp_path: Path) -> None:
+    config = transformers.DistilBertConfig(vocab_size=3000, n_layers=num_layers)
+    model_dir = save_random_model(tmp_path / "model", config)
     check_full_shape(model_dir, "hmp", (2, 1), [64], tmp_path)
 
 

@@ -253,22 +253,6 @@ def test_generation_resumes_on_another_plan_with_equal_tokens(models: Any) -> No
     assert resumed == answers[0]
 
 
-def test_lost_stage_fails_running_and_later_requests(models: Any) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
-    with EngineCluster(model_dir, staged(spec, (2, 3))) as cluster:
-        home = GenerationCluster(cluster)
-        home.submit([5, 6, 7], 50)
-        for _ in range(3):
-            home.step()
-        cluster.communicators[0].abort(StepFailed(device="device1", reason="it is gone"))
-        with pytest.raises(StepFailed, match="it is gone"):
-            home.run()
-        assert home.leader.idle
-        with pytest.raises(StepFailed, match="it is gone"):
-            home.submit([5, 6, 7], 50)
-
-
 def test_silent_stage_times_out(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)

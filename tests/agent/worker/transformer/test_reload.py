@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.models import save_random_model, small_bert, small_decoder
+from support.models import endless_decoder, save_random_model, small_bert, small_decoder
 from support.plans import make_plan
 
 from agent.daemon.store import ShardStore
+from agent.worker.loading import LoadGivenUp
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import ChunkCorrupt, StepFailed
+from hearth.plan.chunks import LAYER_CHUNK_KINDS
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import ChunkRef, GenerateTokens, GenerationEnded, Run, Sampling, ShardParts, TokensGenerated
@@ -23,7 +26,9 @@ torch = pytest.importorskip("torch", reason="torch has no wheel for this Python 
 pytest.importorskip("transformers")
 
 from support.engines import EngineCluster, store_chunks  # noqa: E402 (needs torch)
-from support.runtimes import Answer, RuntimeHome  # noqa: E402
+from support.runtimes import Answer, RuntimeHome, RuntimeProcess  # noqa: E402
+
+from agent.worker.transformer.shard import HeldWeights, load_shard  # noqa: E402
 
 NAMES = ("kitchen", "attic", "cellar")
 PROMPT = [5, 9, 3, 40, 41, 7, 8, 2, 11]
@@ -128,6 +133,57 @@ def test_weights_that_are_read_again_are_hashed(bert: Deployed) -> None:
         bert.home.deploy(plan, NAMES[:1], bert.parts_of(plan))
 
 
+def after_calls(number: int) -> Callable[[], bool]:
+    """A function that returns True from this call on."""
+    calls = itertools.count(1)
+    return lambda: next(calls) >= number
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("num_chunks", [1, 9, 25])
+def test_process_goes_on_after_a_load_that_was_given_up(bert: Deployed, weights: str, num_chunks: int) -> None:
+    spec = read_spec(bert.model_dir).model_copy(update={"weights": weights})
+    process, other = (bert.home.processes.setdefault(name, RuntimeProcess(bert.store.path)) for name in NAMES[:2])
+    bert.chunks = store_chunks(bert.model_dir, spec, bert.store)
+    first = make_plan(spec, "local", (1,), epoch=1)
+    with pytest.raises(LoadGivenUp):  # before it has served anything
+        other.load(first, 0, bert.parts_of(first)[0], bytes(16), after_calls(num_chunks))
+    bert.deploy(make_plan(spec, "hmp", (1, 1, 1), epoch=2), NAMES)
+    bound = process.bound
+    replaced = make_plan(spec, "pipeline", (1, 2), epoch=3)
+    with pytest.raises(LoadGivenUp):
+        process.load(replaced, 1, bert.parts_of(replaced)[1], bytes(16), after_calls(num_chunks))
+    plan = make_plan(spec, "hmp", (2, 1), epoch=4)
+    bert.deploy(plan, NAMES[:2])
+    assert bound is not None
+    assert process.bound is not None
+    assert (process.bound.port, process.bound.public_key) == (bound.port, bound.public_key)
+    np.testing.assert_array_equal(bert.embed(PROMPT), fresh(bert, plan, PROMPT))
+
+
+def test_layers_that_a_given_up_load_has_read_are_not_read_again(bert: Deployed) -> None:
+    spec = read_spec(bert.model_dir)
+    plan = make_plan(spec, "local", (1,))
+    bert.chunks = store_chunks(bert.model_dir, spec, bert.store)
+    chunks = bert.parts_of(plan)[0].chunks
+    read: list[str] = []
+
+    def path_of(chunk: str) -> Path:
+        read.append(chunk)
+        return bert.store.path / chunk[:2] / chunk
+
+    held, cpu = HeldWeights(), torch.device("cpu")
+    with pytest.raises(LoadGivenUp):
+        load_shard(plan, 0, chunks, path_of, cpu, held, lambda: len(read) == len(chunks) - 2)
+    read.clear()
+    shard = load_shard(plan, 0, chunks, path_of, cpu, held)
+    of_last_layer = [
+        chunk for chunk in chunks if chunk.kind in LAYER_CHUNK_KINDS and chunk.layer == spec.num_layers - 1
+    ]
+    assert 2 < len(read) <= len(of_last_layer)
+    assert shard.num_bytes() == load_shard(plan, 0, chunks, path_of, cpu).num_bytes()
+
+
 def test_running_step_fails_when_the_plan_ends_and_old_tiles_do_not_disturb_the_next(bert: Deployed) -> None:
     spec = read_spec(bert.model_dir)
     bert.deploy(make_plan(spec, "hmp", (1, 1, 1)), NAMES)
@@ -149,7 +205,7 @@ def test_running_step_fails_when_the_plan_ends_and_old_tiles_do_not_disturb_the_
 
 
 def test_decoder_continues_its_tokens_in_the_next_plan(tmp_path: Path) -> None:
-    model_dir = save_random_model(tmp_path / "model", small_decoder("llama"), generates=True)
+    model_dir = save_random_model(tmp_path / "model", endless_decoder(), generates=True)
     deployed = Deployed(model_dir, tmp_path)
     spec = read_spec(model_dir)
 
@@ -166,7 +222,8 @@ def test_decoder_continues_its_tokens_in_the_next_plan(tmp_path: Path) -> None:
     try:
         deployed.deploy(make_plan(spec, "hmp", (1, 1), epoch=1), NAMES[:2])
         whole = generate(PROMPT, 8, 0)
-        first = generate(PROMPT, 3, 0) if len(whole) >= 3 else []
+        first = generate(PROMPT, 3, 0)
+        assert (len(whole), len(first)) == (8, 3)
         deployed.deploy(make_plan(spec, "pipeline", (1, 1), epoch=2), NAMES[1:])
         deployed.deploy(make_plan(spec, "hmp", (1, 1), epoch=3), ("cellar", "attic"))
         assert first + generate(PROMPT + first, 5, 3) == whole

@@ -1,4 +1,4 @@
-"""The table of devices."""
+"""Tables of devices, of plans, and of what is prepared for losses."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from rich.console import Console
 from support.devices import ready_device
+from support.plans import BERT_LARGE, make_plan
 
-from coordinator.cli.render.tables import device_table
-from hearth.wire.messages import AgentState, WorkerStatus
+from coordinator.cli.render.tables import device_table, loss_table, plan_tables
+from hearth.wire.messages import AgentState, PreparedLoss, WorkerStatus
 
 
 def test_workers_are_shown_with_step_silence_failure_and_stuck_processes() -> None:
@@ -30,3 +31,34 @@ def test_workers_are_shown_with_step_silence_failure_and_stuck_processes() -> No
         "the disk does not answer: 3",
     ):
         assert text in shown
+
+
+def test_losses_are_shown_with_what_is_stored_and_missing_and_their_pause() -> None:
+    losses = (
+        PreparedLoss(device="kitchen", is_prepared=True, spare_bytes=40 << 20, pause_seconds=0.94),
+        PreparedLoss(device="attic", is_prepared=False, spare_bytes=30 << 20, missing_bytes=12 << 20),
+        PreparedLoss(device="cellar", is_prepared=False),
+        PreparedLoss(device="garage", is_prepared=False, reason="the model does not fit"),
+    )
+    console = Console(width=80, record=True)
+    console.print(loss_table(losses))
+    rows = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
+    assert rows[2:] == [
+        "kitchen yes 40.0 MiB 0 B 0.9 s",
+        "attic not yet 30.0 MiB 12.0 MiB -",
+        "cellar not yet - - -",
+        "garage no - - -",
+    ]
+
+
+def test_names_of_devices_are_not_broken_in_a_table_of_memory_at_80_columns() -> None:
+    plan = make_plan(BERT_LARGE, "hmp", (1, 1))
+    devices = tuple(
+        each.model_copy(update={"name": name}) for each, name in zip(plan.devices, ("kitchen", "attic-2"), strict=True)
+    )
+    console = Console(width=80, record=True)
+    console.print(
+        *plan_tables(plan.model_copy(update={"devices": devices}), {devices[0].device_id: 500 << 20}), sep="\n"
+    )
+    memory = console.export_text().partition("Bytes on each device")[2]
+    assert all(name in memory for name in ("kitchen", "attic-2", "peak so far", "500 MiB"))

@@ -53,7 +53,7 @@ def shares_by_device(plan: TransformerPlan) -> dict[str, int]:
     return {device.device_id: plan.body.heads[rank] for rank, device in enumerate(plan.devices)}
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", ["hmp", "pipeline", "sp"])
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_after_a_loss_devices_load_no_more_than_without_the_new_order_and_the_plan_is_about_as_fast(

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -346,10 +346,10 @@ time.sleep(60)
 """
 
 
-def test_message_of_many_large_frames_costs_at_most_the_gateway(
+def test_message_of_many_large_frames_costs_its_connection_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30 frames of 60 MiB: the coordinator gets none of them, and clients go on with this gateway or the next one."""
+    """30 frames of 60 MiB: the coordinator gets none of them, and clients go on with the same gateway."""
     monkeypatch.setattr("coordinator.serve.clients.client_port._SPARE_BYTES", -512 << 20)  # then the limit is 256 MiB
 
     async def scenario(home: Home) -> None:
@@ -361,12 +361,33 @@ def test_message_of_many_large_frames_costs_at_most_the_gateway(
         try:
             await until(lambda: home.port.gateway_pid != first or memory_bytes(first, "VmHWM") > 200 << 20)
             await until(lambda: home.port.gateway_pid != first or memory_bytes(first, "VmRSS") < 100 << 20)
+            assert home.port.gateway_pid == first
         finally:
             sender.kill()
             await sender.wait()
         await until_answered(good)
         assert peak_bytes() - before < 50 << 20
         assert set(home.callers) == {ADMIN.public}
+
+    run(tmp_path, scenario)
+
+
+def test_frames_that_strangers_announce_and_do_not_send_harm_nobody(tmp_path: Path) -> None:
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(52, b"\0")
+    large = b"\x06" + (64 << 20).to_bytes(8, "big") + b"HELLO"  # the head of a command of 64 MiB
+
+    async def scenario(home: Home) -> None:
+        client = home.client(home.app)
+        await client.call(GetReadiness(), timeout_seconds=20)
+        first = home.gateway_pid
+        with ExitStack() as stack:
+            for _ in range(60):
+                stranger = stack.enter_context(socket.create_connection(("127.0.0.1", home.port.port)))
+                stranger.sendall(greeting + large)
+            await asyncio.sleep(0.2)  # for ZeroMQ to make room for them
+            for _ in range(5):
+                await client.call(Infer(names=()), [bytes(3_000_000)], timeout_seconds=10)
+        assert home.gateway_pid == first
 
     run(tmp_path, scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -30,9 +31,7 @@ SECRET = "tcp://10.0.0.7:47800/kitchen"
 def test_no_error_of_the_home_names_a_device(kind: type[HearthError]) -> None:
     samples = {"int": 3, "float": 1.5, "str": SECRET}
     public = {"tag": "embed", "chunk": "0" * 64, "weights": "int8", "strategy": "moirai"}
-    annotated = {name: of for each in kind.__mro__ for name, of in vars(each).get("__annotations__", {}).items()}
-    fields = {name: samples[of] for name, of in annotated.items() if of in samples}
-    error = kind(**{name: public.get(name, value) for name, value in fields.items()})
+    error = kind(**{each.name: public.get(each.name, samples[str(each.type)]) for each in dataclasses.fields(kind)})
     shown = error_for_app(error)
     assert type(shown) is kind
     assert "10.0.0.7" not in str(shown)

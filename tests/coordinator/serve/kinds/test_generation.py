@@ -20,11 +20,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import write_model
-from support.contexts import zmq_context
 from support.controllers import ServedController, serving
 from support.devices import ready_device
 from support.fleets import TransformerFleet
 from support.plans import LLAMA_1B, make_plan, with_generation
+from support.servers import rpc_server
 from support.waiting import WAIT_LIMIT_SECONDS, let_tasks_run, until, wait_for
 from typer.testing import CliRunner
 
@@ -60,7 +60,6 @@ from hearth.errors import (
 )
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits
-from hearth.platform.authenticators import asyncio_gatekeeper
 from hearth.platform.security import Access, HomeKey, derive_keypair, new_home_key, save_credential
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
@@ -80,7 +79,7 @@ from hearth.wire.messages import (
     TextGenerated,
     TokensGenerated,
 )
-from hearth.wire.rpc import Caller, Reply, Response, RpcServer
+from hearth.wire.rpc import Caller, Reply, Response
 
 VOCAB, POSITIONS, CONTEXT, END_TOKEN = 300, 80, 64, 7
 SPEC = LLAMA_1B.model_copy(update={"vocab_size": VOCAB, "max_positions": POSITIONS})
@@ -839,17 +838,8 @@ class Coordinator:
 async def coordinator(script: Script, model: TextModel = MODEL, port: int = 0) -> Any:
     keys = derive_keypair(KEY.key_bytes(), "coordinator")
     coordinator = Coordinator(script, model)
-    with zmq_context() as context:
-        gatekeeper = asyncio_gatekeeper(context)
-        gatekeeper.admit("test", lambda key: True)
-        gatekeeper.start()
-        server = RpcServer(context, "127.0.0.1", port, keys, "test", coordinator.handle)
-        try:
-            yield coordinator, server
-        finally:
-            await server.close()
-            gatekeeper.stop()
-            await let_tasks_run()  # lets its task end before another socket reuses its file descriptor
+    async with rpc_server(keys, coordinator.handle, port) as server:
+        yield coordinator, server
 
 
 def access(key: HomeKey = KEY) -> Access:

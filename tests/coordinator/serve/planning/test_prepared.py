@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.plans import BERT_LARGE, make_plan
 
-from coordinator.serve.planning.prepared import NOTHING, Preparation, PreparedPlan, Refusal, Spares, describe
+from coordinator.devices.registry import RECONNECT_SECONDS
+from coordinator.plan.redundancy import pause_seconds
+from coordinator.serve.planning.prepared import (
+    NOTHING,
+    Preparation,
+    PreparedPlan,
+    Refusal,
+    Sending,
+    Spares,
+    describe,
+    prepared_losses,
+)
 from hearth.plan.plan import Plan
-from hearth.wire.messages import SegmentFiles, SegmentParts
+from hearth.wire.messages import PreparedLoss, SegmentFiles, SegmentParts
 
 PLAN = make_plan(BERT_LARGE, "hmp", (1, 1, 1))  # devices id0, id1 and id2
 ALL = frozenset({"id0", "id1", "id2"})
@@ -89,14 +101,30 @@ def test_plan_for_exactly_the_devices_that_are_left_is_preferred() -> None:
 
 
 def test_description_names_the_device_that_cannot_be_lost() -> None:
-    assert describe(NOTHING, PLAN, 0.5) == "being prepared"
+    assert describe(NOTHING, PLAN) == "being prepared"
     preparation = all_prepared()
-    assert describe(preparation, PLAN, 0.42) == "yes, any one device; pause about 0.4 s"
-    assert describe(preparation, PLAN, None) == "yes, any one device"
+    assert describe(preparation, PLAN) == "yes, any one device; pause about 0.9 s"
     spares = "; spare weights: 120 MiB on disk, 40.0 MiB in memory"
-    assert describe(preparation, PLAN, None, Spares(120 << 20, 40 << 20)) == f"yes, any one device{spares}"
+    text = describe(preparation, PLAN, Spares(120 << 20, 40 << 20))
+    assert text == f"yes, any one device; pause about 0.9 s{spares}"
     refused = preparation.refused("id2", Refusal("no room", 0.0)).refused("other", Refusal("of an earlier plan", 0.0))
-    assert describe(refused, PLAN, 0.4) == "cannot lose device2 (no room)"
+    assert describe(refused, PLAN) == "cannot lose device2 (no room)"
+
+
+def test_losses_say_what_is_prepared_what_is_missing_and_how_long_each_one_lasts() -> None:
+    def loss(number: int, is_prepared: bool, **known: Any) -> PreparedLoss:
+        return PreparedLoss(device=f"device{number}", is_prepared=is_prepared, **known)
+
+    mb = 1_000_000
+    ahead = replace(prepared_without("id0"), spare_bytes={"id1": 10 * mb, "id2": 40 * mb})
+    preparation = NOTHING.prepared("id0", ahead).refused("id2", Refusal("no room", 0.0))
+    first = loss(0, True, spare_bytes=50 * mb, pause_seconds=pause_seconds(40 * mb, RECONNECT_SECONDS))
+    assert prepared_losses(preparation, PLAN) == (first, loss(1, False), loss(2, False, reason="no room"))
+    sending = Sending("id1", {"id0": 30 * mb, "id2": 5 * mb}, {"device0": 12 * mb, "device2": 0})
+    second = loss(1, False, spare_bytes=35 * mb, missing_bytes=12 * mb)
+    assert prepared_losses(preparation, PLAN, sending)[1] == second
+    read = prepared_losses(preparation, PLAN, spares=Spares(100 * mb, 75 * mb))[0]
+    assert read.pause_seconds == pause_seconds(10 * mb, RECONNECT_SECONDS)
 
 
 def test_spare_chunks_are_those_that_only_plans_made_ahead_load() -> None:

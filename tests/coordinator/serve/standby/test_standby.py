@@ -1,20 +1,43 @@
-"""What a standby answers before it leads."""
+"""What a standby answers before it leads, and how it finds its leader."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from support.contexts import zmq_context
+from support.waiting import until
 
 from coordinator.serve.clients.client_port import client_port
 from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.standby import standby as module
 from coordinator.serve.standby.standby import Standby
 from hearth.errors import NotServing
-from hearth.platform.security import derive_keypair, new_home_key
+from hearth.platform import discovery
+from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.authenticators import LoopGatekeeper
+from hearth.platform.curve import fingerprint
+from hearth.platform.discovery import DiscoveredService
+from hearth.platform.security import HomeKey, derive_keypair, new_home_key
+from hearth.protocol import PROTOCOL_VERSION
 from hearth.wire import messages as wire
-from hearth.wire.rpc import Caller
+from hearth.wire.rpc import Caller, Reply, Response, RpcServer
+
+
+@asynccontextmanager
+async def standby_of(home: HomeKey, folder: Path, leaders: Sequence[str] = ()) -> AsyncIterator[Standby]:
+    """A standby that does not run yet, with its open port."""
+    settings = CoordinatorSettings(state_dir=folder, name="attic", port=0, bind_host="127.0.0.1")
+    trust = Trust(settings, home)
+    async with client_port(settings, trust) as port:
+        yield Standby(settings, home, lambda line: None, trust, port, leaders)
 
 
 def test_only_administrators_learn_the_name_of_the_leader(tmp_path: Path) -> None:
@@ -22,10 +45,8 @@ def test_only_administrators_learn_the_name_of_the_leader(tmp_path: Path) -> Non
     admin = Caller(derive_keypair(home.key_bytes(), "admin").public)
 
     async def main() -> None:
-        settings = CoordinatorSettings(state_dir=tmp_path, name="attic", port=0, bind_host="127.0.0.1")
-        trust = Trust(settings, home)
-        async with client_port(settings, trust) as port:
-            standby = Standby(settings, home, lambda line: None, trust, port, ["kitchen"])
+        async with standby_of(home, tmp_path, ["kitchen"]) as standby:
+            pass
         standby._leader_name = "kitchen"
         for caller, learns in ((admin, True), (Caller("an app"), False)):
             ready = await standby.handle(caller, wire.GetReadiness(request_id="1", timeout_seconds=1.0), ())
@@ -34,5 +55,76 @@ def test_only_administrators_learn_the_name_of_the_leader(tmp_path: Path) -> Non
             with pytest.raises(NotServing) as refused:
                 await standby.handle(caller, wire.GetModelInfo(request_id="2", timeout_seconds=1.0), ())
             assert ("kitchen" in str(refused.value)) is learns
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def leading(home: HomeKey) -> AsyncIterator[int]:
+    """A leader called "kitchen" that has nothing to copy; yields its port."""
+
+    async def alive() -> AsyncGenerator[Reply, None]:
+        while True:
+            yield Reply(wire.LeaderAlive(name="kitchen", is_complete=False, configuration=None))
+            await asyncio.sleep(0.05)
+
+    async def handle(caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
+        return alive() if isinstance(message, wire.Follow) else wire.CoordinatorWelcome(version="0", name="kitchen")
+
+    with zmq_context() as context:
+        gatekeeper = LoopGatekeeper(context)
+        gatekeeper.admit("test", lambda key: True)
+        gatekeeper.start()
+        keys = derive_keypair(home.key_bytes(), "coordinator")
+        server = RpcServer(context, "127.0.0.1", 0, keys, "test", handle)
+        try:
+            yield server.port
+        finally:
+            await server.close()
+            await gatekeeper.close()
+
+
+def test_forged_records_do_not_keep_a_standby_from_its_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anyone on the network can advertise coordinators with the fingerprint of this home."""
+    monkeypatch.setattr(module, "_CONNECT_SECONDS", 1.0)
+    home = new_home_key()
+    own = fingerprint(derive_keypair(home.key_bytes(), "coordinator").public)
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as silent, zmq_context() as context:
+            async with leading(home) as leader_port, standby_of(home, tmp_path) as standby:
+                ports = [silent.getsockname()[1], *range(1, 40), leader_port]  # none listens at the ports up to 39
+                records = {
+                    str(port): DiscoveredService(str(port), ("127.0.0.1",), port, PROTOCOL_VERSION, own)
+                    for port in ports
+                }
+                standby._browser = cast(Any, SimpleNamespace(services=records))
+                following = asyncio.create_task(standby._follow(context))
+                await until("the leader", lambda: standby._leader_name == "kitchen", seconds=20)
+                records.clear()  # as when forged records have displaced it
+                assert standby._endpoints() == [f"tcp://127.0.0.1:{leader_port}"]
+                await cancel_all([following])
+
+    asyncio.run(main())
+
+
+def test_standby_looks_for_its_leader_on_a_network_that_comes_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
+    addresses = ["127.0.0.1"]
+    monkeypatch.setattr("hearth.platform.interfaces.all_addresses", lambda: list(addresses))
+
+    async def main() -> None:
+        async with standby_of(new_home_key(), tmp_path) as standby:
+            running = asyncio.create_task(standby.run())
+            await until("the search", lambda: standby._browser is not None and standby._browser._zeroconf is not None)
+            browser = standby._browser
+            assert browser is not None
+            first = browser._zeroconf
+            addresses.append("127.0.0.2")
+            await until("new sockets", lambda: browser._zeroconf not in (first, None), seconds=20)
+            standby._stopped.set()
+            assert await running is None
 
     asyncio.run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 from support.models import save_random_model, small_decoder
 from support.plans import make_plan, with_generation
+from support.waiting import wait_for
 
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import BadRequest, FrameTooLarge, StepFailed
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import SEQUENCE, GenerationLimits, LayerMode
-from hearth.wire.messages import Sampling
+from hearth.wire.messages import Sampling, StepOrder
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
@@ -281,6 +283,50 @@ def test_stream_goes_on_for_the_next_coordinator(strategy: str, cancelled: bool,
         assert home.ended[again].num_kept_rows == 39
 
 
+@pytest.mark.parametrize("rows", [None, (1, 1)], ids=["no rows", "rows"])
+def test_slow_rank_without_heads_and_columns_gets_every_order(rows: tuple[int, ...] | None, models: Any) -> None:
+    """Rank 0 needs nothing that this rank computes, and yet must not be further ahead than tiles are kept."""
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 0), row_weights=rows)) as cluster:
+        slow, ended, pauses = cluster.executors[1], threading.Event(), iter([1.0])
+        execute = slow.execute_next
+
+        def execute_slowly() -> StepOrder:
+            order = execute()
+            ended.wait(next(pauses, 0.0))
+            return order
+
+        slow.execute_next = execute_slowly  # type: ignore[method-assign]
+        home = GenerationCluster(cluster)
+        (prompt,) = prompts_of(spec, [20])
+        request = home.submit(prompt, 80)
+        home.run()
+        ended.set()
+        assert home.answers[request] == greedy(model_dir, prompt, 80)
+        wait_for("the end of the sequence on the slow rank", lambda: not slow.num_sequences)
+        assert cluster.communicators[1].dropped == 0
+
+
+def test_late_rank_gets_every_order_without_rows(models: Any) -> None:
+    """Rank 0 waits for nobody after such an order, and sends it only once."""
+    model_dir = models("llama")
+    orders = [StepOrder(kind="decode", rows=(), freed=(number,)) for number in range(1, 33)]
+    executed: list[StepOrder] = []
+    with EngineCluster(model_dir, generating_plan(read_spec(model_dir), "hmp", (1, 1))) as cluster:
+        leader, late = cluster.executors
+
+        def execute_all() -> None:
+            for _ in orders:
+                executed.append(late.execute_next())
+
+        for order in orders:
+            leader.begin(order)
+            leader.finish()
+        threading.Thread(target=execute_all, daemon=True).start()
+        wait_for("all orders", lambda: executed == orders)
+
+
 def test_stop_tokens_end_a_sequence(models: Any) -> None:
     model_dir = models("gpt2")
     spec = read_spec(model_dir)
@@ -310,10 +356,11 @@ def test_invalid_requests_are_rejected(models: Any) -> None:
         home.run()
 
 
-def test_lost_peer_fails_running_and_later_requests(models: Any) -> None:
+@pytest.mark.parametrize("strategy", ["hmp", "pipeline"])
+def test_lost_peer_fails_running_and_later_requests(strategy: str, models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 1))) as cluster:
+    with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 1))) as cluster:
         home = GenerationCluster(cluster)
         home.submit([5, 6, 7], 50)
         for _ in range(3):

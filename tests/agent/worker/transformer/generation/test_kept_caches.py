@@ -133,7 +133,10 @@ CHANGES: list[tuple[Strategy, tuple[float, ...], int | None, Strategy, tuple[flo
     ("before", "split", "lost", "after", "next_split", "sampling"),
     [
         *(pytest.param(*change, SAMPLED, id=f"{change}-sampled") for change in CHANGES),
-        *(pytest.param(*change, GREEDY, id=f"{change}-greedy") for change in (CHANGES[0], CHANGES[4])),
+        *(
+            pytest.param(*change, GREEDY, id=f"{change}-greedy", marks=[] if number in (0, 4) else pytest.mark.slow)
+            for number, change in enumerate(CHANGES)
+        ),
     ],
 )
 def test_stream_continues_with_its_kv_cache_after_a_loss(

@@ -1,0 +1,140 @@
+"""The service of a coordinator: while its standby may lead, and on a disk that is full or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.waiting import until
+
+from coordinator.serve import durable_file
+from coordinator.serve import service as module
+from coordinator.serve.clients.key_registry import KeyRegistry
+from coordinator.serve.clients.trust import Trust
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.service import Service
+from coordinator.serve.state import StateFile, TransformerGoal
+from hearth.errors import DiskHung, NotServing
+from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.curve import new_keypair
+from hearth.platform.security import derive_keypair, new_home_key
+from hearth.wire import messages as wire
+from hearth.wire.rpc import Caller
+
+HOME = new_home_key()
+ADMIN = Caller(derive_keypair(HOME.key_bytes(), "admin").public)
+QUESTION = wire.GetModelInfo(request_id="1", timeout_seconds=1.0)
+
+
+def service_in(folder: Path) -> Service:
+    """A service that does not run; its only controller answers `QUESTION` with `Done`."""
+
+    async def answer(message: wire.Message, payload: object) -> wire.Message:
+        return wire.Done()
+
+    settings = CoordinatorSettings(state_dir=folder, advertise=False)
+    service = Service(settings, HOME, lambda line: None, lambda *_: None, Trust(settings, HOME), cast(Any, None))
+    service._controllers["default"] = cast(
+        Any,
+        SimpleNamespace(
+            name="default", kind=SimpleNamespace(handlers={type(QUESTION): answer}), state="adopting",
+            lifecycle=SimpleNamespace(phase="adopting"), goal=SimpleNamespace(path="m"),
+        ),
+    )  # fmt: skip
+    return service
+
+
+def test_requests_are_refused_at_once_while_the_standby_may_lead(tmp_path: Path) -> None:
+    """Clients would wait here for their answer, and could get it from the other coordinator."""
+
+    async def main() -> None:
+        configuration = wire.Configuration(number=3, leader="the run before", voters=("a",), tie_breaker="a")
+        StateFile(tmp_path).save_configuration(configuration)
+        service = service_in(tmp_path)
+        readiness = await service.handle(ADMIN, wire.GetReadiness(request_id="2", timeout_seconds=1.0), ())
+        assert isinstance(readiness, wire.Readiness)
+        with pytest.raises(NotServing, match="asks most devices for their leases"):
+            await service.handle(ADMIN, QUESTION, ())
+        leadership = service._leadership
+        taken = leadership.quorum.granted("a", configuration).take_over("a")
+        assert taken is not None
+        assert taken.current is not None
+        leadership.quorum = taken
+        with pytest.raises(NotServing):
+            await service.handle(ADMIN, QUESTION, ())
+        leadership.quorum = taken.stored("a", taken.current.number)
+        assert await service.handle(ADMIN, QUESTION, ()) == wire.Done()
+
+    asyncio.run(main())
+
+
+def test_requests_are_taken_where_no_standby_ever_was(tmp_path: Path) -> None:
+    async def main() -> None:
+        assert await service_in(tmp_path).handle(ADMIN, QUESTION, ()) == wire.Done()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["apps.json", "devices.json", "serving.json"])
+def test_what_a_full_disk_did_not_take_is_written_later(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A revocation would be forgotten with the next restart."""
+
+    def disk_full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
+
+    async def main() -> None:
+        service = service_in(tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(durable_file, "write_atomically", disk_full)
+            service._trust.apps.add("lamp", new_keypair().public)
+            service._devices.add("attic", new_keypair().public)
+            service._state.save_configuration(None)
+        assert not (tmp_path / name).exists()
+        saving = asyncio.create_task(service._save_later())
+        await until("the file", (tmp_path / name).exists, seconds=20)
+        await cancel_all([saving])
+        if name == "devices.json":
+            assert list(KeyRegistry(tmp_path / name, "device").current().keys.values()) == ["attic"]
+
+    asyncio.run(main())
+
+
+def test_coordinator_whose_disk_hangs_offers_its_place_to_its_standby(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung: list[Path] = []
+    monkeypatch.setattr(module, "_DISK_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "hung_paths", lambda: tuple(hung))
+
+    async def main() -> None:
+        service = service_in(tmp_path)
+        service._followers.join("attic", confirms=True)
+        watching = asyncio.create_task(service._watch_disk())
+        await asyncio.sleep(0.1)
+        assert not service._hand_over.is_offered
+        hung.append(tmp_path)
+        await until("the offer", lambda: service._hand_over.is_offered, seconds=20)
+        await cancel_all([watching])
+
+    asyncio.run(main())
+
+
+def test_model_on_a_disk_that_hangs_is_an_error_and_does_not_stop_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(module, "open_model", lambda goal: answers.wait(30))
+    monkeypatch.setattr(module, "_OPEN_SECONDS", 0.1)
+    try:
+        with pytest.raises(DiskHung, match="/models/m"):
+            asyncio.run(asyncio.wait_for(module._opened(TransformerGoal(model_dir="/models/m")), 10))
+    finally:
+        answers.set()
