@@ -16,7 +16,7 @@ from coordinator.serve.goal import TransformerModel, allowed_devices
 from coordinator.serve.kinds.graph import GraphKind
 from coordinator.serve.kinds.kind import ModelKind, SharedServices
 from coordinator.serve.kinds.transformer import TransformerKind
-from coordinator.serve.lifecycle_text import describe_state, history_entries
+from coordinator.serve.lifecycle_text import describe_cause, describe_state, history_entries
 from coordinator.serve.planning.drift import DriftMonitor
 from coordinator.serve.planning.prepared import PreparedPlan, Preparer, prepared_losses
 from coordinator.serve.planning.prepared import describe as describe_preparation
@@ -261,7 +261,10 @@ class Controller:
             case "take_over" if plan is not None:
                 return await self._take_over(plan)
             case "await_devices" if state.saved_plan is not None:
-                return await self._await_devices(state.saved_plan)
+                event = await self._await_devices(state.saved_plan)
+                if isinstance(event, cycle.SavedPlanRejected):
+                    services.report(describe_cause(event))
+                return event
             case "settle":
                 return await self._settle(state.has_served, state.error)
             case "profile":
@@ -376,7 +379,6 @@ class Controller:
         usable = self._services.fleet.usable()
         offered = {device.device_id: device.telemetry.memory_budget_bytes for device in usable if device.telemetry}
         if violation := limit_violation(plan, self.goal.limits, self.goal.exclude, offered):
-            self._services.report(f"the given plan is not used: {violation}")
             return cycle.SavedPlanRejected(violation)
         self._replanner.record_restored_plan(plan)
         return cycle.SavedPlanAccepted(self._services.fleet.last_epoch)

@@ -63,7 +63,7 @@ def describe_cause(event: cycle.Event) -> str:
         case cycle.TakeOverFailed(reason):
             return f"the workers of the last plan are not taken over: {reason}"
         case cycle.SavedPlanRejected(reason):
-            return f"the last plan is not used: {reason}"
+            return f"the saved plan is not used: {reason}"
         case cycle.DevicesSettled(devices):
             return f"devices: {', '.join(device.name for device in devices)}"
         case cycle.PreparedPlanFound(plan, _, is_same=True):

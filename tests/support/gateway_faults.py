@@ -62,7 +62,10 @@ class _Clients:
             return bool(self.problems) or sum(began > now for began, _ in self.calls) > _NUM_CLIENTS
 
         wait_for("answers", have_come, 3 * CALL_SECONDS)
-        assert self.problems == []
+        self.check()
+
+    def check(self) -> None:
+        assert not self.problems, f"{self.problems[0]!r}\n{self._running.log('coordinator')}"
 
 
 def survive_gateway_faults(running: TestHome, ask: Ask, equal: Equal) -> None:
@@ -80,7 +83,7 @@ def survive_gateway_faults(running: TestHome, ask: Ask, equal: Equal) -> None:
             clients.wait_for_calls()
             longest = max(ended - begun for begun, ended in clients.calls if ended > began)
             print(f"{fault.__name__}: longest call {longest:.2f} s")
-    assert clients.problems == []
+    clients.check()
 
 
 def _wait_for_another(running: TestHome, gateway: int) -> None:

@@ -124,7 +124,8 @@ def test_no_call_fails_when_the_gateway_dies_or_hangs(pair: TestHome) -> None:
     def ask(home: Home) -> object:
         return home.hidden_states(TOKENS, timeout_seconds=CALL_SECONDS)
 
-    survive_gateway_faults(pair, ask, np.array_equal)
+    # The coordinator may change the shares when clients of this test slow a device down, and so the order of additions.
+    survive_gateway_faults(pair, ask, lambda a, b: np.allclose(a, b, rtol=0.0, atol=1e-5))
 
 
 def test_second_coordinator_finds_agents_busy(pair: TestHome) -> None:
@@ -232,6 +233,7 @@ def test_v1_state_is_served_without_a_command(pair: TestHome) -> None:
 
     saved = json.loads(SERVING_V1.read_text())
     saved["goal"]["model_dir"] = str(pair.model_dir)
+    saved["plan"]["model"]["name"] = pair.model_dir.name
     for device in saved["plan"]["devices"]:
         device["device_id"] = ids[device["name"]]
     state = pair.folder / "coordinator" / "serving.json"
@@ -241,6 +243,7 @@ def test_v1_state_is_served_without_a_command(pair: TestHome) -> None:
     pair.start_coordinator(model=False)
     with pair.ready() as home:
         after, plan = home.hidden_states(TOKENS), home.status().plan
+    assert "planning" not in pair.log_of_run("coordinator")
     assert plan is not None
     assert isinstance(plan.body, Pipeline)
     assert plan.body.layers == tuple(saved["plan"]["body"]["layers"])

@@ -272,7 +272,7 @@ def test_every_event_has_a_description() -> None:
     }  # fmt: skip
     found = {kind: describe_cause(examples.get(kind) or object.__new__(kind)) for kind in get_args(Event)}
     assert len(set(found.values())) == len(found) - 1  # both plans have the same description
-    assert found[SavedPlanRejected] == "the last plan is not used: gone"
+    assert found[SavedPlanRejected] == "the saved plan is not used: gone"
     assert found[WorkersLoaded] == "workers are loaded and connected"
 
 

@@ -400,7 +400,7 @@ def test_limits_apply_and_unknown_names_are_reported(tmp_path: Path, monkeypatch
 def test_given_plan_that_exceeds_a_limit_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(plan: TransformerPlan | None, **goal: Any) -> tuple[TransformerPlan | None, int]:
         async with serving_transformer(tmp_path, monkeypatch, plan=plan, **goal) as home:
-            return home.plan, home.count_lines("the given plan is not used: a ")
+            return home.plan, home.count_lines("the saved plan is not used: a ")
 
     given, _ = asyncio.run(main(None))
     assert given is not None
