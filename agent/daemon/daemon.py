@@ -91,6 +91,7 @@ class AgentDaemon:
         self._workers: dict[str, WorkerProcess] = {}
         self._last_epochs: dict[str, int] = {}
         self._requested_epochs: dict[str, int] = {}  # of the newest plan, which may still wait for an older one to load
+        self._unloaded_epochs: dict[str, int] = {}  # of the newest plan that was unloaded, perhaps while it loaded
         self.spawner = Spawner(settings.spare_worker, telemetry.has_room)
         self._closing = False
         self._watchers: set[Signal] = set()  # set when a worker's state changes: one for each `WatchWorkers`
@@ -170,6 +171,9 @@ class AgentDaemon:
             case wire.Abort():
                 await self._worker_of(message).abort(message)
             case wire.Unload():
+                self._unloaded_epochs[message.deployment] = max(
+                    message.epoch, self._unloaded_epochs.get(message.deployment, 0)
+                )
                 worker = self._workers.get(message.deployment)
                 if worker is not None and worker.epoch == message.epoch:
                     await self._stop_worker(message.deployment)
@@ -467,6 +471,8 @@ class AgentDaemon:
             raise BadRequest(
                 reason=f"the plan of epoch {message.plan.epoch} has been replaced by that of epoch {newest}"
             )
+        if message.plan.epoch <= self._unloaded_epochs.get(message.deployment, 0):
+            raise BadRequest(reason=f"the plan of epoch {message.plan.epoch} was unloaded before it had loaded")
 
     def _worker_of(self, message: wire.PlanCommand) -> WorkerProcess:
         worker = self._workers.get(message.deployment)

@@ -70,6 +70,7 @@ class Quorum:
     leads: bool = False
     voting: frozenset[str] = frozenset()  # devices that remember a configuration
     stored_by: frozenset[str] = frozenset()  # devices that have stored `current`
+    informed: frozenset[str] = frozenset()  # devices that remember a configuration as late as `current`, by any leader
 
     def may_compute(self, held: Collection[str]) -> bool:
         """Whether the coordinator that holds these leases may compute."""
@@ -79,22 +80,40 @@ class Quorum:
         """Another coordinator has told its configuration. A later one ends the own term."""
         if configuration is None or (self.current is not None and configuration.number <= self.current.number):
             return self
-        return replace(self, current=configuration, leads=False, stored_by=frozenset())
+        return replace(self, current=configuration, leads=False, stored_by=frozenset(), informed=frozenset())
 
     def granted(self, device: str, configuration: Configuration | None) -> Quorum:
         """A device has granted its lease, and returned the configuration that it remembers."""
         quorum = self.heard(configuration)
         if configuration is None:
-            return replace(quorum, voting=quorum.voting - {device}, stored_by=quorum.stored_by - {device})
-        return replace(quorum, voting=quorum.voting | {device})
+            return replace(
+                quorum,
+                voting=quorum.voting - {device},
+                stored_by=quorum.stored_by - {device},
+                informed=quorum.informed - {device},
+            )
+        assert quorum.current is not None
+        is_informed = configuration.number == quorum.current.number
+        informed = quorum.informed | {device} if is_informed else quorum.informed - {device}
+        return replace(quorum, voting=quorum.voting | {device}, informed=informed)
 
     def take_over(self, held: Collection[str]) -> Quorum | None:
-        """Begin a term with the leases `held`; None if they are not sufficient, or if no leader counted on a standby."""
-        if self.current is None or not has_majority(self.current, self.voting & set(held)):
+        """Begin a term with the leases `held`; None if they are not sufficient, or if no leader counted on a standby.
+
+        A change of voters that a majority of the previous ones has not stored was never in use, and is dropped: the new
+        voters may have no vote yet.
+        """
+        current, votes = self.current, self.voting & set(held)
+        if current is None:
             return None
-        number = (self.current.number // TERM + 1) * TERM
-        configuration = self.current.model_copy(update={"number": number, "leader": self.leader})
-        return replace(self, current=configuration, leads=False, stored_by=frozenset())
+        update: dict[str, object] = {"number": (current.number // TERM + 1) * TERM, "leader": self.leader}
+        if not has_majority(current, votes):
+            if not _is_majority(current.previous_voters, current.previous_tie_breaker, votes - self.informed):
+                return None
+            update |= {"voters": current.previous_voters, "tie_breaker": current.previous_tie_breaker}
+            update |= {"previous_voters": (), "previous_tie_breaker": ""}
+        configuration = current.model_copy(update=update)
+        return replace(self, current=configuration, leads=False, stored_by=frozenset(), informed=frozenset())
 
     def change(self, voters: Collection[str], tie_breaker: str) -> Quorum:
         """Begin to change the voters, unless they are the same or the configuration is not stored yet.
@@ -108,7 +127,9 @@ class Quorum:
             return self
         if current is None:  # the first configuration: no other coordinator can lead yet
             first = Configuration(number=1, leader=self.leader, voters=wanted[0], tie_breaker=tie_breaker)
-            return replace(self, current=first, leads=True, voting=frozenset(voters), stored_by=frozenset())
+            return replace(
+                self, current=first, leads=True, voting=frozenset(voters), stored_by=frozenset(), informed=frozenset()
+            )
         previous = current.previous_voters, current.previous_tie_breaker
         if not current.previous_voters:
             if not has_majority(current, self.stored_by):
@@ -124,7 +145,7 @@ class Quorum:
             previous_voters=previous[0],
             previous_tie_breaker=previous[1],
         )
-        return replace(self, current=joint, stored_by=frozenset())
+        return replace(self, current=joint, stored_by=frozenset(), informed=frozenset())
 
     def may_store(self, device: str, held: Collection[str]) -> bool:
         """Whether to store the configuration on a device that this coordinator holds."""
@@ -147,7 +168,12 @@ class Quorum:
         """A device has stored the configuration `number` of this coordinator."""
         if self.current is None or (number, self.leader) != (self.current.number, self.current.leader):
             return self
-        quorum = replace(self, voting=self.voting | {device}, stored_by=self.stored_by | {device})
+        quorum = replace(
+            self,
+            voting=self.voting | {device},
+            stored_by=self.stored_by | {device},
+            informed=self.informed | {device},
+        )
         if not has_majority(self.current, quorum.stored_by):
             return quorum
         if not self.current.previous_voters:
@@ -155,7 +181,7 @@ class Quorum:
         final = self.current.model_copy(
             update={"number": number + 1, "previous_voters": (), "previous_tie_breaker": ""}
         )
-        return replace(quorum, current=final, leads=True, stored_by=frozenset())
+        return replace(quorum, current=final, leads=True, stored_by=frozenset(), informed=frozenset())
 
 
 def lacking(quorum: Quorum, leased: Mapping[str, object]) -> list[str]:

@@ -324,6 +324,7 @@ class Service:
                 return wire.Done()
             if self._hand_over.accepted.is_set():
                 raise NotServing(state=_LEAVES)
+            await self._add_revoked(message)
             return self._replicate(message.name, message.confirms)
         if isinstance(message, _CHANGES):
             return await self._repeats.once(caller.public_key, message.request_id, partial(self._change, message))
@@ -360,6 +361,20 @@ class Service:
         self._port.change_access()
         for key in keys:
             await self._port.end_requests(key, AppRevoked(app=app))
+
+    async def _add_revoked(self, message: wire.Follow) -> None:
+        """Revoke the keys that a standby knows to be revoked: it may have led while this coordinator was cut off."""
+        apps = self._trust.apps.add_revoked(dict(message.revoked_apps))
+        devices = self._devices.add_revoked(dict(message.revoked_devices))
+        if not apps and not devices:
+            return
+        names = ", ".join(sorted({*apps.values(), *devices.values()}))
+        self._services.report(f"revoked as on {message.name}: the keys of {names}")
+        self._port.change_access()
+        for key, app in apps.items():
+            await self._port.end_requests(key, AppRevoked(app=app))
+        await self._fleet.drop_revoked()
+        await self._followers.copy_change()
 
     # ---- answers --------------------------------------------------------------------------------------------------
 

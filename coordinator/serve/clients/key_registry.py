@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -68,6 +68,18 @@ class KeyRegistry:
             raise BadRequest(reason=f"there is no key of the {self._holder} '{name}'; admitted are: {names}")
         remaining = {key: app for key, app in known.keys.items() if app != name}
         self._write(RegisteredKeys(keys=remaining, revoked={**known.revoked, **revoked}))
+
+    def add_revoked(self, revoked: Mapping[str, str]) -> dict[str, str]:
+        """Revoke keys that another coordinator of this home has revoked; returns those that this one did not know, with names.
+
+        A revocation is never taken back, so that it does not matter which of the two happened first.
+        """
+        known = self.current()
+        unknown = {key: name for key, name in revoked.items() if key not in known.revoked}
+        if unknown:
+            remaining = {key: name for key, name in known.keys.items() if key not in unknown}
+            self._write(RegisteredKeys(keys=remaining, revoked={**known.revoked, **unknown}))
+        return unknown
 
     def current(self) -> RegisteredKeys:
         """The keys; reads the file if it has changed."""

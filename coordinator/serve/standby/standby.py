@@ -24,7 +24,7 @@ from coordinator.devices.quorum import Quorum
 from coordinator.devices.silences import SilenceFile
 from coordinator.serve.clients.client_port import ClientPort
 from coordinator.serve.clients.disclosure import error_for_app, response_for_app
-from coordinator.serve.clients.key_registry import device_keys
+from coordinator.serve.clients.key_registry import KeyRegistry, device_keys
 from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.standby.replica import Replica
@@ -40,6 +40,7 @@ from hearth.platform.ports import bracketed, refuses_connections
 from hearth.platform.security import HomeKey, agent_access, coordinator_access
 from hearth.protocol import CLOSED_LEASE_SECONDS, DEFAULT_DEPLOYMENT, STANDBY_LEASE_SECONDS
 from hearth.wire import messages as wire
+from hearth.wire.messages.standby import MAX_REVOKED_KEYS
 from hearth.wire.rpc import Caller, Response, RpcClient
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Standby:
         self._report = report
         self._leaders = leaders
         self._state = StateFile(settings.state_dir)
+        self._devices = KeyRegistry(settings.state_dir / "devices.json", "device")
         self._silences = SilenceFile(settings.state_dir, self._state.load().holder)
         self._fleet = Fleet(
             agent_access(home),
@@ -93,6 +95,7 @@ class Standby:
         self._heard_at = 0.0  # loop time of the leader's last sign of life
         self._is_complete = False  # whether the copy of the leader's state is complete
         self._browser: Browser | None = None  # finds leaders over mDNS
+        self._returning: set[asyncio.Task[None]] = set()  # leases of devices that did not answer in time
         self._stopped = asyncio.Event()
 
     @property
@@ -143,7 +146,7 @@ class Standby:
                 self._state.save_configuration(self._quorum.current)
                 devices = ",".join(filter(None, [_addresses(self._fleet), self._settings.devices]))
             finally:
-                await cancel_all(tasks.values())
+                await cancel_all([*tasks.values(), *self._returning])
         return None if self._stopped.is_set() else self._settings.model_copy(update={"devices": devices})
 
     # ---- requests -----------------------------------------------------------------------------------------------------
@@ -224,7 +227,12 @@ class Standby:
     async def _copy_state(self, client: RpcClient) -> None:
         """Copy the leader's state as it changes, until the connection is lost or the leader leaves."""
         replica = Replica(self._settings.state_dir)
-        request = wire.Follow(name=self._settings.name, confirms=True)
+        request = wire.Follow(
+            name=self._settings.name,
+            confirms=True,
+            revoked_apps=_revoked(self._trust.apps),
+            revoked_devices=_revoked(self._devices),
+        )
         is_intact = True  # whether all that came was stored
         stream = client.stream(request, timeout_seconds=_CONNECT_SECONDS, last=wire.Done)
         async with aclosing(stream) as replies:
@@ -297,6 +305,7 @@ class Standby:
                     await asyncio.sleep(_ATTEMPT_PAUSE_SECONDS)
                 except HearthError as error:
                     log.info("no lease on %s: %s", device_id, error)
+                    self._return_late(device_id)
                     return None
             self._quorum = self._quorum.granted(device_id, granted.configuration)
             return device_id
@@ -314,11 +323,22 @@ class Standby:
         host, _, port = self._leader_endpoint.removeprefix("tcp://").rpartition(":")
         return await refuses_connections(host.strip("[]"), int(port), _REFUSAL_SECONDS)
 
+    def _return_late(self, device_id: str) -> None:
+        """Return the lease that a device may grant when it goes on, since nobody would use it. Does not wait for that."""
+        returning = asyncio.create_task(self._return_leases([device_id]))
+        self._returning.add(returning)
+        returning.add_done_callback(self._returning.discard)
+
     async def _return_leases(self, devices: Sequence[str]) -> None:
         """Release leases that are not sufficient, with the workers as they are."""
         release = wire.ReleaseLease(holder=self._fleet.holder, keep_worker=True)
         calls = (self._fleet.call(device, release, timeout_seconds=_LEASE_TIMEOUT_SECONDS) for device in devices)
         await asyncio.gather(*calls, return_exceptions=True)
+
+
+def _revoked(registry: KeyRegistry) -> tuple[tuple[str, str], ...]:
+    """The revoked keys, with the names of their apps or devices; the latest ones, if there are too many."""
+    return tuple(registry.current().revoked.items())[-MAX_REVOKED_KEYS:]
 
 
 def _addresses(fleet: Fleet) -> str:

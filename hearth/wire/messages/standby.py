@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, StringConstraints
 
 from hearth.wire.messages.agent import Configuration
-from hearth.wire.messages.base import Bytes, Message, Name
+from hearth.wire.messages.base import Bytes, Message, Name, PublicKey
 
 _MAX_PATH_PARTS = 16  # the weights of an ONNX file may lie in folders below it
 
@@ -35,18 +35,26 @@ ReplicaPath = Annotated[str, StringConstraints(min_length=1, max_length=1024), A
 # Number that a leader gives to what it has sent to one standby; 0: none.
 Receipt = Annotated[int, Field(ge=0, lt=1 << 63)]
 
+MAX_REVOKED_KEYS = 1000  # in one message
+# Revoked keys, each with the name of its app or device.
+RevokedKeys = Annotated[tuple[tuple[PublicKey, Name], ...], Field(max_length=MAX_REVOKED_KEYS)]
+
 
 class Follow(Message):
     """Ask to be the standby of this coordinator. The answer is a stream of `ReplicaPart` and `LeaderAlive`, without an end.
 
     With `takes_over`, accept the place of a leader that leaves; the answer is `Done`. With `confirmed`, say that all that came
     before a `LeaderAlive` with this receipt is stored; the answer is `Done`. `confirms`: this standby does so.
+
+    `revoked_apps` and `revoked_devices`: keys that this standby knows to be revoked, perhaps since it led itself.
     """
 
     name: Name
     takes_over: bool = False
     confirms: bool = False
     confirmed: Receipt = 0
+    revoked_apps: RevokedKeys = ()
+    revoked_devices: RevokedKeys = ()
 
 
 class ReplicaPart(Message):

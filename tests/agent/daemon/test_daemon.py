@@ -206,6 +206,19 @@ def test_disk_that_does_not_answer_fails_the_request_and_is_reported(
     assert run(scenario) == []
 
 
+def test_plan_that_is_unloaded_while_it_loads_leaves_no_worker(run: Run) -> None:
+    async def scenario(agent: Agent) -> None:
+        loading = agent.load(epoch=1)
+        await until("hashing has begun", lambda: agent.store.num_verified == 1)
+        await agent.ask(wire.Unload(holder=LOAD.holder, epoch=1))
+        agent.store.finish()
+        with pytest.raises(BadRequest, match="unloaded before it had loaded"):
+            await loading
+        assert isinstance(await agent.load(epoch=2), wire.WorkerBound)
+
+    assert run(scenario) == [2]
+
+
 def test_newer_plan_does_not_wait_for_the_older_one_to_load(run: Run) -> None:
     async def scenario(agent: Agent) -> None:
         older = agent.load(epoch=1)

@@ -390,7 +390,11 @@ def test_worker_that_dies_is_known_before_the_next_heartbeat(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("num_witnesses", [1, 2])
-def test_device_that_others_wait_for_and_that_does_not_answer_is_dead_at_once(num_witnesses: int) -> None:
+def test_device_that_others_wait_for_and_that_does_not_answer_is_dead_at_once(
+    num_witnesses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "LATE_SECONDS", 1.0)  # the tests' processes may be busy
+
     async def scenario(agent: FakeAgent) -> None:
         async with agent.listening() as port, fleet_of(port) as fleet:
             await until("the device is there", fleet.usable)
@@ -411,7 +415,11 @@ def test_device_that_others_wait_for_and_that_does_not_answer_is_dead_at_once(nu
     run(scenario)
 
 
-def test_second_witness_that_reports_while_the_device_is_asked_shortens_the_wait_for_its_answer() -> None:
+def test_second_witness_that_reports_while_the_device_is_asked_shortens_the_wait_for_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "LATE_SECONDS", 1.0)
+
     async def scenario(agent: FakeAgent) -> None:
         async with agent.listening() as port, fleet_of(port) as fleet:
             await until("the device is there", fleet.usable)

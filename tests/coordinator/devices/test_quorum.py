@@ -125,6 +125,22 @@ def test_change_that_was_taken_over_is_not_replaced() -> None:
     assert (taken.current.voters, taken.current.previous_voters) == (("a", "c", "d"), ())
 
 
+def test_change_that_no_previous_voter_has_stored_is_dropped_by_a_takeover() -> None:
+    """The new voter has no vote yet, and could never get one: nobody leads who may store a configuration there."""
+    before = leader_of("a", "a").current
+    joint = leader_of("a", "a").change("b", "b").current  # a is lost while b joins, and comes back
+    standby = Quorum("s").heard(joint)
+    assert standby.granted("b", None).take_over("b") is None
+    taken = standby.granted("a", before).granted("b", None).take_over("ab")
+    assert taken is not None
+    assert taken.current is not None
+    assert (taken.current.voters, taken.current.previous_voters) == (("a",), ())
+    assert stored_by_all(taken, "a").may_compute("a")
+    assert (
+        standby.granted("a", joint).granted("b", None).take_over("ab") is None
+    )  # its end may be in use: b alone leads
+
+
 def test_all_devices_but_one_may_be_lost_one_after_the_other() -> None:
     quorum = leader_of("abcde", "a")
     for left in ("abcd", "abc", "ab", "a"):

@@ -18,7 +18,7 @@ from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.service import Service
 from coordinator.serve.state import StateFile, TransformerGoal
-from hearth.errors import DiskHung, NotServing
+from hearth.errors import AppRevoked, DiskHung, NotServing
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import derive_keypair, new_home_key
@@ -77,6 +77,31 @@ def test_requests_are_taken_where_no_standby_ever_was(tmp_path: Path) -> None:
         assert await service_in(tmp_path).handle(ADMIN, QUESTION, ()) == wire.Done()
 
     asyncio.run(main())
+
+
+def test_standby_that_led_before_brings_its_revocations(tmp_path: Path) -> None:
+    lamp, attic = new_keypair().public, new_keypair().public
+    ended: list[str] = []
+
+    async def end_requests(key: str, error: AppRevoked) -> None:
+        ended.append(key)
+
+    async def main() -> None:
+        service = service_in(tmp_path)
+        service._port = cast(Any, SimpleNamespace(change_access=lambda: None, end_requests=end_requests))
+        for change in (
+            wire.AddApp(request_id="1", timeout_seconds=1.0, name="lamp", public_key=lamp),
+            wire.AddDevice(request_id="2", timeout_seconds=1.0, name="attic", public_key=attic),
+        ):
+            await service.handle(ADMIN, change, ())
+        follow = wire.Follow(name="b", revoked_apps=((lamp, "lamp"),), revoked_devices=((attic, "attic"),))
+        await service.handle(ADMIN, follow, ())
+
+    asyncio.run(main())
+    assert ended == [lamp]
+    for name, key in (("apps", lamp), ("devices", attic)):
+        known = KeyRegistry(tmp_path / f"{name}.json").current()
+        assert (list(known.keys), list(known.revoked)) == ([], [key])
 
 
 @pytest.mark.parametrize("name", ["apps.json", "devices.json", "serving.json"])

@@ -50,6 +50,17 @@ def test_revoked_key_is_not_admitted_again(tmp_path: Path) -> None:
             apps.add(name, "k1")
 
 
+def test_revocations_of_another_coordinator_are_added(tmp_path: Path) -> None:
+    apps = KeyRegistry(tmp_path / "apps.json")
+    apps.add("lamp", "k1")
+    apps.add("door", "k2")
+    apps.revoke("door")
+    assert apps.add_revoked({"k1": "lamp", "k2": "door", "k3": "radio"}) == {"k1": "lamp", "k3": "radio"}
+    expected = RegisteredKeys(revoked={"k2": "door", "k1": "lamp", "k3": "radio"})
+    assert KeyRegistry(tmp_path / "apps.json").current() == expected
+    assert apps.add_revoked({"k1": "lamp"}) == {}
+
+
 def test_file_changes_take_effect_at_the_next_request(tmp_path: Path) -> None:
     first, second = (KeyRegistry(tmp_path / "apps.json") for _ in range(2))
     first.add("lamp", "k1")
