@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 
-ELEMENT_BYTES = 4  # float32; an element of a complex tensor counts once, as in the authors' files
+# Bytes of a result's element. A complex number counts as one element, as in the authors' files, though it has 8 bytes.
+_RESULT_BYTES = 4
+_BYTES = {"float32": 4, "complex64": 8, "int64": 8}  # of an input's element
 
 Block = tuple[int, ...]  # for each index or axis, the number of the piece
 Span = tuple[int, int]  # elements [first, end) of an axis
@@ -30,6 +32,20 @@ class Read(NamedTuple):
 
     tensor: str
     spans: tuple[Span, ...]
+
+
+class CutOperator(NamedTuple):
+    """An operator as one reads it in a formula; `constant` is its last operand, if it has one."""
+
+    kind: str
+    space: tuple[str, ...]  # indices
+    reads: tuple[tuple[str, tuple[Access, ...]], ...]  # tensors, and how each of their axes is read
+    output: str  # indices of the result's axes
+    constant: float | None = None
+
+    def axes(self, read: int) -> tuple[Access, ...]:
+        """How the axes of its n-th tensor are read."""
+        return self.reads[read][1]
 
 
 class Vertex(NamedTuple):
@@ -64,7 +80,12 @@ class CutTensor:
     pieces: tuple[int, ...]
     vertices: Mapping[Block, int] = field(default_factory=dict)
     is_weight: bool = False
-    dtype: str = "float32"
+    dtype: str = "float32"  # complex64: its arrays have another axis of two numbers
+
+    @property
+    def num_block_bytes(self) -> int:
+        """Bytes of a block in memory."""
+        return math.prod(self.block_shape) * _BYTES[self.dtype]
 
     @property
     def blocks(self) -> Iterator[Block]:
@@ -91,6 +112,7 @@ class ShardedGraph:
         self.name = name
         self.vertices: list[Vertex] = []
         self.tensors: dict[str, CutTensor] = {}
+        self.operators: dict[str, CutOperator] = {}
 
     @property
     def inputs(self) -> tuple[CutTensor, ...]:
@@ -132,12 +154,14 @@ class ShardedGraph:
         output: str,
         combine: str = "Sum",
         flops_per_element: float = 1.0,
+        constant: float | None = None,
+        dtype: str = "float32",
     ) -> str:
         """Add an operator, cut as `pieces` says. Returns its name, which is also that of its result.
 
         `space`: extent of each index. `pieces`: of the indices that are cut. `reads`: tensors and how each axis is read.
-        `output`: the indices of the result's axes. `combine`: ONNX operator of the formations. Raises ValueError if pieces
-        do not divide an extent.
+        `output`: the indices of the result's axes. `combine`: ONNX operator of the formations. `constant`: its last operand.
+        Raises ValueError if pieces do not divide an extent.
         """
         extents, cuts = tuple(space.values()), tuple(pieces.get(index, 1) for index in space)
         _check_divisible(name, extents, cuts)
@@ -150,6 +174,8 @@ class ShardedGraph:
             where = {index: (piece, cut) for index, piece, cut in zip(space, block, cuts, strict=True)}
             regions = tuple(self._region(tensor, access, where) for tensor, access in reads)
             self.vertices.append(Vertex(name, kind, block, shape, regions, (), shard_flops, math.prod(extents)))
+        taken = tuple((tensor, tuple(access)) for tensor, access in reads)
+        self.operators[name] = CutOperator(kind, tuple(space), taken, output, constant)
         made = {block: indices[0] for block, indices in joins.items()}
         if len(output) < len(space):
             whole, part = math.prod(extents[axis] for axis in axes), math.prod(shape)
@@ -157,7 +183,8 @@ class ShardedGraph:
                 made[block] = len(self.vertices)
                 flops = float(part * (len(indices) - 1))
                 self.vertices.append(Vertex(name, combine, block, shape, (), tuple(indices), flops, whole))
-        self.tensors[name] = CutTensor(name, tuple(extents[a] for a in axes), tuple(cuts[a] for a in axes), made)
+        result = tuple(extents[axis] for axis in axes), tuple(cuts[axis] for axis in axes)
+        self.tensors[name] = CutTensor(name, *result, made, dtype=dtype)
         return name
 
     def predecessors(self, vertex: int) -> tuple[int, ...]:
@@ -180,13 +207,14 @@ class ShardedGraph:
                     users.setdefault(tensor.block_name(block), []).append(index)
         tensors = []
         for cut in self.inputs:
-            num_bytes = math.prod(cut.block_shape) * (8 if cut.dtype == "int64" else ELEMENT_BYTES)
             for name in map(cut.block_name, cut.blocks):
                 if cut.is_weight:
                     parameter_of[name] = len(parameters)
-                    parameters.append(Parameter(name, num_bytes))
+                    parameters.append(Parameter(name, cut.num_block_bytes))
                 else:
-                    tensors.append(Tensor(name, num_bytes, None, tuple(users[name]), cut.dtype, cut.block_shape))
+                    tensors.append(
+                        Tensor(name, cut.num_block_bytes, None, tuple(users[name]), cut.dtype, cut.block_shape)
+                    )
         used = [list[int]() for _ in self.vertices]
         for name, index in parameter_of.items():
             for vertex_index in users[name]:
@@ -196,7 +224,7 @@ class ShardedGraph:
             for source in self.predecessors(index):
                 consumers[source].append(index)
         for index, vertex in enumerate(self.vertices):
-            num_bytes = math.prod(vertex.shape) * ELEMENT_BYTES
+            num_bytes = math.prod(vertex.shape) * _RESULT_BYTES
             reached = tuple(consumers[index])
             tensors.append(
                 Tensor(vertex.name, num_bytes, index, reached, shape=vertex.shape, is_output=not consumers[index])

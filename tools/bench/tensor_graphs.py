@@ -9,6 +9,7 @@ product, k its summed index, b batch, v vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -16,6 +17,7 @@ from tools.bench.sharding import Access, ShardedGraph, Span
 
 GraphName = Literal["chain-mm", "ffnn", "llama-block", "llama-layer"]
 GRAPHS: tuple[GraphName, ...] = get_args(GraphName)
+EPSILON = 1e-5  # of RMSNorm
 _PRODUCT_FLOPS = 2.0  # of an element of a matrix product's index space
 
 
@@ -170,22 +172,24 @@ class _Llama:
         """The rotary table: an input of two blocks, or selected by the positions, which also give the causal mask."""
         s, width = self._sizes.rows, self._sizes.half_width
         if not self._cuts.head:
-            self.graph.add_input("rotary", (s, width), (2, 1))
+            self.graph.add_input("rotary", (s, width), (2, 1), dtype="complex64")
             return
         self.graph.add_input("positions", (s,), (1,), is_weight=False, dtype="int64")
-        self.graph.add_input("table", (s, width), (1, 1))
-        space, reads = {"s": s, "t": s}, [("positions", "s"), ("positions", "t")]
-        self.graph.add("mask", "CausalMask", space, _pieces(self._cuts.mask), reads, "st", flops_per_element=0.0)
-        self.graph.add("rotary", "Select", {"s": s, "c": width}, {}, [("table", (None, "c")), ("positions", "s")], "sc")
+        self.graph.add_input("table", (s, width), (1, 1), dtype="complex64")
+        reads: list[tuple[str, Sequence[Access]]] = [("positions", "s"), ("positions", "t")]
+        cut = _pieces(self._cuts.mask)
+        self.graph.add("mask", "CausalMask", {"s": s, "t": s}, cut, reads, "st", flops_per_element=0.0)
+        reads = [("table", (None, "c")), ("positions", "s")]
+        self.graph.add("rotary", "Select", {"s": s, "c": width}, {}, reads, "sc", dtype="complex64")
 
     def _norm(self, name: str, source: str, pieces: Mapping[str, int], product: Mapping[str, int]) -> str:
         """RMSNorm in eight operators; `product`: the pieces of the last three."""
         s, rows = {"s": self._sizes.rows}, {"s": pieces.get("s", 1)}
         cast = self._by_rows(f"{name}.cast", "Cast", pieces, [(source, "sh")])
-        self._by_rows(f"{name}.square", "Square", pieces, [(cast, "sh")])
+        self._by_rows(f"{name}.square", "Mul", pieces, [(cast, "sh"), (cast, "sh")])
         space = {**s, "h": self._sizes.hidden}
         self.graph.add(f"{name}.mean", "ReduceMean", space, pieces, [(f"{name}.square", "sh")], "s", combine="Mean")
-        self.graph.add(f"{name}.epsilon", "AddEpsilon", s, rows, [(f"{name}.mean", "s")], "s")
+        self.graph.add(f"{name}.epsilon", "Add", s, rows, [(f"{name}.mean", "s")], "s", constant=EPSILON)
         self.graph.add(f"{name}.rsqrt", "Rsqrt", s, rows, [(f"{name}.epsilon", "s")], "s")
         self._by_rows(f"{name}.multiply", "Mul", product, [(cast, "sh"), (f"{name}.rsqrt", "s")])
         self._by_rows(f"{name}.half", "Cast", product, [(f"{name}.multiply", "sh")])
@@ -213,9 +217,11 @@ class _Llama:
         numbers = {"s": sizes.rows, "H": sizes.heads, "c": sizes.half_width}
         cut = {"s": pieces.get("s", 1), "H": pieces.get("j", 1)}
         self.graph.add(f"{name}.heads", "SplitHeads", heads, cut, [(name, "sH")], "sHd")
-        self.graph.add(f"{name}.complex", "ToComplex", numbers, cut, [(f"{name}.heads", "sHc")], "sHc")
+        self.graph.add(
+            f"{name}.complex", "ToComplex", numbers, cut, [(f"{name}.heads", "sHc")], "sHc", dtype="complex64"
+        )
         reads = [(f"{name}.complex", "sHc"), ("rotary", "sc")]
-        self.graph.add(f"{name}.rotate", "Rotate", numbers, cut, reads, "sHc")
+        self.graph.add(f"{name}.rotate", "Rotate", numbers, cut, reads, "sHc", dtype="complex64")
         self.graph.add(f"{name}.real", "FromComplex", heads, cut, [(f"{name}.rotate", "sHd")], "sHd")
         flat_cut = {"s": cut["s"], "j": cut["H"]}
         return self.graph.add(f"{name}.flat", "Flatten", flat, flat_cut, [(f"{name}.real", ("s", "j", None))], "sj")
@@ -227,7 +233,8 @@ class _Llama:
         wide = {**space, "d": 2 * sizes.half_width}
         reads: list[tuple[str, str]] = [("q.flat", "sH"), ("k.flat", "tH")]
         add("scores", "Scores", wide, pieces, reads, "Hst", flops_per_element=_PRODUCT_FLOPS)
-        last = add("scores.scaled", "ScaleScores", space, pieces, [("scores", "Hst")], "Hst")
+        scale = 1 / math.sqrt(wide["d"])
+        last = add("scores.scaled", "Mul", space, pieces, [("scores", "Hst")], "Hst", constant=scale)
         if self._cuts.mask:
             last = add("scores.masked", "Add", space, pieces, [(last, "Hst"), ("mask", "st")], "Hst")
         add("softmax.cast", "Cast", space, pieces, [(last, "Hst")], "Hst")
