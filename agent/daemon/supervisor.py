@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import re
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from agent.daemon.worker_state import WorkerEvent, WorkerStateMachine
 from hearth.errors import DeadlineExceeded, HearthError, StepFailed, WorkerDied
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.child import describe_exit, run_module
+from hearth.platform.socket_folder import SocketFolder
 from hearth.protocol import WORKER_CONNECT_SECONDS, WORKER_LOAD_SECONDS, WORKER_SIGN_SECONDS, agent_run_seconds
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
@@ -57,12 +57,10 @@ class WorkerProcess:
         self._on_change = on_change
         self._state_machine = WorkerStateMachine()
         try:
-            self._folder = tempfile.TemporaryDirectory(prefix="hearth-worker-")  # mode 0700: only this user has access
-        except OSError as error:  # a full or read-only disk
+            self._folder = SocketFolder("hearth-agent-")
+        except OSError as error:  # full or read-only disks
             raise WorkerDied(device=device, reason=f"it could not be started: {error}") from None
-        self._client = RpcClient(
-            context, f"ipc://{Path(self._folder.name) / 'worker'}", None, f"the worker on {device}"
-        )
+        self._client = RpcClient(context, f"ipc://{self._folder.path / 'worker'}", None, f"the worker on {device}")
         self._process: ChildProcess | None = None
         self._spawning: asyncio.Future[ChildProcess] | None = None
         self._loaded: wire.Start | None = None  # the newest request
@@ -228,7 +226,7 @@ class WorkerProcess:
                 await self._end(self._spawning.result(), kill_at_once=has_failed)
         await cancel_all(self._tasks)
         await self._client.close()
-        self._folder.cleanup()
+        self._folder.remove()
 
     async def _end(self, process: ChildProcess, kill_at_once: bool) -> None:
         """End the process. One that does not end is abandoned: it keeps its memory and its data port."""

@@ -270,7 +270,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (service, "locked_folder", lambda folder: nullcontext()),
         (fleet, "Browser", _Browser),
         (agent.daemon.daemon, "measure_link", _measure_link),
-        (agent.daemon.supervisor, "tempfile", SimpleNamespace(TemporaryDirectory=_TemporaryDirectory)),
+        (agent.daemon.supervisor, "SocketFolder", _SocketFolder),
         (agent.daemon.supervisor, "_sample", sample),
         (agent.daemon.supervisor.WorkerProcess, "peak_bytes", 0),
         (agent.daemon.store, "_HASH_THREADS", 1),
@@ -499,13 +499,13 @@ async def _refuses_connections(host: str, port: int, timeout_seconds: float) -> 
     return False
 
 
-class _TemporaryDirectory:
+class _SocketFolder:
     _numbers = itertools.count()
 
-    def __init__(self, **_: Any) -> None:
-        self.name = f"/simulated/{next(self._numbers)}"
+    def __init__(self, prefix: str) -> None:
+        self.path = Path(f"/simulated/{prefix}{next(self._numbers)}")
 
-    def cleanup(self) -> None:
+    def remove(self) -> None:
         pass
 
 

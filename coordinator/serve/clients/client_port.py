@@ -11,10 +11,8 @@ import errno
 import logging
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -29,6 +27,7 @@ from hearth.errors import BadSetting, HearthError, NotServing, PortInUse
 from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised, with_timeout
 from hearth.platform.child import describe_exit
 from hearth.platform.curve import BACKLOG, fingerprint
+from hearth.platform.socket_folder import SocketFolder
 from hearth.wire import messages as wire
 from hearth.wire.loop_socket import loop_socket
 from hearth.wire.rpc import Caller, Handler, Policy, Reply, Request, RequestServer, Response
@@ -240,12 +239,17 @@ class _Gateway:
         self._access: Access | None = None  # that the gateway was told
         self._heard = False  # of the gateway since the last tick
         self._process: asyncio.subprocess.Process | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="hearth-gateway-")  # mode 0700: only this user has access
-        self._endpoint = f"ipc://{Path(self._folder.name) / 'gateway'}"
+        self._folder = SocketFolder("hearth-coordinator-")
+        self._endpoint = f"ipc://{self._folder.path / 'gateway'}"
         self.socket = loop_socket(context, zmq.DEALER)
         self.socket.sndhwm = self.socket.rcvhwm = 0  # what is under way is bounded by the gateway's limits
         self.socket.linger = 0
-        self.socket.bind(self._endpoint)
+        try:
+            self.socket.bind(self._endpoint)
+        except zmq.ZMQError as error:
+            self.socket.close()
+            self._folder.remove()
+            raise OSError(f"{self._endpoint}: {error.strerror}") from None
 
     @property
     def pid(self) -> int | None:
@@ -332,8 +336,7 @@ class _Gateway:
                 self._process.kill()
             with suppress(asyncio.TimeoutError):
                 await with_timeout(_FLUSH_SECONDS, self._process.wait())
-        with suppress(OSError):
-            self._folder.cleanup()
+        self._folder.remove()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -351,5 +351,5 @@ def test_disk_without_room_for_a_socket_is_a_fault_of_the_device(monkeypatch: py
         with zmq_context() as context, pytest.raises(WorkerDied, match="Read-only file system"):
             WorkerProcess(context, "kitchen", NEVER_FORK)
 
-    monkeypatch.setattr(supervisor.tempfile, "TemporaryDirectory", read_only)
+    monkeypatch.setattr(supervisor, "SocketFolder", read_only)
     asyncio.run(main())

@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 from support.contexts import zmq_context
 
+from coordinator.serve.clients import client_port as client_port_module
 from coordinator.serve.clients.client_port import ClientPort, client_port
 from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
@@ -291,6 +292,32 @@ def test_gateway_that_dies_or_hangs_is_replaced_and_clients_reach_it_again(
         assert home.gateway_pid != before
         assert not [record for record in caplog.records if record.exc_info]
 
+    run(tmp_path, scenario)
+
+
+def test_gateway_starts_as_soon_as_a_folder_takes_its_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = client_port_module.SocketFolder
+    attempts = iter(["full", "full between the folder and its socket"])
+
+    def folder(prefix: str) -> Any:
+        fault = next(attempts, None)
+        if fault == "full":
+            raise OSError("no temporary folder takes a socket (/tmp: No space left on device)")
+        one = made(prefix)
+        if fault is not None:
+            one.path = one.path / "absent"
+        return one
+
+    async def scenario(home: Home) -> None:
+        assert await tokens(home.client(), "small", 3) == 3
+        starts = [record.getMessage() for record in caplog.records if "started again" in record.getMessage()]
+        assert len(starts) == 2
+        assert "could not be started: no temporary folder takes a socket (/tmp: No space left on device)" in starts[0]
+        assert "No such file or directory" in starts[1]
+
+    monkeypatch.setattr(client_port_module, "SocketFolder", folder)
     run(tmp_path, scenario)
 
 
