@@ -384,6 +384,16 @@ class UnsupportedOperator(HearthError, scope="request", contradiction=True):
     advice = "Export the model without it, or cut the model before it."
 
 
+class CannotTile(HearthError, scope="request"):
+    """An operator of an ONNX graph cannot be cut into tiles."""
+
+    operator: str
+    kind: str
+    reason: str
+    summary = "The operator {operator} ({kind}) cannot be cut into tiles: {reason}."
+    advice = "Plan without tiles: `--tiles off`."
+
+
 class ModelDoesNotFit(HearthError, scope="plan"):
     """The model exceeds the devices' memory limits."""
 

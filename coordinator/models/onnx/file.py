@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from coordinator.models.onnx.nodes import bodies
+from coordinator.models.onnx.weight_slices import read_slice, source_of
 from hearth.errors import BadModelFile
 
 # Larger weights stay in the file and are sent to devices as separate chunks; smaller ones are sent within the segment. Large
@@ -83,6 +84,8 @@ class OnnxFile:
 
     def read(self, tensor: TensorProto) -> memoryview:
         """The little-endian bytes of a tensor: a view into the mapped file, if they are stored there in this form."""
+        if (source := source_of(tensor)) is not None:
+            return read_slice(self.read(source.tensor), source)
         reference = _reference(tensor)
         if reference is None:
             return memoryview(raw_bytes(tensor))

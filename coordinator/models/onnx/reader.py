@@ -31,7 +31,8 @@ _MAX_OPERATORS = 100_000
 class OnnxModel:
     """A model with every shape known; its weights stay in the mapped file until one is read.
 
-    The nodes of `graph` are the operators of `spec`, one for one.
+    The nodes of `graph` are the operators of `spec`, one for one. `variant` describes how the graph was rewritten; it is
+    empty for the graph of the file.
     """
 
     spec: GraphSpec
@@ -40,12 +41,16 @@ class OnnxModel:
     ir_version: int
     opsets: tuple[OperatorSetIdProto, ...]
     graph: ResolvedGraph
+    variant: str = ""
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the file, its external data and the given dimensions: identifies the model that a plan is for."""
+        """SHA-256 of the file, its external data, dimensions and variant: identifies the model that a plan is for."""
         dims = ",".join(f"{name}={size}" for name, size in sorted(self.dims.items()))
-        return hashlib.sha256(f"{self.file.digest()} {dims}".encode()).hexdigest() if dims else self.file.digest()
+        settings = f" {dims}" * bool(dims) + f" {self.variant}" * bool(self.variant)
+        return (
+            hashlib.sha256(f"{self.file.digest()}{settings}".encode()).hexdigest() if settings else self.file.digest()
+        )
 
 
 def read_onnx(path: str | Path, dims: Mapping[str, int] | None = None) -> OnnxModel:
@@ -80,7 +85,7 @@ def read_onnx(path: str | Path, dims: Mapping[str, int] | None = None) -> OnnxMo
     _drop_dead_operators(resolved, outputs)
     versions = {CONTRIB_DOMAIN: 1} | {entry.domain: entry.version for entry in model.opset_import}
     return OnnxModel(
-        spec=_spec(Path(path).stem, resolved, inputs, outputs),
+        spec=graph_spec(Path(path).stem, resolved, inputs, outputs),
         file=file,
         dims=dims,
         ir_version=model.ir_version,
@@ -196,7 +201,8 @@ def _drop_dead_operators(resolved: ResolvedGraph, outputs: list[str]) -> None:
     resolved.flops = [flops for _, flops in reversed(kept)]
 
 
-def _spec(name: str, resolved: ResolvedGraph, inputs: Mapping[str, TensorType], outputs: list[str]) -> GraphSpec:
+def graph_spec(name: str, resolved: ResolvedGraph, inputs: Mapping[str, TensorType], outputs: list[str]) -> GraphSpec:
+    """The graph as planners see it, with these inputs and outputs."""
     consumers: dict[str, list[int]] = {}
     parameters: dict[str, int] = {}
     operators = []
