@@ -69,6 +69,14 @@ TimeLimitOption = Annotated[
 NoCongestionOption = Annotated[
     bool, typer.Option("--no-congestion", help="(graph) Ignore contention between transfers of one device.")
 ]
+TilesOption = Annotated[
+    str,
+    typer.Option(
+        help="(ONNX) Cut operators into tiles that several devices compute: off (default), auto (if that is faster), or N "
+        "tiles of each product of matrices.",
+        metavar="auto|off|N",
+    ),
+]
 SeqLenOption = Annotated[
     int | None,
     typer.Option(help="Maximum number of tokens in one step. Default: the model's limit, at most 512.", min=1),
@@ -167,7 +175,7 @@ _KIND_TITLES: Mapping[ModelFileKind, str] = {
 # Options of `plan` and `serve` that apply to some kinds of MODEL only, by parameter name. All others apply to every kind.
 OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
     **dict.fromkeys(("seq_len", "context", "sequences", "no_kv_copies", "weights", "accuracy_budget"), _TRANSFORMER),
-    **dict.fromkeys(("dim", "cluster"), _GRAPH),
+    **dict.fromkeys(("dim", "cluster", "tiles"), _GRAPH),
     **dict.fromkeys(("objective", "time_limit", "no_congestion", "picture"), _GRAPH | _INSTANCE),
     **dict.fromkeys(("compare", "rounds", "timeline", "save_profile", "load_profile"), _TRANSFORMER | _GRAPH),
     **dict.fromkeys(("save", "exclude", "limit"), _TRANSFORMER | _GRAPH),

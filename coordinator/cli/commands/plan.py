@@ -22,6 +22,7 @@ from coordinator.serve.state import GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 
 _DEFAULT_ROUNDS = 5  # timed runs of each plan: enough for a median, short enough to wait for
+_NOT_TILED = ("load_profile", "save_profile", "save")  # files that describe whole operators
 _NOT_COMPARED = ("load_profile", "save_profile", "save", "explain", "timeline", "cluster", "picture")
 
 
@@ -39,6 +40,7 @@ def plan(
     dim: options.DimsOption = [],  # noqa: B006 (typer's form of an empty default)
     time_limit: options.TimeLimitOption = None,
     no_congestion: options.NoCongestionOption = False,
+    tiles: options.TilesOption = "off",
     cluster: Annotated[
         Path | None,
         typer.Option(
@@ -104,13 +106,15 @@ def plan(
         raise BadSetting(setting="--rounds", reason="it needs --compare")
     if compare:
         options.reject_options(command, _NOT_COMPARED, "it cannot be combined with --compare")
+    if tiles != "off":
+        options.reject_options(command, _NOT_TILED, "it cannot be combined with --tiles")
     if picture is not None:
         check_picture(picture)
     output = OutputOptions(explain, as_json, save, timeline, picture, save_profile)
     if kind == "instance" and isinstance(goal, GraphGoal):
         asyncio.run(plan_problem(goal, output))
         return
-    planning: Planning = TransformerPlanning(goal) if isinstance(goal, TransformerGoal) else GraphPlanning(goal)
+    planning: Planning = TransformerPlanning(goal) if isinstance(goal, TransformerGoal) else GraphPlanning(goal, tiles)
     if compare:
         rounds = rounds or _DEFAULT_ROUNDS
         print_comparison(

@@ -24,15 +24,16 @@ from coordinator.devices.cluster_file import read_cluster
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.profile_file import SavedGraphProfile, read_graph_profile, saved_graph_profile
-from coordinator.models.graph_file import read_graph_file
+from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
 from coordinator.plan.graph.predict import predict_plan, predicted_graph_timeline
-from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.graph.stored import stored_weights, with_stored
+from coordinator.plan.graph.tiles.tiling import num_tiles, tiled_for
 from coordinator.plan.redundancy import Loss
 from coordinator.plan.solution import PlanningResult
 from coordinator.plan.stores import lacking
-from coordinator.serve.goal import graph_request
+from coordinator.serve.goal import allowed_devices, graph_request
 from coordinator.serve.kinds.graph import MAX_RECOVERY_SECONDS
 from coordinator.serve.planning.planner_process import plans_or_errors, solve_graph
 from coordinator.serve.state import GraphGoal
@@ -142,18 +143,27 @@ class PlannedGraph:
 
 
 class GraphPlanning:
-    """Profiles, plans and times one graph. Raises BadModelFile, DynamicShape, BadSetting, ..."""
+    """Profiles, plans and times one graph. Raises BadModelFile, DynamicShape, BadSetting, ...
 
-    def __init__(self, goal: GraphGoal) -> None:
+    `tiles`: `auto`, `off` or a number. The graph is cut once its devices are known; `auto` plans the whole graph too, and
+    takes what is faster.
+    """
+
+    def __init__(self, goal: GraphGoal, tiles: str = "off") -> None:
         self.goal = goal
+        self._num_tiles = num_tiles(tiles)
         self.graph = read_graph_file(Path(goal.model_file), goal.dims)
+        if self.graph.model is None and tiles != "off":
+            raise BadSetting(setting="--tiles", reason=f"{self.graph.path} is no ONNX file, and only those can be cut")
+        self._uncut: tuple[GraphFile, GraphCluster] | None = None  # the graph before it was cut, if it was
 
     def cluster_from_files(self, profile: Path | None = None, devices: Path | None = None) -> GraphCluster | None:
         """The cluster of a saved profile or a cluster file; None: measure live devices. Raises BadSetting."""
         if devices is not None:
             if profile is not None:
                 raise BadSetting(setting="--load-profile", reason="--cluster already names the devices")
-            return read_cluster(devices, self.graph.spec)
+            cluster = read_cluster(devices, self.graph.spec)
+            return read_cluster(devices, self.graph.spec) if self._cut(cluster) else cluster
         if profile is not None:
             return read_graph_profile(profile, self.graph)
         if self.graph.model is None:
@@ -164,15 +174,43 @@ class GraphPlanning:
 
     async def profile(self, live: LiveDevices) -> GraphCluster:
         """The cluster of live devices. Raises NoDevices, ..."""
-        return await graph_cluster(live.profiler, live.devices, self.graph, graph_workload(self.graph))
+        cluster = await graph_cluster(live.profiler, live.devices, self.graph, graph_workload(self.graph))
+        if self._cut(cluster):
+            return await graph_cluster(live.profiler, live.devices, self.graph, graph_workload(self.graph))
+        return cluster
 
     def saved_profile(self, cluster: GraphCluster) -> SavedGraphProfile:
         return saved_graph_profile(self.graph, cluster)
 
     async def plan(self, cluster: GraphCluster) -> PlannedGraph:
         """The best plan under the user's limits. Raises ModelDoesNotFit, ..."""
-        request = graph_request(self.goal, self.graph, graph_cluster_with_limits(cluster, self.goal.limits))
+        planned = await self._plan(self.graph, cluster)
+        if self._uncut is None or self._num_tiles is not None:
+            return planned
+        graph, devices = self._uncut
+        whole = await self._plan(graph, devices.subset([device.device_id for device in cluster.devices]))
+        if objective_seconds(whole.plan) > objective_seconds(planned.plan):
+            return planned
+        report("tiles are not faster: planned with whole operators")
+        self.graph = graph
+        return whole
+
+    async def _plan(self, graph: GraphFile, cluster: GraphCluster) -> PlannedGraph:
+        request = graph_request(self.goal, graph, graph_cluster_with_limits(cluster, self.goal.limits))
         return PlannedGraph(await solve_graph(request, report_strategy), request)
+
+    def _cut(self, cluster: GraphCluster) -> bool:
+        """Cut the graph for the devices that may be used. Returns whether it has changed."""
+        if self.graph.model is None:
+            return False
+        ids = [device.device_id for device in allowed_devices(self.goal, cluster.devices)]
+        model = tiled_for(self.graph.model, cluster.subset(ids), self._num_tiles)
+        if model is self.graph.model:
+            return False
+        report(f"cut {self.graph.spec.num_operators} operators into {model.spec.num_operators}")
+        self._uncut = (self.graph, cluster)
+        self.graph = replace(self.graph, spec=model.spec, model=model)
+        return True
 
     # ---- with --compare -------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import pytest
 from support.checkpoints import write_model
 from support.graph_plans import make_graph_plan
 from support.graphs import cluster_of, save_graph, save_two_branch_model, two_branches
+from support.onnx_models import graph, node, saved, value, weight
 from support.planning import in_process_planning
 from support.schedule_checker import violations
 from typer.testing import CliRunner
@@ -337,3 +338,55 @@ def test_serve_rejects_options_of_the_other_kind_of_model(files: Path) -> None:
         )
         assert result.exit_code == 2, result.output
         assert reason in re.sub(r"\s+", " ", result.output)
+
+
+def heavy_model(path: Path) -> Path:
+    """x W1, Relu, W2: 268 MFLOP each."""
+    rows, width = 512, 512
+    nodes = [node("MatMul", "x w1", "a"), node("Relu", "a", "b"), node("MatMul", "b w2", "y")]
+    weights = [weight("w1", width, width), weight("w2", width, width, seed=1)]
+    return saved(path, graph(nodes, [value("x", [rows, width])], [value("y", None)], weights))
+
+
+def tiled(files: Path, *arguments: str) -> dict[str, Any]:
+    path = heavy_model(files / "heavy.onnx")
+    result = CliRunner().invoke(
+        app, ["plan", str(path), "--cluster", str(files / "cluster.json"), "--strategy", "heft", "--json", *arguments]
+    )
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_tiles_share_an_operator_among_devices(files: Path) -> None:
+    """5.4 s of computation on one of two equal devices; the tiles wait only for the output, 1 MiB at 100 Mbit/s."""
+    whole, cut, fixed = (tiled(files, "--tiles", each) for each in ("off", "auto", "4"))
+    assert whole["objective_value"] > 5
+    assert cut["objective_value"] < 0.55 * whole["objective_value"]
+    assert (len(whole["assignment"]), len(fixed["assignment"])) == (3, 17)
+    assert set(cut["assignment"]) == {0, 1}
+
+
+def test_auto_keeps_operators_whole_if_tiles_are_not_faster(files: Path) -> None:
+    slow = json.loads((files / "cluster.json").read_text()) | {"mbit_per_second": 0.01}
+    (files / "cluster.json").write_text(json.dumps(slow))
+    whole, cut = (tiled(files, "--tiles", each) for each in ("off", "auto"))
+    assert cut["assignment"] == whole["assignment"]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "reason"),
+    [
+        ("heavy.onnx", ("--tiles", "many"), "auto, off, or a number"),
+        ("heavy.onnx", ("--tiles", "2", "--save", "plan.json"), "cannot be combined with --tiles"),
+        ("graph.json", ("--tiles", "2"), "is no ONNX file"),
+        ("small.onnx", ("--tiles", "7"), "The operator y (MatMul) cannot be cut into tiles: none of its axes"),
+    ],
+)
+def test_invalid_tiles_are_reported(files: Path, model: str, arguments: tuple[str, ...], reason: str) -> None:
+    heavy_model(files / "heavy.onnx")
+    saved(
+        files / "small.onnx",
+        graph([node("MatMul", "x w", "y")], [value("x", [2, 3])], [value("y", None)], [weight("w", 3, 3)]),
+    )
+    assert reason in error_of(files, model, "--cluster", "cluster.json", *arguments)
