@@ -48,4 +48,4 @@ def read_slice(data: memoryview, source: Source) -> memoryview:
     item_bytes = helper.tensor_dtype_to_np_dtype(source.tensor.data_type).itemsize
     elements = np.frombuffer(data, np.dtype((np.void, item_bytes))).reshape(tuple(source.tensor.dims))
     region = elements[tuple(slice(start, stop) for start, stop in source.region)]
-    return memoryview(np.ascontiguousarray(region).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(region).reshape(-1).view(np.uint8).data

@@ -28,7 +28,7 @@ def index_space(model: OnnxModel, operator: int) -> IndexSpace:
     if any(0 in graph.types[name].shape for name in (*node.input, *node.output) if name):
         raise CannotCut("one of its tensors is empty")
     space = _RULES[node.op_type](Call(model, node))
-    followed = {axis.index for output in space.outputs for axis in output.axes if axis is not None}
+    followed = {axis.index_axis for output in space.outputs for axis in output.axes if axis is not None}
     assert followed | set(space.summed) == set(range(len(space.sizes)))
     if all(size < 2 for size in space.sizes):
         raise CannotCut("no axis of it can be cut")

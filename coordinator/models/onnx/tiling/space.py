@@ -26,24 +26,24 @@ class CannotCut(Exception):
 class Along(NamedTuple):
     """A tensor axis that follows an index axis: `scale` elements per index."""
 
-    index: int
+    index_axis: int
     scale: int = 1
 
     def range_of(self, ranges: Sequence[Range], size: int) -> Range:
-        start, stop = ranges[self.index]
+        start, stop = ranges[self.index_axis]
         return start * self.scale, stop * self.scale
 
 
 class Window(NamedTuple):
     """The rows that a sliding window reads: index r covers `reach` rows from r * stride - pad. With halo, tiles overlap."""
 
-    index: int
+    index_axis: int
     stride: int
     reach: int
     pad: int
 
     def unclipped(self, ranges: Sequence[Range]) -> Range:
-        start, stop = ranges[self.index]
+        start, stop = ranges[self.index_axis]
         return start * self.stride - self.pad, (stop - 1) * self.stride - self.pad + self.reach
 
     def range_of(self, ranges: Sequence[Range], size: int) -> Range:

@@ -127,7 +127,7 @@ def large(path: Path) -> Path:
         node("ReduceMax", "d", "y", axes=[3], keepdims=0),
     ]
     weights = [
-        weight("w", 64, 128), weight("k", 4096, 8, 3, 3, seed=1), weight("bias", 4096, seed=2),
+        weight("w", 64, 256), weight("k", 4096, 8, 3, 3, seed=1), weight("bias", 4096, seed=2),
         integers("square", 1, 8, 2, 4),
     ]  # fmt: skip
     return saved(path, graph(nodes, [value("x", [1, 64])], [value("y", None)], weights))
@@ -165,7 +165,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
 
 
 @pytest.mark.parametrize("which", range(4))
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_tiles_of_any_pieces_equal_the_whole_graph(cases: list[Case], which: int, data: st.DataObject) -> None:
     case = cases[which]
@@ -179,7 +179,7 @@ def test_tiles_of_any_pieces_equal_the_whole_graph(cases: list[Case], which: int
 
 @pytest.mark.parametrize("which", range(2))
 def test_each_axis_of_each_operator_alone(cases: list[Case], which: int) -> None:
-    """Cut two axes of an operator at a time, one operator after another, so that no error hides behind another."""
+    """Cut one axis of every operator, so that no error of an axis hides behind another."""
     case = cases[which]
     most = max(len(space.sizes) for space in case.spaces if isinstance(space, IndexSpace))
     for axis in range(most):
@@ -204,12 +204,11 @@ def test_a_tile_holds_only_its_part_of_the_weights(cases: list[Case]) -> None:
         tiled.spec.parameter_bytes([index]) for index, each in enumerate(tiled.spec.operators) if "d/tile" in each.name
     ]
     assert held == [1024 * 8 * 9 * 4 + 1024 * 4] * 4
-    (first, *_), weights = cut(tiled.spec, list(range(tiled.spec.num_operators))), []
-    for segment in [first]:
-        weights += segment_model(tiled, segment).weights
-    assert [tuple(each.dims) for each in weights] == [(32, 128)]  # read from the file when it is sent
-    whole = tiled.file.read(case.model.graph.constants["w"])
-    assert tiled.file.read(weights[0]) == whole[: len(whole) // 2]
+    segments = cut(tiled.spec, list(range(tiled.spec.num_operators)))
+    slices = [each for segment in segments for each in segment_model(tiled, segment).weights if each.name[:2] == "w["]
+    assert [tuple(each.dims) for each in slices] == [(32, 256)] * 2  # read from the file when they are sent
+    data = tiled.file.read(case.model.graph.constants["w"])
+    assert b"".join(map(tiled.file.read, slices)) == data
 
 
 def test_partial_sums_are_formed_with_the_bias_once(cases: list[Case]) -> None:
