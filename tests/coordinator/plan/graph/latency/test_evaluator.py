@@ -1,0 +1,55 @@
+"""Fast makespans: equal to those of the schedules, for both disciplines and from every checkpoint."""
+
+from __future__ import annotations
+
+from math import inf
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.placement_problems import problems
+
+from coordinator.models.ordering import topological_order
+from coordinator.plan.graph.latency.evaluator import Evaluator, IncrementalEvaluator
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import best_schedule, schedule
+
+
+def random_solution(problem: PlacementProblem, rng: Random) -> tuple[list[int], list[int]]:
+    """An assignment, and an order in which operators follow their predecessors."""
+    keys = [rng.random() for _ in problem.operators]
+    assignment = [rng.randrange(problem.num_devices) for _ in problem.operators]
+    return assignment, topological_order(problem.predecessors, lambda operator: keys[operator])
+
+
+@settings(max_examples=30)
+@given(problems(most=10), st.randoms(use_true_random=False))
+def test_makespans_equal_those_of_the_schedules(problem: PlacementProblem, rng: Random) -> None:
+    assignment, order = random_solution(problem, rng)
+    evaluator = Evaluator(problem)
+    assert evaluator.in_order(assignment, order) == schedule(problem, assignment, order, in_order=True).makespan
+    assert evaluator.makespan(assignment, order) == best_schedule(problem, assignment, order).makespan
+    rng.shuffle(order)  # work-conserving schedules take any order of priorities
+    assert evaluator.work_conserving(assignment, order) == schedule(problem, assignment, order).makespan
+
+
+@settings(max_examples=12)
+@given(problems(most=40), st.randoms(use_true_random=False))
+def test_trials_and_commits_equal_full_runs(problem: PlacementProblem, rng: Random) -> None:
+    evaluator = Evaluator(problem)
+    assignment, order = random_solution(problem, rng)
+    incremental = IncrementalEvaluator(problem, assignment, order)
+    for _ in range(8):
+        first = rng.randrange(len(order))
+        changed = list(assignment)
+        for operator in order[first:]:
+            changed[operator] = rng.randrange(problem.num_devices)
+        expected = evaluator.in_order(changed, order)
+        assert incremental.trial(changed, order, first) == expected
+        assert incremental.trial(changed, order, first, expected) == expected
+        assert incremental.trial(changed, order, first, expected - 0.5) == inf
+        assert incremental.makespan == evaluator.in_order(assignment, order)
+        if rng.random() < 0.5:
+            incremental.trial(changed, order, first)
+            incremental.commit()
+            assignment = changed
