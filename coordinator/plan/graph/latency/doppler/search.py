@@ -1,0 +1,105 @@
+"""Local search on schedules: simulated annealing of assignment and order, priced in order. Pure.
+
+The cost of a solution is its makespan plus a share of the mean time at which devices end, so that moves between equal
+makespans lead somewhere. The limit on the cost of an accepted move (Metropolis rule) is drawn before the move is priced:
+its evaluation starts at the first operator that changes, and stops where it must exceed the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf, log
+from random import Random
+
+from coordinator.plan.graph.latency.doppler.memory import MemoryLedger
+from coordinator.plan.graph.latency.doppler.moves import Move, MoveGenerator
+from coordinator.plan.graph.latency.evaluator import IncrementalEvaluator
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule
+
+# Temperatures at the first and at the last move, as fractions of the makespan of the start.
+_FIRST_TEMPERATURE, _LAST_TEMPERATURE = 0.01, 0.0002
+_MEAN_END_WEIGHT = 0.4  # of the mean end of devices in the cost
+_CLOCK_MOVES = 256  # moves between two looks at the clock, and at the temperature
+
+
+def improve(
+    problem: PlacementProblem,
+    start: Schedule,
+    rng: Random,
+    moves: int,
+    clock: Callable[[], float],
+    deadline: float = inf,
+    probabilities: Sequence[Sequence[float]] | None = None,
+) -> Schedule:
+    """The best schedule found by `moves` moves from `start`, which fits the memory; never worse than `start`.
+
+    The search cools down over `moves`, and ends earlier when `clock()` reaches `deadline`. `probabilities[i][k]` is that
+    of device k for operator i: half of the proposed devices are drawn from it, the others uniformly (default: all).
+    """
+    annealing = _Annealing(problem, start, rng, probabilities)
+    annealing.run(moves, clock, deadline)
+    return min(start, best_schedule(problem, *annealing.best), key=lambda each: each.makespan)
+
+
+class _Annealing:
+    def __init__(
+        self, problem: PlacementProblem, start: Schedule, rng: Random, probabilities: Sequence[Sequence[float]] | None
+    ) -> None:
+        assignment = list(start.assignment)
+        order = [item for item in start.order if not isinstance(item, Send)]
+        self._random = rng.random
+        self._memory = MemoryLedger(problem, assignment)
+        self._moves = MoveGenerator(problem, assignment, order, rng, probabilities)
+        self._evaluator = IncrementalEvaluator(problem, assignment, order, _MEAN_END_WEIGHT)
+        self._best_makespan = self._evaluator.makespan
+        self.best = (assignment, order)  # of operators
+
+    def run(self, moves: int, clock: Callable[[], float], deadline: float) -> None:
+        """Make moves, cooling down geometrically."""
+        hottest = self._evaluator.makespan * _FIRST_TEMPERATURE
+        temperature, ratio = hottest, _LAST_TEMPERATURE / _FIRST_TEMPERATURE
+        for number in range(moves):
+            if number % _CLOCK_MOVES == 0:
+                if clock() >= deadline:
+                    return
+                temperature = hottest * ratio ** (number / moves)
+            move = self._moves.draw()
+            if move is not None:
+                self._try(move, self._evaluator.cost - temperature * log(1.0 - self._random()))
+
+    def _try(self, move: Move, limit: float) -> None:
+        """Accept the move if it fits the memory and costs at most `limit`."""
+        if not self._fits(move):
+            return
+        solution = self._moves
+        assignment = solution.assignment
+        if move.devices:
+            assignment = assignment[:]
+            for operator, device in move.devices:
+                assignment[operator] = device
+        order = solution.order if move.order is None else move.order
+        if self._evaluator.trial(assignment, order, move.first, limit) > limit:
+            self._move_memory(move, back=True)
+            return
+        self._evaluator.commit()
+        solution.accept(assignment, order, move.first)
+        if self._evaluator.makespan < self._best_makespan:
+            self._best_makespan = self._evaluator.makespan
+            self.best = (assignment, order)
+
+    def _fits(self, move: Move) -> bool:
+        """Whether the move fits the memory. If it does, the ledger is as after the move."""
+        if not self._memory.is_binding:
+            return True
+        self._move_memory(move)
+        if self._memory.fits:
+            return True
+        self._move_memory(move, back=True)
+        return False
+
+    def _move_memory(self, move: Move, back: bool = False) -> None:
+        if self._memory.is_binding:
+            for operator, device in move.devices:
+                before = self._moves.assignment[operator]
+                self._memory.move(operator, *((device, before) if back else (before, device)))

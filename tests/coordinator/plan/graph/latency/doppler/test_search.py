@@ -1,0 +1,153 @@
+"""Local search: valid, within memory, never worse than its start, repeatable, and optimal on small graphs."""
+
+from __future__ import annotations
+
+import time
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("ortools")
+
+from support.placement_problems import problems
+from support.schedule_checker import violations
+
+from coordinator.plan.graph.latency.doppler.memory import MemoryLedger
+from coordinator.plan.graph.latency.doppler.moves import MoveGenerator, interchangeable_operators
+from coordinator.plan.graph.latency.doppler.search import improve
+from coordinator.plan.graph.latency.heft import heft
+from coordinator.plan.graph.latency.moirai import solve_moirai
+from coordinator.plan.graph.latency.problem import FloatTable, Flow, PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
+from hearth.errors import NoPlacement
+
+
+def stopped() -> float:
+    """A clock that never reaches a deadline."""
+    return 0.0
+
+
+def links(seconds: float, num_devices: int = 2) -> FloatTable:
+    return tuple(tuple(0.0 if a == b else seconds for b in range(num_devices)) for a in range(num_devices))
+
+
+def two_layers(width: int, transfer: float = 1.0) -> PlacementProblem:
+    """`width` chains of two operators on two equal devices; transfers cost as much as operators."""
+    return PlacementProblem(
+        name="two layers",
+        operators=tuple(f"op{i}" for i in range(2 * width)),
+        devices=("device0", "device1"),
+        seconds=((1.0, 1.0),) * (2 * width),
+        memory_bytes=(1,) * (2 * width),
+        budget_bytes=(2 * width, 2 * width),
+        flows=tuple(Flow(i, (width + i,), links(transfer)) for i in range(width)),
+        latency=links(0.0),
+    )
+
+
+def start_of(problem: PlacementProblem) -> Schedule:
+    try:
+        return heft(problem)
+    except NoPlacement:
+        assume(False)
+        raise
+
+
+@settings(max_examples=20)
+@given(problems(most=6), st.integers(0, 3))
+def test_result_is_valid_and_never_worse_than_its_start(problem: PlacementProblem, seed: int) -> None:
+    start = start_of(problem)
+    found = improve(problem, start, Random(seed), 150, stopped)
+    assert found.makespan <= start.makespan
+    assert violations(problem, found) == []
+
+
+@settings(max_examples=10, derandomize=True)  # nothing guarantees an optimum
+@given(problems(most=5))
+def test_optimum_of_small_graphs_is_found(problem: PlacementProblem) -> None:
+    start = start_of(problem)
+    best = solve_moirai(problem, 20, time.monotonic)
+    assert best.proven
+    found = min(improve(problem, start, Random(seed), 400, stopped).makespan for seed in range(2))
+    assert found == pytest.approx(best.value)
+
+
+def test_same_seed_gives_the_same_plan() -> None:
+    problem = two_layers(8)
+    start = best_schedule(problem, [0] * 16, range(16))
+    first, second = (improve(problem, start, Random(7), 500, stopped) for _ in range(2))
+    assert first == second
+    assert first.makespan == 8.0  # half of the work on each device
+
+
+def test_deadline_ends_the_search() -> None:
+    problem = two_layers(4)
+    start = best_schedule(problem, [0] * 8, range(8))
+    looks = iter([0.0, 1.0])
+    found = improve(problem, start, Random(0), 10**9, lambda: next(looks), 1.0)
+    assert found.makespan <= start.makespan
+    assert improve(problem, start, Random(0), 10**9, lambda: 1.0, 1.0) == start
+    assert next(looks, None) is None
+
+
+@settings(max_examples=20)
+@given(problems(most=6), st.randoms(use_true_random=False))
+def test_ledger_equals_the_bytes_of_the_assignment(problem: PlacementProblem, rng: Random) -> None:
+    assignment = [rng.randrange(problem.num_devices) for _ in problem.operators]
+    ledger = MemoryLedger(problem, assignment)
+    for _ in range(10):
+        operator, device = rng.randrange(len(assignment)), rng.randrange(problem.num_devices)
+        ledger.move(operator, assignment[operator], device)
+        assignment[operator] = device
+        assert ledger.fits == (problem.overflow_bytes(assignment) == 0)
+        assert ledger.fits or ledger.is_binding
+
+
+@settings(max_examples=10)
+@given(problems(most=6), st.randoms(use_true_random=False))
+def test_moves_keep_the_order_topological(problem: PlacementProblem, rng: Random) -> None:
+    solution = MoveGenerator(problem, [0] * problem.num_operators, list(range(problem.num_operators)), rng)
+    for _ in range(30):
+        move = solution.draw()
+        if move is None:
+            continue
+        assert all(solution.assignment[operator] != device for operator, device in move.devices)
+        assert move.devices or move.order != solution.order
+        order = solution.order if move.order is None else move.order
+        position = {operator: index for index, operator in enumerate(order)}
+        assert len(position) == problem.num_operators
+        assert all(position[a] < position[b] for b, before in enumerate(problem.predecessors) for a in before)
+        assert order[: move.first] == solution.order[: move.first]
+        assert all(position[operator] >= move.first for operator, _ in move.devices)
+        assignment = list(solution.assignment)
+        for operator, device in move.devices:
+            assignment[operator] = device
+        solution.accept(assignment, order, move.first)
+
+
+def test_devices_are_proposed_with_the_given_probabilities() -> None:
+    problem = two_layers(2)
+    solution = MoveGenerator(problem, [0] * 4, list(range(4)), Random(0), [[0.0, 1.0], *[[1.0, 0.0]] * 3])
+    drawn = [solution.draw() for _ in range(3000)]
+    moved = [move.devices[0][0] for move in drawn if move is not None and len(move.devices) == 1]
+    # Uniform proposals move each operator to device 1 equally often; operator 0 gets those of the table, too.
+    assert moved.count(0) > 1.5 * moved.count(1)
+
+
+def test_group_is_permuted_to_where_its_inputs_are() -> None:
+    problem = two_layers(4, transfer=3.0)
+    assert interchangeable_operators(problem) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    crossed = [0, 1, 0, 1, 1, 0, 1, 0]
+    solution = MoveGenerator(problem, crossed, list(range(8)), Random(0))
+    for _ in range(2000):
+        move = solution.draw()
+        if move is not None and len(move.devices) == 4:
+            assert dict(move.devices) in ({0: 1, 1: 0, 2: 1, 3: 0}, {4: 0, 5: 1, 6: 0, 7: 1})
+            break
+    else:
+        raise AssertionError("no group was permuted")
+    start = best_schedule(problem, crossed, range(8))
+    assert improve(problem, start, Random(0), 500, stopped, inf).makespan == 4.0 < start.makespan
