@@ -19,6 +19,7 @@ from hearth.errors import (
     DeadlineExceeded,
     HearthError,
     NoCoordinator,
+    NotServing,
     ProtocolMismatch,
     Unreachable,
     WrongKey,
@@ -40,6 +41,9 @@ _MAX_GREETINGS = 32
 # and the coordinator itself answers its greeting meanwhile.
 _REFUSED_SECONDS = 2.0
 _GREETING_SECONDS = 1.0  # of one greeting in a search over mDNS; an answer takes milliseconds, and the next turn comes
+# Errors of a greeting that may pass, and the pause before the next one: a standby that takes over refuses for a moment.
+_PASSING = (Unreachable, ConnectionLost, DeadlineExceeded, NotServing)
+_AGAIN_SECONDS = 0.1
 _MAX_KNOWN = 8  # endpoints that are remembered from earlier searches; a home has one to three coordinators
 
 
@@ -122,12 +126,16 @@ class Connection:
         return client
 
     async def _first_to_answer(self, timeout_seconds: float) -> RpcClient:
-        """Connect to the endpoints that were given or found. The present connection is used if no other answers at once."""
+        """Connect to the endpoints that were given or found. The present connection is used if no other answers at once.
+
+        Endpoints that fail are greeted again while another may still answer: that one may be stopped, and never answer.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         present = self._client
         answer: asyncio.Future[RpcClient] = loop.create_future()
-        ended = asyncio.Event()  # our key was refused
+        ended = asyncio.Event()  # our key was refused, or all endpoints have failed
+        failed: set[int] = set()
         errors: list[HearthError] = []
 
         async def greet(client: RpcClient, seconds: float) -> HearthError | None:
@@ -150,35 +158,43 @@ class Connection:
                     await client.close()
             return None
 
-        async def greet_present(client: RpcClient) -> None:
-            await asyncio.sleep(_HEAD_START_SECONDS)
-            await greet(client, deadline - loop.time())
-
         async def greet_endpoint(endpoint: str, seconds: float) -> HearthError | None:
             client = RpcClient(self._context, endpoint, self._access, name="client", quick=True)
             return await greet(client, seconds)
+
+        async def greet_again(endpoint: str, number: int) -> None:
+            if is_present := present is not None and endpoint == present.endpoint:
+                await asyncio.sleep(_HEAD_START_SECONDS)
+            while True:
+                seconds = deadline - loop.time()
+                error = await (greet(present, seconds) if is_present else greet_endpoint(endpoint, seconds))
+                if error is None:
+                    return
+                failed.add(number)
+                if len(failed) == len(calls):
+                    ended.set()
+                if not isinstance(error, _PASSING):
+                    return
+                await asyncio.sleep(_AGAIN_SECONDS)
 
         async def greet_found(endpoints: asyncio.Queue[str]) -> None:
             """Greet the endpoints of a queue in turn, until cancelled."""
             while True:
                 endpoint = await endpoints.get()
                 error = await greet_endpoint(endpoint, min(deadline - loop.time(), _GREETING_SECONDS))
-                if isinstance(error, Unreachable | DeadlineExceeded):
+                if isinstance(error, _PASSING):
+                    await asyncio.sleep(_AGAIN_SECONDS)
                     endpoints.put_nowait(endpoint)
 
         async with self._found_endpoints(present.endpoint if present is not None else None) as found:
             calls: list[Coroutine[Any, Any, object]]
-            if self._given:
-                others = [each for each in self._given if present is None or each != present.endpoint]
-                calls = [greet_endpoint(endpoint, timeout_seconds) for endpoint in others]
-            else:
-                calls = [greet_found(found) for _ in range(_MAX_GREETINGS)]
-            if present is not None:
-                calls.append(greet_present(present))
+            named = [*self._given, *([present.endpoint] if present is not None else [])]
+            calls = [greet_again(endpoint, number) for number, endpoint in enumerate(dict.fromkeys(named))]
+            if not self._given:
+                calls += [greet_found(found) for _ in range(_MAX_GREETINGS)]
             tasks = [asyncio.create_task(call) for call in calls]
-            all_failed = asyncio.gather(*tasks)
-            refusal = asyncio.create_task(ended.wait())
-            futures: set[asyncio.Future[Any]] = {answer, all_failed, refusal}
+            ending = asyncio.create_task(ended.wait())
+            futures: set[asyncio.Future[Any]] = {answer, ending}
             try:
                 await asyncio.wait(futures, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
             except BaseException:
@@ -186,7 +202,7 @@ class Connection:
                     await answer.result().close()
                 raise
             finally:
-                await cancel_all([*tasks, all_failed, refusal])
+                await cancel_all([*tasks, ending])
         if answer.done():
             return answer.result()
         for kind in (ProtocolMismatch, AppRevoked, WrongKey):

@@ -26,6 +26,7 @@ from hearth.errors import (
     DeadlineExceeded,
     HearthError,
     NoCoordinator,
+    NotServing,
     Unreachable,
     WrongKey,
 )
@@ -33,7 +34,7 @@ from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.security import Access, HomeKey, derive_keypair, new_home_key
 from hearth.wire import messages as wire
-from hearth.wire.rpc import ACCEPT_ALL, Caller, Policy, Response
+from hearth.wire.rpc import ACCEPT_ALL, Caller, Handler, Policy, Response
 
 KEY = new_home_key()
 LOOPBACK = ["127.0.0.1"]
@@ -53,11 +54,11 @@ async def handle(caller: Caller, message: wire.Message, payload: Sequence[Any]) 
 
 @asynccontextmanager
 async def coordinator(
-    key: HomeKey = KEY, admits: bool = True, port: int = 0, policy: Policy = ACCEPT_ALL
+    key: HomeKey = KEY, admits: bool = True, port: int = 0, policy: Policy = ACCEPT_ALL, handler: Handler = handle
 ) -> AsyncIterator[int]:
     """A coordinator; yields its port."""
     keys = derive_keypair(key.key_bytes(), "coordinator")
-    async with rpc_server(keys, handle, port, lambda _: admits, policy) as server:
+    async with rpc_server(keys, handler, port, lambda _: admits, policy) as server:
         yield server.port
 
 
@@ -95,6 +96,38 @@ def test_first_address_that_answers_is_used() -> None:
         async with coordinator() as port, AsyncHome(access(), f"127.0.0.1:1, 127.0.0.1:{port}", None) as home:
             await home.open(FOUND_WITHIN_SECONDS)
             assert await home.ready(FOUND_WITHIN_SECONDS)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("by_mdns", [False, True])
+def test_standby_that_refuses_while_it_takes_over_is_asked_again(
+    by_mdns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader is stopped: the kernel of its computer accepts connections, and nobody answers."""
+    num_refusals = 2
+
+    async def refuse_at_first(caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
+        nonlocal num_refusals
+        if num_refusals > 0:
+            num_refusals -= 1
+            raise NotServing(state="the coordinator is starting")
+        return await handle(caller, message, payload)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            stopped = stack.enter_context(socket.socket())
+            stopped.bind(("127.0.0.1", 0))
+            stopped.listen(64)
+            ports = [stopped.getsockname()[1], await stack.enter_async_context(coordinator(handler=refuse_at_first))]
+            if by_mdns:
+                for port in ports:
+                    await stack.enter_async_context(record(port))
+            addresses = None if by_mdns else ",".join(f"127.0.0.1:{port}" for port in ports)
+            connection = Connection(access(), addresses, LOOPBACK)
+            stack.push_async_callback(connection.close)
+            found = await connection.client(None, FOUND_WITHIN_SECONDS)
+            assert found.endpoint == f"tcp://127.0.0.1:{ports[1]}"
 
     asyncio.run(main())
 
