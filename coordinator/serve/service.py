@@ -324,7 +324,7 @@ class Service:
                 return wire.Done()
             if self._hand_over.accepted.is_set():
                 raise NotServing(state=_LEAVES)
-            await self._add_revoked(message)
+            await self._merge_keys(message)
             return self._replicate(message.name, message.confirms)
         if isinstance(message, _CHANGES):
             return await self._repeats.once(caller.public_key, message.request_id, partial(self._change, message))
@@ -362,18 +362,24 @@ class Service:
         for key in keys:
             await self._port.end_requests(key, AppRevoked(app=app))
 
-    async def _add_revoked(self, message: wire.Follow) -> None:
-        """Revoke the keys that a standby knows to be revoked: it may have led while this coordinator was cut off."""
-        apps = self._trust.apps.add_revoked(dict(message.revoked_apps))
-        devices = self._devices.add_revoked(dict(message.revoked_devices))
-        if not apps and not devices:
+    async def _merge_keys(self, message: wire.Follow) -> None:
+        """Admit and revoke the keys that a standby has and this coordinator lacks: it may have led meanwhile."""
+        apps, devices = (
+            registry.merge(dict(theirs.admitted), dict(theirs.revoked))
+            for registry, theirs in ((self._trust.apps, message.apps), (self._devices, message.devices))
+        )
+        admitted, revoked = {**apps.keys, **devices.keys}, {**apps.revoked, **devices.revoked}
+        for keys, change in ((admitted, "admitted"), (revoked, "revoked")):
+            if keys:
+                self._services.report(f"{change} as on {message.name}: {', '.join(sorted(set(keys.values())))}")
+        if not admitted and not revoked:
             return
-        names = ", ".join(sorted({*apps.values(), *devices.values()}))
-        self._services.report(f"revoked as on {message.name}: the keys of {names}")
         self._port.change_access()
-        for key, app in apps.items():
+        for key, app in apps.revoked.items():
             await self._port.end_requests(key, AppRevoked(app=app))
         await self._fleet.drop_revoked()
+        for key in devices.keys:
+            self._fleet.key_admitted(key)
         await self._followers.copy_change()
 
     # ---- answers --------------------------------------------------------------------------------------------------

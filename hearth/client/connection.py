@@ -163,11 +163,12 @@ class Connection:
             return await greet(client, seconds)
 
         async def greet_again(endpoint: str, number: int) -> None:
-            if is_present := present is not None and endpoint == present.endpoint:
+            again = present if present is not None and endpoint == present.endpoint else None
+            if again is not None:
                 await asyncio.sleep(_HEAD_START_SECONDS)
             while True:
                 seconds = deadline - loop.time()
-                error = await (greet(present, seconds) if is_present else greet_endpoint(endpoint, seconds))
+                error = await (greet_endpoint(endpoint, seconds) if again is None else greet(again, seconds))
                 if error is None:
                     return
                 failed.add(number)

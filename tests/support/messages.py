@@ -64,7 +64,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.LeaseGranted(
         last_epoch=12, worker=m.RunningWorker(epoch=12, plan_hash="0" * 64, rank=1, last_step=34), configuration=_CONFIGURATION
     ),
-    m.Follow(name="standby", confirms=True, revoked_apps=((_KEY, "lamp"),)),
+    m.Follow(name="standby", confirms=True, apps=m.KnownKeys(revoked=((_KEY, "lamp"),))),
     m.ReplicaPart(path="models/default/bert/config.json", num_bytes=700, offset=0, is_last=True),
     m.LeaderAlive(name="home", is_complete=True, configuration=_CONFIGURATION, receipt=7),
     m.StoreConfiguration(holder="c", configuration=_CONFIGURATION),

@@ -69,17 +69,24 @@ class KeyRegistry:
         remaining = {key: app for key, app in known.keys.items() if app != name}
         self._write(RegisteredKeys(keys=remaining, revoked={**known.revoked, **revoked}))
 
-    def add_revoked(self, revoked: Mapping[str, str]) -> dict[str, str]:
-        """Revoke keys that another coordinator of this home has revoked; returns those that this one did not know, with names.
+    def merge(self, admitted: Mapping[str, str], revoked: Mapping[str, str]) -> RegisteredKeys:
+        """Add the keys that another coordinator of this home has admitted or revoked; returns those that were unknown here.
 
-        A revocation is never taken back, so that it does not matter which of the two happened first.
+        A revocation is never taken back, so that it does not matter which of the two happened first. Of two keys with the
+        same name, the one here stays.
         """
         known = self.current()
-        unknown = {key: name for key, name in revoked.items() if key not in known.revoked}
-        if unknown:
-            remaining = {key: name for key, name in known.keys.items() if key not in unknown}
-            self._write(RegisteredKeys(keys=remaining, revoked={**known.revoked, **unknown}))
-        return unknown
+        new_revoked = {key: name for key, name in revoked.items() if key not in known.revoked}
+        all_revoked = {**known.revoked, **new_revoked}
+        remaining = {key: name for key, name in known.keys.items() if key not in new_revoked}
+        new_keys = {
+            key: name
+            for key, name in admitted.items()
+            if key not in all_revoked and key not in remaining and name not in remaining.values() and _NAME.match(name)
+        }
+        if new_keys or new_revoked:
+            self._write(RegisteredKeys(keys={**remaining, **new_keys}, revoked=all_revoked))
+        return RegisteredKeys(keys=new_keys, revoked=new_revoked)
 
     def current(self) -> RegisteredKeys:
         """The keys; reads the file if it has changed."""

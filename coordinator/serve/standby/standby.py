@@ -40,7 +40,7 @@ from hearth.platform.ports import bracketed, refuses_connections
 from hearth.platform.security import HomeKey, agent_access, coordinator_access
 from hearth.protocol import CLOSED_LEASE_SECONDS, DEFAULT_DEPLOYMENT, STANDBY_LEASE_SECONDS
 from hearth.wire import messages as wire
-from hearth.wire.messages.standby import MAX_REVOKED_KEYS
+from hearth.wire.messages.standby import MAX_KEYS, KnownKeys
 from hearth.wire.rpc import Caller, Response, RpcClient
 
 log = logging.getLogger(__name__)
@@ -230,8 +230,8 @@ class Standby:
         request = wire.Follow(
             name=self._settings.name,
             confirms=True,
-            revoked_apps=_revoked(self._trust.apps),
-            revoked_devices=_revoked(self._devices),
+            apps=_known_keys(self._trust.apps),
+            devices=_known_keys(self._devices),
         )
         is_intact = True  # whether all that came was stored
         stream = client.stream(request, timeout_seconds=_CONNECT_SECONDS, last=wire.Done)
@@ -336,9 +336,11 @@ class Standby:
         await asyncio.gather(*calls, return_exceptions=True)
 
 
-def _revoked(registry: KeyRegistry) -> tuple[tuple[str, str], ...]:
-    """The revoked keys, with the names of their apps or devices; the latest ones, if there are too many."""
-    return tuple(registry.current().revoked.items())[-MAX_REVOKED_KEYS:]
+def _known_keys(registry: KeyRegistry) -> KnownKeys:
+    """The keys of a registry; the latest ones, if there are too many."""
+    known = registry.current()
+    admitted, revoked = (tuple(keys.items())[-MAX_KEYS:] for keys in (known.keys, known.revoked))
+    return KnownKeys(admitted=admitted, revoked=revoked)
 
 
 def _addresses(fleet: Fleet) -> str:

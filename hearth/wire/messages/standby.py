@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, StringConstraints
 
 from hearth.wire.messages.agent import Configuration
-from hearth.wire.messages.base import Bytes, Message, Name, PublicKey
+from hearth.wire.messages.base import Bytes, Message, Name, PublicKey, WireModel
 
 _MAX_PATH_PARTS = 16  # the weights of an ONNX file may lie in folders below it
 
@@ -35,9 +35,16 @@ ReplicaPath = Annotated[str, StringConstraints(min_length=1, max_length=1024), A
 # Number that a leader gives to what it has sent to one standby; 0: none.
 Receipt = Annotated[int, Field(ge=0, lt=1 << 63)]
 
-MAX_REVOKED_KEYS = 1000  # in one message
-# Revoked keys, each with the name of its app or device.
-RevokedKeys = Annotated[tuple[tuple[PublicKey, Name], ...], Field(max_length=MAX_REVOKED_KEYS)]
+MAX_KEYS = 1000  # of one list
+# Public keys, each with the name of its app or device.
+NamedKeys = Annotated[tuple[tuple[PublicKey, Name], ...], Field(max_length=MAX_KEYS)]
+
+
+class KnownKeys(WireModel):
+    """The keys of apps, or of devices, that a coordinator knows."""
+
+    admitted: NamedKeys = ()
+    revoked: NamedKeys = ()
 
 
 class Follow(Message):
@@ -46,15 +53,15 @@ class Follow(Message):
     With `takes_over`, accept the place of a leader that leaves; the answer is `Done`. With `confirmed`, say that all that came
     before a `LeaderAlive` with this receipt is stored; the answer is `Done`. `confirms`: this standby does so.
 
-    `revoked_apps` and `revoked_devices`: keys that this standby knows to be revoked, perhaps since it led itself.
+    `apps` and `devices`: the keys that this standby knows; it may have led while the present leader was cut off.
     """
 
     name: Name
     takes_over: bool = False
     confirms: bool = False
     confirmed: Receipt = 0
-    revoked_apps: RevokedKeys = ()
-    revoked_devices: RevokedKeys = ()
+    apps: KnownKeys = KnownKeys()
+    devices: KnownKeys = KnownKeys()
 
 
 class ReplicaPart(Message):

@@ -23,6 +23,7 @@ from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import derive_keypair, new_home_key
 from hearth.wire import messages as wire
+from hearth.wire.messages.standby import KnownKeys
 from hearth.wire.rpc import Caller
 
 HOME = new_home_key()
@@ -79,8 +80,8 @@ def test_requests_are_taken_where_no_standby_ever_was(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_standby_that_led_before_brings_its_revocations(tmp_path: Path) -> None:
-    lamp, attic = new_keypair().public, new_keypair().public
+def test_standby_that_led_before_brings_its_changes_of_keys(tmp_path: Path) -> None:
+    lamp, attic, radio = (new_keypair().public for _ in range(3))
     ended: list[str] = []
 
     async def end_requests(key: str, error: AppRevoked) -> None:
@@ -94,14 +95,18 @@ def test_standby_that_led_before_brings_its_revocations(tmp_path: Path) -> None:
             wire.AddDevice(request_id="2", timeout_seconds=1.0, name="attic", public_key=attic),
         ):
             await service.handle(ADMIN, change, ())
-        follow = wire.Follow(name="b", revoked_apps=((lamp, "lamp"),), revoked_devices=((attic, "attic"),))
+        follow = wire.Follow(
+            name="b",
+            apps=KnownKeys(admitted=((radio, "radio"),), revoked=((lamp, "lamp"),)),
+            devices=KnownKeys(revoked=((attic, "attic"),)),
+        )
         await service.handle(ADMIN, follow, ())
 
     asyncio.run(main())
     assert ended == [lamp]
-    for name, key in (("apps", lamp), ("devices", attic)):
+    for name, admitted, revoked in (("apps", [radio], [lamp]), ("devices", [], [attic])):
         known = KeyRegistry(tmp_path / f"{name}.json").current()
-        assert (list(known.keys), list(known.revoked)) == ([], [key])
+        assert (list(known.keys), list(known.revoked)) == (admitted, revoked)
 
 
 @pytest.mark.parametrize("name", ["apps.json", "devices.json", "serving.json"])

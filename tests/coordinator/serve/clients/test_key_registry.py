@@ -50,15 +50,17 @@ def test_revoked_key_is_not_admitted_again(tmp_path: Path) -> None:
             apps.add(name, "k1")
 
 
-def test_revocations_of_another_coordinator_are_added(tmp_path: Path) -> None:
+def test_keys_of_another_coordinator_are_merged(tmp_path: Path) -> None:
     apps = KeyRegistry(tmp_path / "apps.json")
-    apps.add("lamp", "k1")
-    apps.add("door", "k2")
+    for name, key in (("lamp", "k1"), ("door", "k2"), ("clock", "k4")):
+        apps.add(name, key)
     apps.revoke("door")
-    assert apps.add_revoked({"k1": "lamp", "k2": "door", "k3": "radio"}) == {"k1": "lamp", "k3": "radio"}
-    expected = RegisteredKeys(revoked={"k2": "door", "k1": "lamp", "k3": "radio"})
+    theirs = {"k2": "door", "k4": "clock", "k5": "heater", "k6": "clock", "k7": "Bad Name", "k3": "radio"}
+    changed = apps.merge(theirs, {"k1": "lamp", "k3": "radio"})
+    assert changed == RegisteredKeys(keys={"k5": "heater"}, revoked={"k1": "lamp", "k3": "radio"})
+    expected = RegisteredKeys(keys={"k4": "clock", "k5": "heater"}, revoked={"k2": "door", "k1": "lamp", "k3": "radio"})
     assert KeyRegistry(tmp_path / "apps.json").current() == expected
-    assert apps.add_revoked({"k1": "lamp"}) == {}
+    assert apps.merge(theirs, {"k1": "lamp"}) == RegisteredKeys()
 
 
 def test_file_changes_take_effect_at_the_next_request(tmp_path: Path) -> None:
