@@ -184,16 +184,27 @@ class GraphPlanning:
 
     async def plan(self, cluster: GraphCluster) -> PlannedGraph:
         """The best plan under the user's limits. Raises ModelDoesNotFit, ..."""
-        planned = await self._plan(self.graph, cluster)
         if self._uncut is None or self._num_tiles is not None:
-            return planned
+            return await self._plan(self.graph, cluster)
         graph, devices = self._uncut
-        whole = await self._plan(graph, devices.subset([device.device_id for device in cluster.devices]))
-        if objective_seconds(whole.plan) > objective_seconds(planned.plan):
-            return planned
+        tiled = await self._plan_or_error(self.graph, cluster)
+        whole = await self._plan_or_error(graph, devices.subset([device.device_id for device in cluster.devices]))
+        if isinstance(whole, HearthError):
+            if isinstance(tiled, HearthError):
+                raise whole
+            return tiled
+        if not isinstance(tiled, HearthError) and objective_seconds(tiled.plan) < objective_seconds(whole.plan):
+            return tiled
         report("tiles are not faster: planned with whole operators")
         self.graph = graph
         return whole
+
+    async def _plan_or_error(self, graph: GraphFile, cluster: GraphCluster) -> PlannedGraph | HearthError:
+        """A plan, or why there is none: of tiles and whole operators, only one may fit the devices' memory."""
+        try:
+            return await self._plan(graph, cluster)
+        except HearthError as error:
+            return error
 
     async def _plan(self, graph: GraphFile, cluster: GraphCluster) -> PlannedGraph:
         request = graph_request(self.goal, graph, graph_cluster_with_limits(cluster, self.goal.limits))
@@ -204,7 +215,8 @@ class GraphPlanning:
         if self.graph.model is None:
             return False
         ids = [device.device_id for device in allowed_devices(self.goal, cluster.devices)]
-        model = tiled_for(self.graph.model, cluster.subset(ids), self._num_tiles)
+        allowed = graph_cluster_with_limits(cluster.subset(ids), self.goal.limits)
+        model = tiled_for(self.graph.model, allowed, self._num_tiles)
         if model is self.graph.model:
             return False
         report(f"cut {self.graph.spec.num_operators} operators into {model.spec.num_operators}")

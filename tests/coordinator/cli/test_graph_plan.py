@@ -367,6 +367,22 @@ def test_tiles_share_an_operator_among_devices(files: Path) -> None:
     assert set(cut["assignment"]) == {0, 1}
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "memory", "seconds"),
+    [
+        (2, 1_250_000, 3.0),  # whole, each of two weights of 1 MiB is on another device; cut, both devices compute both
+        (4, 600_000, 1.9),  # no device has room for one weight
+    ],
+)
+def test_weights_are_cut_where_devices_are_small(files: Path, num_devices: int, memory: int, seconds: float) -> None:
+    cluster = json.loads((files / "cluster.json").read_text())
+    small = [{**cluster["devices"][0], "name": f"d{index}", "memory": memory} for index in range(num_devices)]
+    (files / "cluster.json").write_text(json.dumps({**cluster, "devices": small}))
+    planned = tiled(files, "--tiles", "auto")
+    assert planned["objective_value"] < seconds
+    assert set(planned["assignment"]) == set(range(num_devices))
+
+
 def test_auto_keeps_operators_whole_if_tiles_are_not_faster(files: Path) -> None:
     slow = json.loads((files / "cluster.json").read_text()) | {"mbit_per_second": 0.01}
     (files / "cluster.json").write_text(json.dumps(slow))

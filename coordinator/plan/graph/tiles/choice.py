@@ -20,8 +20,9 @@ from hearth.plan.graph_spec import GraphSpec
 # 50 microseconds, so that small operators are cut only where that saves more.
 _BYTES_PER_OPERATOR = 6_000
 _MAX_ROUNDS = 4  # of improvement; each is one pass over the graph
-# Weights do not travel with a request: they only decide between pieces that move the same bytes.
-_HELD_WEIGHT_FACTOR = 1e-6
+# What a byte of weights on a device costs, in bytes moved by a request. Weights do not travel with it, so while there is room
+# they only decide between pieces that move the same bytes.
+WEIGHTS_ARE_FREE, WEIGHTS_ARE_DEAR = 1e-6, 1.0
 
 
 class _Edge(NamedTuple):
@@ -35,10 +36,14 @@ class _Edge(NamedTuple):
 
 
 def choose_pieces(
-    spec: GraphSpec, spaces: Sequence[IndexSpace | str], options: Options, num_devices: int
+    spec: GraphSpec,
+    spaces: Sequence[IndexSpace | str],
+    options: Options,
+    num_devices: int,
+    weight_factor: float = WEIGHTS_ARE_FREE,
 ) -> dict[int, Pieces]:
     """By operator, the pieces among its `options`; operators that stay whole are left out."""
-    chosen = _Choice(spec, spaces, options, num_devices).run()
+    chosen = _Choice(spec, spaces, options, num_devices, weight_factor).run()
     picked = {operator: options[operator][number] for operator, number in enumerate(chosen)}
     return {operator: pieces for operator, pieces in picked.items() if max(pieces, default=1) > 1}
 
@@ -47,17 +52,34 @@ def moved_bytes(
     spec: GraphSpec, spaces: Sequence[IndexSpace | str], pieces: dict[int, Pieces], num_devices: int
 ) -> float:
     """The bytes that these pieces move, with the costs of their operators: what `choose_pieces` minimises."""
-    fixed = tuple((pieces.get(operator, _uncut(space)),) for operator, space in enumerate(spaces))
-    return _Choice(spec, spaces, fixed, num_devices).total([0] * spec.num_operators)
+    return _fixed(spec, spaces, pieces, num_devices, WEIGHTS_ARE_FREE).total([0] * spec.num_operators)
 
 
-def _uncut(space: IndexSpace | str) -> Pieces:
-    return () if isinstance(space, str) else space.uncut
+def held_bytes(spec: GraphSpec, spaces: Sequence[IndexSpace | str], pieces: dict[int, Pieces], num_devices: int) -> int:
+    """The weights on all devices together: those that several devices need for their tiles count several times."""
+    return _fixed(spec, spaces, pieces, num_devices, WEIGHTS_ARE_FREE).held_bytes
+
+
+def _fixed(
+    spec: GraphSpec, spaces: Sequence[IndexSpace | str], pieces: dict[int, Pieces], num_devices: int, factor: float
+) -> _Choice:
+    """A choice without alternatives."""
+    uncut = [() if isinstance(space, str) else space.uncut for space in spaces]
+    options = tuple((pieces.get(operator, each),) for operator, each in enumerate(uncut))
+    return _Choice(spec, spaces, options, num_devices, factor)
 
 
 class _Choice:
-    def __init__(self, spec: GraphSpec, spaces: Sequence[IndexSpace | str], options: Options, num_devices: int) -> None:
+    def __init__(
+        self,
+        spec: GraphSpec,
+        spaces: Sequence[IndexSpace | str],
+        options: Options,
+        num_devices: int,
+        weight_factor: float,
+    ) -> None:
         self._traffic = Traffic()
+        self._weight_factor = weight_factor
         self._spec, self._options = spec, options
         self._spaces = [
             _whole_space(spec, operator) if isinstance(each, str) else each for operator, each in enumerate(spaces)
@@ -81,7 +103,16 @@ class _Choice:
         for edge in self._edges:
             self._into[edge.target].append(edge)
             self._from[edge.source].append(edge)
-        self._own = [[self._own_bytes(operator, each) for each in choices] for operator, choices in enumerate(tiled)]
+        self._held = [[self._held_bytes(operator, each) for each in choices] for operator, choices in enumerate(tiled)]
+        self._own = [
+            [self._own_bytes(operator, number, each) for number, each in enumerate(choices)]
+            for operator, choices in enumerate(tiled)
+        ]
+
+    @property
+    def held_bytes(self) -> int:
+        """The weights on all devices for the first option of every operator."""
+        return sum(held[0] for held in self._held)
 
     def run(self) -> list[int]:
         """The number of the option chosen for each operator."""
@@ -149,13 +180,9 @@ class _Choice:
                 )
         return found
 
-    def _own_bytes(self, operator: int, tiled: TiledOperator) -> float:
+    def _own_bytes(self, operator: int, number: int, tiled: TiledOperator) -> float:
         """Partial sums, the number of operators, outputs that are joined on one device, and the weights that are held."""
         outputs = {tensor.name: tensor for tensor in self._spec.produced[operator]}
-        weights = {
-            self._spec.parameters[index].name: self._spec.parameters[index]
-            for index in self._spec.operators[operator].parameters
-        }
         space, moved = self._spaces[operator], 0.0
         for position, output in enumerate(space.outputs):
             tensor = outputs.get(output.name)
@@ -166,11 +193,19 @@ class _Choice:
             if tensor.is_output:
                 joined = self._traffic.number(Spread.whole(output.shape))
                 moved += item_bytes * self._traffic.elements(self._traffic.number(tiled.writes(position)), joined)
-        for position, read in enumerate(space.inputs):
-            if read.name in weights:
-                share = tiled.reads(position).elements / max(_count(read.shape), 1)
-                moved += _HELD_WEIGHT_FACTOR * share * weights[read.name].num_bytes
-        return moved + _BYTES_PER_OPERATOR * (tiled.num_operators - 1)
+        return (
+            moved + self._weight_factor * self._held[operator][number] + _BYTES_PER_OPERATOR * (tiled.num_operators - 1)
+        )
+
+    def _held_bytes(self, operator: int, tiled: TiledOperator) -> int:
+        """The weights of an operator on all devices that run its tiles."""
+        used = [self._spec.parameters[index] for index in self._spec.operators[operator].parameters]
+        sizes = {weight.name: weight.num_bytes for weight in used}
+        return sum(
+            sizes[read.name] * tiled.reads(position).elements // max(_count(read.shape), 1)
+            for position, read in enumerate(self._spaces[operator].inputs)
+            if read.name in sizes
+        )
 
 
 def _whole_space(spec: GraphSpec, operator: int) -> IndexSpace:

@@ -6,7 +6,7 @@ from coordinator.models.onnx.reader import OnnxModel
 from coordinator.models.onnx.tiling.rewrite import tile
 from coordinator.models.onnx.tiling.rules import index_spaces
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.tiles.choice import choose_pieces
+from coordinator.plan.graph.tiles.choice import WEIGHTS_ARE_DEAR, choose_pieces, held_bytes
 from coordinator.plan.graph.tiles.options import automatic_counts, check_can_cut, fixed_counts, piece_options
 from hearth.errors import BadSetting
 
@@ -35,4 +35,9 @@ def tiled_for(model: OnnxModel, cluster: GraphCluster, tiles: int | None) -> Onn
     options = piece_options(model.spec, spaces, [max(row) for row in cluster.seconds], num_devices, counts)
     if tiles is not None:
         check_can_cut(model.spec, spaces, options)
-    return tile(model, choose_pieces(model.spec, spaces, options, num_devices))
+    pieces = choose_pieces(model.spec, spaces, options, num_devices)
+    weights = model.spec.parameter_bytes(range(model.spec.num_operators))
+    rooms = sum(device.room_bytes(weights) for device in cluster.devices)
+    if held_bytes(model.spec, spaces, pieces, num_devices) > rooms:  # tiles of rows copy the weights to every device
+        pieces = choose_pieces(model.spec, spaces, options, num_devices, WEIGHTS_ARE_DEAR)
+    return tile(model, pieces)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.models.onnx.tiling.space import Along, IndexSpace, Operand, Pieces
-from coordinator.plan.graph.tiles.choice import choose_pieces, moved_bytes
+from coordinator.plan.graph.tiles.choice import WEIGHTS_ARE_DEAR, choose_pieces, held_bytes, moved_bytes
 from coordinator.plan.graph.tiles.moved import Spread, TiledOperator, Traffic
 from coordinator.plan.graph.tiles.options import (
     TileCounts,
@@ -85,6 +85,18 @@ def test_many_rows_are_cut_by_rows() -> None:
     """No bytes travel before the output, which one device joins: it also computes the last activation."""
     spec, spaces = feed_forward(65_536, [64, 64, 64])
     assert pieces_for(spec, spaces, 4, fixed_counts(4)) == {0: (4, 1, 1), 1: (4, 1), 2: (4, 1, 1)}
+
+
+def test_weights_are_cut_where_copies_do_not_fit() -> None:
+    """Rows move less and copy every weight to both devices; columns, then the summed axis, hold each weight once."""
+    spec, spaces = feed_forward(64, [64, 256, 64])
+    options = piece_options(spec, spaces, [1.0] * spec.num_operators, 2, fixed_counts(2))
+    copied = choose_pieces(spec, spaces, options, 2)
+    cut = choose_pieces(spec, spaces, options, 2, WEIGHTS_ARE_DEAR)
+    assert (copied[0], copied[2]) == ((2, 1, 1), (2, 1, 1))
+    assert (cut[0], cut[2]) == ((1, 2, 1), (1, 1, 2))
+    weights = spec.parameter_bytes(range(spec.num_operators))
+    assert [held_bytes(spec, spaces, pieces, 2) for pieces in (copied, cut, {})] == [2 * weights, weights, weights]
 
 
 @settings(max_examples=25, deadline=None)
