@@ -13,6 +13,7 @@ GRAPH_METHODS = Methods(
         Method("getf", "latency", "generalised earliest time first, over groups of devices from a linear program"),
         Method("heft", "latency", "heterogeneous earliest finish time"),
         Method("critical-path", "latency", "the critical path on the fastest device, the rest where it ends first"),
+        Method("placeto", "latency", "a policy learnt for this graph within the time limit (baseline)", in_auto=False),
         Method(LOCAL, "latency", "the whole graph on one device"),
         Method("pipeline-exact", "throughput", "the lowest bottleneck, proven where time allows", rebalances=True),
         Method("pipeline", "throughput", "partitions first, then paths of devices for them, as published"),

@@ -1,0 +1,192 @@
+"""Placeto: gradients by hand, a policy that learns, plans within memory and never worse than the first placement."""
+
+from __future__ import annotations
+
+import networkx as nx
+import numpy as np
+import pytest
+
+pytest.importorskip("ortools")
+
+from support.schedule_checker import violations
+
+from coordinator.plan.graph.latency.baselines import local
+from coordinator.plan.graph.latency.placeto import (
+    PlacetoResult,
+    best_list_schedule,
+    loss_gradients,
+    placeto,
+    solve_placeto,
+)
+from coordinator.plan.graph.latency.placeto_network import (
+    MessageGraph,
+    Weights,
+    forward,
+    gradients,
+    initial_weights,
+    softmax,
+)
+from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
+from coordinator.plan.graph.latency.schedule import schedule
+from coordinator.plan.solution import SearchOptions
+from hearth.errors import NoPlacement
+
+NEVER = float("inf")
+EDGES = ((0, 1), (0, 2), (1, 3), (2, 3), (2, 4))  # operator 5 has no neighbours
+GB = 10**9
+
+
+def make_problem(
+    seconds: list[tuple[float, ...]],
+    edges: tuple[tuple[int, int], ...] = (),
+    transfer: float = 0.0,
+    memory_bytes: int = 0,
+    budget_bytes: tuple[int, ...] | None = None,
+) -> PlacementProblem:
+    n, k = len(seconds), len(seconds[0])
+    ways = tuple(tuple(0.0 if a == b else transfer for b in range(k)) for a in range(k))
+    return PlacementProblem(
+        name="tiny",
+        operators=tuple(f"op{i}" for i in range(n)),
+        devices=tuple(f"device{d}" for d in range(k)),
+        seconds=tuple(seconds),
+        memory_bytes=(memory_bytes,) * n,
+        budget_bytes=budget_bytes or (0,) * k,
+        flows=tuple(Flow(a, (b,), ways) for a, b in edges),
+        latency=((0.0,) * k,) * k,
+    )
+
+
+def random_problem(seed: int) -> PlacementProblem:
+    """Twelve operators on three devices, each of which holds six."""
+    rng = np.random.default_rng(seed)
+    seconds = [tuple(float(each) for each in rng.integers(1, 9, 3)) for _ in range(12)]
+    edges = tuple((a, b) for a in range(12) for b in range(a + 1, 12) if rng.random() < 0.2)
+    return make_problem(seconds, edges, float(rng.integers(1, 4)), 1, (6, 6, 6))
+
+
+def train(problem: PlacementProblem, num_episodes: int, seed: int = 0, from_local: bool = False) -> PlacetoResult:
+    start = local(problem) if from_local else best_list_schedule(problem)
+    return placeto(problem, start, np.random.default_rng(seed), lambda: 0.0, NEVER, num_episodes)
+
+
+def test_gradients_equal_finite_differences() -> None:
+    rng = np.random.default_rng(3)
+    problem = make_problem([(1.0, 1.0)] * 6, EDGES)
+    graph = MessageGraph.of(problem.predecessors, problem.successors)
+    weights: Weights = {
+        name: each.astype(np.float64) + 0.1 * rng.normal(size=each.shape)
+        for name, each in initial_weights(5, 3, 3, rng).items()
+    }
+    features, current = rng.normal(size=(6, 4, 5)), np.array([3, 0, 5, 2])
+    chosen, advantages, entropy_weight = np.array([0, 2, 1, 2]), np.array([1.0, -0.7, 0.3, 2.0]), 0.3
+
+    def loss() -> float:
+        probabilities = softmax(forward(weights, graph, features, current).logits)
+        entropy = -(probabilities * np.log(probabilities)).sum()
+        return float(-(advantages * np.log(probabilities[np.arange(4), chosen])).sum() - entropy_weight * entropy)
+
+    passed = forward(weights, graph, features, current)
+    found = gradients(weights, graph, passed, loss_gradients(passed.logits, chosen, advantages, entropy_weight))
+    assert found.keys() == weights.keys()
+    step = 1e-6
+    for name, matrix in weights.items():
+        assert np.abs(found[name]).max() > 0, f"no gradient reaches {name}"
+        for _ in range(6):
+            at = tuple(int(rng.integers(size)) for size in matrix.shape)
+            before = matrix[at]
+            matrix[at] = before + step
+            above = loss()
+            matrix[at] = before - step
+            below = loss()
+            matrix[at] = before
+            assert found[name][at] == pytest.approx((above - below) / (2 * step), rel=1e-4, abs=1e-7), (name, at)
+
+
+def test_groups_are_ancestors_descendants_and_parallel_operators() -> None:
+    problem = make_problem([(1.0,)] * 6, EDGES)
+    groups = MessageGraph.of(problem.predecessors, problem.successors).groups
+    graph = nx.DiGraph(EDGES)
+    graph.add_node(5)
+    for current in range(6):
+        ancestors, descendants = nx.ancestors(graph, current), nx.descendants(graph, current)
+        for group, members in enumerate((ancestors, descendants, set(graph) - ancestors - descendants - {current})):
+            expected = [1 / len(members) if each in members else 0.0 for each in range(6)]
+            assert groups[group, current] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plan_fits_and_is_never_worse_than_its_start(seed: int) -> None:
+    problem = random_problem(seed)
+    start, found = best_list_schedule(problem), train(problem, num_episodes=8)
+    assert found.num_episodes == 8
+    assert found.best.makespan <= start.makespan
+    assert (found.best == start) == (found.source == "start")
+    assert problem.overflow_bytes(found.best.assignment) == 0
+    assert violations(problem, found.best) == []
+
+
+def test_placements_that_exceed_memory_are_no_plans() -> None:
+    # The second device is faster, but holds one operator.
+    problem = make_problem([(2.0, 1.0)] * 4, memory_bytes=1, budget_bytes=(4, 1))
+    found = train(problem, num_episodes=30, from_local=True)
+    assert problem.overflow_bytes(found.best.assignment) == 0
+    assert found.best.makespan == 6.0
+
+
+def test_same_seed_gives_the_same_plan() -> None:
+    problem = random_problem(9)
+    start = schedule(problem, [i % 3 for i in range(12)], range(12))
+    results = [
+        placeto(problem, start, np.random.default_rng(seed), lambda: 0.0, NEVER, num_episodes=4) for seed in (1, 1, 2)
+    ]
+    assert results[0] == results[1]
+    assert results[0] != results[2]
+
+
+def test_policy_learns_the_optimum() -> None:
+    # The long operator belongs on the faster device, the short ones on the other.
+    problem = make_problem([(8.0, 4.0), (2.0, 1.0), (2.0, 1.0)])
+    untrained, trained = (train(problem, num_episodes, seed=0, from_local=True) for num_episodes in (0, 300))
+    assert untrained.greedy is not None
+    assert untrained.greedy.makespan > 4.0
+    assert trained.greedy is not None
+    assert trained.greedy.makespan == trained.best.makespan == 4.0
+    assert trained.source == "training"
+
+
+def test_policy_learns_to_stay_within_memory() -> None:
+    # The second device is three times as fast, but holds two of the four operators.
+    seconds, budget_bytes = [(3.0, 1.0)] * 4, (4 * GB, 2 * GB)
+    free = train(make_problem(seconds), num_episodes=200, from_local=True).greedy
+    problem = make_problem(seconds, memory_bytes=GB, budget_bytes=budget_bytes)
+    start = schedule(problem, (0, 0, 0, 0), range(4))
+    limited = placeto(problem, start, np.random.default_rng(0), lambda: 0.0, NEVER, 200).greedy
+    assert free is not None
+    assert problem.overflow_bytes(free.assignment) > 0
+    assert limited is not None
+    assert problem.overflow_bytes(limited.assignment) == 0
+
+
+def test_start_is_returned_when_the_time_is_over() -> None:
+    problem = random_problem(0)
+    ticks = iter(range(10**6))
+    start = best_list_schedule(problem)
+    found = placeto(problem, start, np.random.default_rng(0), lambda: float(next(ticks)), 2.0)
+    assert found == PlacetoResult(start, "start", None, 0)
+    solution = solve_placeto(problem, SearchOptions(200.0, 0, lambda: float(next(ticks))))
+    assert solution.value == solution.assignment.makespan <= start.makespan
+    assert solution.seconds < 300
+
+
+def test_no_placement_is_raised_if_the_list_schedulers_find_none() -> None:
+    problem = make_problem([(1.0, 1.0)] * 3, memory_bytes=2, budget_bytes=(3, 2))
+    with pytest.raises(NoPlacement, match="placeto"):
+        best_list_schedule(problem)
+
+
+def test_best_list_schedule_keeps_memory() -> None:
+    problem = random_problem(5)
+    found = best_list_schedule(problem)
+    assert problem.overflow_bytes(found.assignment) == 0
+    assert schedule(problem, found.assignment, found.order, in_order=True).makespan >= found.makespan
