@@ -56,6 +56,8 @@ _LEASE_TIMEOUT_SECONDS = 1.0  # of one request for a lease: a device that is slo
 # In which a device is asked again that refuses the lease of a leader that has ended: its end of the leader's connection may be
 # closed a moment later.
 _ENDED_SECONDS = 0.3
+# After a part that could not be stored, before everything is copied again: the first pause, doubled up to the last one.
+_FIRST_COPY_PAUSE_SECONDS, _LAST_COPY_PAUSE_SECONDS = 2.0, 60.0
 _REFUSAL_SECONDS = 0.3  # for the leader's computer to accept or refuse a connection, in which it sends one packet
 
 
@@ -94,6 +96,7 @@ class Standby:
         self._leader_endpoint = ""  # where it was heard last
         self._heard_at = 0.0  # loop time of the leader's last sign of life
         self._is_complete = False  # whether the copy of the leader's state is complete
+        self._copy_pause_seconds = _FIRST_COPY_PAUSE_SECONDS
         self._browser: Browser | None = None  # finds leaders over mDNS
         self._returning: set[asyncio.Task[None]] = set()  # leases of devices that did not answer in time
         self._stopped = asyncio.Event()
@@ -225,7 +228,10 @@ class Standby:
                 await client.close()
 
     async def _copy_state(self, client: RpcClient) -> None:
-        """Copy the leader's state as it changes, until the connection is lost or the leader leaves."""
+        """Copy the leader's state as it changes, until the connection is lost or the leader leaves.
+
+        Also ends some time after a part could not be stored: the leader sends everything again to a standby that follows anew.
+        """
         replica = Replica(self._settings.state_dir)
         request = wire.Follow(
             name=self._settings.name,
@@ -233,7 +239,7 @@ class Standby:
             apps=_known_keys(self._trust.apps),
             devices=_known_keys(self._devices),
         )
-        is_intact = True  # whether all that came was stored
+        copy_again_at = math.inf  # not inf: something that came was not stored
         stream = client.stream(request, timeout_seconds=_CONNECT_SECONDS, last=wire.Done)
         async with aclosing(stream) as replies:
             async for message, payload in replies:
@@ -244,11 +250,15 @@ class Standby:
                         await on_disk(self._settings.state_dir, FILE_SECONDS, replica.receive, message, data)
                     except (OSError, ValueError, HearthError) as error:
                         log.warning("%s of the leader's state cannot be stored: %s", message.path, error)
-                        is_intact = False
+                        copy_again_at = min(copy_again_at, loop_time() + self._copy_pause_seconds)
                 elif isinstance(message, wire.LeaderAlive):
                     self._hear(message, replica)
                     self._leader_endpoint = client.endpoint
-                    if message.receipt and is_intact and self._is_complete:
+                    if loop_time() >= copy_again_at:
+                        self._copy_pause_seconds = min(2 * self._copy_pause_seconds, _LAST_COPY_PAUSE_SECONDS)
+                        return
+                    if message.receipt and copy_again_at == math.inf and self._is_complete:
+                        self._copy_pause_seconds = _FIRST_COPY_PAUSE_SECONDS
                         confirm = wire.Follow(name=self._settings.name, confirmed=message.receipt)
                         await client.call(confirm, timeout_seconds=_CONNECT_SECONDS)
                     if message.is_leaving and self._is_complete:

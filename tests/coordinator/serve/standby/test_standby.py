@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,17 +59,20 @@ def test_only_administrators_learn_the_name_of_the_leader(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
-@asynccontextmanager
-async def leading(home: HomeKey) -> AsyncIterator[int]:
-    """A leader called "kitchen" that has nothing to copy; yields its port."""
+async def nothing_to_copy() -> AsyncGenerator[Reply, None]:
+    while True:
+        yield Reply(wire.LeaderAlive(name="kitchen", is_complete=False, configuration=None))
+        await asyncio.sleep(0.05)
 
-    async def alive() -> AsyncGenerator[Reply, None]:
-        while True:
-            yield Reply(wire.LeaderAlive(name="kitchen", is_complete=False, configuration=None))
-            await asyncio.sleep(0.05)
+
+@asynccontextmanager
+async def leading(
+    home: HomeKey, state: Callable[[], AsyncGenerator[Reply, None]] = nothing_to_copy
+) -> AsyncIterator[int]:
+    """A leader called "kitchen" that sends this state to each standby; yields its port."""
 
     async def handle(caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
-        return alive() if isinstance(message, wire.Follow) else wire.CoordinatorWelcome(version="0", name="kitchen")
+        return state() if isinstance(message, wire.Follow) else wire.CoordinatorWelcome(version="0", name="kitchen")
 
     with zmq_context() as context:
         gatekeeper = LoopGatekeeper(context)
@@ -103,6 +106,35 @@ def test_forged_records_do_not_keep_a_standby_from_its_leader(tmp_path: Path, mo
                 await until("the leader", lambda: standby._leader_name == "kitchen", seconds=20)
                 records.clear()  # as when forged records have displaced it
                 assert standby._endpoints() == [f"tcp://127.0.0.1:{leader_port}"]
+                await cancel_all([following])
+
+    asyncio.run(main())
+
+
+def test_standby_asks_for_everything_again_after_its_disk_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it confirms no change of keys."""
+    monkeypatch.setattr(module, "_FIRST_COPY_PAUSE_SECONDS", 0.1)
+    home = new_home_key()
+    in_the_way = tmp_path / "profiles"
+    num_copies = 0
+
+    async def profiles() -> AsyncGenerator[Reply, None]:
+        nonlocal num_copies
+        num_copies += 1
+        yield Reply(wire.ReplicaPart(path="profiles/a.json", num_bytes=2, offset=0, is_last=True), [b"{}"])
+        async for alive in nothing_to_copy():
+            yield alive
+
+    async def main() -> None:
+        async with leading(home, profiles) as port, standby_of(home, tmp_path, [f"127.0.0.1:{port}"]) as standby:
+            in_the_way.touch()  # the folder cannot be made
+            with zmq_context() as context:
+                following = asyncio.create_task(standby._follow(context))
+                await until("two copies", lambda: num_copies >= 2, seconds=20)
+                in_the_way.unlink()
+                await until("the file", (in_the_way / "a.json").is_file, seconds=20)
                 await cancel_all([following])
 
     asyncio.run(main())
