@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from coordinator.plan.graph.latency.baselines import BASELINES
 from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.cpsat import SolverLimits, SolverResult, in_ticks, solve_placement_model
 from coordinator.plan.graph.latency.decomposition import Reachability, cut_segments, exact_cuts
+from coordinator.plan.graph.latency.heft import critical_path
 from coordinator.plan.graph.latency.list_scheduling import ranks_from_schedule
 from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.paths import shortest_paths
@@ -31,6 +33,8 @@ from coordinator.plan.graph.latency.patterns import segment_patterns
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule, schedule, with_required_sends
 from hearth.errors import BadGraph, ModelDoesNotFit, NoPlacement
+from tools.bench.tensor_graphs import tensor_graph
+from tools.bench.tensor_homes import HOMES
 
 
 def brute_force(problem: PlacementProblem) -> float | None:
@@ -188,6 +192,12 @@ def test_contended_heft_gives_valid_schedules_and_respects_pins(problem: Placeme
     found = contended_heft(problem, pins)
     assert violations(problem, found) == []
     assert all(found.assignment[operator] == device for operator, device in pins.items())
+
+
+def test_critical_path_is_the_best_run_as_simulated() -> None:
+    problem, rng = HOMES["wifi"].problem(tensor_graph("chain-mm")), Random(0)
+    makespans = [critical_path(problem, rng, runs=1).makespan for _ in range(10)]
+    assert critical_path(problem, Random(0), runs=10).makespan == min(makespans) < makespans[0]
 
 
 def test_operators_off_the_path_are_scheduled_in_parallel() -> None:
