@@ -13,12 +13,16 @@ from typing import NamedTuple
 
 
 class Operator(NamedTuple):
-    """One node of the graph. `parameters` are indices into `GraphSpec.parameters`; operators may share parameters."""
+    """One node of the graph. `parameters` are indices into `GraphSpec.parameters`; operators may share parameters.
+
+    Operators with the same non-empty `group` can run in parallel: the tiles of one operator, or its formations.
+    """
 
     name: str
     kind: str  # the ONNX operator type, or the Keras class
     flops: float
     parameters: tuple[int, ...] = ()
+    group: str = ""
 
 
 class Parameter(NamedTuple):

@@ -230,7 +230,7 @@ class ShardedGraph:
                 Tensor(vertex.name, num_bytes, index, reached, shape=vertex.shape, is_output=not consumers[index])
             )
         operators = (
-            Operator(vertex.name, vertex.kind, vertex.flops, tuple(sorted(parameters_of)))
+            Operator(vertex.name, vertex.kind, vertex.flops, tuple(sorted(parameters_of)), vertex.group)
             for vertex, parameters_of in zip(self.vertices, used, strict=True)
         )
         return GraphSpec(self.name, tuple(operators), tuple(tensors), tuple(parameters))

@@ -12,7 +12,10 @@ GRAPH_METHODS = Methods(
         Method("m-sct", "latency", "small communication times, rounded from a linear program (Baechi)"),
         Method("getf", "latency", "generalised earliest time first, over groups of devices from a linear program"),
         Method("heft", "latency", "heterogeneous earliest finish time"),
-        Method("critical-path", "latency", "the critical path on the fastest device, the rest where it ends first"),
+        Method(
+            "critical-path", "latency", "the ready operator with the longest path to the end, where it starts first"
+        ),
+        Method("enumerative", "latency", "tiles of an operator spread evenly, close to their inputs", in_auto=False),
         Method("placeto", "latency", "a policy learnt for this graph within the time limit (baseline)", in_auto=False),
         Method(LOCAL, "latency", "the whole graph on one device"),
         Method("pipeline-exact", "throughput", "the lowest bottleneck, proven where time allows", rebalances=True),

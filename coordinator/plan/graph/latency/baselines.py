@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from random import Random
 
+from coordinator.plan.graph.latency.enumerative import enumerative
 from coordinator.plan.graph.latency.getf import getf
 from coordinator.plan.graph.latency.heft import critical_path, heft
 from coordinator.plan.graph.latency.problem import PlacementProblem
@@ -40,4 +41,5 @@ BASELINES: Mapping[str, Baseline] = {
     "critical-path": lambda problem: critical_path(problem, Random(_TIE_BREAK_SEED)),
     "m-sct": m_sct,
     "getf": getf,
+    "enumerative": enumerative,
 }

@@ -127,6 +127,7 @@ def _merge(spec: GraphSpec, chains: Sequence[Sequence[int]]) -> CoarseGraph:
             "+".join(spec.operators[i].kind for i in group),
             sum(spec.operators[i].flops for i in group),
             tuple(sorted({parameter for i in group for parameter in spec.operators[i].parameters})),
+            spec.operators[group[-1]].group,
         )
         for group in groups
     )

@@ -175,6 +175,7 @@ def cut_segments(problem: PlacementProblem, cuts: Cuts, reachability: Reachabili
             memory_bytes=(0,) * len(operators),
             flows=tuple(flows),
             shared=(),
+            groups=(),
         )
         segments.append(CutSegment(subproblem, tuple(operators), tuple(flow_numbers), has_entry, has_exit))
     return segments

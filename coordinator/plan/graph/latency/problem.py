@@ -54,6 +54,8 @@ class PlacementProblem:
     latency: FloatTable  # [K][K], diagonal 0
     congestion: bool = True
     shared: tuple[SharedWeights, ...] = ()
+    # Operators that can run in parallel: the tiles of one operator, or its formations. An operator in none stands alone.
+    groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_operators(self) -> int:
@@ -129,6 +131,10 @@ def placement_problem(
             own[operators[0]] += parameter.num_bytes
         elif operators:
             shared.append(SharedWeights(parameter.num_bytes, tuple(operators)))
+    groups: dict[str, list[int]] = {}
+    for index, operator in enumerate(spec.operators):
+        if operator.group:
+            groups.setdefault(operator.group, []).append(index)
     matrices: dict[int, FloatTable] = {}
 
     def times(num_bytes: int) -> FloatTable:
@@ -153,4 +159,5 @@ def placement_problem(
         latency=tuple(tuple(0.0 if a == b else float(latency_seconds[a][b]) for b in ranks) for a in ranks),
         congestion=congestion,
         shared=tuple(shared),
+        groups=tuple(map(tuple, groups.values())),
     )

@@ -152,6 +152,7 @@ def _make_window(problem: PlacementProblem, known: Schedule, inside: Sequence[in
             for group in problem.shared
             if inside_set.intersection(group.operators)
         ),
+        groups=(),
     )
     pins = {local[i]: known.assignment[i] for i in pinned}
     return _Window(
