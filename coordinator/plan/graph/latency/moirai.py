@@ -1,6 +1,6 @@
 """Moirai (arXiv 2312.04025): place an operator graph for the shortest latency, within a time limit.
 
-1. Run every baseline, so that the result is never worse than one of them.
+1. Run every baseline, and HEFT with contention, so that the result is never worse than one of them.
 2. Find the shortest path over the segments between cut vertices, which is optimal where memory does not bind
    (decomposition.py, paths.py). Where segments stay large, near cuts give a bound and an initial placement; list
    scheduling (contention.py) adds the operators that they leave out. Repeated blocks are solved once (patterns.py).
@@ -72,8 +72,8 @@ class _PlacementSearch:
         self._best_ticked: Schedule | None = None  # the best schedule in ticks
 
     def run(self) -> None:
-        for baseline in BASELINES.values():
-            self._run_and_offer(partial(baseline, self._problem))
+        for strategy in (*BASELINES.values(), contended_heft):
+            self._run_and_offer(partial(strategy, self._problem))
         self._complete_and_offer(JoinedSchedule({}, {}, [], 0.0))
         if self._best_ticked is None:  # memory is tight: list scheduling found no placement
             fitted = fitting_assignment(self._problem, self._seconds_left, self._num_workers)

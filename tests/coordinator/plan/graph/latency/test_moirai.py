@@ -200,6 +200,43 @@ def test_critical_path_is_the_best_run_as_simulated() -> None:
     assert critical_path(problem, Random(0), runs=10).makespan == min(makespans) < makespans[0]
 
 
+def test_contended_heft_runs_on_the_exact_times_too() -> None:
+    """Sevenths are rounded down to ticks, which breaks ties in another way: there contended HEFT finds 2 s."""
+
+    def flow(source: int, targets: tuple[int, ...], sevenths: int) -> Flow:
+        return Flow(source, targets, ((0.0, sevenths / 7), (sevenths / 7, 0.0)))
+
+    problem = PlacementProblem(
+        name="sevenths",
+        operators=tuple(f"op{i}" for i in range(9)),
+        devices=("a", "b"),
+        seconds=tuple((sevenths / 7,) * 2 for sevenths in (2, 3, 2, 3, 2, 2, 2, 3, 2)),
+        memory_bytes=(0,) * 9,
+        budget_bytes=(0, 0),
+        flows=(
+            flow(0, (2, 8), 6),
+            flow(1, (5,), 5),
+            flow(4, (5,), 3),
+            flow(5, (7, 8), 3),
+            flow(6, (7, 8), 3),
+            flow(7, (8,), 6),
+        ),
+        latency=((0.0, 0.0), (0.0, 0.0)),
+    )
+    ticked, ticks_per_second = in_ticks(problem)
+    assert contended_heft(ticked).makespan / ticks_per_second == pytest.approx(2.0)
+    assert contended_heft(problem).makespan == pytest.approx(13 / 7)
+    assert solve_moirai(problem, 0, lambda: 0.0).value <= contended_heft(problem).makespan
+
+
+def test_chain_of_products_over_slow_links_starts_from_the_better_of_both_hefts() -> None:
+    problem = HOMES["wifi"].problem(tensor_graph("chain-mm"))
+    ticked, ticks_per_second = in_ticks(problem)
+    assert contended_heft(problem).makespan == pytest.approx(1.482, abs=1e-3)
+    assert contended_heft(ticked).makespan / ticks_per_second == pytest.approx(1.552, abs=1e-3)
+    assert solve_moirai(replace(problem, groups=()), 0, lambda: 0.0).value <= contended_heft(problem).makespan
+
+
 def test_operators_off_the_path_are_scheduled_in_parallel() -> None:
     """0 and 1 are on the path; 2 runs on the other device and must end before 1 does, so as not to delay the sink."""
     ways = ((0.0, 1.0), (1.0, 0.0))
