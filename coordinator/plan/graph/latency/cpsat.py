@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from ortools.sat.python import cp_model
@@ -20,6 +21,7 @@ from coordinator.plan.graph.latency.bounds import earliest_ends, remaining_times
 from coordinator.plan.graph.latency.fitting import held_bytes, total_bytes
 from coordinator.plan.graph.latency.problem import FloatTable, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, schedule, sorted_by_start
+from coordinator.plan.graph.latency.symmetry import DeviceClass, in_order_of_first_use, interchangeable_devices
 
 _MAX_DIGITS = 6  # decimals of a time that are kept exactly: whole microseconds, if times are in seconds
 # Ticks of the whole graph on the fastest device, where times are rounded: one tick is 1 part in 67 million.
@@ -153,6 +155,10 @@ class _PlacementModel:
         self._earliest_ends = earliest_ends(problem, pins, context.releases if context is not None else None)
         self._remaining_times = remaining_times(problem, pins, context.tails if context is not None else None)
         self._add_operators(pins)
+        self._classes = interchangeable_devices(problem, set(pins.values()), context or ())
+        self._used: dict[tuple[int, int], cp_model.IntVar] = {}  # operator, device: whether it or one before runs there
+        for members in self._classes:
+            self._order_by_first_use(members)
         self._add_memory_limits()
         for index in range(len(problem.flows)):
             self._add_flow(index)
@@ -198,6 +204,21 @@ class _PlacementModel:
                 )
             self._starts.append(start)
             self._ends.append(end)
+
+    def _order_by_first_use(self, members: DeviceClass) -> None:
+        """Break the symmetry of interchangeable devices: an operator uses one only if an earlier one uses its predecessor."""
+        for device, following in pairwise(members):
+            before: cp_model.IntVar | None = None
+            for i, on in enumerate(self._on):
+                if following in on:
+                    if before is None:
+                        self.model.add(on[following] == 0)
+                    else:
+                        self.model.add_implication(on[following], before)
+                if device in on:
+                    used = self._used[i, device] = self.model.new_bool_var("")
+                    self.model.add_bool_or([on[device], *([] if before is None else [before]), ~used])
+                    before = used
 
     def _add_memory_limits(self) -> None:
         """The memory constraint (5); shared weights count once on each device that uses them."""
@@ -309,7 +330,10 @@ class _PlacementModel:
 
     def hint(self, known: Schedule) -> None:
         """Start from a schedule of this problem, in ticks."""
+        known = in_order_of_first_use(known, self._classes)
         add, assignment = self.model.add_hint, known.assignment
+        for (i, device), used in self._used.items():
+            add(used, int(device in assignment[: i + 1]))
         for i, on in enumerate(self._on):
             add(self._starts[i], round(known.starts[i]))
             add(self._ends[i], round(known.ends[i]))
