@@ -124,7 +124,7 @@ def _spread(costs: Sequence[Mapping[int, float]], capacities: Sequence[int], pre
         flow, arcs = SimpleMinCostFlow(), dict[int, tuple[int, int]]()
         flow.set_node_supply(sink, -num_operators)
         for device, capacity in enumerate(capacities):
-            most = max(0, capacity + extra)
+            most = max(0, capacity) + extra
             flow.add_arc_with_capacity_and_unit_cost(num_operators + device, sink, most, 0)
         for index, row in enumerate(costs):
             flow.set_node_supply(index, 1)

@@ -142,6 +142,8 @@ def test_full_device_passes_tiles_on() -> None:
     assert sorted(enumerative(problem).assignment) == [0, 1, 1, 1]
     with pytest.raises(NoPlacement):
         enumerative(replace(problem, budget_bytes=(1, 2)))
+    unequal = replace(problem, seconds=((1.0, 9.0),) * 4, budget_bytes=(1, 4))  # the share of the slow device is 0
+    assert sorted(enumerative(unequal).assignment) == [0, 1, 1, 1]
 
 
 def test_groups_are_placed_after_the_groups_that_they_need() -> None:
