@@ -8,6 +8,7 @@ that only the part travels; Concat joins blocks, separately for each reader, so 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -59,8 +60,10 @@ def tile(model: OnnxModel, pieces: Mapping[int, Pieces]) -> OnnxModel:
     graph = rewrite.graph
     inputs = {tensor.name: graph.types[tensor.name] for tensor in model.spec.inputs}
     text = " ".join(f"{operator}:{','.join(map(str, counts))}" for operator, counts in cut.items())
+    spec = graph_spec(model.spec.name, graph, inputs, [tensor.name for tensor in model.spec.outputs])
+    operators = (each._replace(group=rewrite.groups.get(each.name, "")) for each in spec.operators)
     return OnnxModel(
-        spec=graph_spec(model.spec.name, graph, inputs, [tensor.name for tensor in model.spec.outputs]),
+        spec=replace(spec, operators=tuple(operators)),
         file=model.file,
         dims=model.dims,
         ir_version=model.ir_version,
@@ -79,6 +82,7 @@ class _Rewrite:
         self.graph = ResolvedGraph(types=dict(old.types), constants=dict(old.constants), derived=dict(old.derived))
         self._tensor_names = {*old.types}
         self._operator_names = {operator.name for operator in model.spec.operators}
+        self.groups: dict[str, str] = {}  # of tiles and formations, by the name of the node
         opset = next((each.version for each in model.opsets if not each.domain), 0)
         self._constants = SlicedConstants(model.file, self.graph, opset, self._tensor_names)
         self._inputs = {tensor.name for tensor in model.spec.inputs}
@@ -133,7 +137,7 @@ class _Rewrite:
                 self._add_tile(node, title, space, ranges, [join], space.added_once)
             if space.added_once is not None:
                 names.append(self._added_once(node, space, partial[0], title))
-            self._add(helper.make_node("Sum", names, [name]), f"{title}/sum")
+            self._add(helper.make_node("Sum", names, [name]), f"{title}/sum", group=f"{title}/sum")
 
     def _added_once(self, node: NodeProto, space: IndexSpace, ranges: Sequence[Range], title: str) -> str:
         """What the formation adds to the partial sums of a block; the bias of a convolution belongs to axis 1."""
@@ -160,7 +164,7 @@ class _Rewrite:
             for position, operand in enumerate(space.inputs)
         ]
         shape = self.graph.types[outputs[0]].shape
-        self._append(tile_node(node, space, ranges, inputs, outputs, shape, self._constants), name)
+        self._append(tile_node(node, space, ranges, inputs, outputs, shape, self._constants), name, f"{title}/tile")
 
     def _new_block(self, output: Operand, ranges: Sequence[Range]) -> str:
         """A new tensor for the region of an output that a tile computes."""
@@ -226,11 +230,13 @@ class _Rewrite:
 
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
-    def _add(self, node: NodeProto, name: str) -> None:
-        self._append(node, unique_name(name, self._operator_names))
+    def _add(self, node: NodeProto, name: str, group: str = "") -> None:
+        self._append(node, unique_name(name, self._operator_names), group)
 
-    def _append(self, node: NodeProto, name: str) -> None:
+    def _append(self, node: NodeProto, name: str, group: str = "") -> None:
         node.name = name
+        if group:
+            self.groups[name] = group
         shapes = [
             [self.graph.types[each].shape if each else None for each in side] for side in (node.input, node.output)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +218,8 @@ def test_partial_sums_are_formed_with_the_bias_once(cases: list[Case]) -> None:
     kinds = [each.kind for each in tiled.spec.operators]
     assert (kinds.count("Conv"), kinds.count("Sum")) == (8, 2)
     assert [len(node.input) for node in tiled.graph.nodes if node.op_type == "Sum"] == [5, 5]
+    groups = Counter(each.group for each in tiled.spec.operators)
+    assert {group: count for group, count in groups.items() if group} == {"d/tile": 8, "d/sum": 2}
     case.check(tiled)
 
 
