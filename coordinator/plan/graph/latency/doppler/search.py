@@ -17,9 +17,10 @@ from coordinator.plan.graph.latency.evaluator import IncrementalEvaluator
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule
 
-# Temperatures at the first and at the last move, as fractions of the makespan of the start.
-_FIRST_TEMPERATURE, _LAST_TEMPERATURE = 0.01, 0.0002
-_MEAN_END_WEIGHT = 0.4  # of the mean end of devices in the cost
+# Temperatures at the first and at the last move, as fractions of the makespan of the start. From 0.01, 230,000 moves on the
+# Llama block (gigabit) end 3 % higher; on the layer at 190 Mbit/s, 2 % lower.
+_FIRST_TEMPERATURE, _LAST_TEMPERATURE = 0.005, 0.0002
+_MEAN_END_WEIGHT = 0.4  # of the mean end of devices in the cost; without it, the block ends 1 % higher (80,000 moves)
 _CLOCK_MOVES = 256  # moves between two looks at the clock, and at the temperature
 
 
