@@ -1,0 +1,113 @@
+"""`python -m tools.learn`: trains Doppler's dual policy on one of the paper's graphs."""
+
+from __future__ import annotations
+
+import time
+from enum import Enum
+from functools import partial
+from typing import Annotated, Literal, cast
+
+import numpy as np
+import torch
+import typer
+
+from coordinator.cli.output import handles_errors, out
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from hearth.errors import BadSetting
+from tools.bench.tensor_graphs import GRAPHS, GraphName, tensor_graph
+from tools.bench.tensor_homes import HOMES
+from tools.learn.instance import Floats, make_instance
+from tools.learn.networks import DualPolicy, Shape
+from tools.learn.published import published_problem
+from tools.learn.scoring import Rules
+from tools.learn.simulators import published_times, work_conserving_times
+from tools.learn.training import Price, Trainer
+
+_REPORTS = 10  # lines of progress
+
+app = typer.Typer(name="python -m tools.learn", add_completion=False, pretty_exceptions_enable=False)
+
+
+class Ablation(str, Enum):
+    """The paper's ablations."""
+
+    NONE = "none"
+    SEL_ONLY = "sel-only"
+    PLC_ONLY = "plc-only"
+    PER_STEP = "per-step"
+
+
+_RULES = {
+    Ablation.SEL_ONLY: Rules(learns_devices=False),
+    Ablation.PLC_ONLY: Rules(learns_operators=False),
+}
+
+
+@app.command()
+@handles_errors
+def train(
+    graph: Annotated[str, typer.Argument(help=f"One of: {', '.join(GRAPHS)}.")],
+    home: Annotated[
+        str, typer.Option(help=f"Four devices and their links: {', '.join(HOMES)}; or `published`: the authors' costs.")
+    ] = "gigabit",
+    shards: Annotated[int, typer.Option(help="Cut the graph for 4 devices, or for 8 as on the paper's V100s.")] = 4,
+    memory: Annotated[float, typer.Option(min=0.0, help="Memory of each device, as a share of all weights.")] = 1.0,
+    imitation: Annotated[int, typer.Option(min=0, help="Episodes of stage I: imitate Critical Path.")] = 400,
+    episodes: Annotated[
+        int, typer.Option(min=0, help="Episodes of stage II: policy gradient on the simulator.")
+    ] = 4000,
+    batch: Annotated[int, typer.Option(min=1, help="Episodes of one message passing and one gradient step.")] = 16,
+    ablation: Annotated[
+        Ablation, typer.Option(help="Learn only operators or only devices, or pass messages at every step.")
+    ] = Ablation.NONE,
+    seed: Annotated[int, typer.Option(help="Of weights and samples.")] = 0,
+) -> None:
+    """Train Doppler's dual policy on one graph (arXiv 2505.23131); print the best plan of training and the greedy one.
+
+    Times are simulated: with contention of transfers on a home, and with the authors' simulator on `published` costs.
+    """
+    problem, price = _problem(graph, home, shards, memory)
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    policy = DualPolicy(Shape(per_step=ablation is Ablation.PER_STEP))
+    rules = _RULES.get(ablation, Rules())
+    trainer = Trainer(make_instance(problem), policy, np.random.default_rng(seed), rules, batch)
+    began = time.process_time()
+    trainer.imitate(imitation)
+    out.print(f"imitation: {imitation} episodes; greedy policy {_greedy_seconds(trainer, price):.4f} s")
+    every = -(-episodes // _REPORTS)
+
+    def report(seconds_B: Floats) -> None:
+        done = trainer.num_episodes - imitation
+        if done // every > (done - len(seconds_B)) // every and trainer.best is not None:
+            out.print(f"{done:6} episodes: mean of a batch {seconds_B.mean():.4f} s, best {trainer.best.seconds:.4f} s")
+
+    trainer.reinforce(episodes, price, report)
+    spent, total = time.process_time() - began, imitation + episodes
+    if trainer.best is not None:
+        out.print(f"best of training {trainer.best.seconds:.4f} s, found at episode {trainer.best.episode}")
+    out.print(f"final greedy policy {_greedy_seconds(trainer, price):.4f} s")
+    out.print(f"{total} episodes in {spent:.0f} processor seconds: {total / spent:.1f} episodes/s")
+
+
+def _problem(graph: str, home: str, shards: int, memory: float) -> tuple[PlacementProblem, Price]:
+    if graph not in GRAPHS:
+        raise BadSetting(setting="graph", reason=f"'{graph}' is none of: {', '.join(GRAPHS)}")
+    if shards not in (4, 8):
+        raise BadSetting(setting="shards", reason="graphs are cut for 4 or 8 devices")
+    cut = cast(Literal[4, 8], shards)
+    if home == "published":
+        problem = published_problem(cast(GraphName, graph), cut)
+        return problem, partial(published_times, problem)
+    if home not in HOMES:
+        raise BadSetting(setting="home", reason=f"'{home}' is none of: {', '.join(HOMES)}, published")
+    problem = HOMES[home].problem(tensor_graph(cast(GraphName, graph), devices=cut), memory)
+    return problem, partial(work_conserving_times, problem)
+
+
+def _greedy_seconds(trainer: Trainer, price: Price) -> float:
+    return price(trainer.greedy().placements())[0]
+
+
+if __name__ == "__main__":
+    app()
