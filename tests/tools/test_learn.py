@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, upward_ranks
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
@@ -73,7 +75,7 @@ def forked(costs: tuple[float, ...] = (1.0,) * 5) -> PlacementProblem:
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(problems(), st.integers(0, 2**16))
 def test_teacher_ties_are_those_of_critical_path_in_every_state(problem: PlacementProblem, seed: int) -> None:
     trace = trainer(problem, seed)._sample(2)[0]
@@ -188,7 +190,7 @@ def test_same_seed_gives_the_same_weights_and_plan() -> None:
         found.imitate(32)
         found.reinforce(64, partial(work_conserving_times, found.instance.problem))
         assert found.best is not None
-        return [float(p.sum()) for p in found.policy.parameters()], found.best.placement
+        return [float(p.detach().sum()) for p in found.policy.parameters()], found.best.placement
 
     assert run(1) == run(1)
     assert run(1)[0] != run(2)[0]

@@ -14,7 +14,7 @@ import typer
 from coordinator.cli.output import handles_errors, out
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from hearth.errors import BadSetting
-from tools.bench.tensor_graphs import GRAPHS, GraphName, tensor_graph
+from tools.bench.tensor_graphs import GRAPHS, tensor_graph
 from tools.bench.tensor_homes import HOMES
 from tools.learn.instance import Floats, make_instance
 from tools.learn.networks import DualPolicy, Shape
@@ -97,11 +97,11 @@ def _problem(graph: str, home: str, shards: int, memory: float) -> tuple[Placeme
         raise BadSetting(setting="shards", reason="graphs are cut for 4 or 8 devices")
     cut = cast(Literal[4, 8], shards)
     if home == "published":
-        problem = published_problem(cast(GraphName, graph), cut)
+        problem = published_problem(graph, cut)
         return problem, partial(published_times, problem)
     if home not in HOMES:
         raise BadSetting(setting="home", reason=f"'{home}' is none of: {', '.join(HOMES)}, published")
-    problem = HOMES[home].problem(tensor_graph(cast(GraphName, graph), devices=cut), memory)
+    problem = HOMES[home].problem(tensor_graph(graph, devices=cut), memory)
     return problem, partial(work_conserving_times, problem)
 
 

@@ -66,7 +66,7 @@ def graph_tensors(instance: Instance) -> GraphTensors:
     )
 
 
-class Encoder(nn.Module):
+class Encoder(nn.Module):  # type: ignore[misc]
     """NNConv and GRU: rounds of message passing with shared weights (Gilmer et al., 2017)."""
 
     def __init__(self, shape: Shape) -> None:
@@ -92,7 +92,7 @@ class Encoder(nn.Module):
         return functional.leaky_relu(hidden_RNH, _SLOPE)
 
 
-class SelectNetwork(nn.Module):
+class SelectNetwork(nn.Module):  # type: ignore[misc]
     """SEL: a score for every operator. Softmax over the candidates gives the next operator to place."""
 
     def __init__(self, shape: Shape) -> None:
@@ -110,7 +110,7 @@ class SelectNetwork(nn.Module):
         return logits[..., 0]
 
 
-class PlaceNetwork(nn.Module):
+class PlaceNetwork(nn.Module):  # type: ignore[misc]
     """PLC: a score for every device, for a given operator. Softmax over the devices with room gives its device."""
 
     def __init__(self, shape: Shape) -> None:
@@ -140,7 +140,7 @@ class PlaceNetwork(nn.Module):
         return logits[..., 0]
 
 
-class DualPolicy(nn.Module):
+class DualPolicy(nn.Module):  # type: ignore[misc]
     """SEL and PLC with separate weights."""
 
     def __init__(self, shape: Shape) -> None:

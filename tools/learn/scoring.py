@@ -72,7 +72,7 @@ class PolicyChooser:
         self._placed: list[tuple[Indices, Indices]] = []  # operators and devices of the steps so far
         self._sums_BKH: Tensor | None = None
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def operators(self, clock: EpisodeClock, taught_BN: Mask, partial_BNX: Singles | None) -> Indices:
         if partial_BNX is not None:
             self._encoding = encode(self._policy, self._graph, partial_BNX)
@@ -81,7 +81,7 @@ class PolicyChooser:
             return self._choose(np.zeros(taught_BN.shape), taught_BN)
         return self._choose(self._encoding.operator_logits_RN.double().numpy(), clock.candidates_BN)
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def devices(self, operators_B: Indices, options: DeviceOptions, taught_BK: Mask) -> Indices:
         if not self._rules.learns_devices or self._encoding is None:
             return self._choose(np.zeros(taught_BK.shape), taught_BK)
