@@ -246,7 +246,7 @@ def test_measured_times_make_the_faster_placement_more_probable() -> None:
             log.gather(-1, torch.from_numpy(chosen)[..., None])[..., 0].sum(0)
             for log, chosen in ((part.operators_TBN, trace.operators_TB), (part.devices_TBK, trace.devices_TB))
         )
-        return float(logs[0] - logs[1])
+        return float((logs[0] - logs[1]).detach())
 
     before = log_odds()
     found.learn_measured([slow, fast], [0.2, 0.1])

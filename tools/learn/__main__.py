@@ -66,6 +66,7 @@ def train(
 
     Times are simulated: with contention of transfers on a home, and with the authors' simulator on `published` costs.
     """
+    unit = "" if home == "published" else " s"
     problem, price = _problem(graph, home, shards, memory)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -74,19 +75,21 @@ def train(
     trainer = Trainer(make_instance(problem), policy, np.random.default_rng(seed), rules, batch)
     began = time.process_time()
     trainer.imitate(imitation)
-    out.print(f"imitation: {imitation} episodes; greedy policy {_greedy_seconds(trainer, price):.4f} s")
+    out.print(f"imitation: {imitation} episodes; greedy policy {_greedy_seconds(trainer, price):.4f}{unit}")
     every = -(-episodes // _REPORTS)
 
     def report(seconds_B: Floats) -> None:
         done = trainer.num_episodes - imitation
         if done // every > (done - len(seconds_B)) // every and trainer.best is not None:
-            out.print(f"{done:6} episodes: mean of a batch {seconds_B.mean():.4f} s, best {trainer.best.seconds:.4f} s")
+            out.print(
+                f"{done:6} episodes: mean of a batch {seconds_B.mean():.4f}{unit}, best {trainer.best.seconds:.4f}{unit}"
+            )
 
     trainer.reinforce(episodes, price, report)
     spent, total = time.process_time() - began, imitation + episodes
     if trainer.best is not None:
-        out.print(f"best of training {trainer.best.seconds:.4f} s, found at episode {trainer.best.episode}")
-    out.print(f"final greedy policy {_greedy_seconds(trainer, price):.4f} s")
+        out.print(f"best of training {trainer.best.seconds:.4f}{unit}, found at episode {trainer.best.episode}")
+    out.print(f"final greedy policy {_greedy_seconds(trainer, price):.4f}{unit}")
     out.print(f"{total} episodes in {spent:.0f} processor seconds: {total / spent:.1f} episodes/s")
 
 
