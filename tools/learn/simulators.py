@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from coordinator.plan.graph.latency.evaluator import Evaluator
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.plan.graph.latency.schedule import schedule
 from tools.learn.episodes import Placement
 
 
@@ -45,4 +45,5 @@ def published_times(problem: PlacementProblem, placements: Sequence[Placement]) 
 
 def work_conserving_times(problem: PlacementProblem, placements: Sequence[Placement]) -> list[float]:
     """The makespan of each placement in this project's simulator; the order of placing decides between ready items."""
-    return [schedule(problem, placement.assignment, placement.order).makespan for placement in placements]
+    evaluator = Evaluator(problem)
+    return [evaluator.work_conserving(placement.assignment, placement.order) for placement in placements]
