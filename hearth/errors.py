@@ -430,6 +430,15 @@ class BadGraph(HearthError, scope="request"):
     advice = "Export it again, or correct the file."
 
 
+class BadPolicy(HearthError, scope="request"):
+    """The file of a learned placement policy cannot be used. Planning goes on without the policy."""
+
+    path: str
+    reason: str
+    summary = "The placement policy {path} cannot be used: {reason}."
+    advice = "Install Hearth again, or train the policy again with this version."
+
+
 class NoPlacement(HearthError, scope="plan"):
     """A strategy found no placement within the memory limits."""
 

@@ -1,0 +1,197 @@
+"""Rollouts of Doppler's policies: B episodes in lockstep, each of which orders and places all operators. Pure.
+
+Randomness is an argument: the same noise gives the same episodes, alone or with others. Shape letters: B episodes,
+n operators, K devices, F features of a device, h hidden width.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Generator
+
+from coordinator.plan.graph.latency.doppler.clock import TICKS_PER_MEAN_OPERATOR, ClockTimes, EpisodeClock
+from coordinator.plan.graph.latency.doppler.features import (
+    CLOCK_COLUMNS,
+    RAW_COLUMNS,
+    Bools,
+    Floats,
+    Ints,
+    ProblemFeatures,
+    device_features,
+)
+from coordinator.plan.graph.latency.doppler.policy import HIDDEN, Policy
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from hearth.errors import NoPlacement
+
+# SEL's logits this far below the greatest count as this far: clocks of slower rates would swallow those of faster ones.
+_MAX_LOGIT_SPREAD = 30.0
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The random numbers of B episodes, by operator and device, so that they follow a relabelled problem."""
+
+    clocks: Floats  # [B, n], exponential with rate 1
+    gumbel: Floats  # [B, n, K]
+    greedy: Bools  # [B]; such an episode takes the most probable choices, and ignores the others
+
+    def episode(self, index: int) -> Noise:
+        """The noise of one episode."""
+        one = slice(index, index + 1)
+        return Noise(self.clocks[one], self.gumbel[one], self.greedy[one])
+
+
+def draw_noise(problem: PlacementProblem, num_sampled: int, rng: Generator) -> Noise:
+    """Noise of a greedy episode, which comes first, and of `num_sampled` episodes that sample from the policies."""
+    B, n, K = num_sampled + 1, problem.num_operators, problem.num_devices
+    return Noise(rng.standard_exponential((B, n)), rng.gumbel(size=(B, n, K)), np.arange(B) == 0)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The episodes. Of an episode that found no room for an operator (`complete` is false), the rest is -1 or 0."""
+
+    complete: Bools  # [B]
+    orders: Ints  # [B, n], operators as SEL chose them
+    assignments: Ints  # [B, n], device of each operator
+    starts: Floats  # [B, n], of each operator, as the clock estimates them; in the problem's unit
+    makespans: Floats  # [B], likewise
+    probabilities: Floats  # [B, n, K], PLC's for each operator when it was placed
+    allowed: Bools  # [B, n, K], devices that had room then
+    features: Floats  # [B, n, K, F], what PLC read of the devices then
+
+
+def roll_out(problem: ProblemFeatures, policy: Policy, noise: Noise) -> Rollouts:
+    """Run one episode per row of `noise`. Raises NoPlacement if no episode found room for all operators.
+
+    SEL samples without a softmax: when an operator becomes a candidate, it gets a clock that rings after an exponential
+    time of rate e^logit; the first to ring is chosen. This is the softmax over the candidates, since the remaining time
+    of an exponential clock does not depend on the time that has passed.
+    """
+    placement, (B, n, K) = problem.problem, noise.gumbel.shape
+    encoding = policy.encode(problem)
+    keys = _selection_keys(encoding.select_logits, noise)
+    times, memory = ClockTimes(placement), _Memory(placement, B)
+    episodes = [_Episode(placement, times, row, noise.greedy[b]) for b, row in enumerate(keys.tolist())]
+    ticks_nK = np.array(times.operators)
+    sums_BKh = np.zeros((B, K, HIDDEN), np.float32)  # of the operators on each device, in hidden space
+    counts_BK = np.zeros((B, K), np.float32)
+    found = Rollouts(
+        complete=np.ones(B, bool),
+        orders=np.full((B, n), -1),
+        assignments=np.full((B, n), -1),
+        starts=np.zeros((B, n)),
+        makespans=np.zeros(B),
+        probabilities=np.zeros((B, n, K), np.float32),
+        allowed=np.zeros((B, n, K), bool),
+        features=np.zeros((B, n, K, len(problem.features.device)), np.float32),
+    )
+    rows: Ints = np.arange(B)  # of the episodes that go on
+    for step in range(n):
+        operators: Ints = np.array([episodes[b].select() for b in rows])
+        needed = memory.needed(rows, operators)
+        has_room = (needed <= memory.free_BK[rows]).any(axis=1)
+        if not has_room.all():
+            found.complete[rows[~has_room]] = False
+            rows, operators, needed = rows[has_room], operators[has_room], needed[has_room]
+            if not len(rows):
+                raise NoPlacement(graph=placement.name, strategy="doppler")
+        left = memory.free_BK[rows] - needed
+        allowed = left >= 0
+        raw = np.empty((len(rows), len(RAW_COLUMNS), K))
+        seen = [episodes[b].clock.observe(v) for b, v in zip(rows.tolist(), operators.tolist(), strict=True)]
+        raw[:, : len(CLOCK_COLUMNS)] = np.array(seen).reshape(len(rows), -1, K)
+        raw[:, -2] = ticks_nK[operators]
+        raw[:, -1] = left / memory.budgets_K
+        features = device_features(problem.features, raw, allowed, TICKS_PER_MEAN_OPERATOR)
+        placed = sums_BKh[rows] / np.maximum(counts_BK[rows], 1)[:, :, None]
+        logits = np.where(allowed, policy.place_logits(encoding.static[operators], placed, features), -np.inf)
+        noisy = logits + np.where(noise.greedy[rows, None], 0.0, noise.gumbel[rows, operators])
+        devices = noisy.argmax(axis=1)
+        for b, device in zip(rows.tolist(), devices.tolist(), strict=True):
+            episodes[b].place(device)
+        memory.hold(rows, operators, devices, needed)
+        sums_BKh[rows, devices] += encoding.placed[operators]
+        counts_BK[rows, devices] += 1
+        found.orders[rows, step] = operators
+        found.assignments[rows, operators] = devices
+        found.probabilities[rows, operators] = _softmax(logits)
+        found.allowed[rows, operators] = allowed
+        found.features[rows, operators] = features
+    for b in rows.tolist():
+        found.starts[b] = np.array(episodes[b].clock.starts) * times.seconds_per_tick
+        found.makespans[b] = max(episodes[b].clock.ends) * times.seconds_per_tick
+    return found
+
+
+def _selection_keys(logits_n: Floats, noise: Noise) -> Floats:
+    """By episode and operator, what SEL adds to the clock when the operator becomes a candidate; the least is chosen."""
+    below = np.minimum(logits_n.max() - logits_n.astype(np.float64), _MAX_LOGIT_SPREAD)
+    keys: Floats = np.where(noise.greedy[:, None], below, noise.clocks * np.exp(below))
+    return keys
+
+
+class _Episode:
+    """One episode: SEL's candidates, and the clock."""
+
+    def __init__(self, problem: PlacementProblem, times: ClockTimes, keys: list[float], greedy: bool) -> None:
+        self.clock = EpisodeClock(times)
+        self._problem, self._keys, self._greedy = problem, keys, greedy
+        self._waiting_for = [len(predecessors) for predecessors in problem.predecessors]
+        self._candidates = [(keys[i], i) for i, count in enumerate(self._waiting_for) if not count]
+        heapq.heapify(self._candidates)
+        self._now, self._operator = 0.0, -1
+
+    def select(self) -> int:
+        """Take the candidate whose clock rings first; of a greedy episode, the most probable one."""
+        key, self._operator = heapq.heappop(self._candidates)
+        if not self._greedy:
+            self._now = key
+        return self._operator
+
+    def place(self, device: int) -> None:
+        """Place the selected operator; operators that waited for it alone become candidates."""
+        self.clock.place(device)
+        for successor in self._problem.successors[self._operator]:
+            self._waiting_for[successor] -= 1
+            if not self._waiting_for[successor]:
+                heapq.heappush(self._candidates, (self._now + self._keys[successor], successor))
+
+
+class _Memory:
+    """Free memory of every device in every episode. Shared weights are held once per device."""
+
+    def __init__(self, problem: PlacementProblem, B: int) -> None:
+        self.free_BK = np.tile(np.array(problem.budget_bytes, dtype=np.int64), (B, 1))
+        self.budgets_K = np.maximum(np.array(problem.budget_bytes, dtype=float), 1)
+        self._bytes_n = np.array(problem.memory_bytes, dtype=np.int64)
+        self._shared_bytes = [group.num_bytes for group in problem.shared]
+        self._groups: dict[int, list[int]] = {}  # by operator, those of its shared weights
+        for index, group in enumerate(problem.shared):
+            for operator in set(group.operators):
+                self._groups.setdefault(operator, []).append(index)
+        self._held_BgK = np.zeros((B, len(problem.shared), problem.num_devices), bool)
+
+    def needed(self, rows: Ints, operators: Ints) -> Ints:
+        """Bytes that each episode's operator adds to each device, [rows, K]."""
+        needed = np.tile(self._bytes_n[operators][:, None], (1, self.free_BK.shape[1]))
+        for index, (b, operator) in enumerate(zip(rows.tolist(), operators.tolist(), strict=True)):
+            for group in self._groups.get(operator, ()):
+                needed[index] += np.where(self._held_BgK[b, group], 0, self._shared_bytes[group])
+        return needed
+
+    def hold(self, rows: Ints, operators: Ints, devices: Ints, needed_BK: Ints) -> None:
+        """Place each episode's operator on its device."""
+        self.free_BK[rows, devices] -= needed_BK[np.arange(len(rows)), devices]
+        for b, operator, device in zip(rows.tolist(), operators.tolist(), devices.tolist(), strict=True):
+            for group in self._groups.get(operator, ()):
+                self._held_BgK[b, group, device] = True
+
+
+def _softmax(logits: Floats) -> Floats:
+    raised = np.exp(logits - logits.max(axis=1, keepdims=True))
+    shares: Floats = raised / raised.sum(axis=1, keepdims=True)
+    return shares
