@@ -31,7 +31,8 @@ from tools.bench.fault_rows import (
 )
 from tools.bench.faults import Faults
 from tools.bench.findings import all_hold
-from tools.bench.fuzz import FuzzRow, counts_of, ended, listening_ports
+from tools.bench.fuzz import counts_of, ended, listening_ports
+from tools.bench.fuzz_rows import FuzzRow
 from tools.bench.idle_cost import IdleRow
 from tools.bench.mutations import mutated
 from tools.testbed.cluster import what_is_missing
@@ -299,15 +300,42 @@ def test_fuzz_fails_for_each_harm_to_the_home_or_to_its_clients(harm: dict[str, 
     assert experiment.summary([fuzz_row(attack="raw"), fuzz_row(**harm)]).failure
 
 
-def test_flood_is_compared_with_as_much_use_of_the_processor() -> None:
+def test_each_attack_is_compared_with_its_control_of_the_same_round() -> None:
+    def rows(attack: str, round: int, rate: float, control: float) -> list[FuzzRow]:
+        of_control = {"attack": "processor only", "control_of": attack, "frames": 0}
+        return [fuzz_row(attack=attack, round=round, rate=rate), fuzz_row(**of_control, round=round, rate=control)]
+
     experiment = make_experiment(read_settings("fuzz"))
-    flood, control = fuzz_row(attack="app flood", rate=8.5), fuzz_row(attack="processor only", rate=9.0, frames=0)
-    assert not experiment.summary([flood, control]).failure
-    (table, attacks) = experiment.summary([flood, fuzz_row(attack="processor only", rate=7.0)]).tables
+    measured = [*rows("app", 1, 8.5, 9.0), *rows("app", 2, 8.1, 6.0), *rows("raw", 1, 8.1, 9.0)]
+    summary = experiment.summary([*measured, fuzz_row(attack="raw", round=2, rate=10.0)])
+    assert not summary.failure
+    (table, attacks) = summary.tables
     figures = {row[0]: row[2:] for row in table.rows}
-    assert figures["rate beside it, processor only"] == ("70.0% (median of 1; least 70%)", "-")
-    assert figures["rate beside app flood, over that beside as much use of the processor"] == ("121.4%", "yes")
-    assert len(attacks.rows) == 2
+    assert figures["rate beside it, app"] == ("83.0% (median of 2; least 81%)", "yes")
+    of_app = figures["rate beside app, over that beside as much use of the processor"]
+    assert of_app == ("114.7% (median of 2; least 94%)", "yes")
+    assert [row[0] for row in attacks.rows] == ["app", "raw"]
+    assert attacks.rows[0][-3:] == ("83%", "75%", "115%")
+    assert attacks.rows[1][-3:] == ("90%", "90%", "90%")
+    assert summary.conclusions[-1].startswith(
+        "beside each attack, clients that behave keep at least 90% (raw) of their rate"
+    )
+
+
+def test_attack_that_costs_more_than_its_processor_time_misses_the_target() -> None:
+    experiment = make_experiment(read_settings("fuzz"))
+    control = fuzz_row(attack="processor only", control_of="app", rate=10.5)
+    assert experiment.summary([fuzz_row(rate=8.1), control]).failure
+    assert not experiment.summary([fuzz_row(rate=8.5), control]).failure
+
+
+def test_controls_of_earlier_rows_are_those_of_the_flood() -> None:
+    experiment = make_experiment(read_settings("fuzz"))
+    flood, control = fuzz_row(attack="app flood", rate=8.5), fuzz_row(attack="processor only", rate=7.0, frames=0)
+    (table, _) = experiment.summary([flood, control]).tables
+    figures = {row[0]: row[2:] for row in table.rows}
+    of_flood = figures["rate beside app flood, over that beside as much use of the processor"]
+    assert of_flood == ("121.4% (median of 1; least 121%)", "yes")
 
 
 def test_ports_on_which_somebody_listens_are_found() -> None:
