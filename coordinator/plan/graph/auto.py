@@ -236,6 +236,10 @@ def _solve_placement(problem: PlacementProblem, strategy: str, options: SearchOp
         from coordinator.plan.graph.latency.moirai import solve_moirai
 
         solution = solve_moirai(problem, options.time_limit_seconds, options.clock)
+    elif strategy == "doppler":
+        from coordinator.plan.graph.latency.doppler.planner import solve_doppler
+
+        solution = solve_doppler(problem, options)
     elif strategy == "placeto":
         from coordinator.plan.graph.latency.placeto import solve_placeto
 

@@ -1,0 +1,99 @@
+"""Strategy `doppler`: the list schedules, improved by simulated annealing until the time is over. Pure.
+
+Doppler (arXiv 2505.23131) learns a policy that places and orders operators; that policy is not part of this planner yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from coordinator.plan.graph.latency.baselines import BASELINES
+from coordinator.plan.graph.latency.bounds import relaxed_makespan
+from coordinator.plan.graph.latency.contention import contended_heft
+from coordinator.plan.graph.latency.cpsat import in_ticks
+from coordinator.plan.graph.latency.doppler.search import improve
+from coordinator.plan.graph.latency.fitting import fitting_assignment
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
+from coordinator.plan.solution import SearchOptions, Solution
+from hearth.errors import ModelDoesNotFit, NoPlacement
+
+_NUM_STARTS = 4
+_FIRST_MOVES = 2000  # of each run in the first round
+_MORE_MOVES = 2  # times as many in each further round: short runs find most, long ones cool down more slowly
+_MAX_ROUNDS = 12  # 16 million moves from each start
+
+
+def solve_doppler(problem: PlacementProblem, options: SearchOptions) -> Solution[Schedule]:
+    """The best schedule found within the time limit, with a lower bound; never worse than any list schedule.
+
+    A run repeats for equal seeds unless the clock ends it. Raises ModelDoesNotFit with the missing bytes, or NoPlacement
+    if the search could not decide in time whether the graph fits.
+    """
+    began = options.clock()
+    deadline = began + options.time_limit_seconds
+    ticked, ticks_per_unit = in_ticks(problem)
+    bound_ticks = relaxed_makespan(ticked)
+
+    def is_proven(found: Schedule) -> bool:
+        return round(best_schedule(ticked, found.assignment, found.order).makespan) <= bound_ticks
+
+    schedules = list_schedules(problem) or [_fitting_schedule(problem, options.time_limit_seconds)]
+    best = search(problem, schedules[:_NUM_STARTS], Random(options.seed), options.clock, deadline, is_proven)
+    return Solution(
+        best,
+        best.makespan,
+        bound=min(bound_ticks / ticks_per_unit, best.makespan),
+        proven=is_proven(best),
+        seconds=options.clock() - began,
+    )
+
+
+def list_schedules(problem: PlacementProblem) -> list[Schedule]:
+    """The schedules of all baselines that find one, with different assignments, by increasing makespan."""
+    found: list[Schedule] = []
+    for baseline in (*BASELINES.values(), contended_heft):
+        try:
+            found.append(baseline(problem))
+        except NoPlacement:
+            continue
+    found.sort(key=lambda each: each.makespan)
+    return list({each.assignment: each for each in reversed(found)}.values())[::-1]
+
+
+def search(
+    problem: PlacementProblem,
+    schedules: list[Schedule],
+    rng: Random,
+    clock: Callable[[], float],
+    deadline: float,
+    is_proven: Callable[[Schedule], bool],
+    num_rounds: int = _MAX_ROUNDS,
+) -> Schedule:
+    """Improve each schedule once in each round, from its last result on; end at the deadline or at a proven optimum."""
+    elites = list(schedules)
+    best = elites[0]
+    if is_proven(best):
+        return best
+    for number in range(num_rounds):
+        for index, start in enumerate(elites):
+            if clock() >= deadline:
+                return best
+            moves = _FIRST_MOVES * _MORE_MOVES**number
+            elites[index] = improve(problem, start, rng, moves, clock, deadline)
+            if elites[index].makespan < best.makespan:
+                best = elites[index]
+                if is_proven(best):
+                    return best
+    return best
+
+
+def _fitting_schedule(problem: PlacementProblem, seconds: float) -> Schedule:
+    """A schedule within memory where it is so tight that list scheduling finds none."""
+    fitted = fitting_assignment(problem, seconds)
+    if isinstance(fitted, int):
+        if fitted == 0:
+            raise NoPlacement(graph=problem.name, strategy="doppler")
+        raise ModelDoesNotFit(model=problem.name, missing_bytes=fitted)
+    return best_schedule(problem, fitted, range(problem.num_operators))
