@@ -43,6 +43,7 @@ PURE_MODULES = (
     "coordinator.models.onnx.contrib",
     "coordinator.models.onnx.cutting",
     "coordinator.models.onnx.flops",
+    "coordinator.models.onnx.tiling.space",
     "coordinator.models.ordering",
     "coordinator.serve.planning.drift",
     "coordinator.serve.requests.fairness",

@@ -15,6 +15,7 @@ import numpy as np
 from coordinator.cli.load_generator import random_inputs
 from coordinator.cli.output import out, report
 from coordinator.cli.planning.live import LiveDevices
+from coordinator.cli.planning.tiling import num_tiles, tiled_for
 from coordinator.cli.render import graph_tables
 from coordinator.cli.render.picture import Drawing, make_drawing
 from coordinator.deploy.deployment import Weights
@@ -29,7 +30,6 @@ from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limi
 from coordinator.plan.graph.predict import predict_plan, predicted_graph_timeline
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.graph.stored import stored_weights, with_stored
-from coordinator.plan.graph.tiles.tiling import num_tiles, tiled_for
 from coordinator.plan.redundancy import Loss
 from coordinator.plan.solution import PlanningResult
 from coordinator.plan.stores import lacking

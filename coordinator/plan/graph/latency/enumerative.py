@@ -10,7 +10,6 @@ exactly for groups of any size.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 
 from ortools.graph.python.min_cost_flow import SimpleMinCostFlow
@@ -23,6 +22,7 @@ from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 
 _COST_STEPS = 1 << 26  # in which the largest cost of a group is expressed: the flow takes whole costs
 _EQUAL_SPEEDS = 1.05  # ratio of speeds below which devices count as equal: measured times of equal devices differ, too
+_SMALLEST_SECONDS = 1e-300  # of an operator that takes no time: its share is bounded by the others
 _ROUNDING = 1e-9  # a share this little below a whole number of operators means that number
 
 
@@ -89,7 +89,7 @@ def even_capacities(problem: PlacementProblem, group: Sequence[int]) -> list[int
     """
     devices = range(problem.num_devices)
     mean_seconds = [sum(problem.seconds[i][device] for i in group) / len(group) for device in devices]
-    mean_seconds = [max(each, sys.float_info.min) for each in mean_seconds]
+    mean_seconds = [max(each, _SMALLEST_SECONDS) for each in mean_seconds]
     counts = [0] * problem.num_devices
     for _ in group:
         counts[min(devices, key=lambda device: (counts[device] + 1) * mean_seconds[device])] += 1

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
 from coordinator.plan.graph.latency.baselines import BASELINES
@@ -62,7 +63,7 @@ class PlacetoResult(NamedTuple):
 def solve_placeto(problem: PlacementProblem, options: SearchOptions) -> Solution[Schedule]:
     """Train until the time limit, from the best placement of the list schedulers. Raises NoPlacement."""
     began = options.clock()
-    generator = np.random.default_rng(options.seed)
+    generator = default_rng(options.seed)
     deadline = began + options.time_limit_seconds
     found = placeto(problem, best_list_schedule(problem), generator, options.clock, deadline).best
     return Solution(found, found.makespan, seconds=options.clock() - began)
@@ -84,7 +85,7 @@ def best_list_schedule(problem: PlacementProblem) -> Schedule:
 def placeto(
     problem: PlacementProblem,
     start: Schedule,
-    generator: np.random.Generator,
+    generator: Generator,
     clock: Callable[[], float],
     deadline: float,
     num_episodes: int = MAX_EPISODES,
@@ -105,7 +106,7 @@ class _Episode:
 
 class _Training:
     def __init__(
-        self, problem: PlacementProblem, start: Schedule, generator: np.random.Generator, clock: Callable[[], float]
+        self, problem: PlacementProblem, start: Schedule, generator: Generator, clock: Callable[[], float]
     ) -> None:
         self._problem = problem
         self._generator = generator

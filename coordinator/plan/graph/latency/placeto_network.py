@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 
 NUM_ROUNDS = 8  # of message passing, as published
@@ -36,7 +37,7 @@ def weight_shapes(num_features: int, num_devices: int, width: int) -> dict[str, 
     }
 
 
-def initial_weights(num_features: int, num_devices: int, width: int, generator: np.random.Generator) -> Weights:
+def initial_weights(num_features: int, num_devices: int, width: int, generator: Generator) -> Weights:
     """Glorot-uniform matrices and zero biases in single precision; the output is small, so that all devices start equal."""
     weights: Weights = {}
     for name, shape in weight_shapes(num_features, num_devices, width).items():

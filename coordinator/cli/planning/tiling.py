@@ -1,4 +1,4 @@
-"""Cut a graph into tiles for given devices. Pure."""
+"""Cut a graph into tiles for given devices."""
 
 from __future__ import annotations
 
