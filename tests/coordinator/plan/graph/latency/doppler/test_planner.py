@@ -68,6 +68,12 @@ def test_plan_fits_and_is_never_worse_than_a_list_schedule(problem: PlacementPro
     assert found.bound <= found.value == found.assignment.makespan
 
 
+def test_plan_without_time_is_the_best_list_schedule() -> None:
+    lists = list_schedules(UNEVEN)
+    assert lists[0].makespan < lists[-1].makespan
+    assert solve_doppler(UNEVEN, SearchOptions(0.0, 0, Clock())).assignment == lists[0]
+
+
 def test_list_schedules_differ_and_ascend() -> None:
     found = list_schedules(UNEVEN)
     assert len({each.assignment for each in found}) == len(found) > 1
