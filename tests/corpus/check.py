@@ -65,7 +65,7 @@ def check_outputs() -> Found:
         print("outputs: recorded on another processor or with other libraries; compared within a tolerance")
     with tempfile.TemporaryDirectory() as folder:
         for name in names():
-            yield name, compare_outputs(recorded["cases"][name], outputs_of(name, Path(folder)), same)
+            yield name, compare_outputs(name, recorded["cases"][name], outputs_of(name, Path(folder)), same)
 
 
 def check(part: str) -> Found:

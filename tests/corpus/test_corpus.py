@@ -63,7 +63,7 @@ def test_outputs_equal_the_record(family: str, tmp_path: Path) -> None:
     recorded, same = OUTPUTS["cases"], OUTPUTS["machine"] == machine()
     assert set(names()) == recorded.keys()
     cases = [name for name in names() if family_of(name) == family]
-    found = ((name, compare_outputs(recorded[name], outputs_of(name, tmp_path), same)) for name in cases)
+    found = ((name, compare_outputs(name, recorded[name], outputs_of(name, tmp_path), same)) for name in cases)
     assert not unintended("outputs", found)
     if not same:
         pytest.skip("close to what was recorded; bits were not compared: another processor, or other libraries")
