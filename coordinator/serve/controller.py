@@ -316,7 +316,7 @@ class Controller:
                     self._retired.append(deployment)
             case "release_workers":
                 for retired in self._retired:  # a worker that goes on has the new epoch, and this does not concern it
-                    closing = asyncio.create_task(retired.close())
+                    closing = asyncio.create_task(self._unload(retired))
                     self._closing.add(closing)
                     closing.add_done_callback(self._closing.discard)
                 self._retired = []
@@ -336,7 +336,14 @@ class Controller:
         """Stop the workers of the deployment and of the previous ones."""
         running = [*self._retired, *([self.deployment] if self.deployment is not None else [])]
         self.deployment, self._retired = None, []
-        await asyncio.gather(*(each.close() for each in running))
+        await asyncio.gather(*map(self._unload, running))
+
+    async def _unload(self, deployment: Deployment) -> None:
+        """Stop the workers of a deployment; an agent that is away stops its own when it grants its lease again."""
+        fleet = self._services.fleet
+        if fleet.running_epoch == deployment.epoch:
+            fleet.running_epoch = 0
+        await deployment.close()
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """End `run` with an unexpected exception of a task; otherwise the deployment would never leave its phase."""

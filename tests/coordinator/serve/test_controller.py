@@ -188,6 +188,7 @@ async def stopping(
     await asyncio.wait_for(running, 60)
     assert not case.fleet.running.total()
     assert isinstance(case.fleet.asked[-1][1], Unload)
+    assert case.fleet.running_epoch == 0  # a device that returns does not keep the worker of a plan that was unloaded
 
 
 @pytest.mark.parametrize("kind", KINDS)
