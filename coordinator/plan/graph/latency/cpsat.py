@@ -78,7 +78,8 @@ def in_ticks(problem: PlacementProblem) -> tuple[PlacementProblem, float]:
         ):
             break
     else:
-        per_unit = _ROUNDED_TICKS / (min(totals) or total)
+        # Not more than fit if operators take next to nothing compared with transfers.
+        per_unit = min(_ROUNDED_TICKS / (min(totals) or total), _MAX_TOTAL_TICKS / max(times))
 
     def ticks(rows: FloatTable) -> FloatTable:
         return tuple(tuple(float(math.floor(time * per_unit + _ROUNDING_TICKS)) for time in row) for row in rows)

@@ -237,6 +237,17 @@ def test_chain_of_products_over_slow_links_starts_from_the_better_of_both_hefts(
     assert solve_moirai(replace(problem, groups=()), 0, lambda: 0.0).value <= contended_heft(problem).makespan
 
 
+def test_ticks_stay_finite_where_operators_take_next_to_nothing() -> None:
+    delay = ((0.0, 1.7e-4), (1.7e-4, 0.0))
+    flow = Flow(0, (1,), ((0.0, 6.4e-8), (6.4e-8, 0.0)))
+    problem = PlacementProblem(
+        "tiny", ("a", "b"), ("x", "y"), ((0.0, 0.0), (2e-307, 3e-307)), (0, 0), (9, 9), (flow,), delay
+    )
+    ticked, _ = in_ticks(problem)
+    assert 0 < ticked.latency[0][1] <= 1 << 41
+    assert solve_moirai(problem, 1.0, lambda: 0.0).value == pytest.approx(2e-307)
+
+
 def test_operators_off_the_path_are_scheduled_in_parallel() -> None:
     """0 and 1 are on the path; 2 runs on the other device and must end before 1 does, so as not to delay the sink."""
     ways = ((0.0, 1.0), (1.0, 0.0))
