@@ -80,7 +80,7 @@ class Quorum:
         """Another coordinator has told its configuration. A later one ends the own term."""
         if configuration is None or (self.current is not None and configuration.number <= self.current.number):
             return self
-        return replace(self, current=configuration, leads=False, stored_by=frozenset(), informed=frozenset())
+        return self._with_current(configuration, leads=False)
 
     def granted(self, device: str, configuration: Configuration | None) -> Quorum:
         """A device has granted its lease, and returned the configuration that it remembers."""
@@ -113,7 +113,7 @@ class Quorum:
             update |= {"voters": current.previous_voters, "tie_breaker": current.previous_tie_breaker}
             update |= {"previous_voters": (), "previous_tie_breaker": ""}
         configuration = current.model_copy(update=update)
-        return replace(self, current=configuration, leads=False, stored_by=frozenset(), informed=frozenset())
+        return self._with_current(configuration, leads=False)
 
     def change(self, voters: Collection[str], tie_breaker: str) -> Quorum:
         """Begin to change the voters, unless they are the same or the configuration is not stored yet.
@@ -127,9 +127,7 @@ class Quorum:
             return self
         if current is None:  # the first configuration: no other coordinator can lead yet
             first = Configuration(number=1, leader=self.leader, voters=wanted[0], tie_breaker=tie_breaker)
-            return replace(
-                self, current=first, leads=True, voting=frozenset(voters), stored_by=frozenset(), informed=frozenset()
-            )
+            return replace(self._with_current(first, leads=True), voting=frozenset(voters))
         previous = current.previous_voters, current.previous_tie_breaker
         if not current.previous_voters:
             if not has_majority(current, self.stored_by):
@@ -145,7 +143,7 @@ class Quorum:
             previous_voters=previous[0],
             previous_tie_breaker=previous[1],
         )
-        return replace(self, current=joint, stored_by=frozenset(), informed=frozenset())
+        return self._with_current(joint, leads=self.leads)
 
     def may_store(self, device: str, held: Collection[str]) -> bool:
         """Whether to store the configuration on a device that this coordinator holds."""
@@ -181,7 +179,11 @@ class Quorum:
         final = self.current.model_copy(
             update={"number": number + 1, "previous_voters": (), "previous_tie_breaker": ""}
         )
-        return replace(quorum, current=final, leads=True, stored_by=frozenset(), informed=frozenset())
+        return quorum._with_current(final, leads=True)
+
+    def _with_current(self, configuration: Configuration, leads: bool) -> Quorum:
+        """A later configuration, which no device has stored as far as is known."""
+        return replace(self, current=configuration, leads=leads, stored_by=frozenset(), informed=frozenset())
 
 
 def lacking(quorum: Quorum, leased: Mapping[str, object]) -> list[str]:

@@ -163,6 +163,7 @@ class Connection:
             return await greet(client, seconds)
 
         async def greet_again(endpoint: str, number: int) -> None:
+            """Greet a named endpoint until it answers. The search ends once all of them have failed."""
             again = present if present is not None and endpoint == present.endpoint else None
             if again is not None:
                 await asyncio.sleep(_HEAD_START_SECONDS)

@@ -1,10 +1,15 @@
-"""Random placement problems for property tests."""
+"""Random placement problems: for property tests, and from a generator; the same problem with other labels or units."""
 
 from __future__ import annotations
 
-from hypothesis import strategies as st
+from collections.abc import Sequence
+from dataclasses import replace
 
-from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
+import numpy as np
+from hypothesis import strategies as st
+from numpy.random import Generator
+
+from coordinator.plan.graph.latency.problem import FloatTable, Flow, PlacementProblem, SharedWeights
 
 
 @st.composite
@@ -36,4 +41,82 @@ def problems(draw: st.DrawFn, most: int = 5, memory: bool = True) -> PlacementPr
         latency=square([draw(st.integers(0, 2))] * (k * k)),
         congestion=draw(st.booleans()),
         shared=tuple(shared),
+    )
+
+
+def random_problem(
+    rng: Generator, num_operators: int = 12, num_devices: int = 3, congestion: bool = True, spare_memory: float = 9.0
+) -> PlacementProblem:
+    """Unequal operators, flows with several consumers, unequal links and devices, shared weights.
+
+    The budgets are (1 + spare_memory) times all weights together, divided by the devices at random.
+    """
+    n, K = num_operators, num_devices
+
+    def square(scale: float) -> FloatTable:
+        return tuple(tuple(0.0 if a == b else float(rng.uniform(0.2, 1) * scale) for b in range(K)) for a in range(K))
+
+    flows = []
+    for source in range(n - 1):
+        targets = {int(t) for t in rng.integers(source + 1, n, size=rng.integers(0, 4))}
+        if targets:
+            flows.append(Flow(source, tuple(sorted(targets)), square(float(rng.choice([0.2, 1, 3])))))
+    memory = tuple(int(m) for m in rng.integers(0, 50, n))
+    shared = (SharedWeights(40, (0, n // 2, n - 1)), SharedWeights(15, (1, n - 1)))
+    total = sum(memory) + sum(group.num_bytes for group in shared)
+    return PlacementProblem(
+        name="random",
+        operators=tuple(f"op{i}" for i in range(n)),
+        devices=tuple(f"device{k}" for k in range(K)),
+        seconds=tuple(tuple(map(float, row)) for row in rng.uniform(0.1, 2, (n, 1)) * rng.uniform(0.7, 1.6, (n, K))),
+        memory_bytes=memory,
+        budget_bytes=tuple(int(share) for share in rng.dirichlet(np.full(K, 20.0)) * (1 + spare_memory) * total),
+        flows=tuple(flows),
+        latency=square(0.05),
+        congestion=congestion,
+        shared=shared,
+    )
+
+
+def relabelled(problem: PlacementProblem, operators: Sequence[int], devices: Sequence[int]) -> PlacementProblem:
+    """The problem whose operator i and device k are `operators[i]` and `devices[k]` of the original.
+
+    `operators` must be a topological order.
+    """
+    new_label = {old: new for new, old in enumerate(operators)}
+
+    def square(table: FloatTable) -> FloatTable:
+        return tuple(tuple(table[a][b] for b in devices) for a in devices)
+
+    flows = [
+        Flow(new_label[flow.source], tuple(sorted(new_label[t] for t in flow.targets)), square(flow.seconds))
+        for flow in problem.flows
+    ]
+    return replace(
+        problem,
+        operators=tuple(problem.operators[i] for i in operators),
+        devices=tuple(problem.devices[k] for k in devices),
+        seconds=tuple(tuple(problem.seconds[i][k] for k in devices) for i in operators),
+        memory_bytes=tuple(problem.memory_bytes[i] for i in operators),
+        budget_bytes=tuple(problem.budget_bytes[k] for k in devices),
+        flows=tuple(sorted(flows, key=lambda flow: flow.source)),
+        latency=square(problem.latency),
+        shared=tuple(
+            SharedWeights(group.num_bytes, tuple(sorted(new_label[i] for i in group.operators)))
+            for group in problem.shared
+        ),
+    )
+
+
+def in_other_unit(problem: PlacementProblem, factor: float) -> PlacementProblem:
+    """The problem with all times multiplied by a factor."""
+
+    def scaled(table: FloatTable) -> FloatTable:
+        return tuple(tuple(factor * seconds for seconds in row) for row in table)
+
+    return replace(
+        problem,
+        seconds=scaled(problem.seconds),
+        latency=scaled(problem.latency),
+        flows=tuple(flow._replace(seconds=scaled(flow.seconds)) for flow in problem.flows),
     )

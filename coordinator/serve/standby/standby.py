@@ -239,7 +239,7 @@ class Standby:
             apps=_known_keys(self._trust.apps),
             devices=_known_keys(self._devices),
         )
-        copy_again_at = math.inf  # not inf: something that came was not stored
+        copy_again_at = math.inf  # when to ask for everything again; inf while all that came was stored
         stream = client.stream(request, timeout_seconds=_CONNECT_SECONDS, last=wire.Done)
         async with aclosing(stream) as replies:
             async for message, payload in replies:

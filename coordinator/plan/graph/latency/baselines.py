@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
 
+from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.enumerative import enumerative
 from coordinator.plan.graph.latency.getf import getf
 from coordinator.plan.graph.latency.heft import critical_path, heft
@@ -33,6 +34,15 @@ def solve_baseline(name: str, problem: PlacementProblem, options: SearchOptions)
     began = options.clock()
     schedule = BASELINES[name](problem)
     return Solution(schedule, schedule.makespan, seconds=options.clock() - began)
+
+
+def list_schedules(problem: PlacementProblem) -> Iterator[Schedule]:
+    """The schedules of all baselines that find one, and that of HEFT with contention: the starts of a search."""
+    for baseline in (*BASELINES.values(), contended_heft):
+        try:
+            yield baseline(problem)
+        except NoPlacement:
+            continue
 
 
 BASELINES: Mapping[str, Baseline] = {

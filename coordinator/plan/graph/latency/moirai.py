@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from coordinator.plan.graph.latency.baselines import BASELINES
+from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.bounds import relaxed_makespan
 from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.cpsat import SolverLimits, in_ticks, solve_placement_model
@@ -72,8 +72,8 @@ class _PlacementSearch:
         self._best_ticked: Schedule | None = None  # the best schedule in ticks
 
     def run(self) -> None:
-        for strategy in (*BASELINES.values(), contended_heft):
-            self._run_and_offer(partial(strategy, self._problem))
+        for found in list_schedules(self._problem):
+            self._offer(found.assignment, found.order)
         self._complete_and_offer(JoinedSchedule({}, {}, [], 0.0))
         if self._best_ticked is None:  # memory is tight: list scheduling found no placement
             fitted = fitting_assignment(self._problem, self._seconds_left, self._num_workers)

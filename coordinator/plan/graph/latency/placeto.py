@@ -19,8 +19,7 @@ import numpy as np
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
-from coordinator.plan.graph.latency.baselines import BASELINES
-from coordinator.plan.graph.latency.contention import contended_heft
+from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.list_scheduling import mean_seconds, mean_transfer_seconds
 from coordinator.plan.graph.latency.placeto_network import (
     Adam,
@@ -71,15 +70,10 @@ def solve_placeto(problem: PlacementProblem, options: SearchOptions) -> Solution
 
 def best_list_schedule(problem: PlacementProblem) -> Schedule:
     """The best schedule of the list schedulers, contended HEFT included. Raises NoPlacement."""
-    found = []
-    for baseline in (*BASELINES.values(), contended_heft):
-        try:
-            found.append(baseline(problem))
-        except NoPlacement:
-            continue
-    if not found:
+    found = min(list_schedules(problem), key=lambda each: each.makespan, default=None)
+    if found is None:
         raise NoPlacement(graph=problem.name, strategy="placeto")
-    return min(found, key=lambda each: each.makespan)
+    return found
 
 
 def placeto(

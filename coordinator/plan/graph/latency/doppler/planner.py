@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from coordinator.plan.graph.latency.baselines import BASELINES
+from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.bounds import relaxed_makespan
-from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.cpsat import in_ticks
 from coordinator.plan.graph.latency.doppler.search import improve
 from coordinator.plan.graph.latency.fitting import fitting_assignment
@@ -39,7 +38,7 @@ def solve_doppler(problem: PlacementProblem, options: SearchOptions) -> Solution
     def is_proven(found: Schedule) -> bool:
         return round(best_schedule(ticked, found.assignment, found.order).makespan) <= bound_ticks
 
-    schedules = list_schedules(problem) or [_fitting_schedule(problem, options.time_limit_seconds)]
+    schedules = best_starts(problem) or [_fitting_schedule(problem, options.time_limit_seconds)]
     best = search(problem, schedules[:_NUM_STARTS], Random(options.seed), options.clock, deadline, is_proven)
     return Solution(
         best,
@@ -50,15 +49,9 @@ def solve_doppler(problem: PlacementProblem, options: SearchOptions) -> Solution
     )
 
 
-def list_schedules(problem: PlacementProblem) -> list[Schedule]:
-    """The schedules of all baselines that find one, with different assignments, by increasing makespan."""
-    found: list[Schedule] = []
-    for baseline in (*BASELINES.values(), contended_heft):
-        try:
-            found.append(baseline(problem))
-        except NoPlacement:
-            continue
-    found.sort(key=lambda each: each.makespan)
+def best_starts(problem: PlacementProblem) -> list[Schedule]:
+    """The list schedules with different assignments, by increasing makespan."""
+    found = sorted(list_schedules(problem), key=lambda each: each.makespan)
     return list({each.assignment: each for each in reversed(found)}.values())[::-1]
 
 

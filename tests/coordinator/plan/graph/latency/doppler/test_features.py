@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.random_placement import in_other_unit, random_problem
+from support.placement_problems import in_other_unit, random_problem
 
 from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.doppler.clock import TICKS_PER_MEAN_OPERATOR, ClockTimes, EpisodeClock

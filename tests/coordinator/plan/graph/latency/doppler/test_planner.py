@@ -15,7 +15,7 @@ from support.placement_problems import problems
 from support.schedule_checker import violations
 
 from coordinator.plan.graph.auto import plan_instance
-from coordinator.plan.graph.latency.doppler.planner import list_schedules, search, solve_doppler
+from coordinator.plan.graph.latency.doppler.planner import best_starts, search, solve_doppler
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.solution import SearchOptions
 from hearth.errors import ModelDoesNotFit
@@ -64,18 +64,18 @@ def test_plan_fits_and_is_never_worse_than_a_list_schedule(problem: PlacementPro
         return
     assert violations(problem, found.assignment) == []
     assert problem.overflow_bytes(found.assignment.assignment) == 0
-    assert all(found.value <= each.makespan for each in list_schedules(problem))
+    assert all(found.value <= each.makespan for each in best_starts(problem))
     assert found.bound <= found.value == found.assignment.makespan
 
 
 def test_plan_without_time_is_the_best_list_schedule() -> None:
-    lists = list_schedules(UNEVEN)
+    lists = best_starts(UNEVEN)
     assert lists[0].makespan < lists[-1].makespan
     assert solve_doppler(UNEVEN, SearchOptions(0.0, 0, Clock())).assignment == lists[0]
 
 
-def test_list_schedules_differ_and_ascend() -> None:
-    found = list_schedules(UNEVEN)
+def test_starts_differ_and_ascend() -> None:
+    found = best_starts(UNEVEN)
     assert len({each.assignment for each in found}) == len(found) > 1
     assert [each.makespan for each in found] == sorted(each.makespan for each in found)
 
@@ -83,14 +83,14 @@ def test_list_schedules_differ_and_ascend() -> None:
 def test_search_ends_at_a_proven_optimum() -> None:
     clock = Clock()
     found = solve_doppler(UNEVEN, SearchOptions(10_000.0, 0, clock))
-    assert list_schedules(UNEVEN)[0].makespan > 6.0
+    assert best_starts(UNEVEN)[0].makespan > 6.0
     assert found.proven
     assert found.value == found.bound == 6.0
     assert clock.now < 100
 
 
 def test_same_seed_gives_the_same_plan() -> None:
-    starts = list_schedules(UNEVEN)[-1:]
+    starts = best_starts(UNEVEN)[-1:]
     first, second = (search(UNEVEN, starts, Random(3), lambda: 0.0, NEVER, lambda _: False, 1) for _ in range(2))
     assert first == second
     assert first.makespan < starts[0].makespan
@@ -99,7 +99,7 @@ def test_same_seed_gives_the_same_plan() -> None:
 def test_search_ends_at_its_deadline() -> None:
     problem = tiny([5.0, 5.0, 4.0, 0.0], (4, 4, 4, 4))  # the bound of 5 is reached; pretend that it is not
     clock = Clock()
-    search(problem, list_schedules(problem), Random(0), clock, 20.0, lambda _: False)
+    search(problem, best_starts(problem), Random(0), clock, 20.0, lambda _: False)
     assert 20 <= clock.now <= 22
 
 
@@ -107,7 +107,7 @@ def test_result_that_no_list_scheduler_finds_fits() -> None:
     # The operators fill both devices to the last byte.
     sizes = (5, 4, 5, 5, 2, 6, 7, 6, 4)
     problem = replace(tiny([1.0] * 9, (22, 22)), memory_bytes=sizes)
-    assert list_schedules(problem) == []
+    assert best_starts(problem) == []
     found = solve_doppler(problem, SearchOptions(10.0, 0, Clock()))
     assert problem.used_bytes(found.assignment.assignment) == (22, 22)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 from safetensors.numpy import save
-from support.random_placement import random_problem
+from support.placement_problems import random_problem
 
 from coordinator.plan.graph.latency.doppler.features import (
     HOME,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.random_placement import in_other_unit, random_problem, relabelled
+from support.placement_problems import in_other_unit, random_problem, relabelled
 from support.schedule_checker import violations
 
 from coordinator.models.ordering import topological_order
