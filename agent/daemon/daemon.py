@@ -95,6 +95,7 @@ class AgentDaemon:
         self.spawner = Spawner(settings.spare_worker, telemetry.has_room)
         self._closing = False
         self._watchers: set[Signal] = set()  # set when a worker's state changes: one for each `WatchWorkers`
+        self._stopping: set[asyncio.Task[None]] = set()  # each ends one worker that has left `_workers`
         self._num_abandoned = 0  # workers that did not end when they were killed
         self._running: dict[str, wire.RunningWorker] = {}  # what another coordinator needs to take a worker over
         self._streams_end: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # when their lease ends
@@ -195,7 +196,7 @@ class AgentDaemon:
     async def close(self) -> None:
         """Stop all workers; none starts any more, also for a request that is being handled."""
         self._closing = True
-        await asyncio.gather(*map(self._stop_worker, list(self._workers)))
+        await asyncio.gather(*map(self._stop_worker, list(self._workers)), *self._stopping)
         await self.spawner.close()
 
     def _hello(self, message: wire.Hello) -> wire.Message:
@@ -486,9 +487,16 @@ class AgentDaemon:
             self._running[message.deployment] = running.model_copy(update={"last_step": message.step})
 
     async def _stop_worker(self, deployment: str) -> None:
+        """Stop the worker, if there is one. If the caller is cancelled, that goes on; `close` waits for it."""
         worker = self._workers.pop(deployment, None)
         self._running.pop(deployment, None)
         self._store.unpin(deployment)
         if worker is not None:
-            await worker.stop()
-            self._num_abandoned += worker.abandoned
+            stopping = asyncio.create_task(self._end(worker))
+            self._stopping.add(stopping)
+            stopping.add_done_callback(self._stopping.discard)
+            await asyncio.shield(stopping)
+
+    async def _end(self, worker: WorkerProcess) -> None:
+        await worker.stop()
+        self._num_abandoned += worker.abandoned

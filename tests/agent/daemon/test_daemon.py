@@ -23,6 +23,7 @@ from agent.daemon.spawner import Spawner
 from agent.daemon.store import ShardStore
 from hearth.errors import AgentBusy, BadRequest, LeaseLost, StepFailed, StoreFailed
 from hearth.platform import disk
+from hearth.platform.asyncio_tools import cancel_all
 from hearth.protocol import CLOSED_LEASE_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response
@@ -185,6 +186,30 @@ def test_agent_that_stops_while_chunks_are_hashed_leaves_no_worker(run: Run) -> 
             await loading
 
     assert run(scenario) == []
+
+
+def test_agent_that_stops_while_it_stops_a_worker_waits_for_that(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, ended = asyncio.Event(), asyncio.Event()
+    stopped = []
+
+    async def stop(self: Worker) -> None:
+        told.set()
+        await ended.wait()
+        stopped.append(self.epoch)
+
+    monkeypatch.setattr(Worker, "stop", stop)
+
+    async def scenario(agent: Agent) -> None:
+        agent.store.finish()
+        await agent.load(epoch=1)
+        unloading = asyncio.create_task(agent.ask(wire.Unload(holder=LOAD.holder, epoch=1)))
+        await told.wait()
+        await cancel_all([unloading])
+        asyncio.get_running_loop().call_later(0.01, ended.set)
+        await agent.daemon.close()
+        assert stopped == [1]
+
+    run(scenario)
 
 
 def test_disk_that_does_not_answer_fails_the_request_and_is_reported(
