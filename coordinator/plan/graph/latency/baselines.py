@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from random import Random
 
 from coordinator.plan.graph.latency.contention import contended_heft
@@ -30,19 +31,45 @@ def local(problem: PlacementProblem) -> Schedule:
 
 
 def solve_baseline(name: str, problem: PlacementProblem, options: SearchOptions) -> Solution[Schedule]:
-    """Solve with one of `BASELINES`, which give no bound. Raises NoPlacement."""
+    """Solve with one of `BASELINES`, which give no bound. Raises NoPlacement, and ModelDoesNotFit with the missing bytes."""
     began = options.clock()
-    schedule = BASELINES[name](problem)
+    try:
+        schedule = BASELINES[name](problem)
+    except NoPlacement:
+        if BASELINES[name] is local:
+            raise
+        schedule = BASELINES[name](_with_fitting(problem, options.time_limit_seconds, name))
     return Solution(schedule, schedule.makespan, seconds=options.clock() - began)
 
 
-def list_schedules(problem: PlacementProblem) -> Iterator[Schedule]:
-    """The schedules of all baselines that find one, and that of HEFT with contention: the starts of a search."""
+def list_schedules(problem: PlacementProblem, seconds: float, strategy: str) -> Iterator[Schedule]:
+    """The schedules of all baselines, and that of HEFT with contention: the starts of a search, which is called `strategy`.
+
+    Those that run out of memory run again, and keep room for an assignment that fits, for which `seconds` are left. Raises
+    ModelDoesNotFit with the missing bytes, or NoPlacement if it is not decided in time whether the graph fits.
+    """
+    failed = []
     for baseline in (*BASELINES.values(), contended_heft):
         try:
             yield baseline(problem)
         except NoPlacement:
+            failed.append(baseline)
+    failed = [baseline for baseline in failed if baseline is not local]
+    if failed:
+        tight = _with_fitting(problem, seconds, strategy)
+        yield from (baseline(tight) for baseline in failed)
+
+
+def _with_fitting(problem: PlacementProblem, seconds: float, strategy: str) -> PlacementProblem:
+    """The problem with an assignment that fits: HEFT's, or one that CP-SAT finds. Raises as `with_fitting`."""
+    for scheduler in (contended_heft, heft):
+        try:
+            return replace(problem, fitting=scheduler(problem).assignment)
+        except NoPlacement:
             continue
+    from coordinator.plan.graph.latency.fitting import with_fitting  # imports CP-SAT: 0.3 s that few problems need
+
+    return with_fitting(problem, seconds, strategy)
 
 
 BASELINES: Mapping[str, Baseline] = {

@@ -176,6 +176,7 @@ def cut_segments(problem: PlacementProblem, cuts: Cuts, reachability: Reachabili
             flows=tuple(flows),
             shared=(),
             groups=(),
+            fitting=(),
         )
         segments.append(CutSegment(subproblem, tuple(operators), tuple(flow_numbers), has_entry, has_exit))
     return segments

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ortools.sat.python import cp_model
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
+from hearth.errors import ModelDoesNotFit, NoPlacement
 
 # By CP-SAT's own count of work, so that a run repeats exactly. It leaves most of a search's default time limit to the search.
 _MAX_DETERMINISTIC_SECONDS = 10.0
@@ -52,3 +54,16 @@ def fitting_assignment(problem: PlacementProblem, seconds: float, num_workers: i
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE) or round(solver.objective_value) > 0:
         return max(missing, total - sum(problem.budget_bytes), 0)
     return tuple(next(k for k in ranks if solver.boolean_value(where[k])) for where in on)
+
+
+def with_fitting(problem: PlacementProblem, seconds: float, strategy: str) -> PlacementProblem:
+    """The problem with an assignment within all budgets, so that list schedulers keep room for it.
+
+    Raises ModelDoesNotFit with the missing bytes, or NoPlacement if it could not be decided within `seconds`.
+    """
+    fitted = fitting_assignment(problem, seconds)
+    if not isinstance(fitted, int):
+        return replace(problem, fitting=fitted)
+    if fitted == 0:
+        raise NoPlacement(graph=problem.name, strategy=strategy)
+    raise ModelDoesNotFit(model=problem.name, missing_bytes=fitted)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 
+from coordinator.plan.graph.latency.memory_ledger import MemoryLedger
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 from hearth.errors import NoPlacement
 
 
 class PartialSchedule:
-    """A schedule under construction. Operators are placed after their predecessors, on devices with enough memory left."""
+    """A schedule under construction. Operators are placed after their predecessors, on devices with enough memory left.
+
+    If an assignment that fits is known (`problem.fitting`), there is always room: operators that are not placed yet count
+    where it has them.
+    """
 
     def __init__(self, problem: PlacementProblem, strategy: str) -> None:
         self._problem = problem
@@ -21,12 +26,7 @@ class PartialSchedule:
         self.starts = [0.0] * n
         self.ends = [0.0] * n
         self._busy: list[list[tuple[float, float]]] = [[] for _ in range(problem.num_devices)]  # spans, sorted
-        self._free_bytes = list(problem.budget_bytes)
-        self._shared_weights: list[list[int]] = [[] for _ in range(n)]  # by operator, indices of shared weights
-        for index, group in enumerate(problem.shared):
-            for operator in group.operators:
-                self._shared_weights[operator].append(index)
-        self._held_weights: list[set[int]] = [set() for _ in range(problem.num_devices)]
+        self._memory = MemoryLedger(problem)
         self._waiting_for = [len(predecessors) for predecessors in problem.predecessors]
         self._inputs_ready_at: dict[tuple[int, int], float] = {}  # settled once its predecessors are placed
         self.ready = {i for i in range(n) if self._waiting_for[i] == 0}
@@ -41,7 +41,7 @@ class PartialSchedule:
         Raises NoPlacement when there is none.
         """
         wanted = range(self._problem.num_devices) if devices is None else devices
-        found = [device for device in wanted if self._needed_bytes(operator, device) <= self._free_bytes[device]]
+        found = [device for device in wanted if self._has_room(operator, device)]
         if not found and devices is not None:
             return self.candidates(operator)
         if not found:
@@ -72,8 +72,7 @@ class PartialSchedule:
 
     def place(self, operator: int, device: int, start: float) -> None:
         end = start + self._problem.seconds[operator][device]
-        self._free_bytes[device] -= self._needed_bytes(operator, device)
-        self._held_weights[device].update(self._shared_weights[operator])
+        self._reserve(operator, device)
         self.assignment[operator] = device
         self.starts[operator], self.ends[operator] = start, end
         if end > start:
@@ -89,12 +88,21 @@ class PartialSchedule:
         order = sorted(range(self._problem.num_operators), key=lambda i: (self.starts[i], self.ends[i], i))
         return best_schedule(self._problem, self.assignment, order)
 
-    def _needed_bytes(self, operator: int, device: int) -> int:
-        held = self._held_weights[device]
-        shared = sum(
-            self._problem.shared[index].num_bytes for index in self._shared_weights[operator] if index not in held
-        )
-        return self._problem.memory_bytes[operator] + shared
+    def _has_room(self, operator: int, device: int) -> bool:
+        if not self._memory.is_binding:
+            return True
+        self._reserve(operator, device)
+        has_room = self._memory.fits
+        self._memory.remove(operator, device)
+        if self._problem.fitting:
+            self._memory.place(operator, self._problem.fitting[operator])
+        return has_room
+
+    def _reserve(self, operator: int, device: int) -> None:
+        """Count an operator that is not placed yet on this device."""
+        if self._problem.fitting:
+            self._memory.remove(operator, self._problem.fitting[operator])
+        self._memory.place(operator, device)
 
 
 def first_gap(spans: Sequence[tuple[float, float]], ready: float, seconds: float) -> float:

@@ -26,7 +26,6 @@ from coordinator.plan.graph.latency.decomposition import (
     join_schedules,
     near_cuts,
 )
-from coordinator.plan.graph.latency.fitting import fitting_assignment
 from coordinator.plan.graph.latency.heft import heft
 from coordinator.plan.graph.latency.list_scheduling import ranks_from_schedule
 from coordinator.plan.graph.latency.paths import shortest_paths
@@ -34,7 +33,7 @@ from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, best_schedule
 from coordinator.plan.graph.latency.windows import improve
 from coordinator.plan.solution import Solution
-from hearth.errors import ModelDoesNotFit, NoPlacement
+from hearth.errors import NoPlacement
 
 # The model has a variable for each edge and pair of devices: small enough for proofs, large enough for a network's blocks.
 _MAX_SEGMENT_OPERATORS = 60  # larger segments are cut at near cuts
@@ -67,20 +66,13 @@ class _PlacementSearch:
         self._deadline = self._began + time_limit_seconds
         self._num_workers = num_workers
         self._bound_ticks = relaxed_makespan(self._ticked)
-        self._missing_bytes = 0  # if the graph does not fit
         self._best: Schedule | None = None  # the best schedule with exact times
         self._best_ticked: Schedule | None = None  # the best schedule in ticks
 
     def run(self) -> None:
-        for found in list_schedules(self._problem):
+        for found in list_schedules(self._problem, self._seconds_left, "moirai"):
             self._offer(found.assignment, found.order)
         self._complete_and_offer(JoinedSchedule({}, {}, [], 0.0))
-        if self._best_ticked is None:  # memory is tight: list scheduling found no placement
-            fitted = fitting_assignment(self._problem, self._seconds_left, self._num_workers)
-            if isinstance(fitted, int):
-                self._missing_bytes = fitted
-                return
-            self._offer(fitted, range(self._problem.num_operators))
         if self._is_done():
             return
         reachability = Reachability(self._ticked)
@@ -106,10 +98,7 @@ class _PlacementSearch:
                     break
 
     def solution(self) -> Solution[Schedule]:
-        if self._best is None or self._best_ticked is None:
-            if self._missing_bytes == 0:  # neither found nor ruled out in time
-                raise NoPlacement(graph=self._problem.name, strategy="moirai")
-            raise ModelDoesNotFit(model=self._problem.name, missing_bytes=self._missing_bytes)
+        assert self._best is not None  # or `run` has raised
         return Solution(
             self._best,
             self._best.makespan,

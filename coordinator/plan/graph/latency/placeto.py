@@ -34,7 +34,6 @@ from coordinator.plan.graph.latency.placeto_network import (
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule, schedule
 from coordinator.plan.solution import SearchOptions, Solution
-from hearth.errors import NoPlacement
 
 MAX_EPISODES = 4000  # the number that Doppler's comparison gives each method on its smaller graphs
 _FIRST_RATE, _LAST_RATE = 1e-3, 1e-4  # learning rate; it falls linearly over MAX_EPISODES
@@ -60,20 +59,19 @@ class PlacetoResult(NamedTuple):
 
 
 def solve_placeto(problem: PlacementProblem, options: SearchOptions) -> Solution[Schedule]:
-    """Train until the time limit, from the best placement of the list schedulers. Raises NoPlacement."""
+    """Train until the time limit, from the best placement of the list schedulers. Raises as `list_schedules`."""
     began = options.clock()
     generator = default_rng(options.seed)
     deadline = began + options.time_limit_seconds
-    found = placeto(problem, best_list_schedule(problem), generator, options.clock, deadline).best
+    found = placeto(
+        problem, best_list_schedule(problem, options.time_limit_seconds), generator, options.clock, deadline
+    ).best
     return Solution(found, found.makespan, seconds=options.clock() - began)
 
 
-def best_list_schedule(problem: PlacementProblem) -> Schedule:
-    """The best schedule of the list schedulers, contended HEFT included. Raises NoPlacement."""
-    found = min(list_schedules(problem), key=lambda each: each.makespan, default=None)
-    if found is None:
-        raise NoPlacement(graph=problem.name, strategy="placeto")
-    return found
+def best_list_schedule(problem: PlacementProblem, seconds: float = 0.0) -> Schedule:
+    """The best schedule of the list schedulers, contended HEFT included. Raises as `list_schedules`."""
+    return min(list_schedules(problem, seconds, "placeto"), key=lambda each: each.makespan)
 
 
 def placeto(

@@ -56,6 +56,8 @@ class PlacementProblem:
     shared: tuple[SharedWeights, ...] = ()
     # Operators that can run in parallel: the tiles of one operator, or its formations. An operator in none stands alone.
     groups: tuple[tuple[int, ...], ...] = ()
+    # An assignment within the budgets, for which list schedulers keep room. Empty: none is known.
+    fitting: tuple[int, ...] = ()
 
     @property
     def num_operators(self) -> int:

@@ -153,6 +153,7 @@ def _make_window(problem: PlacementProblem, known: Schedule, inside: Sequence[in
             if inside_set.intersection(group.operators)
         ),
         groups=(),
+        fitting=(),
     )
     pins = {local[i]: known.assignment[i] for i in pinned}
     return _Window(

@@ -12,11 +12,9 @@ from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.bounds import relaxed_makespan
 from coordinator.plan.graph.latency.cpsat import in_ticks
 from coordinator.plan.graph.latency.doppler.search import improve
-from coordinator.plan.graph.latency.fitting import fitting_assignment
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 from coordinator.plan.solution import SearchOptions, Solution
-from hearth.errors import ModelDoesNotFit, NoPlacement
 
 _NUM_STARTS = 4
 _FIRST_MOVES = 2000  # of each run in the first round
@@ -38,7 +36,7 @@ def solve_doppler(problem: PlacementProblem, options: SearchOptions) -> Solution
     def is_proven(found: Schedule) -> bool:
         return round(best_schedule(ticked, found.assignment, found.order).makespan) <= bound_ticks
 
-    schedules = best_starts(problem) or [_fitting_schedule(problem, options.time_limit_seconds)]
+    schedules = best_starts(problem, options.time_limit_seconds)
     best = search(problem, schedules[:_NUM_STARTS], Random(options.seed), options.clock, deadline, is_proven)
     return Solution(
         best,
@@ -49,9 +47,9 @@ def solve_doppler(problem: PlacementProblem, options: SearchOptions) -> Solution
     )
 
 
-def best_starts(problem: PlacementProblem) -> list[Schedule]:
-    """The list schedules with different assignments, by increasing makespan."""
-    found = sorted(list_schedules(problem), key=lambda each: each.makespan)
+def best_starts(problem: PlacementProblem, seconds: float = 0.0) -> list[Schedule]:
+    """The list schedules with different assignments, by increasing makespan. Raises as `list_schedules`."""
+    found = sorted(list_schedules(problem, seconds, "doppler"), key=lambda each: each.makespan)
     return list({each.assignment: each for each in reversed(found)}.values())[::-1]
 
 
@@ -80,13 +78,3 @@ def search(
                 if is_proven(best):
                     return best
     return best
-
-
-def _fitting_schedule(problem: PlacementProblem, seconds: float) -> Schedule:
-    """A schedule within memory where it is so tight that list scheduling finds none."""
-    fitted = fitting_assignment(problem, seconds)
-    if isinstance(fitted, int):
-        if fitted == 0:
-            raise NoPlacement(graph=problem.name, strategy="doppler")
-        raise ModelDoesNotFit(model=problem.name, missing_bytes=fitted)
-    return best_schedule(problem, fitted, range(problem.num_operators))

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from math import inf, log
 from random import Random
 
-from coordinator.plan.graph.latency.doppler.memory import MemoryLedger
 from coordinator.plan.graph.latency.doppler.moves import Move, MoveGenerator
 from coordinator.plan.graph.latency.evaluator import IncrementalEvaluator
+from coordinator.plan.graph.latency.memory_ledger import MemoryLedger
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule
 

@@ -30,7 +30,7 @@ from coordinator.plan.graph.latency.placeto_network import (
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import schedule
 from coordinator.plan.solution import SearchOptions
-from hearth.errors import NoPlacement
+from hearth.errors import ModelDoesNotFit
 
 NEVER = float("inf")
 EDGES = ((0, 1), (0, 2), (1, 3), (2, 3), (2, 4))  # operator 5 has no neighbours
@@ -184,10 +184,11 @@ def test_start_is_returned_when_the_time_is_over() -> None:
     assert solution.seconds < 300
 
 
-def test_no_placement_is_raised_if_the_list_schedulers_find_none() -> None:
+def test_missing_bytes_are_named_if_no_placement_fits() -> None:
     problem = make_problem([(1.0, 1.0)] * 3, memory_bytes=2, budget_bytes=(3, 2))
-    with pytest.raises(NoPlacement, match="placeto"):
-        best_list_schedule(problem)
+    with pytest.raises(ModelDoesNotFit) as error:
+        solve_placeto(problem, SearchOptions(10.0, 0, lambda: 0.0))
+    assert error.value.missing_bytes == 1
 
 
 def test_best_list_schedule_keeps_memory() -> None:

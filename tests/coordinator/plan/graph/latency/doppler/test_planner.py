@@ -15,10 +15,11 @@ from support.placement_problems import problems
 from support.schedule_checker import violations
 
 from coordinator.plan.graph.auto import plan_instance
+from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.doppler.planner import best_starts, search, solve_doppler
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.solution import SearchOptions
-from hearth.errors import ModelDoesNotFit
+from hearth.errors import ModelDoesNotFit, NoPlacement
 
 NEVER = float("inf")
 
@@ -103,11 +104,12 @@ def test_search_ends_at_its_deadline() -> None:
     assert 20 <= clock.now <= 22
 
 
-def test_result_that_no_list_scheduler_finds_fits() -> None:
+def test_result_fits_where_list_schedulers_run_out_of_memory() -> None:
     # The operators fill both devices to the last byte.
     sizes = (5, 4, 5, 5, 2, 6, 7, 6, 4)
     problem = replace(tiny([1.0] * 9, (22, 22)), memory_bytes=sizes)
-    assert best_starts(problem) == []
+    with pytest.raises(NoPlacement):
+        contended_heft(problem)
     found = solve_doppler(problem, SearchOptions(10.0, 0, Clock()))
     assert problem.used_bytes(found.assignment.assignment) == (22, 22)
 

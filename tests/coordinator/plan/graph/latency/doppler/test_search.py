@@ -15,10 +15,10 @@ pytest.importorskip("ortools")
 from support.placement_problems import problems
 from support.schedule_checker import violations
 
-from coordinator.plan.graph.latency.doppler.memory import MemoryLedger
 from coordinator.plan.graph.latency.doppler.moves import MoveGenerator, interchangeable_operators
 from coordinator.plan.graph.latency.doppler.search import improve
 from coordinator.plan.graph.latency.heft import heft
+from coordinator.plan.graph.latency.memory_ledger import MemoryLedger
 from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import FloatTable, Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
