@@ -26,7 +26,7 @@ class PartialSchedule:
         self.starts = [0.0] * n
         self.ends = [0.0] * n
         self._busy: list[list[tuple[float, float]]] = [[] for _ in range(problem.num_devices)]  # spans, sorted
-        self._memory = MemoryLedger(problem)
+        self._memory = MemoryLedger(problem, problem.fitting)
         self._waiting_for = [len(predecessors) for predecessors in problem.predecessors]
         self._inputs_ready_at: dict[tuple[int, int], float] = {}  # settled once its predecessors are placed
         self.ready = {i for i in range(n) if self._waiting_for[i] == 0}
