@@ -227,6 +227,7 @@ class AgentDaemon:
         if worker is not None and not keeps_worker(previous, message.holder, message.adopt, worker.epoch):
             await self._stop_worker(deployment)
             worker = None
+            require_lease(self._leases.get(deployment), self.name, message.holder, loop_time())  # that took seconds
         ready = worker is not None and worker.state == "ready"
         return wire.LeaseGranted(
             last_epoch=self._last_epochs.get(deployment, 0),

@@ -186,11 +186,17 @@ class Service:
             raise NotServing(state="no model has been served here before")
 
     async def _save_later(self) -> None:
-        """Write what a failing disk did not take, until cancelled."""
-        while True:
-            await asyncio.sleep(RETRY_SECONDS)
-            for file in (self._state, self._trust.apps, self._devices):
-                file.retry()
+        """Write what a failing disk did not take, until cancelled, and once more then."""
+        try:
+            while True:
+                await asyncio.sleep(RETRY_SECONDS)
+                self._save_again()
+        finally:
+            self._save_again()
+
+    def _save_again(self) -> None:
+        for file in (self._state, self._trust.apps, self._devices):
+            file.retry()
 
     async def _watch_disk(self) -> None:
         """Hand over to the standby when a disk hangs, which has a copy of the state on a disk of its own."""

@@ -176,6 +176,29 @@ def test_coordinator_that_connects_again_keeps_its_lease(run: Run) -> None:
     run(scenario)
 
 
+def test_lease_that_ends_while_the_worker_is_stopped_is_not_granted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, ended = asyncio.Event(), asyncio.Event()
+
+    async def stop(self: Worker) -> None:
+        told.set()
+        await ended.wait()
+
+    monkeypatch.setattr(Worker, "stop", stop)
+
+    async def scenario(agent: Agent) -> None:
+        agent.store.finish()
+        await agent.load(epoch=1)
+        asking = asyncio.create_task(agent.ask(STANDBY.model_copy(update={"holder": LOAD.holder, "adopt": 7})))
+        await told.wait()
+        await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_worker=True))
+        assert isinstance(await agent.ask(STANDBY), wire.LeaseGranted)
+        ended.set()
+        with pytest.raises(LeaseLost):
+            await asking
+
+    run(scenario)
+
+
 def test_agent_that_stops_while_chunks_are_hashed_leaves_no_worker(run: Run) -> None:
     async def scenario(agent: Agent) -> None:
         loading = agent.load(epoch=1)

@@ -110,15 +110,16 @@ def test_standby_that_led_before_brings_its_changes_of_keys(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["apps.json", "devices.json", "serving.json"])
-def test_what_a_full_disk_did_not_take_is_written_later(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_what_a_full_disk_did_not_take_is_written_later_or_when_the_coordinator_stops(
+    name: str, is_stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A revocation would be forgotten with the next restart."""
 
     def disk_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 600.0 if is_stopped else 0.01)
 
     async def main() -> None:
         service = service_in(tmp_path)
@@ -129,7 +130,10 @@ def test_what_a_full_disk_did_not_take_is_written_later(
             service._state.save_configuration(None)
         assert not (tmp_path / name).exists()
         saving = asyncio.create_task(service._save_later())
-        await until("the file", (tmp_path / name).exists, seconds=20)
+        if is_stopped:
+            await asyncio.sleep(0)
+        else:
+            await until("the file", (tmp_path / name).exists, seconds=20)
         await cancel_all([saving])
         if name == "devices.json":
             assert list(KeyRegistry(tmp_path / name, "device").current().keys.values()) == ["attic"]
