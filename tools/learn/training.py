@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from coordinator.plan.graph.latency.policy_gradient import advantages
 from tools.learn.episodes import Placement, Repeat, Trace, run_episodes
 from tools.learn.instance import Floats, Instance
 from tools.learn.losses import imitation_loss, reinforcement_loss
@@ -142,12 +143,3 @@ class Trainer:
         for optimizer in self._optimizers:
             optimizer.step()
         return total
-
-
-def advantages(seconds_B: Floats) -> Floats:
-    """How much shorter than the mean of the batch each time is, in deviations; 0 if all are equal."""
-    deviation = seconds_B.std()
-    if deviation <= 1e-9 * seconds_B.mean():
-        return np.zeros_like(seconds_B)
-    found: Floats = (seconds_B.mean() - seconds_B) / deviation
-    return found

@@ -22,15 +22,12 @@ from numpy.typing import NDArray
 from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.list_scheduling import mean_seconds, mean_transfer_seconds
 from coordinator.plan.graph.latency.placeto_network import (
-    Adam,
-    Array,
     MessageGraph,
-    Weights,
     forward,
     gradients,
     initial_weights,
-    softmax,
 )
+from coordinator.plan.graph.latency.policy_gradient import Adam, Array, Weights, loss_gradients, softmax
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule, schedule
 from coordinator.plan.solution import SearchOptions, Solution
@@ -201,17 +198,6 @@ class _Training:
             found = gradients(self._weights, self._graph, passed, (d_logits / n).astype(np.float32))
             total = {name: total.get(name, 0) + each for name, each in found.items()}
         self._adam.update(total, _FIRST_RATE + progress * (_LAST_RATE - _FIRST_RATE))
-
-
-def loss_gradients(logits_SK: Array, chosen_S: Array, advantages_S: Array, entropy_weight: float) -> Array:
-    """Gradients by the logits of the sum over steps of -advantage * log pi(chosen) - entropy_weight * entropy."""
-    probabilities = softmax(logits_SK)
-    logs = np.log(np.maximum(probabilities, 1e-12))
-    entropies = -(probabilities * logs).sum(axis=1, keepdims=True)
-    d_logits = probabilities.copy()
-    d_logits[np.arange(len(chosen_S)), chosen_S] -= 1.0
-    result: Array = advantages_S[:, None] * d_logits + entropy_weight * probabilities * (logs + entropies)
-    return result
 
 
 def _static_features(problem: PlacementProblem) -> Array:

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from coordinator.plan.graph.latency.policy_gradient import Array, Weights
+
 NUM_ROUNDS = 8  # of message passing, as published
-Array = NDArray[np.floating[Any]]
-Weights = dict[str, Array]
 
 
 def weight_shapes(num_features: int, num_devices: int, width: int) -> dict[str, tuple[int, ...]]:
@@ -188,13 +188,6 @@ def gradients(weights: Mapping[str, Array], graph: MessageGraph, passed: Forward
     return found
 
 
-def softmax(logits_SK: Array) -> Array:
-    """Probabilities; each row sums to 1."""
-    powers: Array = np.exp(logits_SK - logits_SK.max(axis=-1, keepdims=True))
-    powers /= powers.sum(axis=-1, keepdims=True)
-    return powers
-
-
 def _linear(weights: Mapping[str, Array], name: str, values: Array) -> Array:
     """`values @ matrix + bias`; a matrix with a leading axis has one matrix for each entry of that axis of `values`."""
     matrix = weights[name]
@@ -211,26 +204,3 @@ def _relu(values: Array) -> Array:
 def _rows(values_DNSW: Array) -> Array:
     """[D * N, S * W]: a row per direction and operator."""
     return values_DNSW.reshape(2 * values_DNSW.shape[1], -1)
-
-
-class Adam:
-    """Adam (Kingma and Ba, 2015) with its published constants; gradients are clipped to a global norm first."""
-
-    def __init__(self, weights: Weights, max_norm: float) -> None:
-        self._weights = weights
-        self._max_norm = max_norm
-        self._means = {name: np.zeros_like(each) for name, each in weights.items()}
-        self._squares = {name: np.zeros_like(each) for name, each in weights.items()}
-        self._num_updates = 0
-
-    def update(self, found: Weights, learning_rate: float) -> None:
-        """Move the weights, in place, against the gradients."""
-        self._num_updates += 1
-        norm = float(np.sqrt(sum(float((each**2).sum()) for each in found.values())))
-        scale = min(1.0, self._max_norm / norm) if norm > 0 else 1.0
-        mean_weight, square_weight = 1 - 0.9**self._num_updates, 1 - 0.999**self._num_updates
-        for name, weight in self._weights.items():
-            gradient, mean, square = scale * found[name], self._means[name], self._squares[name]
-            mean += 0.1 * (gradient - mean)
-            square += 0.001 * (gradient**2 - square)
-            weight -= learning_rate * (mean / mean_weight) / (np.sqrt(square / square_weight) + 1e-8)

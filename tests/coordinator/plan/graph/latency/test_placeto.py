@@ -15,18 +15,16 @@ from coordinator.plan.graph.latency.baselines import local
 from coordinator.plan.graph.latency.placeto import (
     PlacetoResult,
     best_list_schedule,
-    loss_gradients,
     placeto,
     solve_placeto,
 )
 from coordinator.plan.graph.latency.placeto_network import (
     MessageGraph,
-    Weights,
     forward,
     gradients,
     initial_weights,
-    softmax,
 )
+from coordinator.plan.graph.latency.policy_gradient import Weights, loss_gradients, softmax
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import schedule
 from coordinator.plan.solution import SearchOptions
