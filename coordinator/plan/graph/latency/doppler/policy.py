@@ -30,6 +30,7 @@ from coordinator.plan.graph.latency.doppler.features import HOME, FeatureSet, Fl
 
 HIDDEN = 64
 NUM_ROUNDS = 4
+HEADS = ("select", "device", "place")  # the layers after the encoder, by the first part of their names
 _SLOPE = 0.1
 _NORM_EPSILON = 1e-5
 
@@ -62,8 +63,6 @@ def parameter_shapes(features: FeatureSet) -> dict[str, tuple[int, ...]]:
 class Encoding(NamedTuple):
     """What the policies read of a problem, once per problem and policy."""
 
-    hidden: Floats  # [n, h], H
-    vertex: Floats  # [n, h], Z
     select_logits: Floats  # [n]
     static: Floats  # [n, h], the part of place.hidden that reads Z, H and the bias
     placed: Floats  # [n, h], the part of place.hidden that reads S, for each operator alone: its mean is that of S
@@ -82,36 +81,43 @@ class Policy:
 
     def encode(self, problem: ProblemFeatures) -> Encoding:
         """Embed all operators, and compute SEL's logits."""
+        return self.read(self.embed(problem))
+
+    def embed(self, problem: ProblemFeatures) -> Floats:
+        """[Z, H, to_exit, to_entry] of all operators, [n, 4h]. It does not depend on the weights of the heads."""
         x, e = problem.vertices, problem.edges
         sources, targets, n = problem.sources, problem.targets, len(x)
         into, out = _Mean(targets, n), _Mean(sources, n)
-        hidden = _act(self._linear("input", x))
+        hidden = act(self._linear("input", x))
         for index in range(NUM_ROUNDS):
             name = f"rounds.{index}"
-            incoming = into(_act(self._message(f"{name}.incoming", hidden, sources, e)))
-            outgoing = out(_act(self._message(f"{name}.outgoing", hidden, targets, e)))
-            update = _act(self._linear(f"{name}.update", np.concatenate([hidden, incoming, outgoing], axis=1)))
+            incoming = into(act(self._message(f"{name}.incoming", hidden, sources, e)))
+            outgoing = out(act(self._message(f"{name}.outgoing", hidden, targets, e)))
+            update = act(self._linear(f"{name}.update", np.concatenate([hidden, incoming, outgoing], axis=1)))
             hidden = self._norm(f"{name}.norm", hidden + update)
-        vertex = _act(self._linear("vertex", x))
+        vertex = act(self._linear("vertex", x))
         paths = [path_means(hidden, path) for path in (problem.following, problem.preceding)]
-        select = _act(self._linear("select.hidden", np.concatenate([vertex, hidden, *paths], axis=1)))
+        embedded: Floats = np.concatenate([vertex, hidden, *paths], axis=1)
+        return embedded
+
+    def read(self, embedded: Floats) -> Encoding:
+        """SEL's logits, and the parts of PLC that depend on operators alone."""
+        select = act(self._linear("select.hidden", embedded))
         h, weight = HIDDEN, self.weights["place.hidden.weight"]
         return Encoding(
-            hidden,
-            vertex,
             (select @ self.weights["select.output.weight"].T)[:, 0],
-            np.concatenate([vertex, hidden], axis=1) @ weight[:, : 2 * h].T + self.weights["place.hidden.bias"],
-            hidden @ weight[:, 2 * h : 3 * h].T,
+            embedded[:, : 2 * h] @ weight[:, : 2 * h].T + self.weights["place.hidden.bias"],
+            embedded[:, h : 2 * h] @ weight[:, 2 * h : 3 * h].T,
         )
 
     def place_logits(self, static_Bh: Floats, placed_BKh: Floats, devices_BKF: Floats) -> Floats:
         """PLC's logits [B, K], from an operator's `Encoding.static` and the mean of `placed` on each device."""
         B, K, F = devices_BKF.shape
-        device = _act(self._linear("device", devices_BKF.reshape(B * K, F)))
+        device = act(self._linear("device", devices_BKF.reshape(B * K, F)))
         hidden = (device @ self.weights["place.hidden.weight"][:, 3 * HIDDEN :].T).reshape(B, K, HIDDEN)
         hidden += placed_BKh
         hidden += static_Bh[:, None]
-        logits: Floats = (_act(hidden) @ self.weights["place.output.weight"].T)[:, :, 0]
+        logits: Floats = (act(hidden) @ self.weights["place.output.weight"].T)[:, :, 0]
         return logits
 
     def _linear(self, name: str, x: Floats) -> Floats:
@@ -177,9 +183,16 @@ class _Mean:
         return means
 
 
-def _act(x: Floats) -> Floats:
+def act(x: Floats) -> Floats:
+    """LeakyReLU."""
     y: Floats = np.maximum(x, np.float32(_SLOPE) * x)
     return y
+
+
+def act_slopes(y: Floats) -> Floats:
+    """The derivative of `act` where its result is y."""
+    slopes: Floats = np.where(y > 0, np.float32(1), np.float32(_SLOPE))
+    return slopes
 
 
 def _orthogonal(rng: Generator, outputs: int, inputs: int) -> Floats:

@@ -7,7 +7,8 @@ n operators, K devices, F features of a device, h hidden width.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.random import Generator
@@ -22,12 +23,12 @@ from coordinator.plan.graph.latency.doppler.features import (
     ProblemFeatures,
     device_features,
 )
-from coordinator.plan.graph.latency.doppler.policy import HIDDEN, Policy
+from coordinator.plan.graph.latency.doppler.policy import HIDDEN, Policy, parameter_shapes
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from hearth.errors import NoPlacement
 
 # SEL's logits this far below the greatest count as this far: clocks of slower rates would swallow those of faster ones.
-_MAX_LOGIT_SPREAD = 30.0
+MAX_LOGIT_SPREAD = 30.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ def draw_noise(problem: PlacementProblem, num_sampled: int, rng: Generator) -> N
     return Noise(rng.standard_exponential((B, n)), rng.gumbel(size=(B, n, K)), np.arange(B) == 0)
 
 
+def sampling_noise(problem: PlacementProblem, B: int, rng: Generator) -> Noise:
+    """Noise of B episodes that sample from the policies."""
+    return replace(draw_noise(problem, B - 1, rng), greedy=np.zeros(B, bool))
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """The episodes. Of an episode that found no room for an operator (`complete` is false), the rest is -1 or 0."""
@@ -64,15 +70,17 @@ class Rollouts:
     features: Floats  # [B, n, K, F], what PLC read of the devices then
 
 
-def roll_out(problem: ProblemFeatures, policy: Policy, noise: Noise) -> Rollouts:
+def roll_out(problem: ProblemFeatures, policy: Policy, noise: Noise, embedded: Floats | None = None) -> Rollouts:
     """Run one episode per row of `noise`. Raises NoPlacement if no episode found room for all operators.
+
+    `embedded`: `policy.embed(problem)`, where it is known already.
 
     SEL samples without a softmax: when an operator becomes a candidate, it gets a clock that rings after an exponential
     time of rate e^logit; the first to ring is chosen. This is the softmax over the candidates, since the remaining time
     of an exponential clock does not depend on the time that has passed.
     """
     placement, (B, n, K) = problem.problem, noise.gumbel.shape
-    encoding = policy.encode(problem)
+    encoding = policy.read(policy.embed(problem) if embedded is None else embedded)
     keys = _selection_keys(encoding.select_logits, noise)
     times, memory = ClockTimes(placement), _Memory(placement, B)
     episodes = [_Episode(placement, times, row, noise.greedy[b]) for b, row in enumerate(keys.tolist())]
@@ -127,9 +135,33 @@ def roll_out(problem: ProblemFeatures, policy: Policy, noise: Noise) -> Rollouts
     return found
 
 
+def orders_by_start(rollouts: Rollouts) -> Ints:
+    """By episode, the operators [B, n] by the starts that its clock gave them; equal starts as SEL chose them.
+
+    Devices fill gaps before operators that were placed earlier, so this is not SEL's order.
+    """
+    orders: Ints = np.lexsort((np.argsort(rollouts.orders, axis=1), rollouts.starts), axis=1)
+    return orders
+
+
+def repeat(problem: ProblemFeatures, order: Sequence[int], assignment: Sequence[int]) -> Rollouts:
+    """The one episode that places the operators in this order on these devices, where all fit.
+
+    A policy whose weights are 0 prefers nothing, so that the noise decides: clocks ring in the order, and of the random
+    numbers of devices the greatest is that of the operator's own.
+    """
+    n, K = problem.problem.num_operators, problem.problem.num_devices
+    position = np.argsort(np.array(order))
+    latest = [max((position[u] for u in before), default=0) for before in problem.problem.predecessors]
+    shapes = parameter_shapes(problem.features)
+    indifferent = Policy(problem.features, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+    noise = Noise((position - latest)[None], np.eye(K)[np.array(assignment)][None], np.zeros(1, bool))
+    return roll_out(problem, indifferent, noise, np.zeros((n, 4 * HIDDEN), np.float32))
+
+
 def _selection_keys(logits_n: Floats, noise: Noise) -> Floats:
     """By episode and operator, what SEL adds to the clock when the operator becomes a candidate; the least is chosen."""
-    below = np.minimum(logits_n.max() - logits_n.astype(np.float64), _MAX_LOGIT_SPREAD)
+    below = np.minimum(logits_n.max() - logits_n.astype(np.float64), MAX_LOGIT_SPREAD)
     keys: Floats = np.where(noise.greedy[:, None], below, noise.clocks * np.exp(below))
     return keys
 

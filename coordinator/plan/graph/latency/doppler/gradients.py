@@ -1,0 +1,102 @@
+"""Gradients of the heads of Doppler's policies by hand, for episodes that are finished. Pure.
+
+The heads are the layers after the encoder (`policy.HEADS`); what they read of a graph is computed once. The loss is minus
+the sum over episodes of weight * log pi(all choices) + entropy weight * entropy of all steps: REINFORCE where weights are
+advantages, imitation where they are positive constants.
+
+Shape letters: n operators, which are also the steps of an episode, K devices, F features of a device, h hidden width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coordinator.plan.graph.latency.doppler.features import Floats, Ints, ProblemFeatures
+from coordinator.plan.graph.latency.doppler.policy import HEADS, HIDDEN, Encoding, Policy, act, act_slopes
+from coordinator.plan.graph.latency.doppler.rollout import MAX_LOGIT_SPREAD, Rollouts
+from coordinator.plan.graph.latency.policy_gradient import Weights, loss_gradients
+
+
+def head_weights(policy: Policy) -> Weights:
+    """The weights that are learnt at home; the arrays are the policy's own."""
+    return {name: weight for name, weight in policy.weights.items() if name.startswith(HEADS)}
+
+
+class HeadGradients:
+    """The gradients of a policy's heads on one problem; `embedded` is `policy.embed(problem)`."""
+
+    def __init__(self, problem: ProblemFeatures, policy: Policy, embedded: Floats) -> None:
+        self._predecessors = [list(each) for each in problem.problem.predecessors]
+        self._policy, self._embedded = policy, embedded
+
+    def of(self, episodes: Rollouts, weights_B: Floats, entropy_weight: float) -> Weights:
+        """The gradients of the loss. Episodes that are not complete count nothing."""
+        encoding = self._policy.read(self._embedded)
+        found = {name: np.zeros_like(weight) for name, weight in head_weights(self._policy).items()}
+        d_select = np.zeros(len(self._embedded))
+        for b in np.flatnonzero(episodes.complete).tolist():
+            order, weights = episodes.orders[b], np.full(len(self._embedded), weights_B[b])
+            d_select += self._d_select_logits(encoding.select_logits, order, weights, entropy_weight)
+            self._add_place(found, encoding, episodes, b, weights, entropy_weight)
+        self._add_select(found, d_select)
+        return found
+
+    def _d_select_logits(self, logits: Floats, order: Ints, weights: Floats, entropy_weight: float) -> Floats:
+        """The gradients by SEL's logits [n]: the sum over the steps of one episode."""
+        position, ready = np.argsort(order), np.zeros(len(order), int)
+        for operator, before in enumerate(self._predecessors):
+            if before:
+                ready[operator] = position[before].max() + 1
+        steps = np.arange(len(order))[:, None]
+        is_candidate = (ready <= steps) & (steps <= position)
+        least = logits.max() - MAX_LOGIT_SPREAD
+        masked = np.where(is_candidate, np.maximum(logits, least).astype(float), -np.inf)
+        d_logits: Floats = loss_gradients(masked, order, weights, entropy_weight).sum(axis=0) * (logits >= least)
+        return d_logits
+
+    def _add_select(self, found: Weights, d_logits_n: Floats) -> None:
+        """Backward through SEL's layers."""
+        weights = self._policy.weights
+        hidden_nh = act(self._embedded @ weights["select.hidden.weight"].T + weights["select.hidden.bias"])
+        d_logits_n1 = d_logits_n.astype(hidden_nh.dtype)[:, None]
+        d_hidden_nh = d_logits_n1 * weights["select.output.weight"] * act_slopes(hidden_nh)
+        found["select.output.weight"] += d_logits_n1.T @ hidden_nh
+        found["select.hidden.weight"] += d_hidden_nh.T @ self._embedded
+        found["select.hidden.bias"] += d_hidden_nh.sum(axis=0)
+
+    def _add_place(
+        self, found: Weights, encoding: Encoding, episodes: Rollouts, b: int, weights: Floats, entropy_weight: float
+    ) -> None:
+        """Forward and backward through PLC's layers, for all steps of episode b."""
+        order, h, own = episodes.orders[b], HIDDEN, self._policy.weights
+        devices, allowed_nK, features_nKF = (
+            each[b][order] for each in (episodes.assignments, episodes.allowed, episodes.features)
+        )
+        n, K, F = features_nKF.shape
+        read = self._embedded[order][:, : 2 * h]  # Z and H
+        placed = _means_before(read[:, h:], devices, K).reshape(n * K, h)  # S
+        features = features_nKF.reshape(n * K, F).astype(read.dtype)
+        weight = own["place.hidden.weight"]
+        device = act(features @ own["device.weight"].T + own["device.bias"])  # Y
+        hidden = device @ weight[:, 3 * h :].T + placed @ weight[:, 2 * h : 3 * h].T
+        hidden = act(hidden + np.repeat(encoding.static[order], K, axis=0))
+        logits_nK = np.where(allowed_nK, (hidden @ own["place.output.weight"].T).reshape(n, K).astype(float), -np.inf)
+
+        d_logits = loss_gradients(logits_nK, devices, weights, entropy_weight).reshape(n * K, 1).astype(read.dtype)
+        d_hidden = d_logits * own["place.output.weight"] * act_slopes(hidden)
+        d_static = d_hidden.reshape(n, K, h).sum(axis=1)
+        d_device = (d_hidden @ weight[:, 3 * h :]) * act_slopes(device)
+        found["place.output.weight"] += d_logits.T @ hidden
+        found["place.hidden.weight"][:, : 2 * h] += d_static.T @ read
+        found["place.hidden.weight"][:, 2 * h :] += d_hidden.T @ np.concatenate([placed, device], axis=1)
+        found["place.hidden.bias"] += d_static.sum(axis=0)
+        found["device.weight"] += d_device.T @ features
+        found["device.bias"] += d_device.sum(axis=0)
+
+
+def _means_before(values_nh: Floats, devices_n: Ints, K: int) -> Floats:
+    """By step and device, the mean of the values of earlier steps on that device [n, K, h]; 0 without any."""
+    is_there = (devices_n[:, None] == np.arange(K)).astype(values_nh.dtype)[:, :, None]
+    added = values_nh[:, None] * is_there
+    means: Floats = (added.cumsum(axis=0) - added) / np.maximum(is_there.cumsum(axis=0) - is_there, 1)
+    return means
