@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from enum import Enum
 from functools import partial
 from typing import Annotated, Literal, cast
 
-import numpy as np
-import torch
 import typer
 
 from coordinator.cli.output import handles_errors, out
@@ -16,31 +13,15 @@ from coordinator.plan.graph.latency.problem import PlacementProblem
 from hearth.errors import BadSetting
 from tools.bench.tensor_graphs import GRAPHS, tensor_graph
 from tools.bench.tensor_homes import HOMES
+from tools.learn.ablations import Ablation, make_trainer
 from tools.learn.instance import Floats, make_instance
-from tools.learn.networks import DualPolicy, Shape
 from tools.learn.published import published_problem
-from tools.learn.scoring import Rules
 from tools.learn.simulators import published_times, work_conserving_times
 from tools.learn.training import Price, Trainer
 
 _REPORTS = 10  # lines of progress
 
 app = typer.Typer(name="python -m tools.learn", add_completion=False, pretty_exceptions_enable=False)
-
-
-class Ablation(str, Enum):
-    """The paper's ablations."""
-
-    NONE = "none"
-    SEL_ONLY = "sel-only"
-    PLC_ONLY = "plc-only"
-    PER_STEP = "per-step"
-
-
-_RULES = {
-    Ablation.SEL_ONLY: Rules(learns_devices=False),
-    Ablation.PLC_ONLY: Rules(learns_operators=False),
-}
 
 
 @app.command()
@@ -68,11 +49,7 @@ def train(
     """
     unit = "" if home == "published" else " s"
     problem, price = _problem(graph, home, shards, memory)
-    torch.manual_seed(seed)
-    torch.set_num_threads(1)
-    policy = DualPolicy(Shape(per_step=ablation is Ablation.PER_STEP))
-    rules = _RULES.get(ablation, Rules())
-    trainer = Trainer(make_instance(problem), policy, np.random.default_rng(seed), rules, batch)
+    trainer = make_trainer(make_instance(problem), ablation, seed, batch)
     began = time.process_time()
     trainer.imitate(imitation)
     out.print(f"imitation: {imitation} episodes; greedy policy {_greedy_seconds(trainer, price):.4f}{unit}")
