@@ -1,7 +1,7 @@
-"""The task graphs as placement problems of a home: four devices, and transfers that share links. Pure.
+"""The task graphs as placement problems of a home: four or eight devices, and transfers that share links. Pure.
 
 A vertex takes as long as its floating point operations, or as reading and writing as much as it produces, whichever is
-longer, and the start of an operator. Links are full duplex, with the same rate between all devices.
+longer, and the start of an operator. Links are full duplex.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ _GIGABIT_MBIT, _WIFI_MBIT = 940.0, 190.0
 
 @dataclass(frozen=True)
 class TensorHome:
-    """Devices, by relative speed, and the rate of every link."""
+    """Devices, by relative speed, and the rate of transfers between the two halves of them and within a half."""
 
     speeds: tuple[float, ...]
     mbit: float
+    mbit_between: float | None = None  # None: as within
+
+    def doubled(self) -> TensorHome:
+        """Two such homes. Between them, the paper's eight GPUs have four links for sixteen pairs: a quarter of the rate."""
+        return TensorHome(self.speeds * 2, self.mbit, self.mbit / 4)
 
     def problem(self, graph: ShardedGraph, budget_share: float = 1.0) -> PlacementProblem:
         """The graph's vertices on these devices, each with a memory budget of this share of all weights."""
@@ -33,12 +38,14 @@ class TensorHome:
             max(operator.flops / _FLOPS_PER_SECOND, 2 * block.num_bytes / _MEMORY_BYTES_PER_SECOND)
             for operator, (block,) in zip(spec.operators, spec.produced, strict=True)
         ]
+        half, between = len(ranks) // 2, self.mbit if self.mbit_between is None else self.mbit_between
+        mbit = [[between if (a < half) != (b < half) else self.mbit for b in ranks] for a in ranks]
         budget = round(budget_share * sum(parameter.num_bytes for parameter in spec.parameters))
         return placement_problem(
             spec,
             seconds=[[work / speed + _START_SECONDS for speed in self.speeds] for work in works],
             memory_bytes=[budget for _ in ranks],
-            bytes_per_second=[[self.mbit * 1e6 / 8 for _ in ranks] for _ in ranks],
+            bytes_per_second=[[each * 1e6 / 8 for each in row] for row in mbit],
             latency_seconds=[[_LATENCY_SECONDS for _ in ranks] for _ in ranks],
         )
 
