@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from tools.bench.experiment import Context, make_experiment, names, read_setting
 from tools.bench.measure import temporary_folder
 from tools.bench.plots import save_plot
 from tools.bench.results import RESULTS, Result, Summary, check_writable, commit, load_result, machine, today
+from tools.bench.tensor_graphs import GRAPHS
+from tools.bench.tensor_homes import HOMES
 
 _FILE_WIDTH = 160  # columns of tables, if the output is not a terminal
 screen = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
@@ -65,7 +68,8 @@ def run(
     known: list[Any] = []
     if resume and path.exists():
         saved = load_result(path)
-        known = [experiment.ROW.validate_python(row) for row in saved.raw] if saved.settings == settings else []
+        if saved.settings == settings or experiment.ROWS_NAME_SETTINGS:
+            known = [experiment.ROW.validate_python(row) for row in saved.raw]
     check_writable("--out", path)
     rows: list[Any] = []
     summary = Summary()
@@ -83,6 +87,40 @@ def run(
     if summary.failure:
         err.print(f"[red]error:[/] {summary.failure}", soft_wrap=True)
         raise typer.Exit(1)
+
+
+@app.command()
+@handles_errors
+def doppler(
+    graphs: Annotated[
+        str, typer.Option(help=f"`paper`: all four; or some of {', '.join(GRAPHS)}.", metavar="paper|NAME,...")
+    ] = "paper",
+    devices: Annotated[int, typer.Option(help="4, or 8 in two halves.")] = 4,
+    home: Annotated[str, typer.Option(help=f"One of {', '.join(HOMES)}.")] = "gigabit",
+    episodes: Annotated[int | None, typer.Option(help="Of stage II of each training.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Processor time of a search.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Of ChainMM.")] = None,
+    transfer: Annotated[bool, typer.Option("--transfer", help="Also policies of other graphs.")] = False,
+    ablation: Annotated[bool, typer.Option("--ablation", help="Also message passing per step.")] = False,
+    stages: Annotated[bool, typer.Option("--stages", help="Also each stage alone.")] = False,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Change another setting.", metavar="KEY=VALUE")
+    ] = None,
+    path: Annotated[
+        Path | None, typer.Option("--out", help="Default: docs/results/doppler.json.", metavar="FILE.json")
+    ] = None,
+) -> None:
+    """Print the tables of Doppler's paper beside ours: all rows of the result file, and those that it lacks.
+
+    The same as `run doppler --resume` with the settings that the options stand for.
+    """
+    chosen = GRAPHS if graphs == "paper" else tuple(graphs.split(","))
+    settings = {
+        "graphs": list(chosen), "homes": [home], "devices": devices, "episodes": episodes, "seconds": seconds,
+        "seeds": seeds, "transfer": transfer or None, "ablation": ablation or None, "stages": stages or None,
+    }  # fmt: skip
+    given = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
+    run("doppler", [*given, *(changes or ())], path, resume=True)
 
 
 @app.command()

@@ -27,6 +27,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "partition": ("partition", "Partition"),
     "moirai": ("moirai", "Moirai"),
     "coarsening": ("coarsening", "Coarsening"),
+    "doppler": ("doppler", "Doppler"),
     "push": ("push", "Push"),
     "capacity": ("capacity", "Capacity"),
     "faults": ("faults", "Faults"),
@@ -52,6 +53,9 @@ class Experiment(BaseModel, ABC):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ROW: ClassVar[TypeAdapter[Any]]  # type of one raw row
+    ROWS_NAME_SETTINGS: ClassVar[bool] = (
+        False  # all that they depend on: a run that resumes keeps those of other settings
+    )
 
     kind: str
     title: str
