@@ -8,7 +8,7 @@ result is simulated before it is accepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,37 +22,38 @@ _WINDOW_SECONDS = 2.0
 _WINDOW_SIZES = (24, 48, 96)
 
 
-def improve(
-    problem: PlacementProblem, start: Schedule, clock: Callable[[], float], deadline: float, num_workers: int = 1
-) -> Iterator[Schedule]:
-    """Yield better and better schedules from `start`, until `clock()` reaches `deadline` or no window improves it.
+class WindowSearch:
+    """Sweeps over a schedule in ticks, window by window; consecutive windows overlap by half.
 
-    Problem and schedules are in ticks.
+    After a sweep that improves nothing, the windows get larger.
     """
-    best = start
-    sizes = [size for size in _WINDOW_SIZES if size < 2 * problem.num_operators]
-    while sizes and clock() < deadline:
-        better = _sweep(problem, best, sizes[0], clock, deadline, num_workers)
-        if better.makespan < best.makespan:
-            best = better
-            yield best
-        else:
-            sizes.pop(0)
 
+    def __init__(self, problem: PlacementProblem, num_workers: int = 1) -> None:
+        self._problem, self._num_workers = problem, num_workers
+        self._sizes = [size for size in _WINDOW_SIZES if size < 2 * problem.num_operators]
+        self._position = 0  # in the schedule's order, of the next window
+        self._improved = False  # in this sweep
+        self._known: Schedule | None = None  # of the last step
 
-def _sweep(
-    problem: PlacementProblem, best: Schedule, size: int, clock: Callable[[], float], deadline: float, num_workers: int
-) -> Schedule:
-    """Improve the schedule window by window; consecutive windows overlap by half."""
-    position = 0
-    while position < problem.num_operators and clock() < deadline:
-        order = [item for item in best.order if not isinstance(item, Send)]
-        inside = order[position : position + size]
-        found = solve_window(problem, best, inside, SolverLimits(deadline - clock(), _WINDOW_SECONDS, num_workers))
-        if found is not None and found.makespan < best.makespan:
-            best = found
-        position += max(1, size // 2)
-    return best
+    @property
+    def is_over(self) -> bool:
+        """Whether no window of any size improves the schedule of the last step."""
+        return not self._sizes
+
+    def step(self, known: Schedule, seconds: float) -> Schedule | None:
+        """Solve the next window of a schedule within `seconds`. None if it finds nothing better."""
+        self._improved |= self._known is not None and known is not self._known
+        order = [item for item in known.order if not isinstance(item, Send)]
+        inside = order[self._position : self._position + self._sizes[0]]
+        limits = SolverLimits(seconds, _WINDOW_SECONDS, self._num_workers)
+        found = solve_window(self._problem, known, inside, limits)
+        self._known = known
+        self._position += max(1, self._sizes[0] // 2)
+        if self._position >= self._problem.num_operators:
+            if not self._improved and (found is None or found.makespan >= known.makespan):
+                self._sizes.pop(0)
+            self._position, self._improved = 0, False
+        return found if found is not None and found.makespan < known.makespan else None
 
 
 class _Window(NamedTuple):

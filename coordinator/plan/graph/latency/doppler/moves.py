@@ -51,7 +51,7 @@ class MoveGenerator:
             before + after for before, after in zip(problem.predecessors, problem.successors, strict=True)
         ]
         self._cumulative = [list(accumulate(row)) for row in probabilities or ()]
-        self._groups = interchangeable_operators(problem)
+        self._groups = [each for each in problem.groups if len(each) > 1] or interchangeable_operators(problem)
         self._kinds: list[Callable[[], Move | None]] = [
             *[self._move_one] * _ONE,
             *[self._move_with_neighbour] * _WITH_NEIGHBOUR,

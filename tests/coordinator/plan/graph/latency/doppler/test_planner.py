@@ -15,11 +15,18 @@ from support.placement_problems import problems
 from support.schedule_checker import violations
 
 from coordinator.plan.graph.auto import plan_instance
+from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.contention import contended_heft
-from coordinator.plan.graph.latency.doppler.planner import best_starts, search, solve_doppler
+from coordinator.plan.graph.latency.doppler.planner import Annealing, Start, best_starts, solve_doppler
+from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
+from coordinator.plan.graph.latency.schedule import best_schedule
+from coordinator.plan.graph.latency.ticks import in_ticks
+from coordinator.plan.graph.latency.windows import WindowSearch
 from coordinator.plan.solution import SearchOptions
 from hearth.errors import ModelDoesNotFit, NoPlacement
+from tools.bench.tensor_graphs import tensor_graph
+from tools.bench.tensor_homes import HOMES
 
 NEVER = float("inf")
 
@@ -51,6 +58,10 @@ def tiny(seconds: list[float], budget_bytes: tuple[int, ...], memory_bytes: int 
     )
 
 
+def lists(problem: PlacementProblem) -> list[Start]:
+    return best_starts([Start(each) for each in list_schedules(problem, 10.0, "doppler")])
+
+
 # 12 seconds of work on two devices: 3 + 3 and 2 + 2 + 2. Longest first ends after 7.
 UNEVEN = tiny([3.0, 3.0, 2.0, 2.0, 2.0, 0.0], (6, 6))
 
@@ -65,43 +76,79 @@ def test_plan_fits_and_is_never_worse_than_a_list_schedule(problem: PlacementPro
         return
     assert violations(problem, found.assignment) == []
     assert problem.overflow_bytes(found.assignment.assignment) == 0
-    assert all(found.value <= each.makespan for each in best_starts(problem))
+    assert all(found.value <= each.makespan for each in lists(problem))
     assert found.bound <= found.value == found.assignment.makespan
 
 
-def test_plan_without_time_is_the_best_list_schedule() -> None:
-    lists = best_starts(UNEVEN)
-    assert lists[0].makespan < lists[-1].makespan
-    assert solve_doppler(UNEVEN, SearchOptions(0.0, 0, Clock())).assignment == lists[0]
+@settings(max_examples=8)
+@given(problems(most=5))
+def test_plan_is_optimal_where_moirai_proves_the_optimum(problem: PlacementProblem) -> None:
+    try:
+        optimum = solve_moirai(problem, 10_000.0, Clock())
+    except ModelDoesNotFit:
+        return
+    found = solve_doppler(problem, SearchOptions(10_000.0, 0, Clock()))
+    assert optimum.proven
+    assert found.proven
+    assert found.value == found.bound == optimum.value
+
+
+def test_plan_without_time_is_the_best_start() -> None:
+    known = lists(UNEVEN)
+    assert known[0].makespan < known[-1].makespan
+    options = SearchOptions(0.0, 0, Clock())
+    assert solve_doppler(UNEVEN, options).assignment.assignment == known[0].schedule.assignment
+    better = Start(best_schedule(UNEVEN, (0, 0, 1, 1, 1, 0), range(6)))
+    assert solve_doppler(UNEVEN, options, [better]).value == better.makespan == 6.0 < known[0].makespan
 
 
 def test_starts_differ_and_ascend() -> None:
-    found = best_starts(UNEVEN)
-    assert len({each.assignment for each in found}) == len(found) > 1
+    found = lists(UNEVEN)
+    assert len({each.schedule.assignment for each in found}) == len(found) > 1
     assert [each.makespan for each in found] == sorted(each.makespan for each in found)
 
 
 def test_search_ends_at_a_proven_optimum() -> None:
     clock = Clock()
     found = solve_doppler(UNEVEN, SearchOptions(10_000.0, 0, clock))
-    assert best_starts(UNEVEN)[0].makespan > 6.0
+    assert lists(UNEVEN)[0].makespan > 6.0
     assert found.proven
     assert found.value == found.bound == 6.0
     assert clock.now < 100
 
 
-def test_same_seed_gives_the_same_plan() -> None:
-    starts = best_starts(UNEVEN)[-1:]
-    first, second = (search(UNEVEN, starts, Random(3), lambda: 0.0, NEVER, lambda _: False, 1) for _ in range(2))
+def test_same_seed_gives_the_same_runs() -> None:
+    starts = lists(UNEVEN)[-1:]
+    first, second = (list(Annealing(UNEVEN, starts, Random(3), lambda: 0.0, NEVER).run(2000)) for _ in range(2))
     assert first == second
-    assert first.makespan < starts[0].makespan
+    assert first[0].makespan < starts[0].makespan
 
 
 def test_search_ends_at_its_deadline() -> None:
-    problem = tiny([5.0, 5.0, 4.0, 0.0], (4, 4, 4, 4))  # the bound of 5 is reached; pretend that it is not
+    problem = HOMES["wifi"].problem(tensor_graph("chain-mm"))
     clock = Clock()
-    search(problem, best_starts(problem), Random(0), clock, 20.0, lambda _: False)
-    assert 20 <= clock.now <= 22
+    solve_doppler(problem, SearchOptions(1.5, 0, clock))
+    assert clock.now <= 12
+
+
+def test_annealing_goes_on_from_a_better_schedule_and_leaves_starts_that_are_far_behind() -> None:
+    slow, slower = (Start(best_schedule(UNEVEN, (0, 0, 0, 0, 1, device), range(6))) for device in (1, 0))
+    slower = slower._replace(schedule=best_schedule(UNEVEN, (0,) * 6, range(6)))
+    assert slower.makespan == 12.0 > 1.05 * slow.makespan
+    annealing = Annealing(UNEVEN, [slower, slow], Random(0), lambda: 0.0, NEVER)
+    optimum = best_schedule(UNEVEN, (0, 0, 1, 1, 1, 0), range(6))
+    annealing.include(optimum)
+    assert list(annealing.run(1)) == [optimum]
+
+
+def test_windows_improve_a_schedule_and_end_when_none_does() -> None:
+    ticked, _ = in_ticks(tiny([1.0] * 14, (20, 20)))
+    known, windows, steps = best_schedule(ticked, (0,) * 14, range(14)), WindowSearch(ticked), 0
+    while not windows.is_over:
+        known = windows.step(known, 10.0) or known
+        steps += 1
+    assert known.makespan == 7.0
+    assert steps == 4  # the first window finds the optimum; no other window of the two sweeps finds anything
 
 
 def test_result_fits_where_list_schedulers_run_out_of_memory() -> None:
