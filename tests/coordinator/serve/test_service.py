@@ -135,6 +135,7 @@ def test_what_a_full_disk_did_not_take_is_written_later_or_when_the_coordinator_
         else:
             await until("the file", (tmp_path / name).exists, seconds=20)
         await cancel_all([saving])
+        assert (tmp_path / name).exists()
         if name == "devices.json":
             assert list(KeyRegistry(tmp_path / name, "device").current().keys.values()) == ["attic"]
 
