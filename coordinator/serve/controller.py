@@ -366,8 +366,11 @@ class Controller:
             if (len(here) == len(expected) and self._services.fleet.may_compute()) or loop_time() >= deadline:
                 break
             await asyncio.sleep(_TAKE_OVER_POLL_SECONDS)
+        deployment = self.kind.deployment(plan, self.name)
         if running:
-            self.plan, self.deployment = plan, self.kind.deployment(plan, self.name)
+            self.plan, self.deployment = plan, deployment
+        else:
+            self._retired.append(deployment)  # workers that had not loaded when their coordinator ended
         if missing := [each.name for each in plan.devices if each.device_id not in {one.device_id for one in running}]:
             return cycle.TakeOverFailed(f"they do not run on {', '.join(missing)}", any_runs=bool(running))
         assert self.deployment is not None

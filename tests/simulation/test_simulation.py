@@ -76,6 +76,14 @@ def test_a_stopped_coordinator_frees_its_agents_at_once() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("abandoned_tasks_end")
+@pytest.mark.parametrize("seed", [31726, 38048, 41098, 51490])
+def test_seeds_that_have_failed(seed: int) -> None:
+    """Their causes are mended; each needed a coincidence that the first 2000 seeds do not contain."""
+    assert run_schedule(generate(seed)).violations == ()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("abandoned_tasks_end")
 @pytest.mark.parametrize("seed", range(10))
 def test_jumps_of_the_wall_clock_by_a_year_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time that a program reads it, also within one process."""
