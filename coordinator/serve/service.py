@@ -341,7 +341,7 @@ class Service:
             )
         raise BadRequest(reason=f"the coordinator does not accept {type(message).__name__} messages")
 
-    async def _change(self, message: wire.ClientRequest) -> wire.Done:
+    async def _change(self, message: wire.ClientRequest) -> wire.KeysChanged:
         """Admit or revoke a key, and wait for the standbys to store it. Raises NotServing if one takes over without it."""
         match message:
             case wire.AddApp():
@@ -358,7 +358,15 @@ class Service:
         await self._followers.copy_change()
         if self._hand_over.accepted.is_set() and not self._followers.latest_is_copied:
             raise NotServing(state=_LEAVES)
-        return wire.Done()
+        return wire.KeysChanged(warning=self._why_keys_may_be_lost())
+
+    def _why_keys_may_be_lost(self) -> str:
+        """Why the latest change of keys may not last; empty if it does."""
+        if not (self._trust.apps.is_saved and self._devices.is_saved):
+            return f"the disk of {self._settings.name} cannot be written: the change is lost if its coordinator ends before"
+        if self._leadership.has_quorum and not self._followers.latest_is_copied:
+            return "no standby has confirmed the change: it is lost, at least for a while, if this coordinator is lost"
+        return ""
 
     async def _revoke(self, app: str) -> None:
         """Revoke an app, and end its requests, also its streams."""

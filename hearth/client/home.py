@@ -193,21 +193,24 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         """Return the coordinator's state: model, plan, queue, counters, last error (admin key)."""
         return await self._ask(wire.GetStatus, wire.Status, timeout_seconds)
 
-    async def add_app(self, name: str, public_key: str, timeout_seconds: float = CALL_SECONDS) -> None:
-        """Authorise an app's public key (Z85) to request inference (admin key)."""
-        await self._ask(wire.AddApp, wire.Done, timeout_seconds, name=name, public_key=public_key)
+    async def add_app(self, name: str, public_key: str, timeout_seconds: float = CALL_SECONDS) -> str:
+        """Authorise an app's public key (Z85) to request inference (admin key).
 
-    async def revoke_app(self, name: str, timeout_seconds: float = CALL_SECONDS) -> None:
+        Returns why this may be lost, empty if it lasts; so do the other changes of keys. Then repeat it later.
+        """
+        return await self._ask_change(wire.AddApp, timeout_seconds, name=name, public_key=public_key)
+
+    async def revoke_app(self, name: str, timeout_seconds: float = CALL_SECONDS) -> str:
         """Revoke an app's key; its next request is refused (admin key)."""
-        await self._ask(wire.RevokeApp, wire.Done, timeout_seconds, name=name)
+        return await self._ask_change(wire.RevokeApp, timeout_seconds, name=name)
 
-    async def add_device(self, name: str, public_key: str, timeout_seconds: float = CALL_SECONDS) -> None:
+    async def add_device(self, name: str, public_key: str, timeout_seconds: float = CALL_SECONDS) -> str:
         """Admit an agent by the public key (Z85) of its device key (admin key)."""
-        await self._ask(wire.AddDevice, wire.Done, timeout_seconds, name=name, public_key=public_key)
+        return await self._ask_change(wire.AddDevice, timeout_seconds, name=name, public_key=public_key)
 
-    async def revoke_device(self, name: str, timeout_seconds: float = CALL_SECONDS) -> None:
+    async def revoke_device(self, name: str, timeout_seconds: float = CALL_SECONDS) -> str:
         """Shut out the agent with this key, at once (admin key)."""
-        await self._ask(wire.RevokeDevice, wire.Done, timeout_seconds, name=name)
+        return await self._ask_change(wire.RevokeDevice, timeout_seconds, name=name)
 
     async def apps(self, timeout_seconds: float = CALL_SECONDS) -> wire.AppList:
         """List the admitted and the revoked apps (admin key)."""
@@ -221,6 +224,9 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         reply = await self._call(request, payload, timeout_seconds)
         answer = wire.expect_message(reply.message, wire.Vectors, "the coordinator")
         return Result(unpack_array(reply.payload), answer.latency_seconds, answer.num_tokens, answer.traces)
+
+    async def _ask_change(self, request: type[wire.ClientRequest], timeout_seconds: float, **fields: str) -> str:
+        return (await self._ask(request, wire.KeysChanged, timeout_seconds, **fields)).warning
 
     async def _ask(
         self, request: type[wire.ClientRequest], answer: type[_M], timeout_seconds: float, **fields: str

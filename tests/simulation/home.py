@@ -362,9 +362,11 @@ class _Daemon(AgentDaemon):
         self._history: History = process.host.variables["history"]
 
     async def _acquire_lease(self, caller: Caller, message: wire.AcquireLease) -> wire.Message:
+        found = self._workers.get(message.deployment)
+        epoch = found.epoch if found is not None else 0
         granted = await super()._acquire_lease(caller, message)
-        worker = self._workers.get(message.deployment)
-        if worker is not None and message.adopt is not None and worker.epoch != message.adopt:
+        worker = self._workers.get(message.deployment)  # another one if this took long, and a plan was loaded meanwhile
+        if worker is not None and worker is found and worker.epoch == epoch and message.adopt not in (None, epoch):
             self._history.stale_workers.append(
                 f"{self.name} keeps a worker of epoch {worker.epoch} for {message.holder}, who takes over {message.adopt}"
             )

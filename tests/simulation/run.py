@@ -39,8 +39,7 @@ ALL_DEVICES_SECONDS = 400.0  # until all devices must be in use: quarantines and
 END_SECONDS = 90.0  # from SIGTERM in the middle of everything until the end: systemd's time before it kills
 STOP_SECONDS = 30.0  # from SIGTERM to the end of a process
 ABANDONED_SECONDS = 75.0  # until a worker has ended whose coordinator is gone: a lease, and the time for adoption
-# Until the standby that follows again has a change of keys: two intervals of the leader's signs of life.
-COPY_SECONDS = 0.6
+COPY_SECONDS = 0.6  # between two attempts of a change of keys that may be lost: two of the leader's signs of life
 SURPLUS_SECONDS = 40.0  # until the workers of earlier plans have ended: the home may be changing its plan
 SEEDS_PER_PROCESS = 25  # each leaves about 5 MB, which the end of the process frees sooner than garbage collection
 
@@ -125,31 +124,8 @@ class Run:
 
     async def _admit_app(self, name: str) -> None:
         home = await self._connected(HOME)
-        while True:
-            try:
-                await home.add_app(name, app_key(name)[1], timeout_seconds=REQUEST_SECONDS)
-                if self._change_is_copied():
-                    break
-            except HearthError as error:
-                if "already" not in str(error):
-                    self.violated("no request is lost", f"add_app: {error}")
-            if await self._is_there(home, lambda apps: name in apps.names + apps.revoked):
-                break
+        await self._change(lambda: home.add_app(name, app_key(name)[1], timeout_seconds=REQUEST_SECONDS), "was revoked")
         await home.close()
-
-    def _change_is_copied(self) -> bool:
-        """Whether a change of keys that was answered must last: there is one coordinator, or the standby has confirmed it."""
-        leading = [service for service in self.home.leading.values() if service.is_running]
-        is_confirmed = len(leading) > 0 and all(service._followers.latest_is_copied for service in leading)
-        return len(self.home.coordinators) == 1 or is_confirmed
-
-    async def _is_there(self, home: AsyncHome, changed: Callable[[wire.AppList], bool]) -> bool:
-        """Whether a change of keys that no standby had confirmed is still there a moment later.
-
-        If the leader was lost in that moment, so is the change, and the administrator must repeat it.
-        """
-        await asyncio.sleep(COPY_SECONDS)
-        return changed(await home.apps(timeout_seconds=REQUEST_SECONDS))
 
     async def _connected(self, key: Any) -> AsyncHome:
         while True:
@@ -208,12 +184,11 @@ class Run:
             self.home.note(f"the key of {name} is revoked")
         await home.close()
 
-    async def _change(self, change: Callable[[], Awaitable[None]], is_made: str) -> None:
-        """Repeat a change of keys until a standby has confirmed it, or the error `is_made` says that it lasts."""
+    async def _change(self, change: Callable[[], Awaitable[str]], is_made: str) -> None:
+        """Repeat a change of keys until it lasts, as its answer or the error `is_made` says."""
         while True:
             try:
-                await change()
-                if self._change_is_copied():
+                if not await change():
                     return
             except HearthError as error:
                 if is_made not in str(error):
@@ -227,9 +202,9 @@ class Run:
         self._revoking = True
         while True:
             try:
-                await home.revoke_app("p1", timeout_seconds=REQUEST_SECONDS)
-                if self._change_is_copied() or await self._is_there(home, lambda apps: "p1" in apps.revoked):
+                if not await home.revoke_app("p1", timeout_seconds=REQUEST_SECONDS):
                     break
+                await asyncio.sleep(COPY_SECONDS)
             except HearthError as error:
                 if "no key of" not in str(error):
                     self.violated("no request is lost", f"revoke_app: {error}")

@@ -56,6 +56,7 @@ _CONFIGURATION = m.Configuration(
 EXAMPLES: tuple[m.Message, ...] = (
     m.Hello(name="client"),
     m.Done(),
+    m.KeysChanged(warning="the standby has not confirmed it"),
     m.Failed(code="TextTooLong", details={"index": 1, "num_tokens": 600, "max_tokens": 512}, scope="request"),
     m.AgentWelcome(version="0.1.0", device_id="d", boot_id="b", name="kitchen", device_public_key=_KEY, link_port=47801),
     m.GetTelemetry(),

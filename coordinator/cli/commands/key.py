@@ -120,9 +120,10 @@ def add_app(
     credential = security.resolve_credential(key)
     pair = new_keypair()
     with connect(address, credential, interfaces=interface_list(mdns_interfaces)) as home:
-        home.add_app(name, pair.public)
+        warning = home.add_app(name, pair.public)
     home_public = security.coordinator_access(credential).server_public
     app = security.AppKey(name=name, secret=pair.secret, coordinator_public=home_public)
+    _warn(warning)
     line = security.format_credential(app)
     if as_json:
         print_json({"name": name, "key": line, "fingerprint": fingerprint(pair.public)})
@@ -139,8 +140,9 @@ def revoke(
 ) -> None:
     """Revoke an app's key: its running and later requests fail. Needs an admin or home key and the running coordinator."""
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
-        home.revoke_app(name)
+        warning = home.revoke_app(name)
     out.print(f"revoked {name}")
+    _warn(warning)
 
 
 def add_device(
@@ -155,7 +157,8 @@ def add_device(
     device = security.new_device_key(home_key, name)
     public = security.agent_trust(device).own.public
     with connect(address, home_key, interfaces=interface_list(mdns_interfaces)) as home:
-        home.add_device(name, public)
+        warning = home.add_device(name, public)
+    _warn(warning)
     line = security.format_credential(device)
     if as_json:
         print_json({"name": name, "key": line, "fingerprint": fingerprint(public)})
@@ -172,8 +175,15 @@ def revoke_device(
 ) -> None:
     """Shut out one device with a key of its own at once, for instance a stolen one. Needs the running coordinator."""
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
-        home.revoke_device(name)
+        warning = home.revoke_device(name)
     out.print(f"revoked {name}; models are served without it from now on")
+    _warn(warning)
+
+
+def _warn(warning: str) -> None:
+    """Say why a change of keys may not last, if it may not."""
+    if warning:
+        report(f"warning: {warning}; repeat the command later")
 
 
 for command in (new, show, export, import_, rotate, add_app, revoke, add_device, revoke_device):

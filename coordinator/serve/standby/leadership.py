@@ -51,6 +51,11 @@ class Leadership:
         self._is_needed.set()
 
     @property
+    def has_quorum(self) -> bool:
+        """Whether this home has, or had, a standby."""
+        return self.quorum.current is not None
+
+    @property
     def may_be_replaced(self) -> bool:
         """Whether another coordinator may lead: there is a standby, and this run has not had a majority of the devices yet."""
         return self.quorum.current is not None and not self.quorum.leads

@@ -272,29 +272,35 @@ class Status(Message):
 
 
 class AddApp(ClientRequest):
-    """Authorise an app's public key. The answer is `Done`."""
+    """Authorise an app's public key. The answer is `KeysChanged`."""
 
     name: Name
     public_key: PublicKey
 
 
 class RevokeApp(ClientRequest):
-    """Revoke an app's key. The answer is `Done`."""
+    """Revoke an app's key. The answer is `KeysChanged`."""
 
     name: Name
 
 
 class AddDevice(ClientRequest):
-    """Admit an agent with a key of its own. The answer is `Done`."""
+    """Admit an agent with a key of its own. The answer is `KeysChanged`."""
 
     name: Name
     public_key: PublicKey
 
 
 class RevokeDevice(ClientRequest):
-    """Shut out the agent with this key, at once. The answer is `Done`."""
+    """Shut out the agent with this key, at once. The answer is `KeysChanged`."""
 
     name: Name
+
+
+class KeysChanged(Message):
+    """The answer to a change of keys, which is in force. `warning`: why it may be lost; empty if it lasts."""
+
+    warning: Text = ""
 
 
 class ListApps(ClientRequest):

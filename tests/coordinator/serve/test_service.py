@@ -19,6 +19,7 @@ from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.service import Service
 from coordinator.serve.state import StateFile, TransformerGoal
 from hearth.errors import AppRevoked, DiskHung, NotServing
+from hearth.files import write_atomically
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import derive_keypair, new_home_key
@@ -107,6 +108,33 @@ def test_standby_that_led_before_brings_its_changes_of_keys(tmp_path: Path) -> N
     for name, admitted, revoked in (("apps", [radio], [lamp]), ("devices", [], [attic])):
         known = KeyRegistry(tmp_path / f"{name}.json").current()
         assert (list(known.keys), list(known.revoked)) == (admitted, revoked)
+
+
+@pytest.mark.parametrize(
+    ("disk_full", "has_standby", "warning"), [(False, False, ""), (True, False, "disk of"), (False, True, "no standby")]
+)
+def test_change_of_keys_says_why_it_may_be_lost(
+    disk_full: bool, has_standby: bool, warning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, content: str, durable: bool) -> None:
+        if disk_full:
+            raise OSError(28, "No space left on device")
+        write_atomically(path, content, durable)
+
+    async def main() -> None:
+        if has_standby:  # one that followed the run before
+            configuration = wire.Configuration(number=3, leader="the run before", voters=("a",), tie_breaker="a")
+            StateFile(tmp_path).save_configuration(configuration)
+        service = service_in(tmp_path)
+        monkeypatch.setattr(durable_file, "write_atomically", write)
+        service._port = cast(Any, SimpleNamespace(change_access=lambda: None))
+        request = wire.AddApp(request_id="5", timeout_seconds=1.0, name="lamp", public_key=new_keypair().public)
+        answer = await service.handle(ADMIN, request, ())
+        assert isinstance(answer, wire.KeysChanged)
+        assert warning in answer.warning
+        assert bool(answer.warning) == bool(warning)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("name", ["apps.json", "devices.json", "serving.json"])
