@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, get_args
 
 from hearth.errors import BadSetting
@@ -16,6 +17,9 @@ class Method(NamedTuple):
     summary: str  # one line for users
     in_auto: bool = True  # `auto` tries it
     rebalances: bool = False  # graphs: on live devices, cuts are moved afterwards for costs outside its search
+    # Of the time limit, the most that `auto` gives it; nothing if a method before it has proven its plan to be optimal.
+    auto_seconds: float = math.inf
+    recovers: bool = False  # `auto` asks it first, and others only if it finds no plan, when requests wait for the plan
 
 
 class Methods(tuple[Method, ...]):

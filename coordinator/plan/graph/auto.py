@@ -6,7 +6,8 @@ Pure: `clock` returns seconds and is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +20,7 @@ from coordinator.plan.graph.methods import GRAPH_METHODS, LOCAL
 from coordinator.plan.graph.predict import coordinator_cpu_seconds, predict_segments, segment_seconds, tensor_transfers
 from coordinator.plan.graph.rebalance import rebalance
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
-from coordinator.plan.graph.stored import restricted, stored_weights
+from coordinator.plan.graph.stored import held_devices, restricted, stored_weights
 from coordinator.plan.graph.throughput.planners import plan_pipeline
 from coordinator.plan.graph.wire import with_wire_sizes
 from coordinator.plan.methods import Method
@@ -44,6 +45,8 @@ from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 _TIE_TOLERANCE = 1.01  # within 1 % of the fastest, fewer devices win: each device is one more that can fail
 # Per strategy: memory other than weights is known only once the operators are placed. Each attempt is a whole search.
 _MAX_ATTEMPTS = 4
+# Of a search for which requests wait: with the rest of planning, a plan of 500 operators takes less than a second.
+_RECOVERY_SECONDS = 0.4
 _PROVEN_RATIO = 1 + 1e-6  # of value to bound, up to which a plan counts as proven optimal; allows for rounding
 Clock = Callable[[], float]
 GraphCandidate = Candidate[GraphPlan]
@@ -69,22 +72,44 @@ def plan_graph(
 
 def _plan_graph(request: GraphRequest, clock: Clock, progress: Callable[[str], None]) -> PlanningResult[GraphPlan]:
     """As `plan_graph`, whatever the stores have room for."""
-    options = SearchOptions(request.time_limit_seconds, request.seed, clock)
     has_several_devices = len(request.cluster.devices) > 1
     candidates = list(_local_candidates(request))
-    for each in GRAPH_METHODS.select(request.strategy, request.objective):
-        if each.name != LOCAL and has_several_devices:
-            progress(each.name)
-            candidates.append(_try_method(request, each, options))
 
     def is_eligible(each: GraphCandidate) -> bool:
         return each.plan is not None and (not has_several_devices or request.strategy in ("auto", each.strategy))
 
-    chosen = choose_candidate(candidates, is_eligible, _TIE_TOLERANCE)
-    if chosen is None:
+    for methods in _in_order_of_urgency(request):
+        for each in methods:
+            if each.name != LOCAL and has_several_devices and not _is_superfluous(each, request.strategy, candidates):
+                progress(each.name)
+                limit = _time_limit(each, request.strategy, request.time_limit_seconds)
+                if request.recovering and each.recovers:
+                    limit = min(limit, _RECOVERY_SECONDS)
+                candidates.append(_try_method(request, each, SearchOptions(limit, request.seed, clock)))
+        chosen = choose_candidate(candidates, is_eligible, _TIE_TOLERANCE)
+        if chosen is not None:
+            break
+    else:
         raise _no_plan_error(request, candidates)
     others = [each for each in candidates if each is not chosen]
     return with_reasons(_with_bound(chosen, candidates), others, request.strategy)
+
+
+def _in_order_of_urgency(request: GraphRequest) -> list[list[Method]]:
+    """The methods to try: those of each list only if those before found no plan."""
+    methods = GRAPH_METHODS.select(request.strategy, request.objective)
+    first = [each for each in methods if each.recovers] if request.recovering else []
+    return [first, [each for each in methods if each not in first]] if first else [methods]
+
+
+def _is_superfluous(method: Method, strategy: str, candidates: Iterable[GraphCandidate]) -> bool:
+    """Whether `auto` leaves out a method, since one before it has proven its placement to be optimal."""
+    is_limited = strategy == "auto" and method.auto_seconds < math.inf
+    return is_limited and any(each.solution is not None and each.solution.proven for each in candidates)
+
+
+def _time_limit(method: Method, strategy: str, seconds: float) -> float:
+    return min(seconds, method.auto_seconds) if strategy == "auto" else seconds
 
 
 def _with_bound(chosen: GraphCandidate, candidates: Iterable[GraphCandidate]) -> GraphCandidate:
@@ -205,7 +230,9 @@ def _solve(request: GraphRequest, method: Method, options: SearchOptions) -> Sol
     coarse = coarsen(spec)
     seconds = coarse.group_seconds(cluster.seconds)
     problem = placement_problem(coarse.spec, seconds, rooms, rates, cluster.latency_seconds, request.congestion)
-    solution = _solve_placement(problem, method.name, options)
+    held = held_devices(request)
+    pins = {index: held[group[0]] for index, group in enumerate(coarse.groups) if group[0] in held}
+    solution = _solve_placement(problem, method.name, options, pins)
     devices = coarse.expand_assignment(solution.assignment.devices)
     starts = coarse.operator_starts(solution.assignment.starts, devices, cluster.seconds)
     return solution.with_assignment(OperatorAssignment(devices, starts))
@@ -227,8 +254,10 @@ def _with_coordinator_transfers(spec: GraphSpec, cluster: GraphCluster) -> list[
     return seconds
 
 
-def _solve_placement(problem: PlacementProblem, strategy: str, options: SearchOptions) -> Solution[OperatorAssignment]:
-    """Solve a placement problem with one latency strategy.
+def _solve_placement(
+    problem: PlacementProblem, strategy: str, options: SearchOptions, held: Mapping[int, int] | None = None
+) -> Solution[OperatorAssignment]:
+    """Solve a placement problem with one latency strategy. `held`: the devices of operators in the deployed plan.
 
     Solvers are imported on first use, since the import takes half a second. Raises ModelDoesNotFit and NoPlacement.
     """
@@ -238,8 +267,9 @@ def _solve_placement(problem: PlacementProblem, strategy: str, options: SearchOp
         solution = solve_moirai(problem, options.time_limit_seconds, options.clock)
     elif strategy == "doppler":
         from coordinator.plan.graph.latency.doppler.planner import solve_doppler
+        from coordinator.plan.graph.latency.doppler.starts import repaired
 
-        solution = solve_doppler(problem, options)
+        solution = solve_doppler(problem, options, repaired(problem, held) if held else ())
     elif strategy == "placeto":
         from coordinator.plan.graph.latency.placeto import solve_placeto
 
@@ -264,9 +294,12 @@ def plan_instance(
     """
     candidates: list[GraphCandidate] = []
     for each in GRAPH_METHODS.select(strategy, "latency"):
+        if _is_superfluous(each, strategy, candidates):
+            continue
         progress(each.name)
         try:
-            solution = _solve_placement(problem, each.name, SearchOptions(time_limit_seconds, 0, clock))
+            limit = _time_limit(each, strategy, time_limit_seconds)
+            solution = _solve_placement(problem, each.name, SearchOptions(limit, 0, clock))
             used = tuple(problem.devices[device] for device in dict.fromkeys(solution.assignment.devices))
             candidates.append(Candidate(each.name, each.name, used, solution.value, solution=solution))
         except (ModelDoesNotFit, NoPlacement) as error:

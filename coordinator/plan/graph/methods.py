@@ -16,7 +16,13 @@ GRAPH_METHODS = Methods(
             "critical-path", "latency", "the ready operator with the longest path to the end, where it starts first"
         ),
         Method("enumerative", "latency", "tiles of an operator spread evenly, close to their inputs", in_auto=False),
-        Method("doppler", "latency", "list schedules improved by annealing, without a learnt policy", in_auto=False),
+        Method(
+            "doppler",
+            "latency",
+            "list schedules improved by annealing and integer programming, without a learnt policy",
+            auto_seconds=5.0,
+            recovers=True,
+        ),
         Method("placeto", "latency", "a policy learnt for this graph within the time limit (baseline)", in_auto=False),
         Method(LOCAL, "latency", "the whole graph on one device"),
         Method("pipeline-exact", "throughput", "the lowest bottleneck, proven where time allows", rebalances=True),

@@ -27,6 +27,7 @@ class GraphRequest:
     wire: WireFormat = field(default_factory=WireFormat)
     model_hash: str = ""
     held: GraphPlan | None = None  # the deployed plan, whose weights its devices need not get again
+    recovering: bool = False  # requests wait for the plan, since the deployed one has lost a device
 
 
 def objective_seconds(plan: GraphPlan) -> float:

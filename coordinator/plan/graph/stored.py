@@ -31,6 +31,20 @@ def stored_weights(spec: GraphSpec, plan: GraphPlan | None) -> Stored:
     return by_device
 
 
+def held_devices(request: GraphRequest) -> dict[int, int]:
+    """By operator, the index in the cluster of the device that runs it in the deployed plan, if that is still there."""
+    if request.held is None:
+        return {}
+    index = {device.device_id: index for index, device in enumerate(request.cluster.devices)}
+    ranks = [index.get(device.device_id) for device in request.held.devices]
+    found = {}
+    for segment in request.held.body.segments:
+        device = ranks[segment.rank]
+        if device is not None:
+            found.update(dict.fromkeys(segment.operators, device))
+    return found
+
+
 def with_stored(cluster: GraphCluster, stored: Stored) -> GraphCluster:
     """The cluster once a plan with these weights is deployed: its stores have room for less."""
     rooms = room_after(cluster.devices, stored)

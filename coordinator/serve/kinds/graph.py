@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class GraphKind:
         return await graph_cluster(self._services.profiler, devices, self.graph, self.workload)
 
     async def plan(self, cluster: GraphCluster, recovering: bool, held: Plan | None = None) -> Plan:
-        request = self._request(cluster, recovering, held)
+        request = replace(self._request(cluster, recovering, held), recovering=recovering)
         return self._services.chosen(await solve_graph(request, spares=self._services.spare_planners))
 
     async def plans_ahead(self, clusters: Sequence[GraphCluster], held: Plan) -> list[Plan | HearthError]:

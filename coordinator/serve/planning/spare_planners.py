@@ -17,14 +17,14 @@ from hearth.platform.spare_child import READY_LINE
 log = logging.getLogger(__name__)
 
 PlannerKind = Literal["transformer", "graph"]
-# What a plan of each kind imports, the module with `main` first. With OR-tools, which only Moirai needs and which takes 0.2 s
-# to import, an idle process would hold 83 MB (PSS) instead of 37.
+# What a plan of each kind imports, the module with `main` first. With CP-SAT, which takes 0.3 s to import and which plans after
+# a loss do without, an idle process would hold 83 MB (PSS) instead of 37.
 _MODULES: dict[PlannerKind, tuple[str, ...]] = {
     "transformer": ("coordinator.serve.planning.planner_process", "coordinator.plan.transformer.make"),
     "graph": (
         "coordinator.serve.planning.planner_process",
         "coordinator.plan.graph.auto",
-        "coordinator.plan.graph.latency.baselines",
+        "coordinator.plan.graph.latency.doppler.planner",
     ),
 }
 # From the start of serving or the end of a plan until the next process starts: requests that waited go first.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from random import Random
 
 from coordinator.models.ordering import topological_order
+from coordinator.plan.graph.latency.evaluator import Evaluator
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, upward_ranks
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
@@ -38,8 +40,8 @@ def critical_path(problem: PlacementProblem, rng: Random, runs: int = 50) -> Sch
     Doppler's baseline (arXiv 2505.23131, section 6; Kwok and Ahmad 1999). Ties are broken at random; of `runs` runs, return
     the one with the shortest simulated makespan. Raises NoPlacement.
     """
-    ranks = upward_ranks(problem)
-    best: Schedule | None = None
+    ranks, evaluator = upward_ranks(problem), Evaluator(problem)
+    best, best_makespan = None, inf
     for _ in range(runs):
         partial = PartialSchedule(problem, "critical-path")
         while partial.ready:
@@ -49,11 +51,11 @@ def critical_path(problem: PlacementProblem, rng: Random, runs: int = 50) -> Sch
                 for device in partial.candidates(operator)
             )
             partial.place(operator, device, start)
-        found = partial.to_schedule()
-        if best is None or found.makespan < best.makespan:
-            best = found
+        makespan = evaluator.makespan(partial.assignment, partial.order)
+        if makespan < best_makespan:
+            best, best_makespan = partial, makespan
     assert best is not None
-    return best
+    return best.to_schedule()
 
 
 def rank_order(problem: PlacementProblem, ranks: Sequence[float]) -> list[int]:

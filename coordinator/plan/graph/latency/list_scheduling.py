@@ -83,10 +83,14 @@ class PartialSchedule:
             if self._waiting_for[successor] == 0:
                 self.ready.add(successor)
 
+    @property
+    def order(self) -> list[int]:
+        """The operators by the start times found here."""
+        return sorted(range(self._problem.num_operators), key=lambda i: (self.starts[i], self.ends[i], i))
+
     def to_schedule(self) -> Schedule:
-        """The schedule as the simulator prices it, in the order of the start times found here."""
-        order = sorted(range(self._problem.num_operators), key=lambda i: (self.starts[i], self.ends[i], i))
-        return best_schedule(self._problem, self.assignment, order)
+        """The schedule in this order as the simulator prices it."""
+        return best_schedule(self._problem, self.assignment, self.order)
 
     def _has_room(self, operator: int, device: int) -> bool:
         if not self._memory.is_binding:

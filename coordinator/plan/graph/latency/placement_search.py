@@ -60,13 +60,13 @@ class PlacementSearch:
 
     @property
     def incumbent(self) -> Schedule:
-        """The best schedule with exact times. There is one after `run_lists`."""
+        """The best schedule with exact times. There is one after the first offer."""
         assert self._best is not None
         return self._best
 
     @property
     def incumbent_in_ticks(self) -> Schedule:
-        """The best schedule in ticks. There is one after `run_lists`."""
+        """The best schedule in ticks. There is one after the first offer."""
         assert self._best_ticked is not None
         return self._best_ticked
 
@@ -94,12 +94,10 @@ class PlacementSearch:
 
     # ---- steps --------------------------------------------------------------------------------------------------------
 
-    def run_lists(self) -> list[Schedule]:
-        """Offer the schedules of all list schedulers, and return them. Raises as `list_schedules`."""
-        found = list(list_schedules(self.problem, self.seconds_left, self._strategy))
-        for each in found:
+    def run_lists(self) -> None:
+        """Offer the schedules of all list schedulers. Raises as `list_schedules`."""
+        for each in list_schedules(self.problem, self.seconds_left, self._strategy):
             self.offer(each.assignment, each.order)
-        return found
 
     def run_contended_heft(self) -> None:
         """Offer the schedules of HEFT in ticks, where rounding may break ties in a better way."""

@@ -30,10 +30,14 @@ class WindowSearch:
 
     def __init__(self, problem: PlacementProblem, num_workers: int = 1) -> None:
         self._problem, self._num_workers = problem, num_workers
-        self._sizes = [size for size in _WINDOW_SIZES if size < 2 * problem.num_operators]
+        self._known: Schedule | None = None  # of the last step
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again with the smallest windows."""
+        self._sizes = [size for size in _WINDOW_SIZES if size < 2 * self._problem.num_operators]
         self._position = 0  # in the schedule's order, of the next window
         self._improved = False  # in this sweep
-        self._known: Schedule | None = None  # of the last step
 
     @property
     def is_over(self) -> bool:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.doppler.search import improve
+from coordinator.plan.graph.latency.doppler.starts import Start, best_starts
 from coordinator.plan.graph.latency.placement_search import PlacementSearch
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
@@ -35,17 +37,6 @@ _MIN_SOLVER_SECONDS = 2.0
 _NEAR_CUT_FRACTION, _MAX_NEAR_CUT_SHARE = 0.25, 0.25
 
 
-class Start(NamedTuple):
-    """A schedule within memory, and the probability [n][K] with which moves propose each device (default: uniform)."""
-
-    schedule: Schedule
-    probabilities: Sequence[Sequence[float]] | None = None
-
-    @property
-    def makespan(self) -> float:
-        return self.schedule.makespan
-
-
 def solve_doppler(
     problem: PlacementProblem, options: SearchOptions, starts: Sequence[Start] = ()
 ) -> Solution[Schedule]:
@@ -55,7 +46,7 @@ def solve_doppler(
     if the search could not decide in time whether the graph fits.
     """
     search = PlacementSearch(problem, "doppler", options.time_limit_seconds, options.clock)
-    known = best_starts([*starts, *map(Start, search.run_lists())])
+    known = best_starts([*starts, *map(Start, list_schedules(problem, options.time_limit_seconds, "doppler"))])
     search.offer(known[0].schedule.assignment, known[0].schedule.order)
     annealing = Annealing(problem, known[:_NUM_STARTS], Random(options.seed), options.clock, search.deadline)
     windows = None
@@ -70,14 +61,6 @@ def solve_doppler(
         windows = WindowSearch(search.ticked)
     _take_turns(search, annealing, windows)
     return search.solution()
-
-
-def best_starts(starts: Sequence[Start]) -> list[Start]:
-    """Those with different assignments, by increasing makespan; the first of equal ones."""
-    found: dict[tuple[int, ...], Start] = {}
-    for each in sorted(starts, key=lambda each: each.makespan):
-        found.setdefault(each.schedule.assignment, each)
-    return list(found.values())
 
 
 class Annealing:
@@ -142,6 +125,8 @@ def _take_turns(search: PlacementSearch, annealing: Annealing, windows: WindowSe
         _anneal(search, annealing, moves)
         between = search.incumbent.makespan
         if windows is not None:
+            if windows.is_over and between < before:
+                windows.restart()
             _solve_windows(search, windows, num_windows)
             annealing.include(search.incumbent)
         annealing_gain, windows_gain = before - between, between - search.incumbent.makespan

@@ -17,7 +17,8 @@ from support.schedule_checker import violations
 from coordinator.plan.graph.auto import plan_instance
 from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.contention import contended_heft
-from coordinator.plan.graph.latency.doppler.planner import Annealing, Start, best_starts, solve_doppler
+from coordinator.plan.graph.latency.doppler.planner import Annealing, solve_doppler
+from coordinator.plan.graph.latency.doppler.starts import Start, best_starts
 from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import best_schedule
@@ -148,6 +149,8 @@ def test_windows_improve_a_schedule_and_end_when_none_does() -> None:
         known = windows.step(known, 10.0) or known
         steps += 1
     assert known.makespan == 7.0
+    windows.restart()
+    assert not windows.is_over
     assert steps == 4  # the first window finds the optimum; no other window of the two sweeps finds anything
 
 
