@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "moirai": ("moirai", "Moirai"),
     "coarsening": ("coarsening", "Coarsening"),
     "doppler": ("doppler", "Doppler"),
+    "doppler-loss": ("doppler_loss", "DopplerLoss"),
     "push": ("push", "Push"),
     "capacity": ("capacity", "Capacity"),
     "faults": ("faults", "Faults"),

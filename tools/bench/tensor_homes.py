@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
 from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
 from tools.bench.sharding import ShardedGraph
 
@@ -32,7 +33,15 @@ class TensorHome:
         return TensorHome(self.speeds * 2, self.mbit, self.mbit / 4)
 
     def problem(self, graph: ShardedGraph, budget_share: float = 1.0) -> PlacementProblem:
-        """The graph's vertices on these devices, each with a memory budget of this share of all weights."""
+        """The graph's vertices on these devices, as `cluster`."""
+        cluster = self.cluster(graph, budget_share)
+        budgets = [device.budget_bytes for device in cluster.devices]
+        return placement_problem(
+            graph.spec(), cluster.seconds, budgets, cluster.bytes_per_second, cluster.latency_seconds
+        )
+
+    def cluster(self, graph: ShardedGraph, budget_share: float = 1.0) -> GraphCluster:
+        """These devices, each with a memory budget of this share of all weights."""
         spec, ranks = graph.spec(), range(len(self.speeds))
         works = [
             max(operator.flops / _FLOPS_PER_SECOND, 2 * block.num_bytes / _MEMORY_BYTES_PER_SECOND)
@@ -41,12 +50,11 @@ class TensorHome:
         half, between = len(ranks) // 2, self.mbit if self.mbit_between is None else self.mbit_between
         mbit = [[between if (a < half) != (b < half) else self.mbit for b in ranks] for a in ranks]
         budget = round(budget_share * sum(parameter.num_bytes for parameter in spec.parameters))
-        return placement_problem(
-            spec,
-            seconds=[[work / speed + _START_SECONDS for speed in self.speeds] for work in works],
-            memory_bytes=[budget for _ in ranks],
-            bytes_per_second=[[each * 1e6 / 8 for each in row] for row in mbit],
-            latency_seconds=[[_LATENCY_SECONDS for _ in ranks] for _ in ranks],
+        return GraphCluster(
+            devices=tuple(ClusterDevice(f"device{k}", f"device{k}", budget) for k in ranks),
+            seconds=tuple(tuple(work / speed + _START_SECONDS for speed in self.speeds) for work in works),
+            bytes_per_second=tuple(tuple(each * 1e6 / 8 for each in row) for row in mbit),
+            latency_seconds=tuple(tuple(_LATENCY_SECONDS for _ in ranks) for _ in ranks),
         )
 
 
