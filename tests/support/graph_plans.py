@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coordinator.models.onnx.cutting import cut
 from hearth.plan.graph import GraphModel, GraphSegments, Segment
+from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.parts import MemoryUse, PlannedDevice, Prediction, WireFormat
 from hearth.plan.plan import GraphPlan
 
@@ -43,4 +45,19 @@ def make_graph_plan(
                 for index, (rank, taken, made) in enumerate(segments)
             ),
         ),
+    )
+
+
+def placed_plan(spec: GraphSpec, device_ids: Sequence[str], memory_bytes: int = 0) -> GraphPlan:
+    """A latency plan that runs operator i on `device_ids[i]`, with as few segments as possible."""
+    ids = list(dict.fromkeys(device_ids))
+    segments = cut(spec, [ids.index(each) for each in device_ids])
+    plan = make_graph_plan([(each.rank, each.inputs, each.outputs) for each in segments], (), (), num_ranks=len(ids))
+    memory = MemoryUse(weights=memory_bytes, embeddings=0, activations=0, workspace=0)
+    devices = tuple(
+        device.model_copy(update={"device_id": device_id, "name": device_id, "memory": memory})
+        for device, device_id in zip(plan.devices, ids, strict=True)
+    )
+    return plan.model_copy(
+        update={"devices": devices, "body": GraphSegments(objective="latency", segments=tuple(segments))}
     )

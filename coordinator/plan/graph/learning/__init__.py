@@ -1,0 +1,1 @@
+"""What serving teaches the planners of graphs: calibrated times, and plans that are tried on the devices. Pure."""

@@ -1,0 +1,154 @@
+"""Factors between profiled and measured times, learnt from requests: per operator and device, and per link. Pure.
+
+A request tells the seconds of each segment, not of each operator, so every operator of a segment gets the segment's factor,
+weighted by its share of the segment's time. What is not known of an operator is taken from its device, and what is not known
+of a device from the other devices (Doppler's third stage, arXiv 2505.23131, learns on the devices themselves).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from pydantic import BaseModel, Field
+
+from coordinator.plan.graph.cluster import GraphCluster
+from hearth.plan.plan import GraphPlan
+
+WINDOW = (
+    20.0  # requests that an average remembers: it follows a device that becomes slower within some tens of requests
+)
+# Weight of what is known of the device in the factor of an operator, and of the profile in that of a link, in requests.
+_PRIOR_WEIGHT = 1.0
+_MAX_LOG_STEP = math.log(
+    2.0
+)  # by which one request may differ from an average of some: a single outlier changes little
+_STEADY_WEIGHT = 3.0  # from this weight on, an average counts as one of some requests
+_SAME_PROFILE = 1e-6  # relative difference up to which two profiles of a device are the same
+
+
+class LogAverage(BaseModel):
+    """Average of log(measured / profiled): over all observations at first, then over the latest `WINDOW`."""
+
+    value: float = Field(default=0.0, allow_inf_nan=False)
+    weight: float = Field(default=0.0, ge=0, le=WINDOW)
+
+    def add(self, ratio: float, weight: float = 1.0) -> None:
+        """Add an observation of this weight, at most 1. Ignores ratios that no time can have."""
+        if not (0 < ratio < math.inf and weight > 0):
+            return
+        change = math.log(ratio) - self.value
+        if self.weight >= _STEADY_WEIGHT:
+            change = max(-_MAX_LOG_STEP, min(change, _MAX_LOG_STEP))
+        self.weight = min(self.weight + weight, WINDOW)
+        self.value += change * weight / self.weight
+
+
+class DeviceFactors(BaseModel):
+    """What is known of one device. `profiled_seconds`: those of the whole graph, which identify the profile."""
+
+    profiled_seconds: float
+    device: LogAverage = Field(default_factory=LogAverage)
+    operators: list[LogAverage] = []  # [n]
+
+
+class LinkFactor(BaseModel):
+    """What is known of the link from one device to another: seconds of a transfer against the prediction."""
+
+    source: str
+    target: str
+    transfers: LogAverage = Field(default_factory=LogAverage)
+
+
+class Factors(BaseModel):
+    """All that a calibration has learnt, as it is saved."""
+
+    devices: dict[str, DeviceFactors] = {}  # by id
+    links: list[LinkFactor] = []
+
+
+@dataclass
+class Calibration:
+    """The factors learnt for one graph. Clusters that are passed in hold profiled times, without any factor."""
+
+    factors: Factors = field(default_factory=Factors)
+
+    def observe(self, profiled: GraphCluster, plan: GraphPlan, seconds: Sequence[Sequence[float]]) -> None:
+        """Record one request: the measured compute seconds of each rank's segments, in the plan's order.
+
+        All devices of the plan must be in the cluster. Raises ValueError if the numbers of segments differ.
+        """
+        for rank, member in enumerate(profiled.rank_devices(plan)):
+            known = self._device(profiled, member)
+            total = 0.0
+            for segment, measured in zip(plan.body.segments_of(rank), seconds[rank], strict=True):
+                expected = sum(profiled.seconds[operator][member] for operator in segment.operators)
+                total += expected
+                for operator in segment.operators if expected > 0 else ():
+                    share = profiled.seconds[operator][member] / expected
+                    known.operators[operator].add(measured / expected, share)
+            if total > 0:
+                known.device.add(sum(seconds[rank]) / total)
+
+    def observe_transfer(self, source: str, target: str, ratio: float) -> None:
+        """Record a transfer between two devices that took `ratio` times the seconds predicted from the measured link."""
+        link = next((each for each in self.factors.links if (each.source, each.target) == (source, target)), None)
+        if link is None:
+            link = LinkFactor(source=source, target=target)
+            self.factors.links.append(link)
+        link.transfers.add(ratio)
+
+    def apply(self, profiled: GraphCluster, assumed: Mapping[str, float] | None = None) -> GraphCluster:
+        """The cluster with the learnt factors. `assumed`: factors of devices, by id, that replace what is learnt of them."""
+        assumed = assumed or {}
+        measured = [known.device.value for known in self.factors.devices.values() if known.device.weight > 0]
+        elsewhere = math.exp(median(measured)) if measured else 1.0
+
+        def column(member: int) -> list[float]:
+            device_id, own = profiled.devices[member].device_id, [row[member] for row in profiled.seconds]
+            known = self.factors.devices.get(device_id)
+            if device_id in assumed:
+                return [seconds * assumed[device_id] for seconds in own]
+            if known is None or not known.device.weight or not _is_profile(known, own):
+                return [seconds * elsewhere for seconds in own]
+            return [
+                seconds * _shrunk(operator, known.device.value)
+                for seconds, operator in zip(own, known.operators, strict=True)
+            ]
+
+        columns = [column(member) for member in range(len(profiled.devices))]
+        ids = [device.device_id for device in profiled.devices]
+        by_link = {(each.source, each.target): _shrunk(each.transfers, 0.0) for each in self.factors.links}
+        rates = tuple(
+            tuple(rate / by_link.get((source, target), 1.0) for target, rate in zip(ids, row, strict=True))
+            for source, row in zip(ids, profiled.bytes_per_second, strict=True)
+        )
+        return replace(profiled, seconds=tuple(zip(*columns, strict=True)), bytes_per_second=rates)
+
+    def device_factors(self) -> dict[str, float]:
+        """The factor of each device that has been measured, by id."""
+        known = self.factors.devices.items()
+        return {device_id: math.exp(each.device.value) for device_id, each in known if each.device.weight > 0}
+
+    def _device(self, profiled: GraphCluster, member: int) -> DeviceFactors:
+        """What is known of a device under its present profile; nothing yet under another one."""
+        device_id, own = profiled.devices[member].device_id, [row[member] for row in profiled.seconds]
+        known = self.factors.devices.get(device_id)
+        if known is None or not _is_profile(known, own):
+            known = DeviceFactors(profiled_seconds=sum(own), operators=[LogAverage() for _ in own])
+            self.factors.devices[device_id] = known
+        return known
+
+
+def _is_profile(known: DeviceFactors, seconds: Sequence[float]) -> bool:
+    """Whether the factors refer to this profile of the device: another one may have other errors."""
+    same_total = math.isclose(known.profiled_seconds, sum(seconds), rel_tol=_SAME_PROFILE)
+    return same_total and len(known.operators) == len(seconds)
+
+
+def _shrunk(average: LogAverage, prior: float) -> float:
+    """The factor of an average, drawn towards exp(prior) as long as it has little weight."""
+    weight = average.weight + _PRIOR_WEIGHT
+    return math.exp((average.weight * average.value + _PRIOR_WEIGHT * prior) / weight)
