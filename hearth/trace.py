@@ -24,6 +24,11 @@ def shift_to_common_clock(done: RunDone, sent_seconds: float, answered_seconds: 
     )
 
 
+def clock_error_seconds(done: RunDone, sent_seconds: float, answered_seconds: float) -> float:
+    """The greatest error of `shift_to_common_clock`: half of the delays of request and answer together."""
+    return max((answered_seconds - sent_seconds) - (done.ended_seconds - done.began_seconds), 0.0) / 2
+
+
 _HopKey: TypeAlias = tuple[
     TaskKind, int | None, int | None, int | None, int | None
 ]  # kind, layer, tile, sender, receiver

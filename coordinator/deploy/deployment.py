@@ -35,7 +35,7 @@ from hearth.plan.profile import Link
 from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.protocol import CONNECT_SECONDS, DEFAULT_DEPLOYMENT, LOAD_SECONDS
-from hearth.trace import shift_to_common_clock
+from hearth.trace import clock_error_seconds, shift_to_common_clock
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays
 
@@ -70,8 +70,14 @@ class RunResult(Generic[R]):
     outputs: R
     latency_seconds: float  # measured by the coordinator
     step_seconds: float  # measured by the workers: excludes the round trip to them, like the prediction of a plan
-    compute_seconds: tuple[float, ...]  # busy time of each rank
+    segment_seconds: tuple[tuple[float, ...], ...]  # compute time of each rank's segments
     traces: tuple[wire.DeviceTrace, ...]
+    clock_errors: tuple[float, ...] = ()  # greatest error of each rank's trace on the common clock, in seconds
+
+    @property
+    def compute_seconds(self) -> tuple[float, ...]:
+        """Busy time of each rank."""
+        return tuple(map(sum, self.segment_seconds))
 
 
 class Deployment:
@@ -319,12 +325,13 @@ class Deployment:
             outputs=join([arrays for _, arrays in replies]),
             latency_seconds=latency,
             step_seconds=max(done.ended_seconds - done.began_seconds for done in results),
-            compute_seconds=tuple(sum(done.compute_seconds) for done in results),
+            segment_seconds=tuple(done.compute_seconds for done in results),
             traces=tuple(
                 wire.DeviceTrace(device=device.name, rank=rank, events=shift_to_common_clock(done, *clocks[rank]))
                 for rank, (device, done) in enumerate(zip(self.plan.devices, results, strict=True))
                 if trace
             ),
+            clock_errors=tuple(clock_error_seconds(done, *clocks[rank]) for rank, done in enumerate(results)),
         )
 
     async def gather_or_abort(self, calls: Iterable[Awaitable[T]], abort: wire.Abort | None = None) -> list[T]:

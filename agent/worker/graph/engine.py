@@ -54,8 +54,7 @@ class _Request:
     request: Run | None = None
     results: dict[str, Array] = field(default_factory=dict)
     compute_seconds: list[float] = field(default_factory=list)
-    began: float = 0.0
-    ended: float = 0.0
+    began: float = 0.0  # when the request had arrived, on the monotonic clock
     running: RunControl | None = None
     sending: int = 0  # tensors not yet passed to the transport
     has_run: bool = False
@@ -110,7 +109,7 @@ class GraphEngine(DataPlane[OutgoingTensor]):
             late_at = now + late_seconds(request.timeout_seconds)
             self._schedule.open(request.step, now + request.timeout_seconds, late_at)
             state = self._requests.setdefault(request.step, _Request(Recorder(request.trace)))
-            state.request_id, state.request = request_id, request
+            state.request_id, state.request, state.began = request_id, request, now
             state.compute_seconds = [0.0] * len(self._sessions)
             if not request.trace:
                 state.recorder = Recorder(enabled=False)
@@ -207,8 +206,6 @@ class GraphEngine(DataPlane[OutgoingTensor]):
             if self._requests.get(ready.step) is not request:
                 return  # the request was aborted meanwhile
             request.running = None
-            request.began = request.began or began
-            request.ended = ended
             request.compute_seconds[ready.segment] = ended - began
             request.sending += len(outgoing)
             request.values.update(outputs)
@@ -232,7 +229,7 @@ class GraphEngine(DataPlane[OutgoingTensor]):
         done = RunDone(
             names=tuple(request.results),
             began_seconds=request.began,
-            ended_seconds=request.ended,
+            ended_seconds=time.monotonic(),
             compute_seconds=tuple(request.compute_seconds),
             wire=self.wire_stats(),
             dropped_messages=self.dropped,

@@ -438,7 +438,7 @@ class FakePipeline:
         self.most = max(self.most, self.running)
         await asyncio.sleep(0.001)
         self.running -= 1
-        return deployment.RunResult({}, float(self.asked), 0.0, (0.0,), ())
+        return deployment.RunResult({}, float(self.asked), 0.0, ((0.0,),), ())
 
 
 @pytest.mark.parametrize(("objective", "at_once", "asked"), [("latency", 1, 4), ("throughput", 4, 5 * 4)])

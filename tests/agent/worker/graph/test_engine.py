@@ -415,14 +415,18 @@ def test_onnxruntime_error_is_reported_and_ends_only_its_request(tmp_path: Path)
 
 def test_trace_has_segments_and_both_ends_of_transfers() -> None:
     with GraphCluster(CHAIN, sessions=[[Stage()], [Stage("a")], [Stage("b")]]) as cluster:
+        asked = time.monotonic()
         cluster.start(1, {"x": np.zeros(1, np.float32)}, trace=True)
+        answered = time.monotonic()
         events = {}
         for rank in range(3):
             done, _ = cluster.answer(1, rank)
             assert isinstance(done, RunDone)
             assert len(done.compute_seconds) == 1
             assert done.compute_seconds[0] > 0
-            assert done.ended_seconds > done.began_seconds
+            # From the arrival of the request on: a worker's clock is set by both ends of the call (`hearth.trace`).
+            assert asked <= done.began_seconds < answered
+            assert done.ended_seconds > max(event.end_seconds for event in done.trace) - 1e-9
             events[rank] = {(event.lane, event.kind, event.layer, event.tensor, event.peer) for event in done.trace}
     assert events == {
         0: {("compute", Work.SEGMENT, 0, "", None), ("send", Phase.TENSOR, 0, "a", 1)},
