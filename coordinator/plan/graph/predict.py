@@ -262,6 +262,13 @@ def peak_activation_bytes(spec: GraphSpec, operators: Sequence[int]) -> int:
     return peak
 
 
+def lone_transfer_seconds(cluster: GraphCluster, source: int, target: int, num_bytes: int) -> float:
+    """Seconds of a transfer of exact values between two devices, from sending to arrival, if no other one contends."""
+    ends = (cluster.devices[device].wire for device in (source, target))
+    cpu = sum(num_bytes * cost.encrypted_seconds_per_byte + cost.seconds_per_message for cost in ends)
+    return num_bytes / cluster.bytes_per_second[source][target] + cluster.latency_seconds[source][target] + cpu
+
+
 def _endpoint_cpu_seconds(
     cluster: GraphCluster, device: int, transfer: TensorTransfer, values: ValueFormatName, reads_factor: float = 1.0
 ) -> float:
