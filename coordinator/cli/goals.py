@@ -11,7 +11,7 @@ from coordinator.models.graph_file import ModelFileKind, parse_dims
 from coordinator.plan.graph.request import DEFAULT_TIME_LIMIT_SECONDS
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.registry import REGISTRY
-from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
+from coordinator.serve.state import MAX_TILES, Goal, GraphGoal, TileCount, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.value_formats import VALUE_FORMAT_NAMES
@@ -50,9 +50,19 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
         dims=parse_dims(options["dim"]),
         objective=objective,
         congestion=not options["no_congestion"],
+        tiles=_tile_count(options["tiles"]),
         time_limit_seconds=options["time_limit"] or DEFAULT_TIME_LIMIT_SECONDS,
         **common,
     )
+
+
+def _tile_count(text: str) -> TileCount:
+    """`auto`, `off` or a number. Raises BadSetting."""
+    if text in ("auto", "off"):
+        return "auto" if text == "auto" else 1
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_TILES:
+        raise BadSetting(setting="--tiles", reason=f"'{text}' is not auto, off, or a number from 1 to {MAX_TILES}")
+    return int(text)
 
 
 def _accuracy_budget(options: Mapping[str, Any]) -> float | None:

@@ -182,8 +182,8 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
 }
 # Options of `serve` that require MODEL.
 MODEL_OPTIONS = (
-    "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "seq_len", "context", "sequences",
-    "no_kv_copies", "weights", "wire", "lz4", "accuracy_budget", "exclude", "limit",
+    "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "tiles", "seq_len", "context",
+    "sequences", "no_kv_copies", "weights", "wire", "lz4", "accuracy_budget", "exclude", "limit",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from coordinator.models.file_kinds import file_kind, read_json_file, why_wrong_kind
 from coordinator.models.onnx.json_reader import read_graph_json
 from hearth.errors import BadModelFile, BadSetting
+from hearth.plan.graph import CutOperator
 from hearth.plan.graph_spec import GraphSpec
 from hearth.wire.messages import ElementType
 
@@ -30,6 +31,11 @@ class GraphFile:
     @property
     def fingerprint(self) -> str:
         return self.model.fingerprint if self.model is not None else ""
+
+    @property
+    def tiles(self) -> tuple[CutOperator, ...]:
+        """The operators of the file that are cut into tiles."""
+        return self.model.tiles if self.model is not None else ()
 
     def check_types(self) -> None:
         """Raise BadModelFile for an input or an output whose type no request can carry."""

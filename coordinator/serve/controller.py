@@ -268,10 +268,9 @@ class Controller:
             case "settle":
                 return await self._settle(state.has_served, state.error)
             case "profile":
-                return cycle.DevicesProfiled(await self.kind.profile(state.devices))
+                return cycle.DevicesProfiled(await self.kind.profile(state.devices, self._held_plan))
             case "make_plan":
-                held = self._retired[-1].plan if self._retired else None
-                plan = await self.kind.plan(state.cluster, state.has_served, held)
+                plan = await self.kind.plan(state.cluster, state.has_served, self._held_plan)
                 self._replanner.record_best_plan(state.devices, plan)
                 if summary := self.kind.summary(plan):
                     services.report(summary)
@@ -331,6 +330,11 @@ class Controller:
             case _:
                 raise AssertionError(f"cannot {action} in {state}")
         return None
+
+    @property
+    def _held_plan(self) -> Plan | None:
+        """The plan that was deployed last, if its workers run on until the next one is loaded."""
+        return self._retired[-1].plan if self._retired else None
 
     async def _stop_workers(self) -> None:
         """Stop the workers of the deployment and of the previous ones."""

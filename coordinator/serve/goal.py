@@ -110,7 +110,10 @@ def plan_request(
 def graph_request(
     goal: GraphGoal, graph: GraphFile, cluster: GraphCluster, deployed: GraphPlan | None = None
 ) -> GraphRequest:
-    """The planner's request for an operator graph. `deployed`: the current plan, whose weights its devices hold."""
+    """The planner's request for an operator graph.
+
+    `deployed`: the current plan, whose weights its devices hold. One of other tiles shares neither operators nor weights.
+    """
     return GraphRequest(
         spec=graph.spec,
         cluster=cluster,
@@ -120,5 +123,6 @@ def graph_request(
         time_limit_seconds=goal.time_limit_seconds,
         wire=goal.wire,
         model_hash=graph.fingerprint,
-        held=deployed,
+        tiles=graph.tiles,
+        held=deployed if deployed is not None and deployed.model.tiles == graph.tiles else None,
     )

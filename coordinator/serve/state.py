@@ -18,6 +18,10 @@ from hearth.plan.plan import Plan, migrate
 from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.messages import Configuration
 
+MAX_TILES = 64  # of one operator; plans of larger graphs take minutes
+# How many tiles to cut each product of matrices into; `auto`: as many as are worth it, 1: none is cut.
+TileCount: TypeAlias = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_TILES)]
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: new at each start of the computer
 
 
@@ -62,6 +66,7 @@ class GraphGoal(_Goal):
     objective: Objective = "latency"
     strategy: str = "auto"
     congestion: bool = True  # whether transfers of one device share its link
+    tiles: TileCount = 1
     time_limit_seconds: float = Field(default=30.0, gt=0, le=86400)  # for the plan search
 
     @property

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
 from hearth.plan.value_formats import ValueFormatName
 
@@ -13,13 +13,30 @@ Objective = Literal["latency", "throughput"]
 _MAX_NAMES = 1 << 20  # operators or tensors; the largest exported graphs have tens of thousands
 
 
+class CutOperator(BaseModel, frozen=True):
+    """An operator of the file that is cut into tiles: into how many pieces, by axis of its index space."""
+
+    operator: int = Field(ge=0)
+    pieces: tuple[Annotated[int, Field(ge=1)], ...] = Field(max_length=64)
+
+
 class GraphModel(BaseModel, frozen=True):
-    """Identity of an ONNX graph, and the names of its input and output tensors."""
+    """Identity of an ONNX graph, and the names of its input and output tensors.
+
+    With `tiles`, the plan places the operators of the graph that the file's graph becomes when these operators are cut.
+    """
 
     name: str
-    sha256: str  # of the ONNX file and its external data; empty for a graph without weights
+    sha256: str  # of the ONNX file, its external data and the tiles; empty for a graph without weights
     inputs: tuple[str, ...] = Field(max_length=_MAX_NAMES)
     outputs: tuple[str, ...] = Field(max_length=_MAX_NAMES)
+    tiles: tuple[CutOperator, ...] = Field(default=(), max_length=_MAX_NAMES)
+
+    @model_serializer(mode="wrap")
+    def _omit_no_tiles(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Plans of whole operators have the bytes, and so the hash, that they had before there were tiles."""
+        fields: dict[str, Any] = dump(self)
+        return fields if self.tiles else {name: value for name, value in fields.items() if name != "tiles"}
 
 
 class Segment(BaseModel, frozen=True):

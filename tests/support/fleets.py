@@ -134,7 +134,7 @@ class FakeFleet(ABC):
             raise DeviceLost(device=device_id, reason="it is gone")
         stored = self.stored[device_id]
         if isinstance(message, Profile):
-            return Reply(Profiled(result=self.profile(message)))
+            return Reply(Profiled(result=self.profile(message, payload)))
         if isinstance(message, MeasureLink):
             rate = self.link_bytes_per_second / self.link_factor
             return Reply(LinkMeasured(bytes_per_second=rate, round_trip_seconds=1e-9, num_bytes=1, stable=True))
@@ -175,7 +175,7 @@ class FakeFleet(ABC):
         return self.run(device_id, message, arrays)
 
     @abstractmethod
-    def profile(self, message: Profile) -> BlockProfile | GraphProfile:
+    def profile(self, message: Profile, payload: Sequence[Any]) -> BlockProfile | GraphProfile:
         """The answer of every device."""
 
     @abstractmethod
@@ -191,7 +191,7 @@ class TransformerFleet(FakeFleet):
         self.errors = {None: 0.0, "exact": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 5e-2}
         self.speeds = {None: 1.0, "exact": 1.0, "bf16": 0.6, "fp16": 0.7, "int8": 0.4}
 
-    def profile(self, message: Profile) -> BlockProfile:
+    def profile(self, message: Profile, payload: Sequence[Any]) -> BlockProfile:
         assert isinstance(message.subject, BlocksOf)
         return device_profile(0, 1.0, message.subject.model, message.subject.seq_len).blocks
 
@@ -212,21 +212,26 @@ class TransformerFleet(FakeFleet):
 
 
 class GraphFleet(FakeFleet):
-    """A request takes the predicted time, times `slow`; every operator takes 10 ms."""
+    """A request takes the predicted time, times `slow`; every operator takes 10 ms, divided among its tiles."""
 
     def __init__(self, names: str, graph: GraphFile) -> None:
         super().__init__(names, link_bytes_per_second=1e9)
         self.graph = graph
 
-    def profile(self, message: Profile) -> GraphProfile:
+    def profile(self, message: Profile, payload: Sequence[Any]) -> GraphProfile:
+        from onnx import ModelProto
+
         assert isinstance(message.subject, OperatorsOf)
+        names = [node.name for node in ModelProto.FromString(b"".join(payload)).graph.node]
+        num_tiles = Counter(name.partition("/tile")[0] for name in names if "/tile" in name)
+        seconds = {name: 0.01 / num_tiles.get(name.partition("/tile")[0], 1) for name in names}
+        seconds |= {name: 0.0 for name in names if name.partition("/")[2][:3] in ("gat", "par", "sum")}
         kernels = tuple(
-            Kernel(name=operator.name, kind=operator.kind, provider="cpu", seconds=0.01, operators=(operator.name,))
-            for operator in self.graph.spec.operators
+            Kernel(name=name, kind="", provider="cpu", seconds=seconds[name], operators=(name,)) for name in names
         )
         return GraphProfile(
-            kernels=kernels, run_seconds=0.01 * len(kernels), provider="cpu", process_bytes=1 << 20, load_bytes=1 << 20,
-            peak_bytes=3 << 20, run_bytes=1 << 20, wire=WireCost(),
+            kernels=kernels, run_seconds=sum(seconds.values()), provider="cpu", process_bytes=1 << 20,
+            load_bytes=1 << 20, peak_bytes=3 << 20, run_bytes=1 << 20, wire=WireCost(),
         )  # fmt: skip
 
     def run(self, device_id: str, message: Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:

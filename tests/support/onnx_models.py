@@ -58,6 +58,13 @@ def saved(path: Path, of: GraphProto, opset: int = 17, **more: Any) -> Path:
     return path
 
 
+def save_two_products(path: Path, rows: int = 512, width: int = 512) -> Path:
+    """y = Relu(x W1) W2, with square weights: by default 268 MFLOP and 1 MiB each."""
+    nodes = [node("MatMul", "x w1", "a"), node("Relu", "a", "b"), node("MatMul", "b w2", "y")]
+    weights = [weight("w1", width, width), weight("w2", width, width, seed=1)]
+    return saved(path, graph(nodes, [value("x", [rows, width])], [value("y", None)], weights))
+
+
 def random_inputs(spec: GraphSpec, seed: int = 0) -> Arrays:
     """Integers are token ids and masks: 0 or 1."""
     random = np.random.default_rng(seed)

@@ -22,7 +22,7 @@ from coordinator.serve.state import GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 
 _DEFAULT_ROUNDS = 5  # timed runs of each plan: enough for a median, short enough to wait for
-_NOT_TILED = ("load_profile", "save_profile", "save")  # files that describe whole operators
+_NOT_TILED = ("load_profile", "save_profile")  # files that describe whole operators
 _NOT_COMPARED = ("load_profile", "save_profile", "save", "explain", "timeline", "cluster", "picture")
 
 
@@ -114,7 +114,7 @@ def plan(
     if kind == "instance" and isinstance(goal, GraphGoal):
         asyncio.run(plan_problem(goal, output))
         return
-    planning: Planning = TransformerPlanning(goal) if isinstance(goal, TransformerGoal) else GraphPlanning(goal, tiles)
+    planning: Planning = TransformerPlanning(goal) if isinstance(goal, TransformerGoal) else GraphPlanning(goal)
     if compare:
         rounds = rounds or _DEFAULT_ROUNDS
         print_comparison(

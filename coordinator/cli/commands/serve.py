@@ -37,6 +37,7 @@ def serve(
     dim: options.DimsOption = [],  # noqa: B006 (typer's form of an empty default)
     time_limit: options.TimeLimitOption = None,
     no_congestion: options.NoCongestionOption = False,
+    tiles: options.TilesOption = "off",
     seq_len: options.SeqLenOption = None,
     context: options.ContextOption = None,
     sequences: options.SequencesOption = None,

@@ -15,7 +15,6 @@ import numpy as np
 from coordinator.cli.load_generator import random_inputs
 from coordinator.cli.output import out, report
 from coordinator.cli.planning.live import LiveDevices
-from coordinator.cli.planning.tiling import num_tiles, tiled_for
 from coordinator.cli.render import graph_tables
 from coordinator.cli.render.picture import Drawing, make_drawing
 from coordinator.deploy.deployment import Weights
@@ -36,6 +35,7 @@ from coordinator.plan.stores import lacking
 from coordinator.serve.goal import allowed_devices, graph_request
 from coordinator.serve.kinds.graph import MAX_RECOVERY_SECONDS
 from coordinator.serve.planning.planner_process import plans_or_errors, solve_graph
+from coordinator.serve.planning.tiling import check_can_tile, tiled_for
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting, HearthError
 from hearth.plan.parts import PlannedDevice
@@ -143,18 +143,16 @@ class PlannedGraph:
 
 
 class GraphPlanning:
-    """Profiles, plans and times one graph. Raises BadModelFile, DynamicShape, BadSetting, ...
+    """Profiles, plans and times one graph. Raises BadModelFile, DynamicShape, BadSetting, CannotTile, ...
 
-    `tiles`: `auto`, `off` or a number. The graph is cut once its devices are known; `auto` plans the whole graph too, and
-    takes what is faster.
+    The graph is cut into tiles, if the goal asks for them, once its devices are known; with `auto` the whole graph is planned
+    too, and what is faster is taken.
     """
 
-    def __init__(self, goal: GraphGoal, tiles: str = "off") -> None:
+    def __init__(self, goal: GraphGoal) -> None:
         self.goal = goal
-        self._num_tiles = num_tiles(tiles)
         self.graph = read_graph_file(Path(goal.model_file), goal.dims)
-        if self.graph.model is None and tiles != "off":
-            raise BadSetting(setting="--tiles", reason=f"{self.graph.path} is no ONNX file, and only those can be cut")
+        check_can_tile(self.graph, goal.tiles)
         self._uncut: tuple[GraphFile, GraphCluster] | None = None  # the graph before it was cut, if it was
 
     def cluster_from_files(self, profile: Path | None = None, devices: Path | None = None) -> GraphCluster | None:
@@ -184,7 +182,7 @@ class GraphPlanning:
 
     async def plan(self, cluster: GraphCluster) -> PlannedGraph:
         """The best plan under the user's limits. Raises ModelDoesNotFit, ..."""
-        if self._uncut is None or self._num_tiles is not None:
+        if self._uncut is None or self.goal.tiles != "auto":
             return await self._plan(self.graph, cluster)
         graph, devices = self._uncut
         tiled = await self._plan_or_error(self.graph, cluster)
@@ -212,16 +210,14 @@ class GraphPlanning:
 
     def _cut(self, cluster: GraphCluster) -> bool:
         """Cut the graph for the devices that may be used. Returns whether it has changed."""
-        if self.graph.model is None:
-            return False
         ids = [device.device_id for device in allowed_devices(self.goal, cluster.devices)]
         allowed = graph_cluster_with_limits(cluster.subset(ids), self.goal.limits)
-        model = tiled_for(self.graph.model, allowed, self._num_tiles)
-        if model is self.graph.model:
+        tiled = tiled_for(self.graph, allowed, self.goal.tiles)
+        if tiled is self.graph:
             return False
-        report(f"cut {self.graph.spec.num_operators} operators into {model.spec.num_operators}")
+        report(f"cut {self.graph.spec.num_operators} operators into {tiled.spec.num_operators}")
         self._uncut = (self.graph, cluster)
-        self.graph = replace(self.graph, spec=model.spec, model=model)
+        self.graph = tiled
         return True
 
     # ---- with --compare -------------------------------------------------------------------------------------------

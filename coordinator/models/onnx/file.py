@@ -12,6 +12,7 @@ import hashlib
 import math
 import mmap
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from google.protobuf.message import DecodeError, Message
@@ -106,6 +107,7 @@ class OnnxFile:
         }
         return [self.path, *sorted(paths - {self.path})]
 
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the file and of the files of its external data, in the order of their names."""
         sha256 = hashlib.sha256()

@@ -20,6 +20,7 @@ from coordinator.models.onnx.file import INLINE_BYTES, OnnxFile, dtype_name, num
 from coordinator.models.onnx.nodes import all_names, bodies, hoist_weights, rename_uses, unique_name, used_tensors
 from coordinator.models.onnx.shapes import CONTRIB_DOMAIN, ResolvedGraph, resolve_types, tensor_type
 from hearth.errors import BadSetting, DynamicShape
+from hearth.plan.graph import CutOperator
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 
 _STANDARD_DOMAINS = ("", "ai.onnx")
@@ -31,8 +32,8 @@ _MAX_OPERATORS = 100_000
 class OnnxModel:
     """A model with every shape known; its weights stay in the mapped file until one is read.
 
-    The nodes of `graph` are the operators of `spec`, one for one. `variant` describes how the graph was rewritten; it is
-    empty for the graph of the file.
+    The nodes of `graph` are the operators of `spec`, one for one. `tiles` says how the graph of the file was rewritten; it is
+    empty for that graph itself.
     """
 
     spec: GraphSpec
@@ -41,16 +42,15 @@ class OnnxModel:
     ir_version: int
     opsets: tuple[OperatorSetIdProto, ...]
     graph: ResolvedGraph
-    variant: str = ""
+    tiles: tuple[CutOperator, ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the file, its external data, dimensions and variant: identifies the model that a plan is for."""
+        """SHA-256 of the file, its external data, dimensions and tiles: identifies the model that a plan is for."""
         dims = ",".join(f"{name}={size}" for name, size in sorted(self.dims.items()))
-        settings = f" {dims}" * bool(dims) + f" {self.variant}" * bool(self.variant)
-        return (
-            hashlib.sha256(f"{self.file.digest()}{settings}".encode()).hexdigest() if settings else self.file.digest()
-        )
+        tiles = " ".join(f"{cut.operator}:{','.join(map(str, cut.pieces))}" for cut in self.tiles)
+        settings = f" {dims}" * bool(dims) + f" tiles {tiles}" * bool(tiles)
+        return hashlib.sha256(f"{self.file.digest}{settings}".encode()).hexdigest() if settings else self.file.digest
 
 
 def read_onnx(path: str | Path, dims: Mapping[str, int] | None = None) -> OnnxModel:

@@ -339,6 +339,7 @@ def _build_plan(request: GraphRequest, solution: Solution[OperatorAssignment], p
             sha256=request.model_hash,
             inputs=tuple(tensor.name for tensor in spec.inputs),
             outputs=tuple(tensor.name for tensor in spec.outputs),
+            tiles=request.tiles,
         ),
         planner=planner,
         devices=tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from coordinator.plan.graph.cluster import GraphCluster
-from hearth.plan.graph import Objective
+from hearth.plan.graph import CutOperator, Objective
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import GraphPlan
@@ -26,6 +26,7 @@ class GraphRequest:
     seed: int = 0
     wire: WireFormat = field(default_factory=WireFormat)
     model_hash: str = ""
+    tiles: tuple[CutOperator, ...] = ()  # that `spec` has; the plan says so, so that they can be made again
     held: GraphPlan | None = None  # the deployed plan, whose weights its devices need not get again
     recovering: bool = False  # requests wait for the plan, since the deployed one has lost a device
 

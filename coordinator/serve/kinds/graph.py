@@ -12,8 +12,6 @@ import numpy as np
 
 from coordinator.deploy.deployment import Weights
 from coordinator.deploy.graph import GraphDeployment, segment_weights
-from coordinator.deploy.graph_chunks import SegmentChunks
-from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.cutting import check_segments
@@ -21,15 +19,17 @@ from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limi
 from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.predict import current_objective_seconds
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
+from coordinator.plan.solution import PlanningResult
 from coordinator.serve.goal import graph_request
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
+from coordinator.serve.kinds.tiled_graphs import MeasuredGraphs, ServedGraph, TiledGraphs
 from coordinator.serve.planning.planner_process import plans_or_errors, solve_graph
 from coordinator.serve.planning.spare_planners import PlannerKind
 from coordinator.serve.requests.runner import ComputedReply, Requests
 from coordinator.serve.state import GraphGoal
-from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError
+from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph_spec import Tensor
-from hearth.plan.plan import Plan, is_graph_plan
+from hearth.plan.plan import GraphPlan, Plan, is_graph_plan
 from hearth.platform.units import format_seconds
 from hearth.wire.codec import Array
 from hearth.wire.framing import pack_arrays, unpack_arrays
@@ -56,12 +56,12 @@ class GraphKind:
             raise BadSetting(setting="MODEL", reason=f"{goal.model_file} has no weights to run; serve an ONNX file")
         self.spec = self.graph.spec
         self.graph.check_types()
-        self.workload = graph_workload(self.graph)
+        self._graphs = TiledGraphs(goal, graph, services.profiler)
+        self.workload = self._graphs.whole.workload
         self.handlers: Mapping[type[Message], RequestHandler] = {GetModelInfo: self.info, Infer: self.infer}
         self._goal = goal
         self._services = services
         self._requests = requests
-        self._chunks = SegmentChunks(self.graph)
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
@@ -72,45 +72,55 @@ class GraphKind:
     def check(self, plan: Plan) -> None:
         if not is_graph_plan(plan):
             raise BadPlan(reason=f"it is for a transformer, and {self._goal.model_file} is a graph of operators")
-        if plan.model.sha256 != self.graph.fingerprint:
-            raise BadPlan(reason=f"it was made for another graph than {self._goal.model_file}")
+        served = self._graphs.of(plan)
         if plan.body.objective != self._goal.objective:
             raise BadPlan(reason=f"it was made for --objective {plan.body.objective}, not {self._goal.objective}")
-        check_segments(self.spec, plan.body.segments)
+        check_segments(served.graph.spec, plan.body.segments)
 
-    async def profile(self, devices: Sequence[Device]) -> GraphCluster:
-        return await graph_cluster(self._services.profiler, devices, self.graph, self.workload)
+    async def profile(
+        self, devices: Sequence[Device], deployed: Plan | None = None, joined: bool = False
+    ) -> MeasuredGraphs:
+        return await self._graphs.measure(devices, deployed if is_graph_plan(deployed) else None, joined)
 
-    async def plan(self, cluster: GraphCluster, recovering: bool, held: Plan | None = None) -> Plan:
-        request = replace(self._request(cluster, recovering, held), recovering=recovering)
-        return self._services.chosen(await solve_graph(request, spares=self._services.spare_planners))
+    async def plan(self, cluster: MeasuredGraphs, recovering: bool, held: Plan | None = None) -> Plan:
+        found: list[PlanningResult[GraphPlan]] = []
+        for number, option in enumerate(cluster.options, 1):
+            request = replace(self._request(option, recovering, held), recovering=recovering)
+            try:
+                found.append(await solve_graph(request, spares=self._services.spare_planners))
+            except (ModelDoesNotFit, NoPlacement):  # of whole operators and tiles, only one may fit
+                if number == len(cluster.options) and not found:
+                    raise
+        return self._services.chosen(min(found, key=lambda each: objective_seconds(each.plan)))
 
-    async def plans_ahead(self, clusters: Sequence[GraphCluster], held: Plan) -> list[Plan | HearthError]:
-        return await plans_or_errors("graph", [self._request(cluster, True, held) for cluster in clusters])
+    async def plans_ahead(self, clusters: Sequence[MeasuredGraphs], held: Plan) -> list[Plan | HearthError]:
+        return await plans_or_errors("graph", [self._request(each.options[0], True, held) for each in clusters])
 
-    def _request(self, cluster: GraphCluster, recovering: bool, held: Plan | None) -> GraphRequest:
-        goal = self._goal
+    def _request(self, option: tuple[ServedGraph, GraphCluster], recovering: bool, held: Plan | None) -> GraphRequest:
+        goal, (served, cluster) = self._goal, option
         if recovering:
             goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, MAX_RECOVERY_SECONDS)})
         deployed = held if held is not None and is_graph_plan(held) else None
-        return graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits, held), deployed)
+        return graph_request(goal, served.graph, graph_cluster_with_limits(cluster, goal.limits, held), deployed)
 
     def summary(self, plan: Plan) -> str:
         assert is_graph_plan(plan)
         unit = "for one request" if plan.body.objective == "latency" else "per request of a full pipeline"
-        return f"planned by {plan.planner}: {format_seconds(objective_seconds(plan))} {unit}"
+        tiled = f", {len(plan.model.tiles)} operators in tiles" if plan.model.tiles else ""
+        return f"planned by {plan.planner}{tiled}: {format_seconds(objective_seconds(plan))} {unit}"
 
-    async def revise(self, cluster: GraphCluster, deployment: GraphDeployment) -> tuple[Plan, float, float]:
+    async def revise(self, cluster: MeasuredGraphs, deployment: GraphDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan
-        request = self._request(cluster, False, deployed)
-        new = self._services.chosen(await solve_graph(request, spares=self._services.spare_planners))
-        return new, objective_seconds(new), current_objective_seconds(request, deployed)
+        new = await self.plan(cluster, False, deployed)
+        assert is_graph_plan(new)
+        current = current_objective_seconds(self._request(cluster.options[0], False, deployed), deployed)
+        return new, objective_seconds(new), current
 
     # ---- deployments ----------------------------------------------------------------------------------------------
 
     def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
         assert is_graph_plan(plan)
-        return segment_weights(self._chunks, plan)
+        return segment_weights(self._graphs.of(plan).chunks, plan)
 
     def deployment(self, plan: Plan, name: str) -> GraphDeployment:
         assert is_graph_plan(plan)

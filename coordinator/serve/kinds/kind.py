@@ -61,8 +61,12 @@ class ModelKind(Protocol[D]):
     def check(self, plan: Plan) -> None:
         """Raise BadPlan if a plan is not for this model and these settings."""
 
-    async def profile(self, devices: Sequence[Device]) -> Any:
-        """Measure the devices; returns the cluster for `plan`. Raises NoDevices, ..."""
+    async def profile(self, devices: Sequence[Device], deployed: Plan | None = None, joined: bool = False) -> Any:
+        """Measure the devices; returns the cluster for `plan`. Raises NoDevices, ...
+
+        A graph of operators can be cut in many ways. It is measured as the `deployed` plan has cut it; without one, or if
+        devices have `joined`, as it is best cut for these devices.
+        """
 
     async def plan(self, cluster: Any, recovering: bool, held: Plan | None = None) -> Plan:
         """Make a plan. `recovering`: clients are waiting, so limit the search. Raises ModelDoesNotFit, ...

@@ -93,7 +93,9 @@ class TransformerKind:
         if body.generation is not None if generation is None else not generation.matches(body, model.seq_len):
             raise BadPlan(reason="it was made for another --context or another number of --sequences")
 
-    async def profile(self, devices: Sequence[Device]) -> ClusterProfile:
+    async def profile(
+        self, devices: Sequence[Device], deployed: Plan | None = None, joined: bool = False
+    ) -> ClusterProfile:
         return await block_cluster(self._services.profiler, devices, self.workload)
 
     async def plan(self, cluster: ClusterProfile, recovering: bool, held: Plan | None = None) -> Plan:

@@ -296,7 +296,7 @@ class Preparer:
                 self._refuse(each, "there is no other device")
                 continue
             try:
-                clusters[each] = await self._kind.profile(others)
+                clusters[each] = await self._kind.profile(others, deployment.plan)
             except Exception as error:
                 self._refuse(each, as_hearth_error(error).explanation())
         try:

@@ -103,7 +103,7 @@ class Replanner:
         await self._refresh_profiles(devices, deployment, reasons)
         if reasons.drift is None and reasons.joined <= set(self._unlinked(reasons.joined, deployment.plan)):
             return None  # still cut off from the others
-        cluster = await self._kind.profile(devices)
+        cluster = await self._kind.profile(devices, deployment.plan, bool(reasons.joined))
         profiled = {device.device_id for device in cluster.devices}
         if missing := [device.name for device in deployment.plan.devices if device.device_id not in profiled]:
             raise DeviceLost(device=", ".join(missing), reason="it could not be measured")

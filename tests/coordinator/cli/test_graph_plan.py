@@ -14,7 +14,7 @@ import pytest
 from support.checkpoints import write_model
 from support.graph_plans import make_graph_plan
 from support.graphs import cluster_of, save_graph, save_two_branch_model, two_branches
-from support.onnx_models import graph, node, saved, value, weight
+from support.onnx_models import graph, node, save_two_products, saved, value, weight
 from support.planning import in_process_planning
 from support.schedule_checker import violations
 from typer.testing import CliRunner
@@ -24,9 +24,11 @@ from coordinator.cli.render.graph_tables import proof_line
 from coordinator.devices.cluster_file import read_instance
 from coordinator.devices.profile_file import read_graph_profile, saved_graph_profile
 from coordinator.models.graph_file import read_graph_file
+from coordinator.models.onnx.cutting import check_segments
 from coordinator.plan.graph.latency.schedule import schedule
 from coordinator.plan.solution import Candidate, OperatorAssignment, Solution
-from hearth.plan.plan import plan_from_json
+from coordinator.serve.planning.tiling import tiled_as
+from hearth.plan.plan import GraphPlan, plan_from_json
 from hearth.plan.profile import WireCost
 from hearth.platform.security import new_home_key, save_credential
 
@@ -340,16 +342,8 @@ def test_serve_rejects_options_of_the_other_kind_of_model(files: Path) -> None:
         assert reason in re.sub(r"\s+", " ", result.output)
 
 
-def heavy_model(path: Path) -> Path:
-    """x W1, Relu, W2: 268 MFLOP each."""
-    rows, width = 512, 512
-    nodes = [node("MatMul", "x w1", "a"), node("Relu", "a", "b"), node("MatMul", "b w2", "y")]
-    weights = [weight("w1", width, width), weight("w2", width, width, seed=1)]
-    return saved(path, graph(nodes, [value("x", [rows, width])], [value("y", None)], weights))
-
-
 def tiled(files: Path, *arguments: str) -> dict[str, Any]:
-    path = heavy_model(files / "heavy.onnx")
+    path = save_two_products(files / "heavy.onnx")
     result = CliRunner().invoke(
         app, ["plan", str(path), "--cluster", str(files / "cluster.json"), "--strategy", "heft", "--json", *arguments]
     )
@@ -365,6 +359,15 @@ def test_tiles_share_an_operator_among_devices(files: Path) -> None:
     assert cut["objective_value"] < 0.55 * whole["objective_value"]
     assert (len(whole["assignment"]), len(fixed["assignment"])) == (3, 17)
     assert set(cut["assignment"]) == {0, 1}
+
+
+def test_a_saved_plan_of_tiles_names_them(files: Path) -> None:
+    tiled(files, "--tiles", "4", "--save", str(files / "plan.json"))
+    plan = plan_from_json((files / "plan.json").read_text(), GraphPlan)
+    graph = read_graph_file(files / "heavy.onnx", {})
+    again = tiled_as(graph, plan.model.tiles)
+    assert (len(plan.model.tiles), again.fingerprint) == (3, plan.model.sha256)
+    check_segments(again.spec, plan.body.segments)
 
 
 @pytest.mark.parametrize(
@@ -394,13 +397,13 @@ def test_auto_keeps_operators_whole_if_tiles_are_not_faster(files: Path) -> None
     ("model", "arguments", "reason"),
     [
         ("heavy.onnx", ("--tiles", "many"), "auto, off, or a number"),
-        ("heavy.onnx", ("--tiles", "2", "--save", "plan.json"), "cannot be combined with --tiles"),
+        ("heavy.onnx", ("--tiles", "2", "--load-profile", "plan.json"), "cannot be combined with --tiles"),
         ("graph.json", ("--tiles", "2"), "is no ONNX file"),
         ("small.onnx", ("--tiles", "7"), "The operator y (MatMul) cannot be cut into tiles: none of its axes"),
     ],
 )
 def test_invalid_tiles_are_reported(files: Path, model: str, arguments: tuple[str, ...], reason: str) -> None:
-    heavy_model(files / "heavy.onnx")
+    save_two_products(files / "heavy.onnx")
     saved(
         files / "small.onnx",
         graph([node("MatMul", "x w", "y")], [value("x", [2, 3])], [value("y", None)], [weight("w", 3, 3)]),

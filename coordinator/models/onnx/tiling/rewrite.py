@@ -33,6 +33,7 @@ from coordinator.models.onnx.tiling.space import (
 )
 from coordinator.models.onnx.tiling.weights import SlicedConstants, region_name
 from hearth.errors import CannotTile
+from hearth.plan.graph import CutOperator
 
 
 class _Block(NamedTuple):
@@ -59,7 +60,6 @@ def tile(model: OnnxModel, pieces: Mapping[int, Pieces]) -> OnnxModel:
             rewrite.keep(operator)
     graph = rewrite.graph
     inputs = {tensor.name: graph.types[tensor.name] for tensor in model.spec.inputs}
-    text = " ".join(f"{operator}:{','.join(map(str, counts))}" for operator, counts in cut.items())
     spec = graph_spec(model.spec.name, graph, inputs, [tensor.name for tensor in model.spec.outputs])
     operators = (each._replace(group=rewrite.groups.get(each.name, "")) for each in spec.operators)
     return OnnxModel(
@@ -69,7 +69,7 @@ def tile(model: OnnxModel, pieces: Mapping[int, Pieces]) -> OnnxModel:
         ir_version=model.ir_version,
         opsets=model.opsets,
         graph=graph,
-        variant=f"tiles {text}",
+        tiles=tuple(CutOperator(operator=operator, pieces=counts) for operator, counts in cut.items()),
     )
 
 
