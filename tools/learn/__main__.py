@@ -1,32 +1,42 @@
-"""`python -m tools.learn`: trains Doppler's dual policy on one of the paper's graphs."""
+"""`python -m tools.learn`: trains Doppler's dual policy on one of the paper's graphs, or the policy for a home."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal, cast
 
+import numpy as np
+import torch
 import typer
 
 from coordinator.cli.output import handles_errors, out
+from coordinator.devices.policy_file import SHIPPED_POLICY
+from coordinator.plan.graph.latency.doppler.policy import random_policy
+from coordinator.plan.graph.latency.doppler.weights import policy_bytes
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from hearth.errors import BadSetting
 from tools.bench.tensor_graphs import GRAPHS, tensor_graph
 from tools.bench.tensor_homes import HOMES
 from tools.learn.ablations import Ablation, make_trainer
+from tools.learn.home.training import BATCH, make_lessons
+from tools.learn.home.training import Trainer as HomeTrainer
 from tools.learn.instance import Floats, make_instance
 from tools.learn.published import published_problem
 from tools.learn.simulators import published_times, work_conserving_times
 from tools.learn.training import Price, Trainer
 
 _REPORTS = 10  # lines of progress
+_REPORT_STEPS = 500
 
 app = typer.Typer(name="python -m tools.learn", add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command("published")
 @handles_errors
-def train(
+def train_published(
     graph: Annotated[str, typer.Argument(help=f"One of: {', '.join(GRAPHS)}.")],
     home: Annotated[
         str, typer.Option(help=f"Four devices and their links: {', '.join(HOMES)}; or `published`: the authors' costs.")
@@ -68,6 +78,47 @@ def train(
         out.print(f"best of training {trainer.best.seconds:.4f}{unit}, found at episode {trainer.best.episode}")
     out.print(f"final greedy policy {_greedy_seconds(trainer, price):.4f}{unit}")
     out.print(f"{total} episodes in {spent:.0f} processor seconds: {total / spent:.1f} episodes/s")
+
+
+@app.command("home")
+@handles_errors
+def train_home(
+    out_path: Annotated[Path, typer.Option("--out", help="The file to write.", dir_okay=False)] = SHIPPED_POLICY,
+    instances: Annotated[int, typer.Option(min=1, help="Random graphs on random homes to learn from.")] = 240,
+    moves: Annotated[int, typer.Option(min=0, help="Annealing moves of each teacher.")] = 8000,
+    imitation: Annotated[int, typer.Option(min=0, help="Gradient steps of stage I: imitate the teachers.")] = 6000,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of stage II: policy gradient, 16 episodes each.")] = 4000,
+    seed: Annotated[int, typer.Option(help="Of instances; of weights and samples, the next one.")] = 1,
+) -> None:
+    """Train one policy for any graph on any home, and write the file that the planner `doppler` reads."""
+    torch.set_num_threads(1)
+    began = time.process_time()
+    lessons = make_lessons(np.random.default_rng(seed), instances, moves)
+    out.print(f"{instances} instances and their teachers: {time.process_time() - began:.0f} processor seconds")
+    rng = np.random.default_rng(seed + 1)
+    trainer = HomeTrainer(random_policy(rng), lessons, rng)
+    _report("imitation: loss per operator", trainer.imitate(imitation))
+    makespans = _report("policy gradient: makespans over the best known", trainer.reinforce(steps))
+    figures = {
+        "seed": str(seed),
+        "instances": str(instances),
+        "steps": f"{imitation} of imitation, {steps} of policy gradient in batches of {BATCH}",
+        "processor_seconds": f"{time.process_time() - began:.0f}",
+        "last_makespans_over_best_known": f"{np.mean(makespans[-instances:]):.3f}",
+    }
+    out_path.write_bytes(policy_bytes(trainer.network.policy, figures))
+    for name, figure in figures.items():
+        out.print(f"{name.replace('_', ' ')}: {figure}")
+
+
+def _report(label: str, figures: Iterator[float]) -> list[float]:
+    """All figures; prints the mean of every so many steps."""
+    found: list[float] = []
+    for figure in figures:
+        found.append(figure)
+        if len(found) % _REPORT_STEPS == 0:
+            out.print(f"{label}, {len(found)} steps: {np.mean(found[-_REPORT_STEPS:]):.4f}")
+    return found
 
 
 def _problem(graph: str, home: str, shards: int, memory: float) -> tuple[PlacementProblem, Price]:

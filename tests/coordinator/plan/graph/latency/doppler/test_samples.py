@@ -1,0 +1,63 @@
+"""Schedules sampled from a policy: valid, distinct, sorted, repeatable."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.placement_problems import random_problem
+from support.schedule_checker import violations
+
+from coordinator.plan.graph.latency.doppler.features import problem_features
+from coordinator.plan.graph.latency.doppler.policy import random_policy
+from coordinator.plan.graph.latency.doppler.rollout import draw_noise, orders_by_start, roll_out
+from coordinator.plan.graph.latency.doppler.samples import policy_samples
+from coordinator.plan.graph.latency.doppler.starts import Start
+from coordinator.plan.graph.latency.evaluator import Evaluator
+
+POLICY = random_policy(np.random.default_rng(0))
+PROBLEM = random_problem(np.random.default_rng(1), num_operators=20, spare_memory=0.5)
+
+
+def samples(seed: int = 0, num_samples: int = 15) -> list[Start]:
+    return policy_samples(PROBLEM, POLICY, seed, num_samples)
+
+
+def test_samples_are_valid_distinct_and_sorted() -> None:
+    found = samples()
+    schedules = [each.schedule for each in found]
+    assert len({each.assignment for each in schedules}) == len(found) == 4
+    assert [each.makespan for each in schedules] == sorted(each.makespan for each in schedules)
+    for each in found:
+        assert violations(PROBLEM, each.schedule) == []
+        assert PROBLEM.overflow_bytes(each.schedule.assignment) == 0
+        probabilities = np.array(each.probabilities)
+        assert probabilities.sum(axis=1) == pytest.approx(np.ones(20), abs=1e-5)
+        assert (probabilities[np.arange(20), each.schedule.assignment] > 0).all()
+
+
+def test_without_room_there_are_no_samples() -> None:
+    assert policy_samples(replace(PROBLEM, budget_bytes=(1, 1, 1)), POLICY, seed=0) == []
+
+
+def test_the_best_of_all_episodes_comes_first() -> None:
+    found = roll_out(problem_features(PROBLEM), POLICY, draw_noise(PROBLEM, 15, np.random.default_rng(0)))
+    pairs = zip(found.assignments.tolist(), orders_by_start(found).tolist(), found.complete, strict=True)
+    makespans = [Evaluator(PROBLEM).makespan(*pair) for *pair, complete in pairs if complete]
+    assert samples()[0].schedule.makespan == pytest.approx(min(makespans))
+    assert min(makespans) < max(makespans)
+
+
+def test_orders_by_start_are_topological() -> None:
+    found = roll_out(problem_features(PROBLEM), POLICY, draw_noise(PROBLEM, 15, np.random.default_rng(0)))
+    for b, order in enumerate(orders_by_start(found)):
+        if found.complete[b]:
+            position = {operator: at for at, operator in enumerate(order.tolist())}
+            assert all(position[u] < position[v] for v in position for u in PROBLEM.predecessors[v])
+            assert (np.diff(found.starts[b][order]) >= 0).all()
+
+
+def test_same_seed_gives_the_same_samples() -> None:
+    assert [each.schedule for each in samples(3)] == [each.schedule for each in samples(3)]
+    assert samples(3)[0].schedule != samples(4)[0].schedule

@@ -1,0 +1,127 @@
+"""Training of the policy for a home on many instances: imitation of searched schedules (stage I), policy gradient (II).
+
+Identical devices, and tiles that nothing tells apart, have equal logits: a teacher's choice among them changes the loss by a
+constant and its gradient not at all, so teachers' devices need no renaming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from torch import Tensor
+
+from coordinator.plan.graph.latency.doppler.features import ProblemFeatures, problem_features
+from coordinator.plan.graph.latency.doppler.policy import Policy
+from coordinator.plan.graph.latency.doppler.rollout import orders_by_start, roll_out, sampling_noise
+from coordinator.plan.graph.latency.evaluator import Evaluator
+from coordinator.plan.graph.latency.policy_gradient import advantages
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule
+from tools.learn.home.instances import random_instance
+from tools.learn.home.network import GraphTensors, HomeNetwork, graph_tensors
+from tools.learn.home.replay import Episodes, decisions, episodes_of, taught_episodes
+from tools.learn.home.teacher import taught_schedules
+
+BATCH = 16  # episodes of one gradient step
+IMITATION_RATES = (2e-3, 2e-4)  # first and last; linear
+RATES = (5e-4, 5e-5)  # of the policy gradient
+ENTROPY_WEIGHTS = (1e-2, 1e-3)
+ELITE_WEIGHT = 0.3  # of the imitation of the teachers while the policy gradient goes on
+_MOST_GRADIENT = 1.0  # greater norms are scaled down
+
+
+@dataclass
+class Lesson:
+    """One instance, with its teachers' episodes."""
+
+    features: ProblemFeatures
+    graph: GraphTensors
+    evaluator: Evaluator
+    taught: Episodes
+    taught_makespan: float
+
+    @classmethod
+    def of(cls, problem: PlacementProblem, taught: Sequence[Schedule]) -> Lesson:
+        features = problem_features(problem)
+        episodes = taught_episodes(features, taught)
+        return cls(features, graph_tensors(features), Evaluator(problem), episodes, taught[0].makespan)
+
+
+def make_lessons(rng: Generator, count: int, moves: int) -> list[Lesson]:
+    """Random instances with teachers that anneal the best lists by `moves` moves."""
+    found: list[Lesson] = []
+    while len(found) < count:
+        problem = random_instance(rng)
+        if taught := taught_schedules(problem, len(found), moves):
+            found.append(Lesson.of(problem, taught))
+    return found
+
+
+class Trainer:
+    """Trains a policy. Equal seeds and counts give equal weights on one machine."""
+
+    def __init__(self, policy: Policy, lessons: Sequence[Lesson], rng: Generator) -> None:
+        self.network = HomeNetwork(policy)
+        self.lessons, self._rng = lessons, rng
+        self._adam = torch.optim.Adam(self.network.weights.values(), fused=True)
+
+    def imitate(self, num_steps: int) -> Iterator[float]:
+        """Stage I: raise the probabilities of the teachers' schedules. Yields the loss of each step, per operator."""
+        for step, lesson in self._shuffled(num_steps):
+            yield self._descend(self._imitation(lesson), _between(IMITATION_RATES, step / num_steps))
+
+    def reinforce(self, num_steps: int) -> Iterator[float]:
+        """Stage II: policy gradient on simulated makespans, with a batch of one instance in each step.
+
+        The best sample of a batch becomes its instance's teacher when it is shorter. Yields the mean makespan of each
+        batch, relative to that of the teacher.
+        """
+        for step, lesson in self._shuffled(num_steps):
+            yield self._reinforce(lesson, step / num_steps)
+
+    def _reinforce(self, lesson: Lesson, done: float) -> float:
+        problem = lesson.features.problem
+        rollouts = roll_out(lesson.features, self.network.policy, sampling_noise(problem, BATCH, self._rng))
+        kept = rollouts.complete
+        pairs = zip(rollouts.assignments[kept].tolist(), orders_by_start(rollouts)[kept].tolist(), strict=True)
+        relative_B = np.array([lesson.evaluator.makespan(*pair) for pair in pairs]) / lesson.taught_makespan
+        episodes = episodes_of(problem, rollouts)
+        found = decisions(self.network, lesson.graph, episodes)
+        gain_B = torch.from_numpy(advantages(relative_B).astype(np.float32))
+        entropy_weight = _between(ENTROPY_WEIGHTS, done)
+        loss = -(gain_B * found.of(episodes) + entropy_weight * found.entropies()).mean() / problem.num_operators
+        self._descend(loss + ELITE_WEIGHT * self._imitation(lesson), _between(RATES, done))
+        best = int(relative_B.argmin())
+        if relative_B[best] < 1:
+            lesson.taught = Episodes(*(each[best : best + 1] for each in episodes))
+            lesson.taught_makespan *= float(relative_B[best])
+        return float(relative_B.mean())
+
+    def _imitation(self, lesson: Lesson) -> Tensor:
+        found = decisions(self.network, lesson.graph, lesson.taught).of(lesson.taught)
+        return -found.mean() / lesson.features.problem.num_operators
+
+    def _descend(self, loss: Tensor, rate: float) -> float:
+        """One step of Adam; returns the loss."""
+        self._adam.zero_grad()
+        self._adam.param_groups[0]["lr"] = rate
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.network.weights.values(), _MOST_GRADIENT)
+        self._adam.step()
+        return float(loss.detach())
+
+    def _shuffled(self, num_steps: int) -> Iterator[tuple[int, Lesson]]:
+        """All instances in random order, again and again."""
+        for step in range(num_steps):
+            if step % len(self.lessons) == 0:
+                order = self._rng.permutation(len(self.lessons))
+            yield step, self.lessons[order[step % len(self.lessons)]]
+
+
+def _between(limits: tuple[float, float], done: float) -> float:
+    first, last = limits
+    return first + (last - first) * done
