@@ -91,6 +91,7 @@ def test_auto_serves_whole_operators_on_one_device_and_cuts_them_once_others_joi
             assert home.plan.model.tiles == ()
             home.fleet.add("b")
             while home.names() != "ab":
+                await home.until(lambda: home.ready)
                 home.now += REPLAN_SECONDS + MAX_PRESENCE_SECONDS
                 await home.wait_for_replanner()
             assert home.plan.model.tiles
