@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 @cache
-def shipped_policy(path: Path = SHIPPED_POLICY) -> Policy | None:
-    """The policy, read when it is first needed; None, after one warning, if its file is missing or cannot be used."""
+def usable_policy(path: Path = SHIPPED_POLICY) -> Policy | None:
+    """The policy of a file, read when it is first needed; None, after one warning, if the file cannot be used."""
     try:
         return policy_from_bytes(path.read_bytes(), str(path))
     except OSError as error:

@@ -121,6 +121,19 @@ def test_imitation_makes_the_teachers_schedule_the_greedy_one() -> None:
     assert greedy.assignments[0].tolist() == [0] * problem.problem.num_operators
 
 
+def test_sharpening_doubles_the_log_odds_of_choices() -> None:
+    found = trainer()
+    (lesson,) = found.lessons
+
+    def device_odds() -> torch.Tensor:
+        logs = decisions(found.network, lesson.graph, lesson.taught).devices_BTK
+        return logs[..., 1] - logs[..., 0]
+
+    before = device_odds()
+    found.sharpen()
+    torch.testing.assert_close(device_odds(), 2 * before)
+
+
 def test_same_seed_gives_the_same_weights() -> None:
     def run(seed: int) -> torch.Tensor:
         found = trainer(seed)

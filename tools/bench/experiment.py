@@ -27,6 +27,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "partition": ("partition", "Partition"),
     "moirai": ("moirai", "Moirai"),
     "coarsening": ("coarsening", "Coarsening"),
+    "doppler-policy": ("doppler_policy", "DopplerPolicy"),
     "doppler": ("doppler", "Doppler"),
     "doppler-loss": ("doppler_loss", "DopplerLoss"),
     "push": ("push", "Push"),

@@ -87,7 +87,7 @@ def train_home(
     instances: Annotated[int, typer.Option(min=1, help="Random graphs on random homes to learn from.")] = 240,
     moves: Annotated[int, typer.Option(min=0, help="Annealing moves of each teacher.")] = 8000,
     imitation: Annotated[int, typer.Option(min=0, help="Gradient steps of stage I: imitate the teachers.")] = 6000,
-    steps: Annotated[int, typer.Option(min=0, help="Steps of stage II: policy gradient, 16 episodes each.")] = 4000,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of stage II: policy gradient, 16 episodes each.")] = 2000,
     seed: Annotated[int, typer.Option(help="Of instances; of weights and samples, the next one.")] = 1,
 ) -> None:
     """Train one policy for any graph on any home, and write the file that the planner `doppler` reads."""
@@ -98,6 +98,7 @@ def train_home(
     rng = np.random.default_rng(seed + 1)
     trainer = HomeTrainer(random_policy(rng), lessons, rng)
     _report("imitation: loss per operator", trainer.imitate(imitation))
+    trainer.sharpen()
     makespans = _report("policy gradient: makespans over the best known", trainer.reinforce(steps))
     figures = {
         "seed": str(seed),

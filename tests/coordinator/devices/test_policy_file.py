@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.devices.policy_file import shipped_policy
+from coordinator.devices.policy_file import usable_policy
 from coordinator.plan.graph.latency.doppler.policy import random_policy
 from coordinator.plan.graph.latency.doppler.weights import policy_bytes
 
@@ -35,8 +35,8 @@ def test_a_policy_that_cannot_be_used_is_one_warning(
 ) -> None:
     path = _write(tmp_path / "policy.safetensors", data)
     with caplog.at_level(logging.WARNING):
-        assert shipped_policy(path) is None
-        assert shipped_policy(path) is None
+        assert usable_policy(path) is None
+        assert usable_policy(path) is None
     (record,) = caplog.records
     assert reason in record.getMessage()
     assert str(path) in record.getMessage()
@@ -44,7 +44,7 @@ def test_a_policy_that_cannot_be_used_is_one_warning(
 
 def test_a_policy_file_is_read_once(tmp_path: Path) -> None:
     path = _write(tmp_path / "policy.safetensors", policy_bytes(POLICY))
-    first = shipped_policy(path)
+    first = usable_policy(path)
     path.unlink()
     assert first is not None
-    assert shipped_policy(path) is first
+    assert usable_policy(path) is first

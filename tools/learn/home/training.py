@@ -28,9 +28,10 @@ from tools.learn.home.teacher import taught_schedules
 
 BATCH = 16  # episodes of one gradient step
 IMITATION_RATES = (2e-3, 2e-4)  # first and last; linear
-RATES = (5e-4, 5e-5)  # of the policy gradient
+RATES = (3e-4, 3e-5)  # of the policy gradient
 ENTROPY_WEIGHTS = (1e-2, 1e-3)
 ELITE_WEIGHT = 0.3  # of the imitation of the teachers while the policy gradient goes on
+_SHARPENING = 2.0
 _MOST_GRADIENT = 1.0  # greater norms are scaled down
 
 
@@ -82,6 +83,16 @@ class Trainer:
         """
         for step, lesson in self._shuffled(num_steps):
             yield self._reinforce(lesson, step / num_steps)
+
+    def sharpen(self) -> None:
+        """Multiply all logits, after imitation: one stray choice of an imitator spoils what follows in its episode.
+
+        After 6,000 steps, the best of 32 samples is 1.13 of the best list without, and 1.07 with this factor (seven of the
+        paper's graphs on homes).
+        """
+        with torch.no_grad():
+            for name in ("select.output.weight", "place.output.weight"):
+                self.network.weights[name].mul_(_SHARPENING)
 
     def _reinforce(self, lesson: Lesson, done: float) -> float:
         problem = lesson.features.problem
