@@ -221,8 +221,8 @@ def test_main_table_has_ratios_beside_the_papers() -> None:
 def test_further_trainings_of_a_graph_are_in_their_own_tables() -> None:
     more = [
         row("doppler-sim", 0.9, imitation=400, episodes=4000, seed=1),
-        row("doppler-sim", 0.5, episodes=7, found_at=6, num_episodes=7, processor_seconds=0.5),
-        row("per-step", 0.6, episodes=7, found_at=6, num_episodes=7, processor_seconds=7.0),
+        row("doppler-sim", 0.5, episodes=5000, found_at=6, num_episodes=7, processor_seconds=0.5),
+        row("per-step", 0.6, episodes=5000, found_at=6, num_episodes=7, processor_seconds=7.0),
         row("rollout", None, episodes=32, batch=1, num_episodes=32, processor_seconds=3.2),
         row("doppler-sim", 0.4, graph="llama-layer", source="ffnn", imitation=400, episodes=2000),
         row("doppler-sim", None, 0.7, graph="llama-layer", imitation=400, seconds=9),

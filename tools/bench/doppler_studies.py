@@ -16,7 +16,17 @@ from tools.bench.doppler_figures import (
     TRANSFER_MS,
     paper_ms,
 )
-from tools.bench.doppler_rows import BATCH, HEADINGS, NOT_MEASURED, STAGE_III, CellRow, Setting, main_row, makespans
+from tools.bench.doppler_rows import (
+    BATCH,
+    HEADINGS,
+    NOT_MEASURED,
+    STAGE_III,
+    Cell,
+    CellRow,
+    Setting,
+    main_row,
+    makespans,
+)
 from tools.bench.results import Table
 from tools.bench.tensor_graphs import GRAPHS, tensor_graph
 
@@ -32,8 +42,10 @@ def transfer(setting: Setting, rows: Sequence[CellRow]) -> Table:
         found = {row.cell.episodes: row for row in here if (row.cell.source, row.cell.graph) == (source, target)}
         if found:
             theirs = (*paper, paper_ms(target, 4, 1.0)[STAGE_III])
-            ours = (*(found.get(count) for count in counts), main_row(rows, "doppler-sim", target))
-            lines.append([f"{source} to {target}", *map(makespans, ours), " / ".join(map(str, theirs))])
+            scratch = main_row(rows, "doppler-sim", target)
+            ours = [*(makespans(found.get(count)) for count in counts), makespans(scratch)]
+            ours[-1] += f" ({scratch.cell.episodes} episodes)" if scratch else ""
+            lines.append([f"{source} to {target}", *ours, " / ".join(map(str, theirs))])
     columns = [
         "policy", *(f"{count} episodes, s" for count in counts), "from scratch, s", "paper, ms: 0 / 2k / 4k / scratch"
     ]  # fmt: skip
@@ -44,14 +56,19 @@ def seeds(setting: Setting, rows: Sequence[CellRow]) -> Table:
     """The best plans of ChainMM by seed, and by how much the worst is above the best."""
     lines: list[tuple[object, ...]] = []
     for method in ("doppler-sim", "sel-only", "plc-only", "placeto"):
-        first = main_row(rows, method, "chain-mm")
-        alike = [row for row in rows if first and row.cell == first.cell.model_copy(update={"seed": row.cell.seed})]
-        bests = [row.best for row in alike if row.best]
-        if first and len(bests) > 1:
-            lines.append((HEADINGS[method], first.cell.episodes, *_spread(bests, ".4f")))
+        here = [row for row in rows if row.cell.method == method and row.cell.graph == "chain-mm" and row.best]
+        alike = [[row for row in here if _first_seed(row.cell) == cell] for cell in {_first_seed(r.cell) for r in here}]
+        largest = max(alike, key=len, default=[])
+        if len(largest) > 1:
+            bests = [row.best for row in largest if row.best]
+            lines.append((HEADINGS[method], largest[0].cell.episodes, *_spread(bests, ".4f")))
     if lines:
         lines.append(("paper's Doppler, ms", 4000, *_spread(SEEDS_MS, ".1f")))
     return Table.of(f"Seeds, chain-mm: {setting}", ["method", "episodes", "best plans, s", "spread"], lines)
+
+
+def _first_seed(cell: Cell) -> Cell:
+    return cell.model_copy(update={"seed": 0})
 
 
 def _spread(values: Sequence[float], form: str) -> tuple[str, str]:
@@ -87,15 +104,16 @@ def message_passing(setting: Setting, rows: Sequence[CellRow]) -> Table:
 
 def stages(setting: Setting, rows: Sequence[CellRow]) -> Table:
     """Llama-layer with stage I or II alone. Imitation prices no plan: it has a greedy one only."""
-    cells = [
+    here = [
         row for row in rows if (row.cell.method, row.cell.graph, row.cell.source) == ("doppler-sim", "llama-layer", None)
-        and row.cell.seconds and row.cell.seed == 0 and row.cell.batch == BATCH
+        and row.cell.seed == 0 and row.cell.batch == BATCH
     ]  # fmt: skip
-    alone = [row for row in cells if 0 in (row.cell.imitation, row.cell.episodes)]
-    both = main_row(rows, "doppler-sim", "llama-layer")
+    alone = [row for row in here if 0 in (row.cell.imitation, row.cell.episodes)]
+    counts = {row.cell.episodes for row in alone}
+    both = [row for row in here if row.cell.imitation and row.cell.episodes in counts - {0}]
     lines = [
         (_stage_names(row), row.cell.imitation, row.cell.episodes, makespans(row), row.found_at or NOT_MEASURED)
-        for row in [*alone, *([both] if alone and both else [])]
+        for row in [*alone, *both]
     ]
     columns = ["stages", "imitation, episodes", "policy gradient, episodes", "best / greedy, s", "found at"]
     return Table.of(f"Stages, llama-layer: {setting}", columns, lines)
