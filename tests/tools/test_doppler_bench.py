@@ -96,9 +96,11 @@ def test_rows_of_planners_are_their_makespans(tmp_path: Path) -> None:
     assert placeto.greedy is not None
 
 
-def test_a_graph_that_fits_no_device_has_no_plan_of_one_device(tmp_path: Path) -> None:
+def test_a_graph_that_fits_no_single_device_has_plans_of_several(tmp_path: Path) -> None:
     row = measure_cell(chain("local", memory=0.3), tmp_path)
     assert (row.makespan, row.failure) == (None, "no plan fits")
+    tight = measure_cell(chain("enumerative", memory=0.3), tmp_path)
+    assert (tight.makespan or 0) >= (measure_cell(chain("enumerative"), tmp_path).makespan or 1)
 
 
 def test_a_child_is_ended_at_its_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
