@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "coarsening": ("coarsening", "Coarsening"),
     "doppler-policy": ("doppler_policy", "DopplerPolicy"),
     "doppler": ("doppler", "Doppler"),
+    "doppler-real": ("tensor_real", "DopplerReal"),
     "doppler-loss": ("doppler_loss", "DopplerLoss"),
     "push": ("push", "Push"),
     "capacity": ("capacity", "Capacity"),

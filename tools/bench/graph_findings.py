@@ -24,7 +24,7 @@ def of_pipelines(one: Served, pipelines: Sequence[Served], target_gain: float | 
     findings = []
     if target_gain is not None:
         best = max(pipelines, key=lambda each: paired_ratio(one.seconds, each.seconds).median)
-        findings.append(_gain(f"{best.label}: inferences a second, over one device's", best, one, target_gain))
+        findings.append(gain(f"{best.label}: inferences a second, over one device's", best, one, target_gain))
     worst = max((one, *pipelines), key=lambda each: abs(each.error))
     figure = f"bottleneck, predicted against measured, where they differ most: {worst.label}"
     return [*findings, within(figure, worst.error, TARGET_ERROR), *of_answers((one, *pipelines))]
@@ -41,12 +41,12 @@ def of_placements(groups: Sequence[Sequence[Served]]) -> list[Finding]:
     for one, moirai, auto, *forced in groups:
         if predicts_gain(one, moirai):
             winners.add("several devices")
-            findings += [_gain(f"{each.label}: latency under one device's", each, one) for each in (moirai, auto)]
+            findings += [gain(f"{each.label}: latency under one device's", each, one) for each in (moirai, auto)]
         else:
             winners.add("one device")
             figure = f"{auto.label}: devices where no plan on several is predicted to be faster"
             findings.append(equal(figure, len(auto.devices), 1, COUNT))
-            findings += [_gain(f"{one.label}: latency under that of {each.label}", one, each) for each in forced]
+            findings += [gain(f"{one.label}: latency under that of {each.label}", one, each) for each in forced]
     findings += of_answers([each for group in groups for each in group])
     figure = "rates at which several devices win, and at which one does, according to the simulator"
     missing = {"several devices", "one device"} - winners
@@ -72,7 +72,7 @@ def of_answers(served: Sequence[Served]) -> list[Finding]:
     return findings
 
 
-def _gain(figure: str, faster: Served, slower: Served, target: float = 1.0) -> Finding:
+def gain(figure: str, faster: Served, slower: Served, target: float = 1.0) -> Finding:
     """How many times as fast a plan is."""
     expected = slower.predicted_seconds / faster.predicted_seconds
     measured = paired_ratio(slower.seconds, faster.seconds)

@@ -58,6 +58,12 @@ def whole_result(graph: ShardedGraph, outputs: Mapping[str, Array]) -> Array:
     return _assembled(tensor, lambda block: outputs[graph.vertices[tensor.vertices[block]].name])
 
 
+def result_blocks(graph: ShardedGraph, whole: Array) -> dict[str, Array]:
+    """The blocks of the network's result that an inference returns, cut from the whole result."""
+    tensor = list(graph.tensors.values())[-1]
+    return {graph.vertices[tensor.vertices[block]].name: whole[_span(tensor, block)] for block in tensor.blocks}
+
+
 def expected_result(graph: ShardedGraph, sizes: GraphSizes, seed: int) -> Array:
     """The result for `request(graph, seed)` with the weights of this seed, by the uncut network in numpy."""
 
@@ -118,7 +124,11 @@ def _assembled(tensor: CutTensor, block_of: Callable[[Block], Array]) -> Array:
         values = block_of(block)
         if whole is None:
             whole = np.empty((*tensor.extents, *values.shape[len(tensor.extents) :]), values.dtype)
-        sizes = zip(block, tensor.block_shape, strict=True)
-        whole[tuple(slice(piece * size, (piece + 1) * size) for piece, size in sizes)] = values
+        whole[_span(tensor, block)] = values
     assert whole is not None
     return whole
+
+
+def _span(tensor: CutTensor, block: Block) -> tuple[slice, ...]:
+    sizes = zip(block, tensor.block_shape, strict=True)
+    return tuple(slice(piece * size, (piece + 1) * size) for piece, size in sizes)

@@ -155,7 +155,7 @@ def _local_candidates(request: GraphRequest) -> Iterator[GraphCandidate]:
         label = f"{LOCAL} on {device.name}"
         seconds = sum(row[index] for row in request.cluster.seconds)
         solution = Solution(OperatorAssignment((index,) * request.spec.num_operators), seconds)
-        plan = _build_plan(request, solution, LOCAL)
+        plan = build_plan(request, solution, LOCAL)
         missing_bytes = plan.devices[0].memory.total - device.budget_bytes
         yield (
             GraphCandidate.too_large(label, LOCAL, missing_bytes)
@@ -177,7 +177,7 @@ def _try_method(request: GraphRequest, method: Method, options: SearchOptions) -
     try:
         for _ in range(_MAX_ATTEMPTS):
             solution = _solve(request, method, options)
-            plan = _build_plan(request, solution, name)
+            plan = build_plan(request, solution, name)
             if reason := _why_not_sendable(request, plan):
                 return Candidate(name, name, reason=reason)
             over = {device.device_id: device.memory.total - device.budget_bytes for device in plan.devices}
@@ -314,7 +314,7 @@ def plan_instance(
 # ---- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _build_plan(request: GraphRequest, solution: Solution[OperatorAssignment], planner: str) -> GraphPlan:
+def build_plan(request: GraphRequest, solution: Solution[OperatorAssignment], planner: str) -> GraphPlan:
     """Cut the graph by the assignment; ranks are the devices in use, in the order of their first operators.
 
     For latency, take the faster of two cuts: few segments, or an eager cut whose results are sent as soon as they exist.
