@@ -15,6 +15,7 @@ from coordinator.cli.commands.embed import embed
 from coordinator.cli.commands.generate import generate
 from coordinator.cli.commands.infer import bench_model, infer
 from coordinator.cli.commands.key import key_app
+from coordinator.cli.commands.learn import learn
 from coordinator.cli.commands.plan import plan
 from coordinator.cli.commands.serve import serve
 from coordinator.cli.commands.status import status
@@ -44,7 +45,7 @@ def _main(
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s %(levelname)s %(message)s")
 
 
-for command in (devices, plan, serve, embed, generate, chat, infer, bench_model, status, doctor, demo):
+for command in (devices, plan, serve, embed, generate, chat, infer, bench_model, learn, status, doctor, demo):
     # systemd does not restart `hearth serve` after exit status 2 (RestartPreventExitStatus).
     app.command()(handles_errors(command, contradiction_status=2 if command is serve else 1))
 app.add_typer(key_app, name="key")

@@ -52,6 +52,7 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
         congestion=not options["no_congestion"],
         tiles=_tile_count(options["tiles"]),
         time_limit_seconds=options["time_limit"] or DEFAULT_TIME_LIMIT_SECONDS,
+        learn=not options.get("no_learn"),  # `plan` lacks this option
         **common,
     )
 

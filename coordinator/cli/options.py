@@ -77,6 +77,13 @@ TilesOption = Annotated[
         metavar="auto|off|N",
     ),
 ]
+NoLearnOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-learn",
+        help="(ONNX) Do not learn from requests: no calibration of profiled times, and no trials of other plans.",
+    ),
+]
 SeqLenOption = Annotated[
     int | None,
     typer.Option(help="Maximum number of tokens in one step. Default: the model's limit, at most 512.", min=1),
@@ -175,7 +182,7 @@ _KIND_TITLES: Mapping[ModelFileKind, str] = {
 # Options of `plan` and `serve` that apply to some kinds of MODEL only, by parameter name. All others apply to every kind.
 OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
     **dict.fromkeys(("seq_len", "context", "sequences", "no_kv_copies", "weights", "accuracy_budget"), _TRANSFORMER),
-    **dict.fromkeys(("dim", "cluster", "tiles"), _GRAPH),
+    **dict.fromkeys(("dim", "cluster", "tiles", "no_learn"), _GRAPH),
     **dict.fromkeys(("objective", "time_limit", "no_congestion", "picture"), _GRAPH | _INSTANCE),
     **dict.fromkeys(("compare", "rounds", "timeline", "save_profile", "load_profile"), _TRANSFORMER | _GRAPH),
     **dict.fromkeys(("save", "exclude", "limit"), _TRANSFORMER | _GRAPH),
@@ -184,6 +191,7 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
 MODEL_OPTIONS = (
     "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "tiles", "seq_len", "context",
     "sequences", "no_kv_copies", "weights", "wire", "lz4", "accuracy_budget", "exclude", "limit",
+    "no_learn",
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from coordinator.devices.profiling import Profiler, Workload
 from coordinator.devices.registry import Device
@@ -31,13 +31,21 @@ def graph_workload(graph: GraphFile) -> Workload[GraphProfile]:
 
 
 async def graph_cluster(
-    profiler: Profiler, devices: Sequence[Device], graph: GraphFile, workload: Workload[GraphProfile]
+    profiler: Profiler,
+    devices: Sequence[Device],
+    graph: GraphFile,
+    workload: Workload[GraphProfile],
+    slowdown: Callable[[str], float] | None = None,
 ) -> GraphCluster:
-    """Measure the devices and price every operator. Raises as `Profiler.measure` does."""
+    """Measure the devices and price every operator. `slowdown`: a factor on the seconds of a device (default: its drift).
+
+    Raises as `Profiler.measure` does.
+    """
+    slowdown = slowdown or profiler.slowdown
     measured = await profiler.measure(devices, workload)
     profiles = [(device, measured.results[device.device_id]) for device in measured.devices]
     per_device = [
-        [profiler.slowdown(device.device_id) * seconds for seconds in operator_seconds(graph.spec, profile)]
+        [slowdown(device.device_id) * seconds for seconds in operator_seconds(graph.spec, profile)]
         for device, profile in profiles
     ]
     seconds = tuple(zip(*per_device, strict=True))

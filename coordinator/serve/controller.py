@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from coordinator.deploy.deployment import Deployment, loss_error
+from coordinator.deploy.graph import GraphDeployment
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from coordinator.plan.limits import limit_violation, unknown_names
@@ -18,14 +19,17 @@ from coordinator.serve.kinds.kind import ModelKind, SharedServices
 from coordinator.serve.kinds.transformer import TransformerKind
 from coordinator.serve.lifecycle_text import describe_cause, describe_state, history_entries
 from coordinator.serve.planning.drift import DriftMonitor
+from coordinator.serve.planning.learner import Learner
 from coordinator.serve.planning.prepared import PreparedPlan, Preparer, prepared_losses
 from coordinator.serve.planning.prepared import describe as describe_preparation
 from coordinator.serve.planning.replanner import Replanner
+from coordinator.serve.requests.admission import Admission
 from coordinator.serve.requests.runner import Requests, as_hearth_error
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
 from coordinator.serve.witnesses import Witnesses
 from hearth.errors import (
     BadPlan,
+    BadRequest,
     DeviceLost,
     HearthError,
     LeaseLost,
@@ -37,7 +41,7 @@ from hearth.errors import (
     StepFailed,
 )
 from hearth.plan.plan import Plan, plan_hash
-from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
+from hearth.platform.asyncio_tools import cancel_all, first_result, loop_time, with_timeout
 from hearth.platform.units import format_bytes
 from hearth.wire.messages import PhaseEntered, PreparedLoss
 
@@ -98,6 +102,7 @@ class Controller:
         self._services = services
         self._clock = clock
         self._replanner = Replanner(self.kind, services, self.requests.admission, clock)
+        self.learner = _learner_of(self.kind, services, self.requests.admission, self._replanner, clock)
         self._witnesses = Witnesses(services.fleet, services.profiler, self._report_loss)
         self._preparer = Preparer(self.kind, services, self.requests.admission)
         self._prepared: PreparedPlan | None = None  # the plan that is deployed next, if it was made ahead
@@ -161,6 +166,16 @@ class Controller:
     def stop(self) -> None:
         """Drain running requests, then end. A second call ends at once."""
         self.handle(cycle.StopRequested())
+
+    def learn(self, seconds: float) -> None:
+        """Look for a faster plan by measuring, for that long at most. Raises BadRequest if the deployment does not learn."""
+        if self.learner is None:
+            raise BadRequest(
+                reason=f"{self.goal.path} is served without learning: it is no ONNX graph, or has --no-learn"
+            )
+        if self.goal.keep_plan:
+            raise BadRequest(reason="the plan was given by the user with --plan, so that no other one replaces it")
+        self.learner.ask(seconds)
 
     def lose_deployment(self, error: HearthError) -> None:
         """Report the deployment as lost, if there is one."""
@@ -450,7 +465,11 @@ class Controller:
             await self.kind.tune(deployment)
             if self.goal.keep_plan:
                 await preparing
-            better_plan = await self._replanner.run(self.goal, deployment, monitor)
+            searches: list[Awaitable[Plan]] = [self._replanner.run(self.goal, deployment, monitor)]
+            if self.learner is not None:
+                assert isinstance(deployment, GraphDeployment)
+                searches.append(self.learner.run(self.goal, deployment))
+            better_plan = await first_result(searches)
         except Exception as error:
             failure = as_hearth_error(error)
             deployment.fail(failure)
@@ -486,3 +505,15 @@ def _kind_of(
         return GraphKind(goal, model, services, requests)
     assert isinstance(model, TransformerModel)
     return TransformerKind(goal, model, services, requests)
+
+
+def _learner_of(
+    kind: ModelKind[Any],
+    services: SharedServices,
+    admission: Admission[Any],
+    replanner: Replanner,
+    clock: Callable[[], float],
+) -> Learner | None:
+    if not isinstance(kind, GraphKind) or (measurements := kind.measurements()) is None:
+        return None
+    return Learner(kind, measurements, services, admission, replanner, clock)

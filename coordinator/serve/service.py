@@ -332,6 +332,9 @@ class Service:
                 raise NotServing(state=_LEAVES)
             await self._merge_keys(message)
             return self._replicate(message.name, message.confirms)
+        if isinstance(message, wire.Learn):
+            self._controller_for(message).learn(message.seconds)
+            return wire.Done()
         if isinstance(message, _CHANGES):
             return await self._repeats.once(caller.public_key, message.request_id, partial(self._change, message))
         if isinstance(message, wire.ListApps):
@@ -431,6 +434,7 @@ class Service:
             hung_files=tuple(map(str, hung_paths())),
             redundancy=controller.redundancy,
             losses=controller.losses,
+            learning=controller.learner.status() if controller.learner is not None else None,
         )
 
     def _status_line(self) -> str:

@@ -68,6 +68,7 @@ class GraphGoal(_Goal):
     congestion: bool = True  # whether transfers of one device share its link
     tiles: TileCount = 1
     time_limit_seconds: float = Field(default=30.0, gt=0, le=86400)  # for the plan search
+    learn: bool = True  # whether measured requests improve the plan
 
     @property
     def path(self) -> str:

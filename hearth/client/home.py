@@ -189,6 +189,10 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         """List the devices that the coordinator knows, and the links that it has measured (admin key)."""
         return await self._ask(wire.ListDevices, wire.DeviceList, timeout_seconds)
 
+    async def learn(self, seconds: float, timeout_seconds: float = CALL_SECONDS) -> None:
+        """Have the coordinator look for a faster plan by measuring, for `seconds` at most; returns at once (admin key)."""
+        await self._ask(wire.Learn, wire.Done, timeout_seconds, seconds=seconds)
+
     async def status(self, timeout_seconds: float = CALL_SECONDS) -> wire.Status:
         """Return the coordinator's state: model, plan, queue, counters, last error (admin key)."""
         return await self._ask(wire.GetStatus, wire.Status, timeout_seconds)
@@ -229,7 +233,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         return (await self._ask(request, wire.KeysChanged, timeout_seconds, **fields)).warning
 
     async def _ask(
-        self, request: type[wire.ClientRequest], answer: type[_M], timeout_seconds: float, **fields: str
+        self, request: type[wire.ClientRequest], answer: type[_M], timeout_seconds: float, **fields: str | float
     ) -> _M:
         reply = await self._call(request(**_request_fields(timeout_seconds), **fields), (), timeout_seconds)
         return wire.expect_message(reply.message, answer, "the coordinator")

@@ -93,6 +93,7 @@ class Home(AbstractContextManager["Home"]):
     ready = _blocking(AsyncHome.ready)
     wait_ready = _blocking(AsyncHome.wait_ready)
     devices = _blocking(AsyncHome.devices)
+    learn = _blocking(AsyncHome.learn)
     status = _blocking(AsyncHome.status)
     add_app = _blocking(AsyncHome.add_app)
     revoke_app = _blocking(AsyncHome.revoke_app)

@@ -101,6 +101,16 @@ async def with_timeout(timeout_seconds: float | None, awaitable: Awaitable[_T]) 
         await cancel_all([future])
 
 
+async def first_result(awaitables: Iterable[Awaitable[_T]]) -> _T:
+    """The result of the call that ends first, or its error; the others are cancelled and awaited."""
+    futures = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        await cancel_all(futures)
+
+
 async def all_or_first_error(awaitables: Any) -> list[Any]:
     """As `asyncio.gather`, but if one call fails, the others are cancelled and awaited before its error is raised.
 

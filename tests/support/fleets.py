@@ -22,8 +22,10 @@ from hearth.errors import DeviceLost, HearthError, StepFailed
 from hearth.plan.geometry import rows_per_rank, spans
 from hearth.plan.profile import BlockProfile, WireCost
 from hearth.platform.asyncio_tools import loop_time
+from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.framing import pack_array, pack_arrays, unpack_arrays
 from hearth.wire.messages import (
+    AcquireLease,
     BlocksOf,
     ChunksFetched,
     ChunksMissing,
@@ -32,6 +34,7 @@ from hearth.wire.messages import (
     FindMissing,
     GraphProfile,
     Kernel,
+    LeaseGranted,
     LinkMeasured,
     Load,
     MeasureLink,
@@ -53,6 +56,7 @@ class FakeFleet(ABC):
 
     holder = "test"
     running_epoch = 0
+    lease_seconds = 5.0
 
     def may_compute(self) -> bool:
         return True
@@ -66,6 +70,7 @@ class FakeFleet(ABC):
         self.link_bytes_per_second = link_bytes_per_second
         self.stored: dict[str, set[str]] = {name: set() for name in names}
         self.loads: dict[str, Load] = {}
+        self.trial_loads: dict[str, Load] = {}  # of plans that are tried beside the deployed one
         self.asked: list[tuple[str, Message]] = []
         self.running: Counter[str] = Counter()  # number of running requests by device
         self.most_running = 0  # largest number of concurrent requests on a device
@@ -151,14 +156,17 @@ class FakeFleet(ABC):
             return Reply(Done())
         if isinstance(message, Load):
             assert set(message.parts.hashes) <= stored
-            self.loads[device_id] = message
+            loads = self.loads if message.deployment == DEFAULT_DEPLOYMENT else self.trial_loads
+            loads[device_id] = message
             return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+        if isinstance(message, AcquireLease):
+            return Reply(LeaseGranted(last_epoch=0))
         if isinstance(message, Run):
             return await self._run(device_id, message, payload)
         return Reply(Done())
 
     async def _run(self, device_id: str, message: Run, payload: Sequence[Any]) -> Reply:
-        assert self.loads[device_id].plan.epoch == message.epoch
+        assert self.loaded(device_id, message).plan.epoch == message.epoch
         self.running[device_id] += 1
         self.most_running = max(self.most_running, self.running[device_id])
         try:
@@ -173,6 +181,10 @@ class FakeFleet(ABC):
         if self.reject_ones and any(array.any() and (array == 1).all() for array in arrays.values()):
             raise StepFailed(device=device_id, reason="the input is all ones")
         return self.run(device_id, message, arrays)
+
+    def loaded(self, device_id: str, message: Run) -> Load:
+        """What the worker that a request is for has loaded."""
+        return (self.loads if message.deployment == DEFAULT_DEPLOYMENT else self.trial_loads)[device_id]
 
     @abstractmethod
     def profile(self, message: Profile, payload: Sequence[Any]) -> BlockProfile | GraphProfile:
@@ -212,7 +224,7 @@ class TransformerFleet(FakeFleet):
 
 
 class GraphFleet(FakeFleet):
-    """A request takes the predicted time, times `slow`; every operator takes 10 ms, divided among its tiles."""
+    """Every operator takes 10 ms, divided among its tiles, times `slow`."""
 
     def __init__(self, names: str, graph: GraphFile) -> None:
         super().__init__(names, link_bytes_per_second=1e9)
@@ -235,12 +247,16 @@ class GraphFleet(FakeFleet):
         )  # fmt: skip
 
     def run(self, device_id: str, message: Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
-        plan, rank = self.loads[device_id].plan, self.loads[device_id].rank
+        load = self.loaded(device_id, message)
+        plan, rank = load.plan, load.rank
         made = [name for segment in plan.body.segments_of(rank) for name in segment.outputs]
         outputs = {name: np.ones((1, 40), np.float32) for name in plan.model.outputs if name in made}
         done = RunDone(
             names=tuple(outputs), began_seconds=0.0, ended_seconds=0.1,
-            compute_seconds=(plan.devices[rank].compute_seconds * self.slow[device_id],),
+            compute_seconds=tuple(
+                (each.seconds if plan.model.tiles else 0.01 * len(each.operators)) * self.slow[device_id]
+                for each in plan.body.segments_of(rank)
+            ),
             wire=WireStats(), dropped_messages=0,
         )  # fmt: skip
         return Reply(done, pack_arrays(outputs))

@@ -184,6 +184,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         last_error="", last_latency_seconds=0.25, wire=_WIRE, dropped_messages=0, refused_requests=2, refused_connections=1,
         losses=(m.PreparedLoss(device="kitchen", is_prepared=True, spare_bytes=700, missing_bytes=70, pause_seconds=0.9),),
     ),
+    m.Learn(**_ASKED, seconds=300.0),
     m.AddApp(**_ASKED, name="lamp", public_key=_KEY),
     m.RevokeApp(**_ASKED, name="lamp"),
     m.AddDevice(**_ASKED, name="kitchen", public_key=_KEY),

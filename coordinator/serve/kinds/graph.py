@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from coordinator.deploy.deployment import Weights
-from coordinator.deploy.graph import GraphDeployment, segment_weights
+from coordinator.deploy.deployment import RunResult, Weights
+from coordinator.deploy.graph import Arrays, GraphDeployment, segment_weights
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.cutting import check_segments
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
+from coordinator.plan.graph.learning.elites import Elite
 from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.predict import current_objective_seconds
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
@@ -23,7 +24,8 @@ from coordinator.plan.solution import PlanningResult
 from coordinator.serve.goal import graph_request
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
 from coordinator.serve.kinds.tiled_graphs import MeasuredGraphs, ServedGraph, TiledGraphs
-from coordinator.serve.planning.planner_process import plans_or_errors, solve_graph
+from coordinator.serve.planning.measurements import Measurements
+from coordinator.serve.planning.planner_process import candidates_or_none, plans_or_errors, solve_graph
 from coordinator.serve.planning.spare_planners import PlannerKind
 from coordinator.serve.requests.runner import ComputedReply, Requests
 from coordinator.serve.state import GraphGoal
@@ -33,12 +35,30 @@ from hearth.plan.plan import GraphPlan, Plan, is_graph_plan
 from hearth.platform.units import format_seconds
 from hearth.wire.codec import Array
 from hearth.wire.framing import pack_arrays, unpack_arrays
-from hearth.wire.messages import ArrayInfo, GetModelInfo, Infer, Inferred, Message, ModelInfo
+from hearth.wire.messages import (
+    ArrayInfo,
+    ChunksMissing,
+    FindMissing,
+    GetModelInfo,
+    Infer,
+    Inferred,
+    Message,
+    ModelInfo,
+    SegmentParts,
+)
 from hearth.wire.rpc import Reply
 
 # Upper limit of the plan search while clients wait for a recovery: enough for the heuristics, and
 # short against the timeouts of clients.
 MAX_RECOVERY_SECONDS = 3.0
+
+
+class Alternatives(NamedTuple):
+    """Plans with their prices on one cluster, and the memory of its devices for workers, in bytes by device id."""
+
+    elites: Sequence[Elite]
+    incumbent: Elite
+    budget_bytes: Mapping[str, int]
 
 
 class GraphKind:
@@ -56,7 +76,7 @@ class GraphKind:
             raise BadSetting(setting="MODEL", reason=f"{goal.model_file} has no weights to run; serve an ONNX file")
         self.spec = self.graph.spec
         self.graph.check_types()
-        self._graphs = TiledGraphs(goal, graph, services.profiler)
+        self._graphs = TiledGraphs(goal, graph, services.profiler, services.settings.state_dir)
         self.workload = self._graphs.whole.workload
         self.handlers: Mapping[type[Message], RequestHandler] = {GetModelInfo: self.info, Infer: self.infer}
         self._goal = goal
@@ -96,6 +116,29 @@ class GraphKind:
     async def plans_ahead(self, clusters: Sequence[MeasuredGraphs], held: Plan) -> list[Plan | HearthError]:
         return await plans_or_errors("graph", [self._request(each.options[0], True, held) for each in clusters])
 
+    async def alternatives(self, cluster: MeasuredGraphs, deployment: GraphDeployment, seed: int) -> Alternatives:
+        """The plans of all strategies for the deployed plan's graph on a calibrated cluster, and the price of that plan."""
+        deployed = deployment.plan
+        request = replace(self._request(cluster.options[0], False, deployed), seed=seed)
+        found = await candidates_or_none(request)
+        return Alternatives(
+            elites=[Elite(each.plan, each.seconds) for each in found if each.plan is not None],
+            incumbent=Elite(deployed, current_objective_seconds(request, deployed)),
+            budget_bytes={device.device_id: device.budget_bytes for device in request.cluster.devices},
+        )
+
+    async def is_in_place(self, plan: GraphPlan) -> bool:
+        """Whether the devices of a plan have its weights, so that little is sent to load it."""
+        async with self.weights(plan) as weights:
+            for device, chunks, parts in zip(plan.devices, weights.chunks, weights.parts, strict=True):
+                assert isinstance(parts, SegmentParts)
+                graphs = {each for files in parts.files for each in files.graph}  # small, and different for each cut
+                needed = tuple(each.hash for each in chunks if each.hash not in graphs)
+                request = FindMissing(holder=self._services.fleet.holder, hashes=needed)
+                if (await self._services.fleet.ask(device.device_id, request, ChunksMissing)).hashes:
+                    return False
+        return True
+
     def _request(self, option: tuple[ServedGraph, GraphCluster], recovering: bool, held: Plan | None) -> GraphRequest:
         goal, (served, cluster) = self._goal, option
         if recovering:
@@ -116,6 +159,10 @@ class GraphKind:
         current = current_objective_seconds(self._request(cluster.options[0], False, deployed), deployed)
         return new, objective_seconds(new), current
 
+    def measurements(self, plan: GraphPlan | None = None) -> Measurements | None:
+        """What was learnt of the graph that a plan divides (default: the whole one); None without learning."""
+        return (self._graphs.whole if plan is None else self._graphs.of(plan)).measurements
+
     # ---- deployments ----------------------------------------------------------------------------------------------
 
     def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
@@ -130,7 +177,11 @@ class GraphKind:
         return deployment.max_in_flight
 
     async def probe(self, deployment: GraphDeployment) -> None:
-        await deployment.infer(_zeros(self.spec.inputs))
+        await self.run_zeros(deployment)
+
+    async def run_zeros(self, deployment: GraphDeployment) -> RunResult[Arrays]:
+        """Run a request whose inputs are zeros."""
+        return await deployment.infer(_zeros(self.spec.inputs))
 
     async def tune(self, deployment: GraphDeployment) -> None:
         """Nothing to choose: graph outputs have no common accuracy measure, so there is no accuracy budget."""
@@ -151,12 +202,16 @@ class GraphKind:
 
         async def compute(deployment: GraphDeployment) -> ComputedReply:
             before, alone = admission.num_admitted, admission.num_running == 1
-            result = await deployment.infer(inputs, request.trace)
+            measured = self.measurements(deployment.plan)
+            result = await deployment.infer(inputs, request.trace or (measured is not None and measured.wants_trace))
             # In a pipeline, requests wait for earlier ones; only the total time of one that ran alone shows the links.
             total = result.latency_seconds if alone and admission.num_admitted == before else None
             self._requests.observe(deployment, 1.0, result.compute_seconds, total)
-            names = tuple(result.outputs)
-            reply = Inferred(names=names, latency_seconds=result.latency_seconds, traces=result.traces)
+            if measured is not None:
+                measured.num_requests += 1
+                measured.observe(deployment.plan, result, total)
+            names, traces = tuple(result.outputs), result.traces if request.trace else ()
+            reply = Inferred(names=names, latency_seconds=result.latency_seconds, traces=traces)
             return reply, pack_arrays(result.outputs)
 
         return await self._requests.run(compute, self._requests.arrive(request.timeout_seconds))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
@@ -12,6 +13,7 @@ from coordinator.devices.profiling import Profiler, Workload
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, graph_cluster_with_limits
+from coordinator.serve.planning.measurements import FOLDER, Measurements
 from coordinator.serve.planning.tiling import check_can_tile, tiled_as, tiled_for
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadPlan
@@ -21,10 +23,14 @@ from hearth.wire.messages import GraphProfile
 
 
 class ServedGraph:
-    """A graph with what its plans need: the workload that devices measure, and the chunks that they store."""
+    """A graph with what its plans need: the workload that devices measure, and the chunks that they store.
 
-    def __init__(self, graph: GraphFile) -> None:
+    `measurements`: what requests have taught about it; None without learning.
+    """
+
+    def __init__(self, graph: GraphFile, measurements: Measurements | None) -> None:
         self.graph = graph
+        self.measurements = measurements
         self.workload: Workload[GraphProfile] = graph_workload(graph)
         self.chunks = SegmentChunks(graph)
 
@@ -44,16 +50,16 @@ class MeasuredGraphs:
 class TiledGraphs:
     """`whole` and its tilings, each made once. Raises CannotTile if the goal asks for tiles that `whole` cannot have."""
 
-    def __init__(self, goal: GraphGoal, whole: GraphFile, profiler: Profiler) -> None:
+    def __init__(self, goal: GraphGoal, whole: GraphFile, profiler: Profiler, state_dir: Path) -> None:
         check_can_tile(whole, goal.tiles)
-        self._goal, self._profiler = goal, profiler
-        self.whole = ServedGraph(whole)
+        self._goal, self._profiler, self._folder = goal, profiler, state_dir / FOLDER
+        self.whole = self._served(whole)
         self._made: dict[tuple[CutOperator, ...], ServedGraph] = {(): self.whole}
 
     def of(self, plan: GraphPlan) -> ServedGraph:
         """The graph that a plan divides. Raises BadPlan if it is another one."""
         tiles = plan.model.tiles
-        made = self._made.get(tiles) or ServedGraph(tiled_as(self.whole.graph, tiles))
+        made = self._made.get(tiles) or self._served(tiled_as(self.whole.graph, tiles))
         if plan.model.sha256 != made.graph.fingerprint:
             raise BadPlan(reason=f"it was made for another graph than {self._goal.model_file}")
         return self._made.setdefault(tiles, made)
@@ -78,9 +84,18 @@ class TiledGraphs:
         graph = await asyncio.to_thread(tiled_for, self.whole.graph, limited, self._goal.tiles)
         if graph is self.whole.graph:
             return [(self.whole, whole)]
-        tiled = self._made.setdefault(graph.tiles, ServedGraph(graph))
+        if graph.tiles not in self._made:
+            self._made[graph.tiles] = self._served(graph)
+        tiled = self._made[graph.tiles]
         option = (tiled, await self._cluster(tiled, devices))
         return [(self.whole, whole), option] if self._goal.tiles == "auto" else [option]
 
     async def _cluster(self, graph: ServedGraph, devices: Sequence[Device]) -> GraphCluster:
-        return await graph_cluster(self._profiler, devices, graph.graph, graph.workload)
+        if (measured := graph.measurements) is None:
+            return await graph_cluster(self._profiler, devices, graph.graph, graph.workload)
+        profiled = await graph_cluster(self._profiler, devices, graph.graph, graph.workload, lambda device_id: 1.0)
+        return measured.calibrated(profiled)
+
+    def _served(self, graph: GraphFile) -> ServedGraph:
+        path = self._folder / f"{graph.fingerprint[:24]}.json"
+        return ServedGraph(graph, Measurements(path, self._profiler.slowdown) if self._goal.learn else None)

@@ -81,12 +81,7 @@ class Replanner:
             try:
                 plan = await self._better_plan(goal, deployment, reasons)
                 if plan is not None:
-                    next_deployment = self._kind.deployment(plan, deployment.name)
-                    try:
-                        await next_deployment.push(self._kind.weights(plan), self._services.progress)
-                    except HearthError as error:
-                        self._services.fleet.record_fault(plan.devices, error)
-                        raise
+                    await self.push(plan, deployment.name)
                     return plan
             except Exception as error:
                 self._services.report(
@@ -95,6 +90,14 @@ class Replanner:
             finally:
                 if reasons.drift is not None:
                     monitor.reset_baseline()
+
+    async def push(self, plan: Plan, name: str) -> None:
+        """Send the weights of the next plan of the deployment `name` to the devices. Raises as `Deployment.push` does."""
+        try:
+            await self._kind.deployment(plan, name).push(self._kind.weights(plan), self._services.progress)
+        except HearthError as error:
+            self._services.fleet.record_fault(plan.devices, error)
+            raise
 
     async def _better_plan(self, goal: Goal, deployment: Deployment, reasons: ReplanReasons) -> Plan | None:
         """A new plan, or None if it gains too little; both plans are priced with the current profiles."""

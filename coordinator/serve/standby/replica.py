@@ -1,4 +1,4 @@
-"""What a standby needs of its leader, as files: the state, keys of apps and devices, profiles, the model without weights.
+"""What a standby needs of its leader, as files: the state, keys, profiles, what was learnt, the model without weights.
 
 The leader sends each file in parts. Of a checkpoint it sends only the headers: the standby's copies are sparse files of the
 same size, from which the model can be opened and planned. Their weights are never read: the devices hold the chunks, which the
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.sharding import manifest_path
+from coordinator.serve.planning.measurements import FOLDER as LEARNT
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment, SavedState
 from hearth.errors import HearthError
 from hearth.files import write_atomically
@@ -69,7 +70,8 @@ class ReplicaFile:
 def replica_files(state_dir: Path, state: SavedState, model_files: Mapping[str, Iterable[Path]]) -> list[ReplicaFile]:
     """All files of the replica. `model_files`: those of each deployment's model. Files that cannot be read are left out."""
     files = []
-    for path in (state_dir / "apps.json", state_dir / "devices.json", *sorted((state_dir / "profiles").glob("*.json"))):
+    folders = [path for folder in ("profiles", LEARNT) for path in sorted((state_dir / folder).glob("*.json"))]
+    for path in (state_dir / "apps.json", state_dir / "devices.json", *folders):
         files += _file(path.relative_to(state_dir).as_posix(), path)
     for name, deployment in state.deployments.items():
         folder, goal = f"models/{_plain(name)}", deployment.goal

@@ -1,0 +1,205 @@
+"""What requests to one graph have taught, in memory and on disk: calibration, trials, times of the deployed plan."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from coordinator.deploy.deployment import RunResult
+from coordinator.deploy.graph import Arrays
+from coordinator.plan.graph.cluster import GraphCluster
+from coordinator.plan.graph.learning.calibration import Calibration, Factors
+from coordinator.plan.graph.learning.correlation import Agreement, agreement
+from coordinator.plan.graph.learning.elites import placement_key
+from coordinator.plan.graph.learning.transfers import measured_transfers
+from coordinator.serve.durable_file import DurableFile
+from hearth.plan.plan import GraphPlan
+from hearth.wire.messages import PlanTrial
+
+FOLDER = "learnt"  # of the state directory: a file for each graph
+MAX_TRIALS = 100  # kept on disk and shown
+_KEPT_SECONDS = 50  # latencies of the deployed plan: some minutes of use
+# Standard error of a median times the root of the number of values, over their median absolute deviation (normal distribution).
+_ERROR_PER_DEVIATION = 1.2533 * 1.4826
+_TRACED_REQUESTS = 8  # one request of as many is traced, for the links: tracing costs well below 1 % of it
+
+
+class SavedTrial(BaseModel):
+    """A trial, with the keys of the plan and of the one that was deployed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    key: str
+    incumbent: str
+    trial: PlanTrial
+
+
+class SavedMeasurements(BaseModel):
+    """The content of the file."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: Literal[1] = 1
+    factors: Factors = Field(default_factory=Factors)
+    trials: tuple[SavedTrial, ...] = ()
+    remaining_time: float = Field(default=1.0, gt=0)  # of a request, after all changes of plan that were learnt
+    num_requests: int = 0  # of clients
+    num_trial_requests: int = 0  # on plans under trial that nobody had asked for
+    num_asked_requests: int = 0  # the same during `hearth learn`
+
+
+class Latency(NamedTuple):
+    """The median seconds of requests that ran alone, and its standard error."""
+
+    seconds: float
+    standard_error: float
+
+
+class Measurements:
+    """Measured times of one graph. `slowdown`: the factor of a device's drift since it was profiled, by id."""
+
+    def __init__(self, path: Path, slowdown: Callable[[str], float]) -> None:
+        self._file = DurableFile(path, SavedMeasurements.model_validate_json)
+        saved = self._file.read() or SavedMeasurements()
+        self.calibration = Calibration(saved.factors)
+        self.trials = list(saved.trials)
+        self.remaining_time = saved.remaining_time
+        self.num_requests = saved.num_requests
+        self.num_trial_requests = saved.num_trial_requests
+        self.num_asked_requests = saved.num_asked_requests
+        self.paused = False  # whether requests run while something else disturbs them
+        self._slowdown = slowdown
+        self._known_slowdowns: dict[str, float] = {}  # at the latest request, by device id
+        self._profiled: GraphCluster | None = None
+        self._has_changed = False
+        self._begin(None)
+
+    # ---- the calibrated problem -----------------------------------------------------------------------------------
+
+    def calibrated(self, profiled: GraphCluster) -> GraphCluster:
+        """A cluster of profiled times with what was learnt of its devices and links.
+
+        Drift is part of that for a device that runs requests. For any other one it counts if it was found since then.
+        """
+        ids = {device.device_id for device in profiled.devices}
+        known = {device.device_id for device in self._profiled.devices} if self._profiled is not None else set()
+        if not ids < known:  # not for the devices that would be left after a loss
+            self._profiled = profiled
+        running = {device.device_id for device in self._plan.devices} if self._plan is not None else set()
+        drifted = {
+            each: self._slowdown(each) for each in ids if self._slowdown(each) != self._known_slowdowns.get(each, 1.0)
+        }
+        return self.calibration.apply(profiled, {each: drifted[each] for each in drifted if each not in running})
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the next request should be traced."""
+        return self.num_observed % _TRACED_REQUESTS == 1
+
+    def observe(self, plan: GraphPlan, result: RunResult[Arrays], alone_seconds: float | None) -> None:
+        """Record a request that succeeded. `alone_seconds`: its duration, if no other one ran at the same time."""
+        if plan is not self._plan:
+            self._begin(plan)
+        if self.paused or list(map(len, result.segment_seconds)) != list(map(len, self._segment_seconds)):
+            return
+        self._num_seen += 1
+        if self._num_seen == 1:  # a warm-up
+            return
+        self.num_observed += 1
+        if alone_seconds is not None:
+            self._latencies.append(alone_seconds)
+        for rank, seconds in enumerate(result.segment_seconds):
+            for index, each in enumerate(seconds):
+                self._segment_seconds[rank][index] += each
+        self._calibrate(plan, result)
+
+    def _calibrate(self, plan: GraphPlan, result: RunResult[Arrays]) -> None:
+        cluster = self._profiled
+        ids = {device.device_id for device in plan.devices}
+        if cluster is None or not ids <= {device.device_id for device in cluster.devices}:
+            return
+        self.calibration.observe(cluster, plan, result.segment_seconds)
+        self._known_slowdowns |= {each: self._slowdown(each) for each in ids}
+        if result.traces and plan.wire.values == "exact":
+            for each in measured_transfers(result.traces, result.clock_errors, cluster, plan):
+                self.calibration.observe_transfer(*each)
+        self._has_changed = True
+
+    def _begin(self, plan: GraphPlan | None) -> None:
+        """Begin with the requests of another plan."""
+        self._plan = plan
+        self._num_seen = self.num_observed = 0
+        self._latencies: deque[float] = deque(maxlen=_KEPT_SECONDS)
+        segments = [plan.body.segments_of(rank) for rank in range(plan.num_ranks)] if plan is not None else []
+        self._predicted = [[each.seconds for each in own] for own in segments]
+        self._segment_seconds = [[0.0] * len(own) for own in segments]  # sums over the observed requests
+
+    # ---- the deployed plan ----------------------------------------------------------------------------------------
+
+    def num_observed_of(self, plan: GraphPlan) -> int:
+        """Requests on this plan that were measured."""
+        return self.num_observed if plan is self._plan else 0
+
+    def latency(self, plan: GraphPlan, min_requests: int) -> Latency | None:
+        """The latency of this plan; None before so many requests, at least two, have run alone on it."""
+        if plan is not self._plan or len(self._latencies) < min_requests:
+            return None
+        middle = median(self._latencies)
+        deviation = median(abs(each - middle) for each in self._latencies)
+        return Latency(middle, _ERROR_PER_DEVIATION * deviation / len(self._latencies) ** 0.5)
+
+    @property
+    def median_seconds(self) -> float | None:
+        return median(self._latencies) if self._latencies else None
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """Of the deployed plan's predicted and measured segments."""
+        if not self.num_observed:
+            return None
+        measured = [each / self.num_observed for own in self._segment_seconds for each in own]
+        return agreement([each for own in self._predicted for each in own], measured)
+
+    # ---- trials ---------------------------------------------------------------------------------------------------
+
+    def tried(self, incumbent: GraphPlan) -> set[str]:
+        """The keys of the plans that had their trial against this one."""
+        key = placement_key(incumbent)
+        return {each.key for each in self.trials if each.incumbent == key}
+
+    def record_trials(self, incumbent: GraphPlan, trials: Sequence[tuple[GraphPlan, PlanTrial]]) -> None:
+        """Add the results of finished trials."""
+        key = placement_key(incumbent)
+        self.trials += [SavedTrial(key=placement_key(plan), incumbent=key, trial=trial) for plan, trial in trials]
+        del self.trials[:-MAX_TRIALS]
+        self._has_changed = True
+
+    def count_trial_request(self, asked: bool) -> None:
+        """Count a request on a plan under trial; `asked`: a user has asked to learn."""
+        self.num_asked_requests += asked
+        self.num_trial_requests += not asked
+
+    # ---- the file -------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write what has changed. Never fails (`DurableFile`)."""
+        if not self._has_changed:
+            self._file.retry()
+            return
+        self._has_changed = False
+        saved = SavedMeasurements(
+            factors=self.calibration.factors,
+            trials=tuple(self.trials),
+            remaining_time=self.remaining_time,
+            num_requests=self.num_requests,
+            num_trial_requests=self.num_trial_requests,
+            num_asked_requests=self.num_asked_requests,
+        )
+        self._file.write(saved.model_dump_json())
