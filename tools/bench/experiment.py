@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "fuzz": ("fuzz", "Fuzz"),
     "idle-cost": ("idle_cost", "IdleCost"),
     "kv-loss": ("kv_loss", "KvLoss"),
+    "doppler-stage3": ("doppler_stage3", "DopplerStage3"),
 }
 
 
