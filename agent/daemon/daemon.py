@@ -183,9 +183,13 @@ class AgentDaemon:
         return wire.Done()
 
     async def watch_leases(self) -> None:
-        """End the streams of expired leases, and stop workers that no coordinator takes over, until cancelled."""
+        """End the streams of expired leases, and stop workers that no coordinator takes over, until cancelled.
+
+        A configuration of voters that could not be written is tried again.
+        """
         while True:
             await asyncio.sleep(LEASE_CHECK_SECONDS)
+            self._configuration.retry()
             for deployment, lease in list(self._leases.items()):
                 if lease.is_abandoned(loop_time()):
                     log.info("no coordinator has taken over %s from %s", deployment, lease.holder_name)
@@ -196,6 +200,7 @@ class AgentDaemon:
     async def close(self) -> None:
         """Stop all workers; none starts any more, also for a request that is being handled."""
         self._closing = True
+        self._configuration.retry()
         await asyncio.gather(*map(self._stop_worker, list(self._workers)), *self._stopping)
         await self.spawner.close()
 

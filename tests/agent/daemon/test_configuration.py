@@ -32,7 +32,7 @@ def test_damaged_file_is_no_vote(tmp_path: Path) -> None:
     assert StoredConfiguration(tmp_path).current is None
 
 
-def test_configuration_that_cannot_be_written_holds_until_the_agent_ends(
+def test_configuration_that_cannot_be_written_holds_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def disk_full(*_: object, **__: object) -> None:
@@ -40,7 +40,11 @@ def test_configuration_that_cannot_be_written_holds_until_the_agent_ends(
 
     stored = StoredConfiguration(tmp_path)
     stored.store(configuration(1))
-    monkeypatch.setattr("agent.daemon.configuration.write_atomically", disk_full)
-    stored.store(configuration(2))
-    assert stored.current == configuration(2)
-    assert StoredConfiguration(tmp_path).current is None
+    with monkeypatch.context() as patched:
+        patched.setattr("agent.daemon.configuration.write_atomically", disk_full)
+        stored.store(configuration(2))
+        stored.retry()
+        assert stored.current == configuration(2)
+        assert StoredConfiguration(tmp_path).current is None
+    stored.retry()
+    assert StoredConfiguration(tmp_path).current == configuration(2)
