@@ -15,17 +15,17 @@ from typer.testing import CliRunner
 
 from coordinator.plan.graph.latency.heft import critical_path
 from tools.bench import __main__ as commands
-from tools.bench import doppler as doppler_module
-from tools.bench import doppler_cells
-from tools.bench.doppler import Doppler
-from tools.bench.doppler_cells import measure_cell, measure_in_child
-from tools.bench.doppler_figures import TRANSFER_MS, paper_ms
-from tools.bench.doppler_rows import HEADINGS, Cell, CellRow
-from tools.bench.doppler_tables import summarise
+from tools.bench.doppler import cells as cells_module
+from tools.bench.doppler import evaluation as doppler_module
+from tools.bench.doppler.cells import measure_cell, measure_in_child
+from tools.bench.doppler.evaluation import Doppler
+from tools.bench.doppler.figures import TRANSFER_MS, paper_ms
+from tools.bench.doppler.rows import HEADINGS, Cell, CellRow
+from tools.bench.doppler.tables import summarise
 from tools.bench.experiment import make_experiment, read_settings
 from tools.bench.results import Table, load_result
-from tools.bench.tensor_graphs import GRAPHS
-from tools.bench.tensor_homes import HOMES
+from tools.bench.tensor.graphs import GRAPHS
+from tools.bench.tensor.homes import HOMES
 
 
 def experiment(*changes: str) -> Doppler:
@@ -104,7 +104,7 @@ def test_a_graph_that_fits_no_single_device_has_plans_of_several(tmp_path: Path)
 
 
 def test_a_child_is_ended_at_its_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doppler_cells, "_TRAINING", "json")  # imported before the first child; torch takes seconds
+    monkeypatch.setattr(cells_module, "_TRAINING", "json")  # imported before the first child; torch takes seconds
     row = measure_in_child(chain("local"), tmp_path)
     assert row == measure_cell(row.cell, tmp_path).model_copy(update={"processor_seconds": row.processor_seconds})
     row = measure_in_child(chain("doppler", graph="llama-layer", home="wifi", seconds=20.0), tmp_path, limit=1)

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("ortools")
 
-from tools.bench import doppler_loss
-from tools.bench.doppler_loss import LossRow
+from tools.bench.doppler import loss as loss_module
+from tools.bench.doppler.loss import LossRow
 from tools.bench.experiment import Context, Experiment, make_experiment, read_settings
 
 ROW = LossRow(
@@ -26,7 +26,7 @@ def test_each_device_is_lost_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     async def start_seconds() -> float:
         return 0.4
 
-    monkeypatch.setattr(doppler_loss, "_start_seconds", start_seconds)
+    monkeypatch.setattr(loss_module, "_start_seconds", start_seconds)
     monkeypatch.setattr("coordinator.plan.graph.auto._RECOVERY_SECONDS", 0.01)
     small = experiment('graphs=["chain-mm"]', 'homes=["wifi"]')
     known = [ROW.model_copy(update={"lost": f"device{k}"}) for k in (0, 1, 2)]

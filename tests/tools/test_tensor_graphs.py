@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from coordinator.plan.graph.latency.baselines import local
 from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.heft import heft
-from tools.bench.sharding import ShardedGraph
-from tools.bench.tensor_graphs import GRAPHS, HOME, PAPER, GraphName, chain_mm, tensor_graph
-from tools.bench.tensor_homes import HOMES, TensorHome
+from tools.bench.tensor.graphs import GRAPHS, HOME, PAPER, GraphName, chain_mm, tensor_graph
+from tools.bench.tensor.homes import HOMES, TensorHome
+from tools.bench.tensor.sharding import ShardedGraph
 
 _WL_ROUNDS = 14
 

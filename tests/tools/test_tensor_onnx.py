@@ -12,9 +12,9 @@ pytest.importorskip("onnxruntime")
 from support.onnx_models import run_whole
 
 from coordinator.models.onnx.reader import read_onnx
-from tools.bench.tensor_graphs import ChainSizes, FfnnSizes, GraphName, GraphSizes, LlamaSizes, tensor_graph
-from tools.bench.tensor_onnx import write_onnx
-from tools.bench.tensor_values import expected_result, request, whole_result
+from tools.bench.tensor.graphs import ChainSizes, FfnnSizes, GraphName, GraphSizes, LlamaSizes, tensor_graph
+from tools.bench.tensor.onnx import write_onnx
+from tools.bench.tensor.values import expected_result, request, whole_result
 
 SMALL = GraphSizes(ChainSizes(16), FfnnSizes(32, 8, 16), LlamaSizes(12, 32, 4, 24, 40))
 ALL = [("chain-mm", 4), ("ffnn", 4), ("llama-block", 4), ("llama-layer", 4), ("llama-block", 8), ("llama-layer", 8)]

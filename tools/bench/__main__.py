@@ -19,8 +19,8 @@ from tools.bench.experiment import Context, make_experiment, names, read_setting
 from tools.bench.measure import temporary_folder
 from tools.bench.plots import save_plot
 from tools.bench.results import RESULTS, Result, Summary, check_writable, commit, load_result, machine, today
-from tools.bench.tensor_graphs import GRAPHS
-from tools.bench.tensor_homes import HOMES
+from tools.bench.tensor.graphs import GRAPHS
+from tools.bench.tensor.homes import HOMES
 
 _FILE_WIDTH = 160  # columns of tables, if the output is not a terminal
 screen = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)

@@ -27,10 +27,10 @@ KINDS: dict[str, tuple[str, str]] = {
     "partition": ("partition", "Partition"),
     "moirai": ("moirai", "Moirai"),
     "coarsening": ("coarsening", "Coarsening"),
-    "doppler-policy": ("doppler_policy", "DopplerPolicy"),
-    "doppler": ("doppler", "Doppler"),
-    "doppler-real": ("tensor_real", "DopplerReal"),
-    "doppler-loss": ("doppler_loss", "DopplerLoss"),
+    "doppler-policy": ("doppler.policy", "DopplerPolicy"),
+    "doppler": ("doppler.evaluation", "Doppler"),
+    "doppler-real": ("doppler.real", "DopplerReal"),
+    "doppler-loss": ("doppler.loss", "DopplerLoss"),
     "push": ("push", "Push"),
     "capacity": ("capacity", "Capacity"),
     "faults": ("faults", "Faults"),
@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "fuzz": ("fuzz", "Fuzz"),
     "idle-cost": ("idle_cost", "IdleCost"),
     "kv-loss": ("kv_loss", "KvLoss"),
-    "doppler-stage3": ("doppler_stage3", "DopplerStage3"),
+    "doppler-stage3": ("doppler.stage3", "DopplerStage3"),
 }
 
 

@@ -18,8 +18,8 @@ from coordinator.plan.graph.latency.doppler.policy import random_policy
 from coordinator.plan.graph.latency.doppler.weights import policy_bytes
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from hearth.errors import BadSetting
-from tools.bench.tensor_graphs import GRAPHS, tensor_graph
-from tools.bench.tensor_homes import HOMES
+from tools.bench.tensor.graphs import GRAPHS, tensor_graph
+from tools.bench.tensor.homes import HOMES
 from tools.learn.ablations import Ablation, make_trainer
 from tools.learn.home.training import BATCH, make_lessons
 from tools.learn.home.training import Trainer as HomeTrainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
-from tools.bench.tensor_graphs import PAPER, GraphName, tensor_graph
+from tools.bench.tensor.graphs import PAPER, GraphName, tensor_graph
 
 _UNIT = 1e10  # elements of an index space that a device computes in a unit of time
 _TRANSFER_FACTOR = 4.0  # cost of sending a result over the cost of its operator

@@ -1,6 +1,6 @@
 """Random placement problems of many kinds: sums of products, tiled networks, branches, Llama's layer; on random homes.
 
-Sizes are chosen so that a graph has at most `MAX_OPERATORS` operators. Indices of tensors as in `tools.bench.tensor_graphs`.
+Sizes are chosen so that a graph has at most `MAX_OPERATORS` operators. Indices of tensors as in `tools.bench.tensor.graphs`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 from numpy.random import Generator
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from tools.bench.sharding import ShardedGraph
-from tools.bench.tensor_graphs import LlamaSizes, llama
-from tools.bench.tensor_homes import TensorHome
+from tools.bench.tensor.graphs import LlamaSizes, llama
+from tools.bench.tensor.homes import TensorHome
+from tools.bench.tensor.sharding import ShardedGraph
 
 MIN_OPERATORS, MAX_OPERATORS = 12, 320
 _LEAST_MBIT, _MOST_MBIT = 60.0, 940.0

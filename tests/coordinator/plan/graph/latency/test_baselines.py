@@ -18,8 +18,8 @@ from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.solution import SearchOptions
 from hearth.errors import NoPlacement
-from tools.bench.tensor_graphs import tensor_graph
-from tools.bench.tensor_homes import HOMES
+from tools.bench.tensor.graphs import tensor_graph
+from tools.bench.tensor.homes import HOMES
 
 SCHEDULERS = {**{name: each for name, each in BASELINES.items() if name != "local"}, "contended-heft": contended_heft}
 

@@ -34,8 +34,8 @@ from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule, schedule, with_required_sends
 from coordinator.plan.graph.latency.ticks import in_ticks
 from hearth.errors import BadGraph, ModelDoesNotFit, NoPlacement
-from tools.bench.tensor_graphs import tensor_graph
-from tools.bench.tensor_homes import HOMES
+from tools.bench.tensor.graphs import tensor_graph
+from tools.bench.tensor.homes import HOMES
 
 
 def brute_force(problem: PlacementProblem) -> float | None:

@@ -26,8 +26,8 @@ from coordinator.plan.graph.latency.ticks import in_ticks
 from coordinator.plan.graph.latency.windows import WindowSearch
 from coordinator.plan.solution import SearchOptions
 from hearth.errors import ModelDoesNotFit, NoPlacement
-from tools.bench.tensor_graphs import tensor_graph
-from tools.bench.tensor_homes import HOMES
+from tools.bench.tensor.graphs import tensor_graph
+from tools.bench.tensor.homes import HOMES
 
 NEVER = float("inf")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tools.bench.tensor_graphs import GraphName
+from tools.bench.tensor.graphs import GraphName
 
 Figures = Mapping[GraphName, Mapping[str, float]]
 

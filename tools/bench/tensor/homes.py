@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
 from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
-from tools.bench.sharding import ShardedGraph
+from tools.bench.tensor.sharding import ShardedGraph
 
 _FLOPS_PER_SECOND = 15e9  # of a device of speed 1: 0.45 core of the testbed
 _MEMORY_BYTES_PER_SECOND = 3e9  # of a device of speed 1

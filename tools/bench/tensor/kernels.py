@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from tools.bench.sharding import CutOperator, CutTensor, Read, ShardedGraph, Vertex
+from tools.bench.tensor.sharding import CutOperator, CutTensor, Read, ShardedGraph, Vertex
 
 SCALE = "scale"  # an input of the request, see `_operands`
 _MASKED = -1e9  # added to the scores of later positions

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from tools.bench.doppler_figures import paper_ms
-from tools.bench.doppler_rows import HEADINGS, NOT_MEASURED, STAGE_III, CellRow, Setting, main_row, makespans
-from tools.bench.doppler_studies import STUDIES
+from tools.bench.doppler.figures import paper_ms
+from tools.bench.doppler.rows import HEADINGS, NOT_MEASURED, STAGE_III, CellRow, Setting, main_row, makespans
+from tools.bench.doppler.studies import STUDIES
 from tools.bench.results import Summary, Table
-from tools.bench.tensor_graphs import GRAPHS, GraphName
+from tools.bench.tensor.graphs import GRAPHS, GraphName
 
 _ROUNDING = 1e-9  # relative: sums of floats in another order
 _NOTES = (

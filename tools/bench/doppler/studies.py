@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from tools.bench.doppler_figures import (
+from tools.bench.doppler.figures import (
     EPISODE_SECONDS,
     PER_EPISODE,
     PER_STEP,
@@ -16,7 +16,7 @@ from tools.bench.doppler_figures import (
     TRANSFER_MS,
     paper_ms,
 )
-from tools.bench.doppler_rows import (
+from tools.bench.doppler.rows import (
     BATCH,
     HEADINGS,
     NOT_MEASURED,
@@ -28,7 +28,7 @@ from tools.bench.doppler_rows import (
     makespans,
 )
 from tools.bench.results import Table
-from tools.bench.tensor_graphs import GRAPHS, tensor_graph
+from tools.bench.tensor.graphs import GRAPHS, tensor_graph
 
 Study = Callable[[Setting, Sequence[CellRow]], Table]
 

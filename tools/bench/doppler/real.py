@@ -27,11 +27,11 @@ from tools.bench.graph_findings import gain, of_answers, served_table
 from tools.bench.graph_home import Candidate, GraphHome, Served
 from tools.bench.homes import agents, hub_scenario, on_quietest_core
 from tools.bench.results import Summary
-from tools.bench.sharding import ShardedGraph
 from tools.bench.stats import rank_correlation
-from tools.bench.tensor_graphs import HOME, ChainSizes, FfnnSizes, GraphName, GraphSizes, LlamaSizes, tensor_graph
-from tools.bench.tensor_onnx import write_onnx
-from tools.bench.tensor_values import expected_result, request, result_blocks
+from tools.bench.tensor.graphs import HOME, ChainSizes, FfnnSizes, GraphName, GraphSizes, LlamaSizes, tensor_graph
+from tools.bench.tensor.onnx import write_onnx
+from tools.bench.tensor.sharding import ShardedGraph
+from tools.bench.tensor.values import expected_result, request, result_blocks
 
 VARIED = "varied"
 _TARGET_GAINS = {"chain-mm": 3.0, "llama-layer": 2.4}  # over the best device, of four equal ones on gigabit links

@@ -28,8 +28,8 @@ from hearth.platform.spare_child import READY_LINE
 from tools.bench.experiment import Context, Experiment
 from tools.bench.results import Summary, Table
 from tools.bench.stats import percentile
-from tools.bench.tensor_graphs import GRAPHS, GraphName, tensor_graph
-from tools.bench.tensor_homes import HOMES
+from tools.bench.tensor.graphs import GRAPHS, GraphName, tensor_graph
+from tools.bench.tensor.homes import HOMES
 
 MOST_SECONDS = 1.0  # of processor time, from the start of the planner process to the plan
 MOST_MEDIAN_LOSS, MOST_LOSS = 0.05, 0.15  # of the plan against the reference

@@ -13,8 +13,8 @@ from numpy.random import default_rng
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import best_schedule
-from tools.bench.doppler_rows import Cell, CellRow, Method
-from tools.bench.tensor_graphs import GraphName
+from tools.bench.doppler.rows import Cell, CellRow, Method
+from tools.bench.tensor.graphs import GraphName
 from tools.learn.ablations import Ablation, make_trainer
 from tools.learn.episodes import Placement, run_episodes
 from tools.learn.instance import Floats, make_instance

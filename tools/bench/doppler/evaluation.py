@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 
-from tools.bench.doppler_cells import measure_in_child
-from tools.bench.doppler_rows import Cell, CellRow, HomeName, Method
-from tools.bench.doppler_tables import summarise
+from tools.bench.doppler.cells import measure_in_child
+from tools.bench.doppler.rows import Cell, CellRow, HomeName, Method
+from tools.bench.doppler.tables import summarise
 from tools.bench.experiment import Context, Experiment
 from tools.bench.results import Summary
-from tools.bench.tensor_graphs import GRAPHS, GraphName
+from tools.bench.tensor.graphs import GRAPHS, GraphName
 
 _MAIN: tuple[Method, ...] = (
     "local", "critical-path", "best-list", "enumerative", "doppler", "moirai", "doppler-sim", "placeto", "sel-only",

@@ -1,4 +1,4 @@
-"""`python -m tools.bench.tensor_onnx`: the task graphs of Doppler's evaluation as ONNX files that run, with random weights.
+"""`python -m tools.bench.tensor.onnx`: the task graphs of Doppler's evaluation as ONNX files that run, with random weights.
 
 Every vertex is a node, or a few whose names begin with the vertex's. Blocks of weights are initialisers; blocks of x, the
 positions and `scale` are inputs of the request. The result's blocks are the outputs.
@@ -15,10 +15,10 @@ from onnx import TensorProto, ValueInfoProto, helper
 from coordinator.cli.output import handles_errors, out
 from hearth.errors import BadSetting
 from hearth.platform.units import format_bytes
-from tools.bench.sharding import ShardedGraph
-from tools.bench.tensor_graphs import GRAPHS, HOME, PAPER, tensor_graph
-from tools.bench.tensor_kernels import SCALE, NodeWriter
-from tools.bench.tensor_values import input_block
+from tools.bench.tensor.graphs import GRAPHS, HOME, PAPER, tensor_graph
+from tools.bench.tensor.kernels import SCALE, NodeWriter
+from tools.bench.tensor.sharding import ShardedGraph
+from tools.bench.tensor.values import input_block
 from tools.graph_models import OPSET
 
 _IR_VERSION = 8  # that of operator set 17

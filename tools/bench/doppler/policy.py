@@ -28,8 +28,8 @@ from coordinator.plan.solution import SearchOptions, Solution
 from hearth.errors import BadSetting
 from tools.bench.experiment import Context, Experiment
 from tools.bench.results import Summary, Table
-from tools.bench.tensor_graphs import GRAPHS, GraphName, tensor_graph
-from tools.bench.tensor_homes import HOMES
+from tools.bench.tensor.graphs import GRAPHS, GraphName, tensor_graph
+from tools.bench.tensor.homes import HOMES
 from tools.learn.home.instances import random_instance
 
 FOUR_DEVICES = ("gigabit", "wifi", "unequal", "unequal-wifi")  # homes; the first three for the comparison at equal time

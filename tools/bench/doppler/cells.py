@@ -22,12 +22,12 @@ from coordinator.plan.graph.latency.placeto import best_list_schedule, placeto
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.solution import SearchOptions
 from hearth.errors import InternalError, ModelDoesNotFit, NoPlacement
-from tools.bench.doppler_rows import LEARNT, Cell, CellRow, Method
+from tools.bench.doppler.rows import LEARNT, Cell, CellRow, Method
 
 _MORE_SECONDS = 60  # of processor time that a child may take for what a cell does not limit
 _WALL_FACTOR = 30  # of the limit of processor time: a child that takes longer waits for something
 _FITTING_SECONDS = 10.0  # for list schedules that run out of memory: to find an assignment that fits, which takes less
-_TRAINING = "tools.bench.doppler_training"  # needs torch, which the planners do not
+_TRAINING = "tools.bench.doppler.training"  # needs torch, which the planners do not
 
 
 def measure_in_child(cell: Cell, folder: Path, limit: int | None = None) -> CellRow:

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, NamedTuple, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from tools.bench.tensor_graphs import GraphName, tensor_graph
-from tools.bench.tensor_homes import HOMES
+from tools.bench.tensor.graphs import GraphName, tensor_graph
+from tools.bench.tensor.homes import HOMES
 
 # `rollout` runs episodes without training; `doppler` and `moirai` are this project's planners, the others the paper's.
 LearntMethod = Literal["doppler-sim", "sel-only", "plc-only", "per-step", "rollout"]

@@ -1,7 +1,7 @@
 """The four task graphs of Doppler's evaluation: ChainMM, FFNN, Llama-block and Llama-layer, at any size.
 
 Cut for 4 devices they have the vertices, edges and costs of the authors' files, and so have the Llama graphs cut for 8. The
-pieces of each operator are facts about those files; the rule that turns them into a graph is `tools.bench.sharding`.
+pieces of each operator are facts about those files; the rule that turns them into a graph is `tools.bench.tensor.sharding`.
 
 Indices: s rows (tokens), h hidden, t keys, H heads, d width of a head, c = d / 2 complex numbers, i, j rows and columns of a
 product, k its summed index, b batch, v vocabulary.
@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from tools.bench.sharding import Access, ShardedGraph, Span
+from tools.bench.tensor.sharding import Access, ShardedGraph, Span
 
 GraphName = Literal["chain-mm", "ffnn", "llama-block", "llama-layer"]
 GRAPHS: tuple[GraphName, ...] = get_args(GraphName)

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tools.bench.doppler.real import VARIED, findings_of, varied_assignments
 from tools.bench.graph_clients import _read_example, save_example
 from tools.bench.graph_home import Round, Served
 from tools.bench.stats import rank_correlation
-from tools.bench.tensor_graphs import GRAPHS, ChainSizes, FfnnSizes, GraphName, GraphSizes, LlamaSizes, tensor_graph
-from tools.bench.tensor_real import VARIED, findings_of, varied_assignments
-from tools.bench.tensor_values import expected_result, result_blocks, whole_result
+from tools.bench.tensor.graphs import GRAPHS, ChainSizes, FfnnSizes, GraphName, GraphSizes, LlamaSizes, tensor_graph
+from tools.bench.tensor.values import expected_result, result_blocks, whole_result
 
 SMALL = GraphSizes(ChainSizes(16), FfnnSizes(64, 8, 16), LlamaSizes(16, 32, 4, 64, 64))
 

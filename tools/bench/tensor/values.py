@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.sharding import Block, CutTensor, ShardedGraph
-from tools.bench.tensor_graphs import EPSILON, GraphSizes, LlamaSizes
-from tools.bench.tensor_kernels import SCALE
+from tools.bench.tensor.graphs import EPSILON, GraphSizes, LlamaSizes
+from tools.bench.tensor.kernels import SCALE
+from tools.bench.tensor.sharding import Block, CutTensor, ShardedGraph
 
 Array = np.ndarray[Any, Any]
 _ROTARY_BASE = 10_000.0
