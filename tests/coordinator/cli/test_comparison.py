@@ -456,6 +456,12 @@ def test_graph_is_measured_alone_or_with_a_full_pipeline(
         assert seconds == (2.0, 3.0, 4.0)  # the first request is a warm-up
 
 
+def assert_all_tried(names: Sequence[str], objective: str) -> None:
+    """All methods of `auto`; `doppler` only if no method before it has proven its plan to be optimal."""
+    methods = {each.name for each in GRAPH_METHODS.select("auto", objective)}
+    assert methods - {"doppler"} <= set(names) <= methods
+
+
 @pytest.mark.parametrize("strategy", ["auto", "heft"])
 def test_graph_strategies_with_equal_plans_share_a_run(strategy: str) -> None:
     spec = two_branches(flops=1e6, out_bytes=10)
@@ -465,8 +471,9 @@ def test_graph_strategies_with_equal_plans_share_a_run(strategy: str) -> None:
         plans = asyncio.run(planned.best_of_each_strategy())
     assert plans[0].body == planned.plan.body
     assert plans[0].planner.split(", ")[0] == planned.plan.planner
-    tried = [each.name for each in GRAPH_METHODS.select("auto", "latency")]
-    assert sorted(name for plan in plans for name in plan.planner.split(", ")) == sorted(tried)
+    tried = [name for plan in plans for name in plan.planner.split(", ")]
+    assert len(set(tried)) == len(tried)
+    assert_all_tried(tried, "latency")
     assert len({(plan.body, plan.devices) for plan in plans}) == len(plans) < len(tried)
 
 
@@ -504,8 +511,7 @@ def test_real_agents_run_the_plans_of_a_graph(objective: str, running_home: Test
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["objective"], found["rounds"]) == (objective, 2)
-    asked = [each.name for each in GRAPH_METHODS.select("auto", objective)]
-    assert {name for plan in found["plans"] for name in plan["strategy"].split(", ")} == set(asked), done.stderr
+    assert_all_tried([name for plan in found["plans"] for name in plan["strategy"].split(", ")], objective)
     for plan in found["plans"]:
         assert plan["failure"] is None
         assert len(plan["step_seconds"]) == 2
