@@ -36,7 +36,7 @@ def test_schedulers_find_a_placement_that_leaves_no_byte_free(problem: Placement
         assert violations(tight, found) == []
 
 
-@pytest.mark.parametrize("name", SCHEDULERS.keys() & BASELINES.keys())
+@pytest.mark.parametrize("name", sorted(SCHEDULERS.keys() & BASELINES.keys()))
 def test_baselines_place_a_chain_of_products_in_little_memory(name: str) -> None:
     """Each device holds 0.3 of the weights, many of which several tiles share."""
     problem = HOMES["gigabit"].problem(tensor_graph("chain-mm"), 0.3)
