@@ -15,7 +15,9 @@ from coordinator.serve.state import MAX_TILES, Goal, GraphGoal, TileCount, Trans
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.value_formats import VALUE_FORMAT_NAMES
+from hearth.platform.units import parse_seconds
 
+_MAX_LEARN_SECONDS = 86400.0
 _CHOICES: Mapping[str, Sequence[str]] = {
     "wire": VALUE_FORMAT_NAMES,
     "lz4": ("auto", "on", "off"),
@@ -64,6 +66,21 @@ def _tile_count(text: str) -> TileCount:
     if not text.isdecimal() or not 1 <= int(text) <= MAX_TILES:
         raise BadSetting(setting="--tiles", reason=f"'{text}' is not auto, off, or a number from 1 to {MAX_TILES}")
     return int(text)
+
+
+def learn_seconds(learn: str | None, strategy: str) -> float:
+    """The seconds of --learn; 0 without it. Raises BadSetting."""
+    if learn is None:
+        return 0.0
+    if strategy != "doppler":
+        raise BadSetting(setting="--learn", reason="only the policy of --strategy doppler learns")
+    try:
+        seconds = parse_seconds(learn)
+    except ValueError as error:
+        raise BadSetting(setting="--learn", reason=str(error)) from None
+    if not 0 < seconds <= _MAX_LEARN_SECONDS:
+        raise BadSetting(setting="--learn", reason="it must be more than 0 and at most 24h")
+    return seconds
 
 
 def _accuracy_budget(options: Mapping[str, Any]) -> float | None:

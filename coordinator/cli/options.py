@@ -69,6 +69,14 @@ TimeLimitOption = Annotated[
 NoCongestionOption = Annotated[
     bool, typer.Option("--no-congestion", help="(graph) Ignore contention between transfers of one device.")
 ]
+LearnOption = Annotated[
+    str | None,
+    typer.Option(
+        help="(graph) Let the policy of --strategy doppler learn on this graph and these devices before the search, for "
+        "30s or 5min, say. It is kept for the next plans.",
+        metavar="TIME",
+    ),
+]
 TilesOption = Annotated[
     str,
     typer.Option(
@@ -182,7 +190,7 @@ _KIND_TITLES: Mapping[ModelFileKind, str] = {
 # Options of `plan` and `serve` that apply to some kinds of MODEL only, by parameter name. All others apply to every kind.
 OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
     **dict.fromkeys(("seq_len", "context", "sequences", "no_kv_copies", "weights", "accuracy_budget"), _TRANSFORMER),
-    **dict.fromkeys(("dim", "cluster", "tiles", "no_learn"), _GRAPH),
+    **dict.fromkeys(("dim", "cluster", "tiles", "learn", "no_learn"), _GRAPH),
     **dict.fromkeys(("objective", "time_limit", "no_congestion", "picture"), _GRAPH | _INSTANCE),
     **dict.fromkeys(("compare", "rounds", "timeline", "save_profile", "load_profile"), _TRANSFORMER | _GRAPH),
     **dict.fromkeys(("save", "exclude", "limit"), _TRANSFORMER | _GRAPH),

@@ -9,6 +9,9 @@ _SUFFIXES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _SUFFIXES.update({f"{letter}i": 1024 ** (i + 1) for i, letter in enumerate("kmgt")})
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*$", re.IGNORECASE)
 
+_TIME_UNITS = {"": 1, "s": 1, "min": 60, "h": 3600}
+_TIME = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(|s|min|h)\s*$")
+
 
 def parse_bytes(text: str) -> int:
     """Parse `"800M"`, `"2 GiB"` or `"1500000"`; M is 10^6, Mi is 2^20. Raises ValueError."""
@@ -16,6 +19,14 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2].lower() not in _SUFFIXES:
         raise ValueError(f"'{text}' is not a size such as 800M or 2GiB")
     return int(Fraction(match[1]) * _SUFFIXES[match[2].lower()])  # a Fraction, since a float could round or overflow
+
+
+def parse_seconds(text: str) -> float:
+    """Parse `"30s"`, `"1.5 min"`, `"2h"` or `"45"`, in seconds. Raises ValueError."""
+    match = _TIME.match(text)
+    if match is None:
+        raise ValueError(f"'{text}' is not a time such as 30s or 5min")
+    return float(match[1]) * _TIME_UNITS[match[2]]
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -10,10 +10,11 @@ from typing import Any
 from unittest import mock
 
 from coordinator.devices.cluster_file import read_instance
-from coordinator.plan.graph.auto import plan_graph, plan_instance
+from coordinator.plan.graph.auto import plan_instance
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.planning import planner_process
+from coordinator.serve.planning.learnt_policies import plan_with_policy
 from hearth.errors import HearthError
 from hearth.plan.plan import TransformerPlan
 
@@ -33,7 +34,7 @@ def in_process_planning(clock: Callable[[], float] = time.monotonic) -> Iterator
         if kind == "transformer":
             return plan_transformer(request)
         if kind == "graph":
-            return plan_graph(request, clock, report_strategy)
+            return plan_with_policy(request, clock, report_strategy)
         problem = read_instance(request.model_file, request.congestion)
         return plan_instance(problem, request.strategy, request.time_limit_seconds, clock, report_strategy)
 

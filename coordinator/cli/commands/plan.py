@@ -10,13 +10,14 @@ import typer
 
 from coordinator.cli import options
 from coordinator.cli.comparison import compare_plans, print_comparison, run_interruptibly
-from coordinator.cli.goals import goal_from_options
+from coordinator.cli.goals import goal_from_options, learn_seconds
 from coordinator.cli.planning.flow import OutputOptions, Planning, plan_model
 from coordinator.cli.planning.graph import GraphPlanning
 from coordinator.cli.planning.live import ConnectionOptions
 from coordinator.cli.planning.problem import plan_problem
 from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.cli.render.picture import check_picture
+from coordinator.plan.graph.request import POLICIES_FOLDER
 from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.state import GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
@@ -41,6 +42,7 @@ def plan(
     time_limit: options.TimeLimitOption = None,
     no_congestion: options.NoCongestionOption = False,
     tiles: options.TilesOption = "off",
+    learn: options.LearnOption = None,
     cluster: Annotated[
         Path | None,
         typer.Option(
@@ -114,7 +116,12 @@ def plan(
     if kind == "instance" and isinstance(goal, GraphGoal):
         asyncio.run(plan_problem(goal, output))
         return
-    planning: Planning = TransformerPlanning(goal) if isinstance(goal, TransformerGoal) else GraphPlanning(goal)
+    planning: Planning
+    if isinstance(goal, TransformerGoal):
+        planning = TransformerPlanning(goal)
+    else:
+        policies_dir = load_coordinator_settings({}).state_dir / POLICIES_FOLDER
+        planning = GraphPlanning(goal, learn_seconds(learn, goal.strategy), str(policies_dir))
     if compare:
         rounds = rounds or _DEFAULT_ROUNDS
         print_comparison(

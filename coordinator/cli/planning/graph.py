@@ -108,7 +108,13 @@ class PlannedGraph:
             return [Loss(plan.devices[0].name, "there is no other device")]
         limit = min(request.time_limit_seconds, MAX_RECOVERY_SECONDS)
         stored = stored_weights(request.spec, plan)
-        deployed = replace(request, cluster=with_stored(request.cluster, stored), held=plan, time_limit_seconds=limit)
+        deployed = replace(
+            request,
+            cluster=with_stored(request.cluster, stored),
+            held=plan,
+            time_limit_seconds=limit,
+            learn_seconds=0.0,
+        )
         after = await plans_or_errors(
             "graph",
             [
@@ -129,7 +135,7 @@ class PlannedGraph:
         """This plan, then the best one of each other strategy. Equal plans become one, whose `planner` names all strategies."""
         result = self.result
         if self.request.strategy != "auto":
-            result = await solve_graph(replace(self.request, strategy="auto"), report_strategy)
+            result = await solve_graph(replace(self.request, strategy="auto", learn_seconds=0.0), report_strategy)
         best = {self.plan.planner: self.plan}
         for candidate in result.candidates:  # the fastest first
             if candidate.plan is not None:
@@ -146,11 +152,13 @@ class GraphPlanning:
     """Profiles, plans and times one graph. Raises BadModelFile, DynamicShape, BadSetting, CannotTile, ...
 
     The graph is cut into tiles, if the goal asks for them, once its devices are known; with `auto` the whole graph is planned
-    too, and what is faster is taken.
+    too, and what is faster is taken. `learn_seconds` are for the policy of the strategy doppler; those that have learnt are in
+    `policies_dir`.
     """
 
-    def __init__(self, goal: GraphGoal) -> None:
+    def __init__(self, goal: GraphGoal, learn_seconds: float = 0.0, policies_dir: str = "") -> None:
         self.goal = goal
+        self._learn_seconds, self._policies_dir = learn_seconds, policies_dir
         self.graph = read_graph_file(Path(goal.model_file), goal.dims)
         check_can_tile(self.graph, goal.tiles)
         self._uncut: tuple[GraphFile, GraphCluster] | None = None  # the graph before it was cut, if it was
@@ -206,6 +214,7 @@ class GraphPlanning:
 
     async def _plan(self, graph: GraphFile, cluster: GraphCluster) -> PlannedGraph:
         request = graph_request(self.goal, graph, graph_cluster_with_limits(cluster, self.goal.limits))
+        request = replace(request, learn_seconds=self._learn_seconds, policies_dir=self._policies_dir)
         return PlannedGraph(await solve_graph(request, report_strategy), request)
 
     def _cut(self, cluster: GraphCluster) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import GraphCluster
@@ -42,6 +43,9 @@ from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 
+if TYPE_CHECKING:
+    from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
+
 _TIE_TOLERANCE = 1.01  # within 1 % of the fastest, fewer devices win: each device is one more that can fail
 # Per strategy: memory other than weights is known only once the operators are placed. Each attempt is a whole search.
 _MAX_ATTEMPTS = 4
@@ -56,21 +60,28 @@ GraphCandidate = Candidate[GraphPlan]
 
 
 def plan_graph(
-    request: GraphRequest, clock: Clock, progress: Callable[[str], None] = lambda strategy: None
+    request: GraphRequest,
+    clock: Clock,
+    progress: Callable[[str], None] = lambda strategy: None,
+    policy: HomePolicy | None = None,
 ) -> PlanningResult[GraphPlan]:
     """Plan with the requested strategy, or with the best one for `auto`; return the plan and all other candidates.
+
+    `policy` is that of `doppler`, which plans without one if it is None.
 
     With a single device in the cluster, the result is that device alone, whatever the strategy. Devices get no more weights
     than their stores have room for. Raises ModelDoesNotFit, StoresTooSmall, NoPlacement and BadSetting.
     """
     planning = StorePlanning[GraphRequest, GraphPlan](
-        lambda each: _plan_graph(each, clock, progress), restricted, partial(stored_weights, request.spec)
+        lambda each: _plan_graph(each, clock, policy, progress), restricted, partial(stored_weights, request.spec)
     )
     held = stored_weights(request.spec, request.held)
     return plan_within_stores(planning, request, request.cluster.devices, held)
 
 
-def _plan_graph(request: GraphRequest, clock: Clock, progress: Callable[[str], None]) -> PlanningResult[GraphPlan]:
+def _plan_graph(
+    request: GraphRequest, clock: Clock, policy: HomePolicy | None, progress: Callable[[str], None]
+) -> PlanningResult[GraphPlan]:
     """As `plan_graph`, whatever the stores have room for."""
     has_several_devices = len(request.cluster.devices) > 1
     candidates = list(_local_candidates(request))
@@ -85,7 +96,7 @@ def _plan_graph(request: GraphRequest, clock: Clock, progress: Callable[[str], N
                 limit = _time_limit(each, request.strategy, request.time_limit_seconds)
                 if request.recovering and each.recovers:
                     limit = min(limit, _RECOVERY_SECONDS)
-                candidates.append(_try_method(request, each, SearchOptions(limit, request.seed, clock)))
+                candidates.append(_try_method(request, each, SearchOptions(limit, request.seed, clock), policy))
         chosen = choose_candidate(candidates, is_eligible, _TIE_TOLERANCE)
         if chosen is not None:
             break
@@ -167,7 +178,9 @@ def _local_candidates(request: GraphRequest) -> Iterator[GraphCandidate]:
 # ---- strategies -------------------------------------------------------------------------------------------------------
 
 
-def _try_method(request: GraphRequest, method: Method, options: SearchOptions) -> GraphCandidate:
+def _try_method(
+    request: GraphRequest, method: Method, options: SearchOptions, policy: HomePolicy | None
+) -> GraphCandidate:
     """Run one strategy. If its plan exceeds a device's budget, reserve the excess there and run it again.
 
     Strategies budget for weights alone; activations and other memory are known only once the plan is built.
@@ -176,7 +189,7 @@ def _try_method(request: GraphRequest, method: Method, options: SearchOptions) -
     request = _with_reserved_bytes(request)
     try:
         for _ in range(_MAX_ATTEMPTS):
-            solution = _solve(request, method, options)
+            solution = _solve(request, method, options, policy)
             plan = build_plan(request, solution, name)
             if reason := _why_not_sendable(request, plan):
                 return Candidate(name, name, reason=reason)
@@ -212,7 +225,9 @@ def _with_reserved_bytes(request: GraphRequest) -> GraphRequest:
     return replace(request, cluster=request.cluster.with_reserved_bytes(reserved))
 
 
-def _solve(request: GraphRequest, method: Method, options: SearchOptions) -> Solution[OperatorAssignment]:
+def _solve(
+    request: GraphRequest, method: Method, options: SearchOptions, policy: HomePolicy | None
+) -> Solution[OperatorAssignment]:
     """Assign operators to devices with one strategy.
 
     For latency, operators that onnxruntime fuses are placed together, and bounds hold for such placements only.
@@ -232,7 +247,7 @@ def _solve(request: GraphRequest, method: Method, options: SearchOptions) -> Sol
     problem = placement_problem(coarse.spec, seconds, rooms, rates, cluster.latency_seconds, request.congestion)
     held = held_devices(request)
     pins = {index: held[group[0]] for index, group in enumerate(coarse.groups) if group[0] in held}
-    solution = _solve_placement(problem, method.name, options, pins)
+    solution = _solve_placement(problem, method.name, options, pins, policy)
     devices = coarse.expand_assignment(solution.assignment.devices)
     starts = coarse.operator_starts(solution.assignment.starts, devices, cluster.seconds)
     return solution.with_assignment(OperatorAssignment(devices, starts))
@@ -255,7 +270,11 @@ def _with_coordinator_transfers(spec: GraphSpec, cluster: GraphCluster) -> list[
 
 
 def _solve_placement(
-    problem: PlacementProblem, strategy: str, options: SearchOptions, held: Mapping[int, int] | None = None
+    problem: PlacementProblem,
+    strategy: str,
+    options: SearchOptions,
+    held: Mapping[int, int] | None = None,
+    policy: HomePolicy | None = None,
 ) -> Solution[OperatorAssignment]:
     """Solve a placement problem with one latency strategy. `held`: the devices of operators in the deployed plan.
 
@@ -269,7 +288,8 @@ def _solve_placement(
         from coordinator.plan.graph.latency.doppler.planner import solve_doppler
         from coordinator.plan.graph.latency.doppler.starts import repaired
 
-        solution = solve_doppler(problem, options, repaired(problem, held) if held else ())
+        starts = repaired(problem, held) if held else ()
+        solution = policy.solve(problem, options, starts) if policy else solve_doppler(problem, options, starts)
     elif strategy == "placeto":
         from coordinator.plan.graph.latency.placeto import solve_placeto
 

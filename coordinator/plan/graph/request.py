@@ -11,6 +11,7 @@ from hearth.plan.parts import WireFormat
 from hearth.plan.plan import GraphPlan
 
 DEFAULT_TIME_LIMIT_SECONDS = 30.0  # of a search: as long as a user will wait for a plan that is used for days
+POLICIES_FOLDER = "policies"  # of the coordinator's state: policies learnt for a graph and devices
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class GraphRequest:
     wire: WireFormat = field(default_factory=WireFormat)
     model_hash: str = ""
     tiles: tuple[CutOperator, ...] = ()  # that `spec` has; the plan says so, so that they can be made again
+    learn_seconds: float = 0.0  # for the policy of `doppler`, before the search: it learns on this graph and devices
+    policies_dir: str = ""  # of policies that have learnt; empty: they are not kept
     held: GraphPlan | None = None  # the deployed plan, whose weights its devices need not get again
     recovering: bool = False  # requests wait for the plan, since the deployed one has lost a device
 

@@ -26,7 +26,7 @@ from hearth.errors import DeadlineExceeded, HearthError, InternalError, error_fr
 from hearth.plan.plan import GraphPlan, Plan, TransformerPlan
 from hearth.platform.child import ChildResult, run_module
 
-# Timeout of the child: the factor times the time limit of the search, plus the seconds. The limit covers the search
+# Timeout of the child: the factor times the time limits of search and learning, plus the seconds. The limits cover these
 # alone, not starting the interpreter, building the problem and the heuristics. Generous: it only ends a child that hangs.
 _GRACE_SECONDS = 300.0
 _GRACE_FACTOR = 3.0
@@ -103,8 +103,9 @@ async def _plan_in_child(
 ) -> list[Any]:
     """For each request the `PlanningResult`, or the HearthError that it raised."""
     request_type, result_type = _TYPES[kind]
-    time_limit_seconds = sum(getattr(request, "time_limit_seconds", 0.0) for request in requests)
-    seconds = _GRACE_FACTOR * time_limit_seconds + _GRACE_SECONDS
+    limits = ("time_limit_seconds", "learn_seconds")
+    search_seconds = sum(getattr(request, limit, 0.0) for request in requests for limit in limits)
+    seconds = _GRACE_FACTOR * search_seconds + _GRACE_SECONDS
     dumped = [request_type.dump_python(request, mode="json") for request in requests]
     task = json.dumps({"kind": kind, "in_background": in_background, "requests": dumped}).encode()
     try:
@@ -174,11 +175,12 @@ def _plan(kind: _Kind, request: Any) -> Any:
         from coordinator.plan.transformer.make import plan_transformer
 
         return plan_transformer(request)
-    from coordinator.plan.graph.auto import plan_graph, plan_instance
-
     if kind == "graph":
-        return plan_graph(request, time.monotonic, progress)
+        from coordinator.serve.planning.learnt_policies import plan_with_policy
+
+        return plan_with_policy(request, time.monotonic, progress)
     from coordinator.devices.cluster_file import read_instance
+    from coordinator.plan.graph.auto import plan_instance
 
     problem = read_instance(request.model_file, request.congestion)
     return plan_instance(problem, request.strategy, request.time_limit_seconds, time.monotonic, progress)

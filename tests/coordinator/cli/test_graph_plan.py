@@ -409,3 +409,22 @@ def test_invalid_tiles_are_reported(files: Path, model: str, arguments: tuple[st
         graph([node("MatMul", "x w", "y")], [value("x", [2, 3])], [value("y", None)], [weight("w", 3, 3)]),
     )
     assert reason in error_of(files, model, "--cluster", "cluster.json", *arguments)
+
+
+# ---- learning ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "reason"),
+    [
+        ("graph.json", ("--strategy", "doppler", "--learn", "soon"), "'soon' is not a time such as 30s or 5min"),
+        ("graph.json", ("--strategy", "doppler", "--learn", "0s"), "more than 0 and at most 24h"),
+        ("graph.json", ("--strategy", "doppler", "--learn", "25h"), "more than 0 and at most 24h"),
+        ("graph.json", ("--strategy", "moirai", "--learn", "30s"), "only the policy of --strategy doppler learns"),
+        ("graph.json", ("--learn", "30s"), "only the policy of --strategy doppler learns"),
+        ("instance.json", ("--strategy", "doppler", "--learn", "30s"), "a placement problem, with its own devices"),
+    ],
+)
+def test_invalid_learning_is_reported(files: Path, model: str, arguments: tuple[str, ...], reason: str) -> None:
+    cluster = ("--cluster", "cluster.json") if model == "graph.json" else ()
+    assert reason in error_of(files, model, *cluster, *arguments)

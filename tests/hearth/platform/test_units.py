@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.platform.units import format_bytes, format_rate, format_seconds, parse_bytes
+from hearth.platform.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds
 
 
 @given(st.integers(0, 10**400))
@@ -31,6 +31,17 @@ def test_sizes_are_parsed(text: str, expected: int) -> None:
 def test_invalid_sizes_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("1.5 min", 90), ("2h", 7200), ("45", 45)])
+def test_times_are_parsed(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "-3s", "3 days", "1e9", "3sec"])
+def test_invalid_times_are_rejected(text: str) -> None:
+    with pytest.raises(ValueError, match="not a time"):
+        parse_seconds(text)
 
 
 def test_sizes_are_formatted() -> None:

@@ -1,0 +1,53 @@
+"""The policy that plans a graph for a home, and that may learn there before it plans. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from numpy.random import default_rng
+
+from coordinator.plan.graph.latency.baselines import list_schedules
+from coordinator.plan.graph.latency.doppler.features import problem_features
+from coordinator.plan.graph.latency.doppler.learning import learn
+from coordinator.plan.graph.latency.doppler.planner import solve_doppler
+from coordinator.plan.graph.latency.doppler.policy import Policy
+from coordinator.plan.graph.latency.doppler.samples import policy_samples
+from coordinator.plan.graph.latency.doppler.starts import Start
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule
+from coordinator.plan.solution import SearchOptions, Solution
+
+
+class HomePolicy:
+    """The policy of one run of the planner. It learns on the first problem that it plans, for up to `learn_seconds`."""
+
+    def __init__(self, policy: Policy | None, learn_seconds: float = 0.0) -> None:
+        self.policy = policy  # None: the planner does without
+        self.num_episodes = 0  # of what it has learnt
+        self._learn_seconds = learn_seconds if policy else 0.0
+
+    def solve(
+        self, problem: PlacementProblem, options: SearchOptions, starts: Sequence[Start] = ()
+    ) -> Solution[Schedule]:
+        """As `solve_doppler`, from starts of the policy. The time limit begins after learning.
+
+        Raises ModelDoesNotFit, NoPlacement.
+        """
+        learnt = self._learn(problem, options) if self._learn_seconds else ()
+        began, limit = options.clock(), options.time_limit_seconds
+        samples = policy_samples(problem, self.policy, options.seed) if self.policy else ()
+        left = max(0.0, limit - (options.clock() - began))
+        return solve_doppler(
+            problem, options._replace(time_limit_seconds=left), [*starts, *map(Start, learnt), *samples]
+        )
+
+    def _learn(self, problem: PlacementProblem, options: SearchOptions) -> Sequence[Schedule]:
+        """Replace the policy by what it learns; return the best schedules of lists, of the old policy and of learning."""
+        assert self.policy is not None
+        deadline = options.clock() + self._learn_seconds
+        self._learn_seconds = 0.0
+        samples = (each.schedule for each in policy_samples(problem, self.policy, options.seed))
+        starts = [*list_schedules(problem, options.time_limit_seconds, "doppler"), *samples]
+        features, rng = problem_features(problem, self.policy.features), default_rng(options.seed)
+        self.policy, elites, self.num_episodes = learn(features, self.policy, starts, rng, options.clock, deadline)
+        return elites

@@ -1,0 +1,67 @@
+"""A policy that learns before it plans: never worse than without learning, within memory, once per run."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("ortools")
+
+from support.placement_problems import problems, random_problem
+from support.schedule_checker import violations
+
+from coordinator.plan.graph.latency.doppler import learning
+from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
+from coordinator.plan.graph.latency.doppler.policy import random_policy
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.solution import SearchOptions
+from hearth.errors import ModelDoesNotFit
+
+POLICY = random_policy(np.random.default_rng(1))
+
+
+def options(time_limit_seconds: float = 0.0, seed: int = 0) -> SearchOptions:
+    """Each look at the clock takes a second."""
+    looks = count()
+    return SearchOptions(time_limit_seconds, seed, lambda: float(next(looks)))
+
+
+@settings(max_examples=8)
+@given(problems(memory=True), st.integers(0, 2))
+def test_plans_after_learning_are_never_worse_than_without(problem: PlacementProblem, seed: int) -> None:
+    try:
+        without = HomePolicy(POLICY).solve(problem, options(seed=seed))
+    except ModelDoesNotFit:
+        return
+    found = HomePolicy(POLICY, 2.0).solve(problem, options(seed=seed))
+    assert found.value <= without.value
+    assert violations(problem, found.assignment) == []
+    assert problem.overflow_bytes(found.assignment.assignment) == 0
+
+
+def test_plans_found_while_learning_are_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "_SEARCH_BATCHES", 1)
+    problem = random_problem(np.random.default_rng(0), 16, 4)
+    without, found = (HomePolicy(POLICY, seconds).solve(problem, options()) for seconds in (0.0, 200.0))
+    assert found.value < without.value
+
+
+def test_a_policy_learns_once() -> None:
+    problem = random_problem(np.random.default_rng(3), 10, 3)
+    home = HomePolicy(POLICY, 3.0)
+    home.solve(problem, options())
+    learnt = home.policy
+    assert learnt is not POLICY
+    assert home.num_episodes == 32
+    home.solve(problem, options())
+    assert home.policy is learnt
+
+
+def test_nothing_learns_without_a_policy() -> None:
+    home = HomePolicy(None, 3.0)
+    home.solve(random_problem(np.random.default_rng(3), 10, 3), options())
+    assert (home.policy, home.num_episodes) == (None, 0)
