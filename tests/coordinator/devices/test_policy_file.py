@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.devices.policy_file import usable_policy
+from coordinator.devices.policy_file import SHIPPED_POLICY, usable_policy
 from coordinator.plan.graph.latency.doppler.policy import random_policy
 from coordinator.plan.graph.latency.doppler.weights import policy_bytes
 
@@ -48,3 +48,8 @@ def test_a_policy_file_is_read_once(tmp_path: Path) -> None:
     path.unlink()
     assert first is not None
     assert usable_policy(path) is first
+
+
+def test_the_policy_that_ships_can_be_used() -> None:
+    assert usable_policy() is not None
+    assert SHIPPED_POLICY.stat().st_size < 600_000
