@@ -549,8 +549,10 @@ def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
             home.kill(lost)
             await home.until(lambda: home.ready and lost not in home.names())
             assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
-            since = [type(message) for _, message in case.fleet.asked[already:]]
-            assert FindMissing not in since[: since.index(Load)]  # the chunks are known to be there
+            since = [message for _, message in case.fleet.asked[already:]]
+            first_load = next(index for index, message in enumerate(since) if isinstance(message, Load))
+            asked = [message for message in since[:first_load] if isinstance(message, FindMissing)]
+            assert all(message.read_ahead for message in asked)  # the chunks are known to be there
             assert home.count_lines("the plan that was made ahead for this loss is loaded") == 1
             await case.ask(home)
 
