@@ -11,6 +11,7 @@ pytest.importorskip("ortools")
 
 from coordinator.plan.graph import auto
 from coordinator.plan.graph.auto import plan_graph
+from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
 from coordinator.plan.graph.latency.doppler.starts import repaired
 from coordinator.plan.graph.latency.problem import placement_problem
 from coordinator.plan.graph.request import GraphRequest
@@ -51,11 +52,13 @@ def test_recovery_limits_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[str, float]] = []
     run = auto._try_method
 
-    def recorded(request: GraphRequest, method: Method, options: SearchOptions) -> Candidate[GraphPlan]:
+    def recorded(
+        request: GraphRequest, method: Method, options: SearchOptions, home: HomePolicy | None
+    ) -> Candidate[GraphPlan]:
         limits.append((method.name, options.time_limit_seconds))
         if request.recovering:
             return Candidate(method.name, method.name, reason="none")
-        return run(request, method, options)
+        return run(request, method, options, home)
 
     monkeypatch.setattr(auto, "_try_method", recorded)
     monkeypatch.setattr(auto, "_local_candidates", lambda request: iter(()))
