@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.graphs import chain, cluster_of, two_branches
+from support.step_clock import StepClock
 
 pytest.importorskip("ortools")
 
@@ -24,21 +25,10 @@ SPEC = two_branches()
 REQUEST = GraphRequest(SPEC, cluster_of(SPEC, [1.0, 3.0, 2.0], 50.0), time_limit_seconds=60.0)
 
 
-class Clock:
-    """Each look takes 10 ms."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.01
-        return self.now
-
-
 def asked(request: GraphRequest) -> list[str]:
     """The strategies that are asked for a plan."""
     names: list[str] = []
-    plan_graph(request, Clock(), names.append)
+    plan_graph(request, StepClock(0.01), names.append)
     return names
 
 
@@ -63,7 +53,7 @@ def test_recovery_limits_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "_try_method", recorded)
     monkeypatch.setattr(auto, "_local_candidates", lambda request: iter(()))
     with pytest.raises(Exception, match="auto"):
-        plan_graph(replace(REQUEST, recovering=True), Clock())
+        plan_graph(replace(REQUEST, recovering=True), StepClock(0.01))
     assert limits[0] == ("doppler", 0.4)
     assert ("moirai", 60.0) in limits  # asked next, since doppler found no plan
     assert len({name for name, _ in limits}) == len(limits)
@@ -82,7 +72,7 @@ def test_auto_asks_doppler_for_five_seconds_unless_an_optimum_is_proven(monkeypa
 def test_held_devices_are_those_that_are_left() -> None:
     spec = chain(1, [1, 1, 1], weights=[100, 100, 100])
     request = GraphRequest(spec, cluster_of(spec, [1.0, 1.0, 1.0], 1e9, 120), time_limit_seconds=0.0)
-    plan = plan_graph(request, Clock()).plan
+    plan = plan_graph(request, StepClock(0.01)).plan
     assert held_devices(request) == {}
     ids = [device.device_id for device in request.cluster.devices]
     by_rank = [plan.devices[segment.rank].device_id for segment in plan.body.segments for _ in segment.operators]

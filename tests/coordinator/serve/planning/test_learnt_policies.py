@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("ortools")
 
 from support.graphs import chain, cluster_of
+from support.step_clock import StepClock
 
 from coordinator.plan.graph.latency.doppler.policy import Policy, random_policy
 from coordinator.plan.graph.latency.doppler.weights import policy_from_bytes
@@ -24,17 +25,6 @@ from hearth.plan.plan import GraphPlan
 SHIPPED = random_policy(np.random.default_rng(0))
 
 
-class Clock:
-    """Each look takes a second."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
 def request(folder: Path, learn_seconds: float = 0.0, speeds: Sequence[float] = (1.0, 0.5)) -> GraphRequest:
     spec = chain(1, [100, 80, 60, 40])
     cluster = cluster_of(spec, list(speeds), bytes_per_second=50.0)
@@ -44,7 +34,7 @@ def request(folder: Path, learn_seconds: float = 0.0, speeds: Sequence[float] = 
 
 
 def planned(asked: GraphRequest) -> PlanningResult[GraphPlan]:
-    return plan_with_policy(asked, Clock(), lambda strategy: None)
+    return plan_with_policy(asked, StepClock(), lambda strategy: None)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.placement_problems import problems, random_problem
 from support.schedule_checker import violations
+from support.step_clock import StepClock
 
 from coordinator.plan.graph.latency.doppler import learning
 from coordinator.plan.graph.latency.doppler.features import problem_features
@@ -26,17 +27,6 @@ from hearth.errors import NoPlacement
 POLICY = random_policy(np.random.default_rng(1))
 LOOSE = random_problem(np.random.default_rng(3), 10, 3)
 TIGHT = random_problem(np.random.default_rng(2), 12, 3, spare_memory=0.25)
-
-
-class Clock:
-    """Each look takes a second."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
 
 
 def learnt(
@@ -101,7 +91,7 @@ def test_only_the_heads_of_a_copy_change() -> None:
 
 
 def test_learning_ends_at_its_deadline() -> None:
-    clock = Clock()
+    clock = StepClock()
     found = learnt(LOOSE, 1000, clock=clock, deadline=4.0)
     assert clock.now == 4.0
     assert found.num_episodes == 3 * BATCH
@@ -109,7 +99,7 @@ def test_learning_ends_at_its_deadline() -> None:
 
 def test_no_time_changes_nothing() -> None:
     starts = on_one_device(LOOSE)
-    found = learnt(LOOSE, 1000, starts, clock=Clock(), deadline=0.0)
+    found = learnt(LOOSE, 1000, starts, clock=StepClock(), deadline=0.0)
     assert found.num_episodes == 0
     assert set(found.elites) == set(starts)
     assert all(np.array_equal(found.policy.weights[name], each) for name, each in POLICY.weights.items())

@@ -13,6 +13,7 @@ pytest.importorskip("ortools")
 
 from support.placement_problems import problems
 from support.schedule_checker import violations
+from support.step_clock import StepClock
 
 from coordinator.plan.graph.auto import plan_instance
 from coordinator.plan.graph.latency.baselines import list_schedules
@@ -30,17 +31,6 @@ from tools.bench.tensor.graphs import tensor_graph
 from tools.bench.tensor.homes import HOMES
 
 NEVER = float("inf")
-
-
-class Clock:
-    """Each look takes a second."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
 
 
 def tiny(seconds: list[float], budget_bytes: tuple[int, ...], memory_bytes: int = 1) -> PlacementProblem:
@@ -71,7 +61,7 @@ UNEVEN = tiny([3.0, 3.0, 2.0, 2.0, 2.0, 0.0], (6, 6))
 @given(problems(most=5), st.integers(0, 3))
 def test_plan_fits_and_is_never_worse_than_a_list_schedule(problem: PlacementProblem, seed: int) -> None:
     try:
-        found = solve_doppler(problem, SearchOptions(10.0, seed, Clock()))
+        found = solve_doppler(problem, SearchOptions(10.0, seed, StepClock()))
     except ModelDoesNotFit as error:
         assert error.missing_bytes > 0
         return
@@ -85,10 +75,10 @@ def test_plan_fits_and_is_never_worse_than_a_list_schedule(problem: PlacementPro
 @given(problems(most=5))
 def test_plan_is_optimal_where_moirai_proves_the_optimum(problem: PlacementProblem) -> None:
     try:
-        optimum = solve_moirai(problem, 10_000.0, Clock())
+        optimum = solve_moirai(problem, 10_000.0, StepClock())
     except ModelDoesNotFit:
         return
-    found = solve_doppler(problem, SearchOptions(10_000.0, 0, Clock()))
+    found = solve_doppler(problem, SearchOptions(10_000.0, 0, StepClock()))
     assert optimum.proven
     assert found.proven
     assert found.value == found.bound == optimum.value
@@ -97,7 +87,7 @@ def test_plan_is_optimal_where_moirai_proves_the_optimum(problem: PlacementProbl
 def test_plan_without_time_is_the_best_start() -> None:
     known = lists(UNEVEN)
     assert known[0].makespan < known[-1].makespan
-    options = SearchOptions(0.0, 0, Clock())
+    options = SearchOptions(0.0, 0, StepClock())
     assert solve_doppler(UNEVEN, options).assignment.assignment == known[0].schedule.assignment
     better = Start(best_schedule(UNEVEN, (0, 0, 1, 1, 1, 0), range(6)))
     assert solve_doppler(UNEVEN, options, [better]).value == better.makespan == 6.0 < known[0].makespan
@@ -110,7 +100,7 @@ def test_starts_differ_and_ascend() -> None:
 
 
 def test_search_ends_at_a_proven_optimum() -> None:
-    clock = Clock()
+    clock = StepClock()
     found = solve_doppler(UNEVEN, SearchOptions(10_000.0, 0, clock))
     assert lists(UNEVEN)[0].makespan > 6.0
     assert found.proven
@@ -127,7 +117,7 @@ def test_same_seed_gives_the_same_runs() -> None:
 
 def test_search_ends_at_its_deadline() -> None:
     problem = HOMES["wifi"].problem(tensor_graph("chain-mm"))
-    clock = Clock()
+    clock = StepClock()
     solve_doppler(problem, SearchOptions(1.5, 0, clock))
     assert clock.now <= 12
 
@@ -160,16 +150,16 @@ def test_result_fits_where_list_schedulers_run_out_of_memory() -> None:
     problem = replace(tiny([1.0] * 9, (22, 22)), memory_bytes=sizes)
     with pytest.raises(NoPlacement):
         contended_heft(problem)
-    found = solve_doppler(problem, SearchOptions(10.0, 0, Clock()))
+    found = solve_doppler(problem, SearchOptions(10.0, 0, StepClock()))
     assert problem.used_bytes(found.assignment.assignment) == (22, 22)
 
 
 def test_missing_bytes_are_named() -> None:
     with pytest.raises(ModelDoesNotFit) as error:
-        solve_doppler(tiny([1.0] * 3, (1, 1)), SearchOptions(10.0, 0, Clock()))
+        solve_doppler(tiny([1.0] * 3, (1, 1)), SearchOptions(10.0, 0, StepClock()))
     assert error.value.missing_bytes == 1
 
 
 def test_strategy_is_known_by_name() -> None:
-    chosen = plan_instance(UNEVEN, "doppler", 10_000.0, Clock()).chosen
+    chosen = plan_instance(UNEVEN, "doppler", 10_000.0, StepClock()).chosen
     assert (chosen.strategy, chosen.seconds) == ("doppler", 6.0)
