@@ -63,6 +63,17 @@ def _rejects_most_devices(schedule: Schedule) -> bool:
     return schedule.num_devices > 1 and any(fault.host == "c0" and fault.other for fault in kinds)
 
 
+def _revokes_before_the_leader_is_lost(schedule: Schedule) -> bool:
+    """Within half a second, and the standby is there."""
+    revoke_at = schedule.revoke_at
+    if not schedule.standby or revoke_at is None:
+        return False
+    return any(
+        each.kind in ("isolate", "kill coordinator") and each.host == "c0" and 0.0 < each.at - revoke_at < 0.5
+        for each in schedule.faults
+    )
+
+
 MUTATIONS = {
     "quarantine is ignored": Mutation(
         Device, "is_quarantined", lambda self, now: False, lambda schedule: schedule.lasting is not None
@@ -95,9 +106,7 @@ MUTATIONS = {
         Followers,
         "copy_change",
         _answer_at_once,
-        lambda schedule: (
-            schedule.standby and "p1" in schedule.clients and _has("isolate", "kill coordinator")(schedule)
-        ),
+        _revokes_before_the_leader_is_lost,
     ),
     "a revoked device stays": Mutation(
         Fleet, "drop_revoked", _nothing, lambda schedule: schedule.revoke_device_at is not None
