@@ -46,13 +46,15 @@ def trial_workers(home: Home) -> list[str]:
 
 
 def test_small_model_is_tried_on_the_other_device(profiles: MeasuredProfiles, tmp_path: Path) -> None:
-    """One device is the best plan; the other, which has the weights for a loss, is as good and must be tried."""
+    """One device is the best plan; the other, which has the weights for a loss, is tried unless it is measured to be slower."""
     model = save_two_branch_model(tmp_path / "model.onnx", channels=16, size=32)
     with TestHome(tmp_path / "home", model, profiles) as home:
         with home.serving("ab", *OPTIONS) as client:
             wait_for("plans for a loss", lambda: client.status().redundancy.startswith("yes"))
             found = learn(home)
-            assert found.trials
+            # The measured times decide whether the other device's plan is within 10 % of the deployed one's.
+            assert found.trials or found.state == "no other plan is worth a trial"
+            assert found.num_requests >= 10
             assert {each.outcome for each in found.trials} <= {"not better", "deployed"}
             client.infer(IMAGE)
             wait_for("the end of all workers under trial", lambda: not trial_workers(client))
