@@ -19,7 +19,7 @@ from hearth.wire.messages import Learning
 pytest.importorskip("onnxruntime", reason="onnxruntime has no wheel for this Python here")
 pytestmark = pytest.mark.processes
 
-IMAGE = {"image": np.ones((1, 3, 32, 32), np.float32)}
+IMAGE = {"image": np.ones((1, 3, 64, 64), np.float32)}
 OPTIONS = ("--min-devices", "2", "--time-limit", "1")
 
 
@@ -46,15 +46,14 @@ def trial_workers(home: Home) -> list[str]:
 
 
 def test_small_model_is_tried_on_the_other_device(profiles: MeasuredProfiles, tmp_path: Path) -> None:
-    """One device is the best plan; the other, which has the weights for a loss, is tried unless it is measured to be slower."""
-    model = save_two_branch_model(tmp_path / "model.onnx", channels=16, size=32)
+    """One device is the best plan; the other, which has the weights for a loss, is as good and must be tried."""
+    # Computing, of which both devices have the same profile, takes longer than what is measured of each: messages, encryption.
+    model = save_two_branch_model(tmp_path / "model.onnx", channels=48, size=64)
     with TestHome(tmp_path / "home", model, profiles) as home:
         with home.serving("ab", *OPTIONS) as client:
             wait_for("plans for a loss", lambda: client.status().redundancy.startswith("yes"))
             found = learn(home)
-            # The measured times decide whether the other device's plan is within 10 % of the deployed one's.
-            assert found.trials or found.state == "no other plan is worth a trial"
-            assert found.num_requests >= 10
+            assert found.trials
             assert {each.outcome for each in found.trials} <= {"not better", "deployed"}
             client.infer(IMAGE)
             wait_for("the end of all workers under trial", lambda: not trial_workers(client))

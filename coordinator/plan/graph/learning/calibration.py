@@ -17,15 +17,12 @@ from pydantic import BaseModel, Field
 from coordinator.plan.graph.cluster import GraphCluster
 from hearth.plan.plan import GraphPlan
 
-WINDOW = (
-    20.0  # requests that an average remembers: it follows a device that becomes slower within some tens of requests
-)
+# Requests that an average remembers: it follows a device that becomes slower within some tens of requests.
+WINDOW = 20.0
 # Weight of what is known of the device in the factor of an operator, and of the profile in that of a link, in requests.
 _PRIOR_WEIGHT = 1.0
-_MAX_LOG_STEP = math.log(
-    2.0
-)  # by which one request may differ from an average of some: a single outlier changes little
-_STEADY_WEIGHT = 3.0  # from this weight on, an average counts as one of some requests
+# By which one request may differ from an average of at least so many: a single outlier changes little.
+_MAX_LOG_STEP, _STEADY_COUNT = math.log(2.0), 3
 _SAME_PROFILE = 1e-6  # relative difference up to which two profiles of a device are the same
 
 
@@ -34,14 +31,16 @@ class LogAverage(BaseModel):
 
     value: float = Field(default=0.0, allow_inf_nan=False)
     weight: float = Field(default=0.0, ge=0, le=WINDOW)
+    count: int = Field(default=0, ge=0)  # of observations, whatever they weigh
 
     def add(self, ratio: float, weight: float = 1.0) -> None:
         """Add an observation of this weight, at most 1. Ignores ratios that no time can have."""
         if not (0 < ratio < math.inf and weight > 0):
             return
         change = math.log(ratio) - self.value
-        if self.weight >= _STEADY_WEIGHT:
+        if self.count >= _STEADY_COUNT:
             change = max(-_MAX_LOG_STEP, min(change, _MAX_LOG_STEP))
+        self.count += 1
         self.weight = min(self.weight + weight, WINDOW)
         self.value += change * weight / self.weight
 

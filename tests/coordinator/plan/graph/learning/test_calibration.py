@@ -69,6 +69,16 @@ def test_a_segment_shares_its_factor_and_an_idle_device_gets_the_others(slow_a: 
     assert calibration.apply(CLUSTER, {"id-a": 3.0}).seconds[0][0] == pytest.approx(3 * CLUSTER.seconds[0][0])
 
 
+def test_the_device_that_runs_a_graph_is_priced_as_an_idle_one_with_the_same_profile() -> None:
+    """Outliers count alike for the device and for each of its operators, whatever its share."""
+    whole, calibration = placed_plan(SPEC, ["id-a"] * 6), Calibration()
+    for slow in (1.0, 2.0, 1.5, 40.0, 1.0, 30.0, 1.2, 1.0, 5.0, 1.0):
+        calibration.observe(CLUSTER, whole, measured(scaled(CLUSTER, [(slow, 1.0, 1.0)] * 6), whole))
+    found = calibration.apply(CLUSTER)
+    running, idle = ([found.seconds[i][d] / CLUSTER.seconds[i][d] for i in range(6)] for d in (0, 2))
+    assert running == pytest.approx(idle)
+
+
 def test_an_operator_counts_by_its_share_of_the_segment() -> None:
     plan = placed_plan(SPEC, ["id-a", "id-b", *["id-a"] * 4])  # on a: an operator alone, and four together
     true = scaled(CLUSTER, [(4.0, 1.0, 1.0), *[(1.0, 1.0, 1.0)] * 5])
