@@ -64,6 +64,10 @@ class GraphSegments(BaseModel, frozen=True, extra="forbid"):
         """The segments on one rank, in the plan's order."""
         return tuple(segment for segment in self.segments if segment.rank == rank)
 
+    def ranks_of_operators(self) -> dict[int, int]:
+        """The rank that runs each operator of the graph."""
+        return {operator: segment.rank for segment in self.segments for operator in segment.operators}
+
     def targets(self, tensor: str) -> tuple[int, ...]:
         """The ranks whose segments consume a tensor."""
         return tuple(sorted({segment.rank for segment in self.segments if tensor in segment.inputs}))

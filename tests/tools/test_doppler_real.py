@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coordinator.plan.graph.learning.correlation import rank_correlation
 from tools.bench.doppler.real import VARIED, findings_of, varied_assignments
 from tools.bench.graph_clients import _read_example, save_example
 from tools.bench.graph_home import Round, Served
-from tools.bench.stats import rank_correlation
 from tools.bench.tensor.graphs import GRAPHS, ChainSizes, FfnnSizes, GraphName, GraphSizes, LlamaSizes, tensor_graph
 from tools.bench.tensor.values import expected_result, result_blocks, whole_result
 

@@ -27,15 +27,6 @@ class Ratio(NamedTuple):
         return f"[{self.low:.2f}, {self.high:.2f}]"
 
 
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's correlation: that of the ranks, where equal values share their mean rank."""
-
-    def ranks(values: Sequence[float]) -> list[float]:
-        return [sum(each < value for each in values) + sum(each == value for each in values) / 2 for value in values]
-
-    return statistics.correlation(ranks(one), ranks(other))
-
-
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     """Ratio of two series measured in the same rounds; a disturbance of a round affects both and cancels out.
 

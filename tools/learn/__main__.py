@@ -13,10 +13,10 @@ import torch
 import typer
 
 from coordinator.cli.output import handles_errors, out
-from coordinator.devices.policy_file import SHIPPED_POLICY
 from coordinator.plan.graph.latency.doppler.policy import random_policy
 from coordinator.plan.graph.latency.doppler.weights import policy_bytes
 from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.serve.planning.shipped_policy import SHIPPED_POLICY
 from hearth.errors import BadSetting
 from tools.bench.tensor.graphs import GRAPHS, tensor_graph
 from tools.bench.tensor.homes import HOMES

@@ -20,7 +20,7 @@ from coordinator.cli.options import (
 from coordinator.cli.output import out, print_json, print_line, report
 from coordinator.cli.render.learning import learning_lines, trial_table
 from hearth.client.sync import Home, connect
-from hearth.errors import BadSetting
+from hearth.errors import BadRequest, BadSetting
 from hearth.wire.messages import Learning
 
 _POLL_SECONDS = 1.0  # interval of looking at what the coordinator does: a trial takes seconds
@@ -59,7 +59,8 @@ def _watch(home: Home, deadline: float, timeout_seconds: float) -> Learning:
     shown = ""
     while True:
         learning = home.status(timeout_seconds).learning
-        assert learning is not None
+        if learning is None:  # it was started again, with another model or with --no-learn
+            raise BadRequest(reason="what the coordinator serves now is served without learning")
         if learning.state != shown:
             shown = learning.state
             report(escape(shown))

@@ -68,7 +68,7 @@ class PlannedGraph:
             f"{format_seconds(device.compute_seconds)}, {format_bytes(device.memory.weights)} of weights"
             for rank, device in enumerate(plan.devices)
         ]
-        rank_of = {operator: segment.rank for segment in plan.body.segments for operator in segment.operators}
+        rank_of = plan.body.ranks_of_operators()
         assignment = [rank_of[operator] for operator in range(spec.num_operators)]
         edges = [(a, b) for b in range(spec.num_operators) for a in spec.predecessors[b]]
         names, kinds = zip(*((operator.name, operator.kind) for operator in spec.operators), strict=True)

@@ -19,7 +19,7 @@ GRAPH_METHODS = Methods(
         Method(
             "doppler",
             "latency",
-            "list schedules improved by annealing and integer programming, without a learnt policy",
+            "list schedules improved by annealing and integer programming; a policy only after --learn",
             auto_seconds=5.0,
             recovers=True,
         ),

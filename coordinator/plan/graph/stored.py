@@ -37,12 +37,8 @@ def held_devices(request: GraphRequest) -> dict[int, int]:
         return {}
     index = {device.device_id: index for index, device in enumerate(request.cluster.devices)}
     ranks = [index.get(device.device_id) for device in request.held.devices]
-    found = {}
-    for segment in request.held.body.segments:
-        device = ranks[segment.rank]
-        if device is not None:
-            found.update(dict.fromkeys(segment.operators, device))
-    return found
+    found = {operator: ranks[rank] for operator, rank in request.held.body.ranks_of_operators().items()}
+    return {operator: device for operator, device in found.items() if device is not None}
 
 
 def with_stored(cluster: GraphCluster, stored: Stored) -> GraphCluster:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from coordinator.devices.policy_file import usable_policy
 from coordinator.models.cache_files import read_cached, write_cached
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
@@ -16,6 +15,7 @@ from coordinator.plan.graph.latency.doppler.policy import Policy
 from coordinator.plan.graph.latency.doppler.weights import policy_bytes, policy_from_bytes
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import PlanningResult
+from coordinator.serve.planning.shipped_policy import usable_policy
 from hearth.errors import BadPolicy
 from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_seconds

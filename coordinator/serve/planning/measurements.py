@@ -91,10 +91,9 @@ class Measurements:
         if not ids < known:  # not for the devices that would be left after a loss
             self._profiled = profiled
         running = {device.device_id for device in self._plan.devices} if self._plan is not None else set()
-        drifted = {
-            each: self._slowdown(each) for each in ids if self._slowdown(each) != self._known_slowdowns.get(each, 1.0)
-        }
-        return self.calibration.apply(profiled, {each: drifted[each] for each in drifted if each not in running})
+        slowdowns = {each: self._slowdown(each) for each in ids - running}
+        drifted = {each: now for each, now in slowdowns.items() if now != self._known_slowdowns.get(each, 1.0)}
+        return self.calibration.apply(profiled, drifted)
 
     # ---- requests -------------------------------------------------------------------------------------------------
 

@@ -52,13 +52,13 @@ class Leadership:
 
     @property
     def has_quorum(self) -> bool:
-        """Whether this home has, or had, a standby."""
+        """Whether this coordinator counts on a majority of the devices: it has a standby, or had one."""
         return self.quorum.current is not None
 
     @property
     def may_be_replaced(self) -> bool:
         """Whether another coordinator may lead: there is a standby, and this run has not had a majority of the devices yet."""
-        return self.quorum.current is not None and not self.quorum.leads
+        return self.has_quorum and not self.quorum.leads
 
     def may_compute(self) -> bool:
         return self.quorum.may_compute(self._fleet.leased())

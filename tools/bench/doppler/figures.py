@@ -1,7 +1,7 @@
 """Figures of Doppler's paper (arXiv 2505.23131 v1) as data: its tables, and times per episode of its plotting notebook. Pure.
 
 Milliseconds on real GPUs, the mean of ten runs of the best assignment that each method found. Methods have the names of
-`doppler_cells`; `doppler-sys` is Doppler with stage III.
+`rows`; `doppler-sys` is Doppler with stage III.
 """
 
 from __future__ import annotations

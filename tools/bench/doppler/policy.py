@@ -16,15 +16,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from coordinator.devices.policy_file import SHIPPED_POLICY, usable_policy
 from coordinator.plan.graph.latency.baselines import list_schedules
-from coordinator.plan.graph.latency.doppler.planner import solve_doppler
+from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
 from coordinator.plan.graph.latency.doppler.policy import Policy, random_policy
 from coordinator.plan.graph.latency.doppler.samples import policy_samples
 from coordinator.plan.graph.latency.heft import critical_path
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.solution import SearchOptions, Solution
+from coordinator.serve.planning.shipped_policy import SHIPPED_POLICY, usable_policy
 from hearth.errors import BadSetting
 from tools.bench.experiment import Context, Experiment
 from tools.bench.results import Summary, Table
@@ -150,10 +150,7 @@ class DopplerPolicy(Experiment):
 
 def solve_with(problem: PlacementProblem, policy: Policy | None, time_limit: float) -> Solution[Schedule]:
     """The planner's schedule within a limit of processor time, which includes that of sampling starts."""
-    began = time.process_time()
-    starts = [] if policy is None else policy_samples(problem, policy, _SEED)
-    left = time_limit - (time.process_time() - began)
-    return solve_doppler(problem, SearchOptions(max(left, 0.0), _SEED, time.process_time), starts)
+    return HomePolicy(policy).solve(problem, SearchOptions(time_limit, _SEED, time.process_time))
 
 
 def zero_shot(name: str, problem: PlacementProblem, policy: Policy) -> ZeroShotRow:

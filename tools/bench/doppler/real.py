@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.auto import build_plan
 from coordinator.plan.graph.cluster import GraphCluster
+from coordinator.plan.graph.learning.correlation import rank_correlation
 from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import OperatorAssignment, Solution
@@ -27,7 +28,6 @@ from tools.bench.graph_findings import gain, of_answers, served_table
 from tools.bench.graph_home import Candidate, GraphHome, Served
 from tools.bench.homes import agents, hub_scenario, on_quietest_core
 from tools.bench.results import Summary
-from tools.bench.stats import rank_correlation
 from tools.bench.tensor.graphs import HOME, ChainSizes, FfnnSizes, GraphName, GraphSizes, LlamaSizes, tensor_graph
 from tools.bench.tensor.onnx import write_onnx
 from tools.bench.tensor.sharding import ShardedGraph
@@ -99,7 +99,7 @@ class DopplerReal(Experiment):
         """Variations of the plan that is predicted to be the fastest."""
         best = min(planned, key=lambda each: each.served.predicted_seconds).plan
         ranks, spec = cluster.rank_devices(best), file.spec
-        device_of = {each: ranks[segment.rank] for segment in best.body.segments for each in segment.operators}
+        device_of = {operator: ranks[rank] for operator, rank in best.body.ranks_of_operators().items()}
         vertices = {vertex.name: number for number, vertex in enumerate(graph.vertices)}
         names = [operator.name for operator in spec.operators]
         vertex_of = [vertices[name if name in vertices else name.rpartition("/")[0]] for name in names]

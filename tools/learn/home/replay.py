@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from coordinator.plan.graph.latency.doppler.features import Bools, Ints, ProblemFeatures
-from coordinator.plan.graph.latency.doppler.rollout import MAX_LOGIT_SPREAD, Rollouts, repeat
+from coordinator.plan.graph.latency.doppler.features import ProblemFeatures
+from coordinator.plan.graph.latency.doppler.rollout import MAX_LOGIT_SPREAD, Rollouts, candidates_by_step, repeat
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from tools.learn.home.network import GraphTensors, HomeNetwork
@@ -50,10 +50,8 @@ class Decisions(NamedTuple):
 
 def taught_episodes(problem: ProblemFeatures, schedules: Sequence[Schedule]) -> Episodes:
     """The episodes that place the operators of each schedule by their starts, on its devices."""
-    found = []
-    for taught in schedules:
-        order = [item for item in taught.order if isinstance(item, int)]
-        found.append(episodes_of(problem.problem, repeat(problem, order, taught.assignment)))
+    repeated = (repeat(problem, taught.operator_order, taught.assignment) for taught in schedules)
+    found = [episodes_of(problem.problem, each) for each in repeated]
     return Episodes(*map(torch.cat, zip(*found, strict=True)))
 
 
@@ -64,20 +62,8 @@ def episodes_of(problem: PlacementProblem, rollouts: Rollouts) -> Episodes:
     rows = np.arange(len(operators_BT))[:, None]
     by_step = (each[kept][rows, operators_BT] for each in (rollouts.assignments, rollouts.allowed, rollouts.features))
     devices, allowed, features = map(torch.from_numpy, by_step)
-    candidates = torch.from_numpy(_candidates(problem, operators_BT))
+    candidates = torch.from_numpy(candidates_by_step(problem, operators_BT))
     return Episodes(torch.from_numpy(operators_BT), devices, candidates, allowed, features)
-
-
-def _candidates(problem: PlacementProblem, operators_BT: Ints) -> Bools:
-    """By step, the operators whose predecessors are placed and that are not, [B, T, n]."""
-    position_Bn = np.argsort(operators_BT, axis=1)
-    ready_Bn = np.zeros_like(position_Bn)
-    for operator, before in enumerate(problem.predecessors):
-        if before:
-            ready_Bn[:, operator] = position_Bn[:, before].max(axis=1) + 1
-    step_T1 = np.arange(problem.num_operators)[:, None]
-    candidates: Bools = (ready_Bn[:, None] <= step_T1) & (step_T1 <= position_Bn[:, None])
-    return candidates
 
 
 def decisions(network: HomeNetwork, graph: GraphTensors, episodes: Episodes) -> Decisions:

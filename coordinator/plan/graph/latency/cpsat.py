@@ -22,8 +22,7 @@ from coordinator.plan.graph.latency.fitting import held_bytes, total_bytes
 from coordinator.plan.graph.latency.problem import FloatTable, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, schedule, sorted_by_start
 from coordinator.plan.graph.latency.symmetry import DeviceClass, in_order_of_first_use, interchangeable_devices
-
-_ROUNDING_TICKS = 1e-6  # a bound this close to a whole number of ticks means that number
+from coordinator.plan.graph.latency.ticks import ROUNDING_TICKS
 
 
 class SolverResult(NamedTuple):
@@ -86,7 +85,7 @@ def solve_placement_model(
     status = solver.solve(model.model)
     if status == cp_model.INFEASIBLE:
         return SolverResult(None, below)
-    bound = max(0, math.ceil(solver.best_objective_bound - _ROUNDING_TICKS))
+    bound = max(0, math.ceil(solver.best_objective_bound - ROUNDING_TICKS))
     return SolverResult(model.read(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None, bound)
 
 

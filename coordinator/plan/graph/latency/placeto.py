@@ -101,7 +101,7 @@ class _Training:
         self._generator = generator
         self._clock = clock
         self._unit = start.makespan or 1.0
-        self._order = [item for item in start.order if isinstance(item, int)]
+        self._order = start.operator_order
         self._start = start.assignment
         self._best = start
         self._static_NF = _static_features(problem)

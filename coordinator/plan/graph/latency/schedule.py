@@ -60,6 +60,11 @@ class Schedule:
             items.append((start, end, index, index))
         return sorted_by_start(items)
 
+    @property
+    def operator_order(self) -> list[int]:
+        """The operators by start."""
+        return [item for item in self.order if isinstance(item, int)]
+
 
 def sorted_by_start(items: Iterable[tuple[float, float, int, Item]]) -> list[Item]:
     """Sort items given as (start, end, operator or transfer's source, item): dependencies come first.

@@ -12,7 +12,7 @@ _MAX_DIGITS = 6  # decimals of a time that are kept exactly: whole microseconds,
 _ROUNDED_TICKS = 1 << 26
 
 _MAX_TOTAL_TICKS = 1 << 40  # of the whole graph on one device: sums of ticks stay exact as floats, which are up to 2^53
-_ROUNDING_TICKS = 1e-6  # a float this close to a whole number of ticks means that number
+ROUNDING_TICKS = 1e-6  # a float this close to a whole number of ticks means that number
 
 
 def in_ticks(problem: PlacementProblem) -> tuple[PlacementProblem, float]:
@@ -27,7 +27,7 @@ def in_ticks(problem: PlacementProblem) -> tuple[PlacementProblem, float]:
     for digits in range(_MAX_DIGITS + 1):
         per_unit = 10.0**digits
         if total * per_unit < _MAX_TOTAL_TICKS and all(
-            abs(t * per_unit - round(t * per_unit)) < _ROUNDING_TICKS for t in times
+            abs(t * per_unit - round(t * per_unit)) < ROUNDING_TICKS for t in times
         ):
             break
     else:
@@ -35,7 +35,7 @@ def in_ticks(problem: PlacementProblem) -> tuple[PlacementProblem, float]:
         per_unit = min(_ROUNDED_TICKS / (min(totals) or total), _MAX_TOTAL_TICKS / max(times))
 
     def ticks(rows: FloatTable) -> FloatTable:
-        return tuple(tuple(float(math.floor(time * per_unit + _ROUNDING_TICKS)) for time in row) for row in rows)
+        return tuple(tuple(float(math.floor(time * per_unit + ROUNDING_TICKS)) for time in row) for row in rows)
 
     known = {seconds: ticks(seconds) for seconds in {flow.seconds for flow in problem.flows}}
     flows = tuple(flow._replace(seconds=known[flow.seconds]) for flow in problem.flows)

@@ -47,8 +47,7 @@ class WindowSearch:
     def step(self, known: Schedule, seconds: float) -> Schedule | None:
         """Solve the next window of a schedule within `seconds`. None if it finds nothing better."""
         self._improved |= self._known is not None and known is not self._known
-        order = [item for item in known.order if not isinstance(item, Send)]
-        inside = order[self._position : self._position + self._sizes[0]]
+        inside = known.operator_order[self._position : self._position + self._sizes[0]]
         limits = SolverLimits(seconds, _WINDOW_SECONDS, self._num_workers)
         found = solve_window(self._problem, known, inside, limits)
         self._known = known

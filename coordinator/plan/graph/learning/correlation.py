@@ -21,9 +21,14 @@ def agreement(predicted: Sequence[float], measured: Sequence[float]) -> Agreemen
     if len(predicted) < _MIN_PAIRS:
         return None
     try:
-        return Agreement(correlation(predicted, measured), correlation(_ranks(predicted), _ranks(measured)))
+        return Agreement(correlation(predicted, measured), rank_correlation(predicted, measured))
     except StatisticsError:
         return None
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's coefficient. Raises StatisticsError for fewer than two pairs, or if all values of a side are equal."""
+    return correlation(_ranks(one), _ranks(other))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -22,11 +22,7 @@ class Elite(NamedTuple):
 
 def devices_of_operators(plan: GraphPlan) -> dict[int, str]:
     """The id of the device of each operator."""
-    return {
-        operator: plan.devices[segment.rank].device_id
-        for segment in plan.body.segments
-        for operator in segment.operators
-    }
+    return {operator: plan.devices[rank].device_id for operator, rank in plan.body.ranks_of_operators().items()}
 
 
 def difference(one: GraphPlan, other: GraphPlan) -> float:

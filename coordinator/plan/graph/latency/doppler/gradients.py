@@ -13,7 +13,7 @@ import numpy as np
 
 from coordinator.plan.graph.latency.doppler.features import Floats, Ints, ProblemFeatures
 from coordinator.plan.graph.latency.doppler.policy import HEADS, HIDDEN, Encoding, Policy, act, act_slopes
-from coordinator.plan.graph.latency.doppler.rollout import MAX_LOGIT_SPREAD, Rollouts
+from coordinator.plan.graph.latency.doppler.rollout import MAX_LOGIT_SPREAD, Rollouts, candidates_by_step
 from coordinator.plan.graph.latency.policy_gradient import Weights, loss_gradients
 
 
@@ -26,7 +26,7 @@ class HeadGradients:
     """The gradients of a policy's heads on one problem; `embedded` is `policy.embed(problem)`."""
 
     def __init__(self, problem: ProblemFeatures, policy: Policy, embedded: Floats) -> None:
-        self._predecessors = [list(each) for each in problem.problem.predecessors]
+        self._problem = problem.problem
         self._policy, self._embedded = policy, embedded
 
     def of(self, episodes: Rollouts, weights_B: Floats, entropy_weight: float) -> Weights:
@@ -43,12 +43,7 @@ class HeadGradients:
 
     def _d_select_logits(self, logits: Floats, order: Ints, weights: Floats, entropy_weight: float) -> Floats:
         """The gradients by SEL's logits [n]: the sum over the steps of one episode."""
-        position, ready = np.argsort(order), np.zeros(len(order), int)
-        for operator, before in enumerate(self._predecessors):
-            if before:
-                ready[operator] = position[before].max() + 1
-        steps = np.arange(len(order))[:, None]
-        is_candidate = (ready <= steps) & (steps <= position)
+        (is_candidate,) = candidates_by_step(self._problem, order[None])
         least = logits.max() - MAX_LOGIT_SPREAD
         masked = np.where(is_candidate, np.maximum(logits, least).astype(float), -np.inf)
         d_logits: Floats = loss_gradients(masked, order, weights, entropy_weight).sum(axis=0) * (logits >= least)

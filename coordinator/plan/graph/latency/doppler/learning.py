@@ -138,6 +138,5 @@ class _Learning:
             self.elites.remove(same)
         elif not self._is_better(found.makespan):
             return
-        order = [item for item in found.order if isinstance(item, int)]
-        self.elites.append(_Elite(found, repeat(self._problem, order, found.assignment)))
+        self.elites.append(_Elite(found, repeat(self._problem, found.operator_order, found.assignment)))
         self.elites = sorted(self.elites, key=lambda each: each.schedule.makespan)[:_NUM_ELITES]

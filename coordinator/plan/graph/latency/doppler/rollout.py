@@ -144,6 +144,18 @@ def orders_by_start(rollouts: Rollouts) -> Ints:
     return orders
 
 
+def candidates_by_step(problem: PlacementProblem, orders: Ints) -> Bools:
+    """By episode and step, the operators whose predecessors are placed and that are not [B, n, n]. `orders`: [B, n]."""
+    positions = np.argsort(orders, axis=1)
+    ready = np.zeros_like(positions)
+    for operator, before in enumerate(problem.predecessors):
+        if before:
+            ready[:, operator] = positions[:, before].max(axis=1) + 1
+    steps = np.arange(problem.num_operators)[:, None]
+    candidates: Bools = (ready[:, None] <= steps) & (steps <= positions[:, None])
+    return candidates
+
+
 def repeat(problem: ProblemFeatures, order: Sequence[int], assignment: Sequence[int]) -> Rollouts:
     """The one episode that places the operators in this order on these devices, where all fit.
 

@@ -16,7 +16,7 @@ from coordinator.plan.graph.latency.doppler.moves import Move, MoveGenerator
 from coordinator.plan.graph.latency.evaluator import IncrementalEvaluator
 from coordinator.plan.graph.latency.memory_ledger import MemoryLedger
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule
+from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 
 # Temperatures at the first and at the last move, as fractions of the makespan of the start. From 0.01, 230,000 moves on the
 # Llama block (gigabit) end 3 % higher; on the layer at 190 Mbit/s, 2 % lower.
@@ -52,7 +52,7 @@ class _Annealing:
         self, problem: PlacementProblem, start: Schedule, rng: Random, probabilities: Sequence[Sequence[float]] | None
     ) -> None:
         assignment = list(start.assignment)
-        order = [item for item in start.order if not isinstance(item, Send)]
+        order = start.operator_order
         self._random = rng.random
         self._most_temperature = _MOST_OPERATORS / problem.num_operators * mean_operator_seconds(problem)
         self._memory = MemoryLedger(problem, assignment)

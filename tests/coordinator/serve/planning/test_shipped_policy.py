@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.devices.policy_file import SHIPPED_POLICY, usable_policy
 from coordinator.plan.graph.latency.doppler.policy import random_policy
 from coordinator.plan.graph.latency.doppler.weights import policy_bytes
+from coordinator.serve.planning.shipped_policy import SHIPPED_POLICY, usable_policy
 
 POLICY = random_policy(np.random.default_rng(0))
 
