@@ -475,7 +475,7 @@ class TextTooLong(HearthError, scope="request"):
 
 
 class ContextTooLong(HearthError, scope="request"):
-    """Prompt and answer exceed the context that the plan reserves."""
+    """The prompt leaves no room for an answer in the context that the plan reserves."""
 
     num_prompt_tokens: int
     max_tokens: int
@@ -485,7 +485,8 @@ class ContextTooLong(HearthError, scope="request"):
         "{context_tokens} tokens."
     )
     advice = (
-        "Shorten the prompt, ask for fewer tokens, or raise the devices' memory limits (`hearth plan` shows their use)."
+        "Shorten the prompt, serve with a larger `--context`, or raise the devices' memory limits (`hearth plan` shows "
+        "their use)."
     )
 
 

@@ -99,8 +99,8 @@ def test_streams_go_on_when_the_gateway_dies_or_hangs(pair: TestHome) -> None:
 def test_requests_above_limits_and_invalid_ones_are_rejected(pair: TestHome) -> None:
     with pair.connect() as home:
         with pytest.raises(ContextTooLong) as error:
-            home.generate(token_ids=PROMPT, max_tokens=CONTEXT).text()
-        assert (error.value.num_prompt_tokens, error.value.context_tokens) == (len(PROMPT), CONTEXT)
+            home.generate(token_ids=[3] * CONTEXT).text()
+        assert (error.value.num_prompt_tokens, error.value.context_tokens) == (CONTEXT, CONTEXT)
         for fields, message in (
             ({"token_ids": [3000]}, "between 0 and 2999"),
             ({"token_ids": []}, "empty"),

@@ -107,7 +107,7 @@ class GenerationRunner:
     ) -> AsyncGenerator[wire.TextGenerated | wire.TextEnded, None]:
         """Stream the answer. When a deployment fails, the next one continues from the tokens generated so far.
 
-        Without `max_tokens` the limit is that of generation_config.json, else 512 tokens, and at most the free context.
+        Without `max_tokens` the limit is that of generation_config.json, else 512 tokens. The free context limits both.
         Raises BadRequest, ContextTooLong, QueueFull, NotServing, DeadlineExceeded, WorkerDied, ...
         """
         ticket = self._requests.arrive(request.timeout_seconds)
@@ -256,13 +256,13 @@ class _RunningGeneration:
         return bool(self._tokens) and self._tokens[-1] in self.model.defaults.stop_ids
 
     def remaining_tokens(self, context: int) -> int:
-        """Number of tokens that may still be generated. Raises ContextTooLong."""
-        requested, room = self.request.max_tokens, context - len(self._prompt)
-        if room < (requested or 1):
-            raise ContextTooLong(num_prompt_tokens=len(self._prompt), max_tokens=requested or 1, context_tokens=context)
+        """Number of tokens that may still be generated, at most what the context has room for. Raises ContextTooLong."""
+        room = context - len(self._prompt)
+        if room < 1:
+            raise ContextTooLong(num_prompt_tokens=len(self._prompt), max_tokens=1, context_tokens=context)
         if self.ends_with_stop_token:
             return 0
-        return max((requested or min(self.model.defaults.max_tokens, room)) - len(self._tokens), 0)
+        return max(min(self.request.max_tokens or self.model.defaults.max_tokens, room) - len(self._tokens), 0)
 
     def continue_on(
         self, deployment: TransformerDeployment, max_tokens: int, deadline: float

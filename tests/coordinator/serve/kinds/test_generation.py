@@ -260,24 +260,26 @@ def test_stop_ids_are_passed_to_the_deployment() -> None:
 
 
 def test_default_length_is_limited_by_model_and_context() -> None:
-    async def length(token_ids: Sequence[int], **defaults: Any) -> int:
+    async def length(token_ids: Sequence[int], requested: int | None = None, **defaults: Any) -> int:
         model = replace(MODEL, defaults=GenerationDefaults(**defaults))
-        return len((await ask(Host(Script()), model=model, token_ids=token_ids)).tokens)
+        found = await ask(Host(Script()), model=model, token_ids=token_ids, max_tokens=requested)
+        assert found.end.reason == "length"
+        return len(found.tokens)
 
     assert asyncio.run(length([1] * 10)) == CONTEXT - 10
     assert asyncio.run(length([1] * 10, max_tokens=5)) == 5
     assert asyncio.run(length([1] * 62, max_tokens=5)) == 2
+    assert asyncio.run(length([1] * 10, requested=3000)) == CONTEXT - 10
+    assert asyncio.run(length([1] * 63, requested=2, max_tokens=5)) == 1
 
 
-@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(64, None), (63, 2), (1, 64), (80, None), (81, 1)])
-def test_request_above_the_context_is_rejected_with_numbers(num_prompt: int, max_tokens: int | None) -> None:
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(64, None), (64, 2), (79, 2), (80, None), (81, 1)])
+def test_prompt_above_the_context_is_rejected_with_numbers(num_prompt: int, max_tokens: int | None) -> None:
     script = Script()
     with pytest.raises(ContextTooLong) as error:
         asyncio.run(ask(Host(script), token_ids=[1] * num_prompt, max_tokens=max_tokens))
-    context = POSITIONS if num_prompt + (max_tokens or 1) > POSITIONS else CONTEXT
-    assert error.value.details() == {
-        "num_prompt_tokens": num_prompt, "max_tokens": max_tokens or 1, "context_tokens": context,
-    }  # fmt: skip
+    context = POSITIONS if num_prompt >= POSITIONS else CONTEXT
+    assert error.value.details() == {"num_prompt_tokens": num_prompt, "max_tokens": 1, "context_tokens": context}
     assert not script.requests
 
 
@@ -473,16 +475,15 @@ def test_lost_end_message_causes_no_new_request(tokens: list[int], reason: str) 
     assert (found.tokens, found.end.reason, second.requests) == (tokens[:count], reason, [])
 
 
-def test_smaller_plan_limits_the_length_or_rejects() -> None:
+def test_smaller_plan_limits_the_length() -> None:
     limits = GenerationLimits(kv_tokens=20, max_sequences=1, prefill_rows=8)
     small = with_generation(PLAN, limits)
 
     def scripts() -> tuple[Script, Script]:
         return Script(fails=[(8, DIED)]), Script(plan=small)
 
-    assert asyncio.run(ask(Host(*scripts()))).tokens == expected((1, 2, 3), 17)
-    with pytest.raises(ContextTooLong):
-        asyncio.run(ask(Host(*scripts()), max_tokens=40))
+    for max_tokens in (None, 40):
+        assert asyncio.run(ask(Host(*scripts()), max_tokens=max_tokens)).tokens == expected((1, 2, 3), 17)
 
 
 def test_plan_change_waits_for_running_answers_and_holds_new_ones() -> None:
