@@ -17,7 +17,6 @@ from hearth.plan.model_spec import WeightFormat
 from hearth.plan.value_formats import VALUE_FORMAT_NAMES
 from hearth.platform.units import parse_seconds
 
-_MAX_LEARN_SECONDS = 86400.0
 _CHOICES: Mapping[str, Sequence[str]] = {
     "wire": VALUE_FORMAT_NAMES,
     "lz4": ("auto", "on", "off"),
@@ -55,6 +54,7 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
         tiles=_tile_count(options["tiles"]),
         time_limit_seconds=options["time_limit"] or DEFAULT_TIME_LIMIT_SECONDS,
         learn=not options.get("no_learn"),  # `plan` lacks this option
+        learn_seconds=_learn_seconds(options),
         **common,
     )
 
@@ -68,17 +68,19 @@ def _tile_count(text: str) -> TileCount:
     return int(text)
 
 
-def learn_seconds(learn: str | None, strategy: str) -> float:
+def _learn_seconds(options: Mapping[str, Any]) -> float:
     """The seconds of --learn; 0 without it. Raises BadSetting."""
-    if learn is None:
+    if options["learn"] is None:
         return 0.0
-    if strategy != "doppler":
+    if options["strategy"] != "doppler":
         raise BadSetting(setting="--learn", reason="only the policy of --strategy doppler learns")
+    if options.get("no_learn"):
+        raise BadSetting(setting="--learn", reason="it cannot be combined with --no-learn")
     try:
-        seconds = parse_seconds(learn)
+        seconds = parse_seconds(options["learn"])
     except ValueError as error:
         raise BadSetting(setting="--learn", reason=str(error)) from None
-    if not 0 < seconds <= _MAX_LEARN_SECONDS:
+    if not 0 < seconds <= 86400:
         raise BadSetting(setting="--learn", reason="it must be more than 0 and at most 24h")
     return seconds
 

@@ -72,8 +72,8 @@ NoCongestionOption = Annotated[
 LearnOption = Annotated[
     str | None,
     typer.Option(
-        help="(graph) Let the policy of --strategy doppler learn on this graph and these devices before the search, for "
-        "30s or 5min, say. It is kept for the next plans.",
+        help="(graph) Let the policy of --strategy doppler learn on this graph and these devices for 30s or 5min, say: `plan` "
+        "before the search, `serve` while the first plan already serves. It is kept for the next plans.",
         metavar="TIME",
     ),
 ]
@@ -199,7 +199,7 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
 MODEL_OPTIONS = (
     "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "tiles", "seq_len", "context",
     "sequences", "no_kv_copies", "weights", "wire", "lz4", "accuracy_budget", "exclude", "limit",
-    "no_learn",
+    "learn", "no_learn",
 )  # fmt: skip
 
 

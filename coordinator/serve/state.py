@@ -69,6 +69,8 @@ class GraphGoal(_Goal):
     tiles: TileCount = 1
     time_limit_seconds: float = Field(default=30.0, gt=0, le=86400)  # for the plan search
     learn: bool = True  # whether measured requests improve the plan
+    # Of the policy of `doppler` on this graph: before `hearth plan` plans, and whenever it is served by other devices.
+    learn_seconds: float = Field(default=0.0, ge=0, le=86400)
 
     @property
     def path(self) -> str:

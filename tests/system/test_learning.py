@@ -64,3 +64,6 @@ def test_small_model_is_tried_on_the_other_device(profiles: MeasuredProfiles, tm
             assert learning.trials[: len(found.trials)] == found.trials
         with home.serving("ab", *OPTIONS, "--no-learn") as client:
             assert client.status().learning is None
+        with home.serving("ab", *OPTIONS, "--strategy", "doppler", "--learn", "1s") as client:
+            wait_for("a policy that has learnt", lambda: "episodes in 1.00 s; kept in " in home.log("coordinator"))
+            assert client.infer(IMAGE)

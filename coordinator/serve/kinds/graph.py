@@ -19,13 +19,13 @@ from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limi
 from coordinator.plan.graph.learning.elites import Elite
 from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.predict import current_objective_seconds
-from coordinator.plan.graph.request import GraphRequest, objective_seconds
+from coordinator.plan.graph.request import POLICIES_FOLDER, GraphRequest, objective_seconds
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.goal import graph_request
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
 from coordinator.serve.kinds.tiled_graphs import MeasuredGraphs, ServedGraph, TiledGraphs
 from coordinator.serve.planning.measurements import Measurements
-from coordinator.serve.planning.planner_process import candidates_or_none, plans_or_errors, solve_graph
+from coordinator.serve.planning.planner_process import plans_or_errors, result_or_none, solve_graph
 from coordinator.serve.planning.spare_planners import PlannerKind
 from coordinator.serve.requests.runner import ComputedReply, Requests
 from coordinator.serve.state import GraphGoal
@@ -54,11 +54,15 @@ MAX_RECOVERY_SECONDS = 3.0
 
 
 class Alternatives(NamedTuple):
-    """Plans with their prices on one cluster, and the memory of its devices for workers, in bytes by device id."""
+    """Plans with their prices on one cluster, and the memory of its devices for workers, in bytes by device id.
+
+    `notes`: what the planner has to say.
+    """
 
     elites: Sequence[Elite]
     incumbent: Elite
     budget_bytes: Mapping[str, int]
+    notes: Sequence[str] = ()
 
 
 class GraphKind:
@@ -80,6 +84,7 @@ class GraphKind:
         self.workload = self._graphs.whole.workload
         self.handlers: Mapping[type[Message], RequestHandler] = {GetModelInfo: self.info, Infer: self.infer}
         self._goal = goal
+        self._policies_dir = services.settings.state_dir / POLICIES_FOLDER
         self._services = services
         self._requests = requests
 
@@ -116,15 +121,28 @@ class GraphKind:
     async def plans_ahead(self, clusters: Sequence[MeasuredGraphs], held: Plan) -> list[Plan | HearthError]:
         return await plans_or_errors("graph", [self._request(each.options[0], True, held) for each in clusters])
 
-    async def alternatives(self, cluster: MeasuredGraphs, deployment: GraphDeployment, seed: int) -> Alternatives:
-        """The plans of all strategies for the deployed plan's graph on a calibrated cluster, and the price of that plan."""
+    @property
+    def learn_seconds(self) -> float:
+        """For how long the planner's policy learns on the devices that serve the graph."""
+        return self._goal.learn_seconds
+
+    async def alternatives(
+        self, cluster: MeasuredGraphs, deployment: GraphDeployment, seed: int, learn_seconds: float = 0.0
+    ) -> Alternatives:
+        """The plans of all strategies for the deployed plan's graph on a calibrated cluster, and the price of that plan.
+
+        The planner's policy learns for `learn_seconds` first, and is kept.
+        """
         deployed = deployment.plan
-        request = replace(self._request(cluster.options[0], False, deployed), seed=seed)
-        found = await candidates_or_none(request)
+        request = self._request(cluster.options[0], False, deployed)
+        request = replace(request, seed=seed, learn_seconds=learn_seconds)
+        found = await result_or_none(request)
+        candidates = () if found is None else found.candidates
         return Alternatives(
-            elites=[Elite(each.plan, each.seconds) for each in found if each.plan is not None],
+            elites=[Elite(each.plan, each.seconds) for each in candidates if each.plan is not None],
             incumbent=Elite(deployed, current_objective_seconds(request, deployed)),
             budget_bytes={device.device_id: device.budget_bytes for device in request.cluster.devices},
+            notes=() if found is None else found.notes,
         )
 
     async def is_in_place(self, plan: GraphPlan) -> bool:
@@ -144,7 +162,9 @@ class GraphKind:
         if recovering:
             goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, MAX_RECOVERY_SECONDS)})
         deployed = held if held is not None and is_graph_plan(held) else None
-        return graph_request(goal, served.graph, graph_cluster_with_limits(cluster, goal.limits, held), deployed)
+        request = graph_request(goal, served.graph, graph_cluster_with_limits(cluster, goal.limits, held), deployed)
+        # Samples of a policy take longer than a recovery may.
+        return request if recovering else replace(request, policies_dir=str(self._policies_dir))
 
     def summary(self, plan: Plan) -> str:
         assert is_graph_plan(plan)

@@ -7,15 +7,17 @@ when no request of a client waits. The stage of Doppler (arXiv 2505.23131) that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from coordinator.deploy.beside import end_leftovers
 from coordinator.deploy.graph import GraphDeployment
+from coordinator.devices.registry import Device
 from coordinator.plan.graph.learning.elites import Elite, choose_elites, fits_beside, placement_key
 from coordinator.plan.graph.learning.halving import MIN_STANDARD_ERRORS
+from coordinator.plan.limits import NamedDevice
 from coordinator.serve.goal import allowed_devices
-from coordinator.serve.kinds.graph import GraphKind
+from coordinator.serve.kinds.graph import Alternatives, GraphKind
 from coordinator.serve.kinds.kind import SharedServices
 from coordinator.serve.planning.drift import REPLAN_SECONDS, is_clearly_faster
 from coordinator.serve.planning.measurements import Latency, Measurements
@@ -63,7 +65,6 @@ class Learner:
         self._kind = kind
         self._measured = measurements  # of the graph that the deployed plan divides
         self._services = services
-        self._admission = admission
         self._replanner = replanner
         self._clock = clock
         self._asked_until = 0.0  # time until which a user has asked to learn
@@ -77,6 +78,7 @@ class Learner:
         self._doing = ""
         # Of the last search of this deployment: when, for which devices, and with which factors.
         self._searched: tuple[float, frozenset[str], dict[str, float]] | None = None
+        self._learnt_for: frozenset[str] = frozenset()  # the devices for which the planner's policy has learnt
 
     # ---- public API -----------------------------------------------------------------------------------------------
 
@@ -146,7 +148,8 @@ class Learner:
             await self._replanner.push(before, deployment.name)
             return before
         if self.is_asked and self._measured.num_observed_of(deployment.plan) < MIN_OBSERVED:
-            await self._measure(deployment)
+            self._doing = "measures the deployed plan"
+            await self._runner.measure(deployment, self._measured, MIN_OBSERVED)
         elif (trials := self._trials) is not None:
             if not trials.usable <= self._usable(goal):
                 self._services.report("a device was lost: all trials of plans end")
@@ -155,6 +158,8 @@ class Learner:
                 return self._conclude(deployment.plan, trials)
             else:
                 await self._try_next(deployment, trials)
+        elif self._is_policy_due(goal):
+            return await self._learn_policy(goal, deployment)
         elif self._should_search(goal, deployment.plan):
             return await self._search(goal, deployment)
         return None
@@ -197,46 +202,77 @@ class Learner:
         moved = any(not 1 / _MOVED < now[each] / factors.get(each, 1.0) < _MOVED for each in now)
         return moved or usable != self._usable(goal)
 
+    def _is_policy_due(self, goal: Goal) -> bool:
+        """Whether the planner's policy should learn: it learns once for each new set of devices."""
+        usable = self._usable(goal)
+        return self._kind.learn_seconds > 0 and len(usable) > 1 and usable != self._learnt_for and self._change is None
+
     def _usable(self, goal: Goal) -> frozenset[str]:
-        return frozenset(each.device_id for each in allowed_devices(goal, self._services.fleet.usable()))
+        return _ids(allowed_devices(goal, self._services.fleet.usable()))
 
     # ---- looking for plans ----------------------------------------------------------------------------------------
+
+    async def _learn_policy(self, goal: Goal, deployment: GraphDeployment) -> GraphPlan | None:
+        """Let the planner's policy learn on the devices, and keep it. Returns a plan that is clearly faster."""
+        devices = allowed_devices(goal, self._services.fleet.usable())
+        self._learnt_for = _ids(devices)
+        self._doing = f"lets the planner learn for {format_seconds(self._kind.learn_seconds)}"
+        found = await self._find(devices, deployment, self._kind.learn_seconds)
+        self._doing = ""
+        if found is None:
+            return None
+        for note in found.notes:
+            self._services.report(note)
+        return await self._faster(devices, deployment, found, "after learning")
 
     async def _search(self, goal: Goal, deployment: GraphDeployment) -> GraphPlan | None:
         """Search with the calibrated times. Returns a plan that is clearly faster, or prepares trials of some others."""
         self._doing = "looks for plans with the measured times"
-        usable, plan = self._usable(goal), deployment.plan
-        self._searched = (self._clock(), usable, self._measured.calibration.device_factors())
-        devices = allowed_devices(goal, self._services.fleet.usable())
-        cluster = await self._kind.profile(devices, plan)
-        if not {each.device_id for each in plan.devices} <= {each.device_id for each in cluster.devices}:
+        devices, plan = allowed_devices(goal, self._services.fleet.usable()), deployment.plan
+        self._searched = (self._clock(), _ids(devices), self._measured.calibration.device_factors())
+        found = await self._find(devices, deployment)
+        if found is None:
             return None
-        found = await self._kind.alternatives(cluster, deployment, self._seed)
-        self._seed += 1
-        tried = self._measured.tried(plan)
-        new = [each for each in found.elites if placement_key(each.plan) not in tried]
-        best = min(new, key=lambda each: each.seconds, default=None)
-        before = self._measured.latency(plan, MIN_OBSERVED)
-        is_faster = best is not None and is_clearly_faster(best.seconds, found.incumbent.seconds)
-        if best is not None and is_faster and usable != self._misled:
-            times = f"{format_seconds(best.seconds)} instead of {format_seconds(found.incumbent.seconds)}"
-            self._services.report(
-                f"with the measured times, another plan is predicted to take {times}: changing the plan"
-            )
-            await self._replanner.push(best.plan, deployment.name)
-            self._replanner.record_best_plan(devices, best.plan)
-            self._change = _Change(plan, before, placement_key(best.plan)) if before is not None else None
-            return best.plan
-        elites = choose_elites(new, found.incumbent) if plan.body.objective == "latency" else []
+        if (faster := await self._faster(devices, deployment, found, "with the measured times")) is not None:
+            return faster
+        elites = choose_elites(found.elites, found.incumbent) if plan.body.objective == "latency" else []
         elites = [each for each in elites if fits_beside(each.plan, plan, found.budget_bytes)]
         elites = [each for each in elites if await self._kind.is_in_place(each.plan)]
         self._num_empty = 0 if elites else self._num_empty + 1
         if elites:
-            self._trials = Trials(elites, usable)
+            self._trials = Trials(elites, _ids(devices))
         if self._num_empty >= _MAX_EMPTY_SEARCHES:
             self._asked_until = 0.0
         self._doing = f"{len(elites)} plans to try" if elites else "no other plan is worth a trial"
         return None
+
+    async def _find(
+        self, devices: Sequence[Device], deployment: GraphDeployment, learn_seconds: float = 0.0
+    ) -> Alternatives | None:
+        """Plans that had no trial against the deployed one; None if a device of that one cannot be measured."""
+        cluster = await self._kind.profile(devices, deployment.plan)
+        if not _ids(deployment.plan.devices) <= _ids(cluster.devices):
+            return None
+        found = await self._kind.alternatives(cluster, deployment, self._seed, learn_seconds)
+        self._seed += 1
+        tried = self._measured.tried(deployment.plan)
+        return found._replace(elites=[each for each in found.elites if placement_key(each.plan) not in tried])
+
+    async def _faster(
+        self, devices: Sequence[Device], deployment: GraphDeployment, found: Alternatives, when: str
+    ) -> GraphPlan | None:
+        """The best of the plans found, once its weights are sent, if it is predicted to be clearly faster."""
+        incumbent = found.incumbent
+        best = min(found.elites, key=lambda each: each.seconds, default=incumbent)
+        if not is_clearly_faster(best.seconds, incumbent.seconds) or _ids(devices) == self._misled:
+            return None
+        before = self._measured.latency(deployment.plan, MIN_OBSERVED)
+        times = f"{format_seconds(best.seconds)} instead of {format_seconds(incumbent.seconds)}"
+        self._services.report(f"{when}, another plan is predicted to take {times}: changing the plan")
+        await self._replanner.push(best.plan, deployment.name)
+        self._replanner.record_best_plan(devices, best.plan)
+        self._change = _Change(deployment.plan, before, placement_key(best.plan)) if before is not None else None
+        return best.plan
 
     # ---- trials ---------------------------------------------------------------------------------------------------
 
@@ -249,14 +285,6 @@ class Learner:
         names = ", ".join(device.name for device in plan.devices)
         self._doing = f"tries plan {number + 1} of {len(trials.elites)}: {plan.planner} on {names}"
         await self._runner.run(deployment, trials, self._measured)
-
-    async def _measure(self, deployment: GraphDeployment) -> None:
-        """Measure the deployed plan with requests of our own, since a user has asked."""
-        self._doing = "measures the deployed plan"
-        while self._measured.num_observed_of(deployment.plan) < MIN_OBSERVED and not self._admission.num_waiting:
-            async with self._admission.exclusively():
-                result = await self._kind.run_zeros(deployment)
-            self._measured.observe(deployment.plan, result, result.latency_seconds)
 
     def _conclude(self, plan: GraphPlan, trials: Trials) -> GraphPlan | None:
         """Record the trials; returns the plan that won, if one did."""
@@ -274,3 +302,7 @@ class Learner:
             f"(standard error {error}, {trial.num_requests} requests)"
         )
         return best
+
+
+def _ids(devices: Iterable[NamedDevice]) -> frozenset[str]:
+    return frozenset(each.device_id for each in devices)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.solution import Candidate, PlanningResult
+from coordinator.plan.solution import PlanningResult
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.planning.spare_planners import PlannerKind, SparePlanners, start_planner
 from coordinator.serve.state import GraphGoal
@@ -58,13 +58,13 @@ async def solve_graph(
     return planned
 
 
-async def candidates_or_none(request: GraphRequest) -> Sequence[Candidate[GraphPlan]]:
-    """All candidates of `plan_graph`, made in a child with low priority; none if there is no plan.
+async def result_or_none(request: GraphRequest) -> PlanningResult[GraphPlan] | None:
+    """`plan_graph` in a child with low priority; None if there is no plan.
 
     The child is killed if this call is cancelled. Raises DeadlineExceeded, InternalError.
     """
     (result,) = await _plan_in_child("graph", [request], in_background=True)
-    return () if isinstance(result, HearthError) else result.candidates
+    return None if isinstance(result, HearthError) else result
 
 
 async def solve_instance(goal: GraphGoal, report_strategy: ReportStrategy) -> PlanningResult[GraphPlan]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from coordinator.deploy.beside import loaded_beside, trial_name
-from coordinator.deploy.graph import GraphDeployment
+from coordinator.deploy.deployment import RunResult
+from coordinator.deploy.graph import Arrays, GraphDeployment
 from coordinator.plan.graph.learning.elites import Elite
 from coordinator.plan.graph.learning.halving import FIRST_REQUESTS, Arm, SuccessiveHalving
 from coordinator.serve.kinds.graph import GraphKind
@@ -93,10 +94,19 @@ class TrialRunner:
         finally:
             measured.paused = False
 
+    async def measure(self, deployment: GraphDeployment, measured: Measurements, num_requests: int) -> None:
+        """Run requests of our own on the deployed plan until so many are measured, or one of a client waits."""
+        while measured.num_observed_of(deployment.plan) < num_requests and not self._admission.num_waiting:
+            result = await self._run_alone(deployment)
+            measured.observe(deployment.plan, result, result.latency_seconds)
+
     async def timed(self, deployment: GraphDeployment) -> float:
         """The seconds of a request of our own, which runs alone."""
+        return (await self._run_alone(deployment)).latency_seconds
+
+    async def _run_alone(self, deployment: GraphDeployment) -> RunResult[Arrays]:
         async with self._admission.exclusively():
-            return (await self._kind.run_zeros(deployment)).latency_seconds
+            return await self._kind.run_zeros(deployment)
 
     def _loaded(self, deployment: GraphDeployment, plan: GraphPlan) -> AbstractAsyncContextManager[GraphDeployment]:
         services = self._services

@@ -18,7 +18,7 @@ from hearth.platform.security import new_home_key, save_credential
 VALUES = {
     "strategy": "auto", "objective": "latency", "dim": "batch=1", "time_limit": "5", "seq_len": "8", "context": "9",
     "sequences": "2", "weights": "int8", "wire": "int8", "lz4": "on", "accuracy_budget": "0.1", "exclude": "attic",
-    "limit": "attic=1GiB", "rounds": "3",
+    "limit": "attic=1GiB", "rounds": "3", "learn": "30s",
 }  # fmt: skip
 FLAGS = {"no_congestion", "no_kv_copies", "no_learn", "compare"}
 
@@ -60,3 +60,11 @@ def test_serve_without_model_rejects_model_options(name: str, tmp_path: Path) ->
     save_credential(tmp_path / "key", new_home_key())
     message = error("serve", "--key", str(tmp_path / "key"), "--state-dir", str(tmp_path), *arguments_for(name))
     assert "it needs a MODEL" in message
+
+
+def test_no_learn_excludes_a_time_to_learn(tmp_path: Path) -> None:
+    save_credential(tmp_path / "key", new_home_key())
+    save_graph(tmp_path / "graph.json", two_branches(flops=1e6, out_bytes=1000, weights=1 << 20))
+    common = ("--key", str(tmp_path / "key"), "--state-dir", str(tmp_path), "--strategy", "doppler")
+    message = error("serve", str(tmp_path / "graph.json"), *common, "--learn", "30s", "--no-learn")
+    assert "--learn cannot be used: it cannot be combined with --no-learn" in message

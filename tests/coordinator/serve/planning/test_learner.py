@@ -17,6 +17,8 @@ from support.graphs import save_two_branch_model
 
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.learning.elites import Elite
+from coordinator.plan.graph.request import POLICIES_FOLDER, GraphRequest
+from coordinator.serve.kinds import graph as graphs
 from coordinator.serve.kinds.graph import Alternatives
 from coordinator.serve.planning import learner as learning
 from coordinator.serve.planning.measurements import FOLDER, Measurements
@@ -129,19 +131,59 @@ def moved(plan: GraphPlan, old: str, new: str) -> GraphPlan:
     return plan.model_copy(update={"devices": devices, "planner": "test"})
 
 
-async def offer(home: ServedController, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let searches find the deployed plan with `c` instead of `a`, about as good as the deployed one, with weights in place."""
+async def offer(home: ServedController, monkeypatch: pytest.MonkeyPatch, seconds: float = 1.02) -> None:
+    """Let searches find the deployed plan with `c` instead of `a`, with weights in place and `seconds` against 1."""
     plan = home.plan
     async with home.kind.weights(plan) as weights:
         chunks = {chunk.hash for own in weights.chunks for chunk in own}
     home.fleet.stored["c"] |= chunks
 
-    async def alternatives(cluster: Any, deployment: Any, seed: int) -> Alternatives:
-        found = [Elite(moved(plan, "a", "c"), 1.02)] if deployment.plan.with_epoch(1) == plan.with_epoch(1) else []
+    async def alternatives(cluster: Any, deployment: Any, seed: int, learn_seconds: float) -> Alternatives:
+        found = [Elite(moved(plan, "a", "c"), seconds)] if deployment.plan.with_epoch(1) == plan.with_epoch(1) else []
         budgets = {device.device_id: device.budget_bytes for device in cluster.devices}
         return Alternatives(found, Elite(deployment.plan, 1.0), budgets)
 
     monkeypatch.setattr(home.kind, "alternatives", alternatives)
+
+
+def test_policy_learns_once_for_each_set_of_devices_while_the_first_plan_serves(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, int]] = []  # of each search, the time to learn and the number of devices
+
+    async def nothing_found(request: GraphRequest) -> None:
+        assert request.policies_dir == str(tmp_path / "state" / POLICIES_FOLDER)
+        asked.append((request.learn_seconds, len(request.cluster.devices)))
+
+    monkeypatch.setattr(graphs, "result_or_none", nothing_found)
+
+    async def main() -> None:
+        async with learning_home(tmp_path, graph, monkeypatch, learn_seconds=5.0) as home:
+            await home.until(lambda: asked)
+            assert home.controller.requests.num_served == 0
+            await ask(home, 15)
+            await home.until(lambda: len(asked) == 2)
+            home.kill(first_device(home))
+            await home.until(lambda: len(asked) == 3)
+        assert asked == [(5.0, 3), (0.0, 3), (5.0, 2)]
+
+    asyncio.run(main())
+
+
+def test_plan_that_is_clearly_faster_after_learning_is_deployed(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with learning_home(tmp_path, graph, monkeypatch) as home:
+            await offer(home, monkeypatch, 0.5)
+            await asyncio.sleep(0.01)
+            assert "a" in home.names()  # without a time to learn, requests must be measured first
+            monkeypatch.setattr(type(home.kind), "learn_seconds", 5.0)
+            await home.until_replanned(lambda: asyncio.sleep(0.001))
+            assert "a" not in home.names()
+            assert home.count_lines("after learning") == 1
+
+    asyncio.run(main())
 
 
 def test_plan_that_is_measured_to_be_faster_is_deployed(
