@@ -140,16 +140,25 @@ class Codec:
         compress = not verbatim and array.nbytes > 0 and self._wants_lz4((values, kind), planes)
         buffers: list[Buffer] = [memoryview(plane.data).cast("B") if plane.size else b"" for plane in planes]
         if compress:
-            smaller = [_compress(plane) for plane in planes]
-            if sum(map(len, smaller)) < sum(len(buffer) for buffer in buffers):
-                buffers = list(smaller)
-            else:
-                compress = False
+            smaller = self._compressed((values, kind), planes, sum(map(len, buffers)))
+            compress = smaller is not None
+            buffers = smaller or buffers
         self._num_tiles += 1
         self._raw_bytes += array.nbytes
         self._sent_bytes += sum(len(buffer) for buffer in buffers)
         self._lz4_tiles += compress
         return EncodedTile(values, compress, buffers)
+
+    def _compressed(
+        self, kind: tuple[ValueFormat, str], planes: Sequence[Array], num_bytes: int
+    ) -> list[Buffer] | None:
+        """The planes in lz4; None if that is not smaller. If it did not pay, no more of the kind until the next sample."""
+        start = self._clock()
+        smaller: list[Buffer] = [_compress(plane) for plane in planes]
+        seconds, compressed_bytes = self._clock() - start, sum(map(len, smaller))
+        if self._lz4 == "auto" and not lz4_pays(num_bytes, compressed_bytes, seconds, 0.0, self._link_bytes_per_second):
+            self._decisions[kind] = (self._decisions[kind][0], False)
+        return smaller if compressed_bytes < num_bytes else None
 
     def _wants_lz4(self, kind: tuple[ValueFormat, str], planes: Sequence[Array]) -> bool:
         if self._lz4 != "auto":

@@ -13,10 +13,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from hearth.client.home import AsyncHome, connect_async
-from hearth.errors import HearthError
+from hearth.errors import DeadlineExceeded, HearthError
 from tools.bench.child import AsyncTarget, serve
 
 _CONNECT_SECONDS = 30.0  # most time to reach a coordinator that serves already
+_POLL_SECONDS = 0.5  # between looks at the status
 _ANSWER_SECONDS = 300.0  # timeout of a request: far above any answer, so that a loaded machine causes no error
 
 
@@ -53,6 +54,24 @@ class HomeClients(AsyncTarget):
         async with await self.connected(timeout_seconds) as home:
             await home.wait_ready(timeout_seconds)
             return (await home.status()).model_dump(mode="json")
+
+    async def wait_prepared(self, timeout_seconds: float) -> dict[str, Any]:
+        """Wait until the coordinator has planned for each loss of a device, which takes processor time of requests."""
+        async with await self.connected(timeout_seconds) as home:
+            deadline = asyncio.get_running_loop().time() + timeout_seconds
+            while not losses_are_prepared((await home.status()).redundancy):
+                if asyncio.get_running_loop().time() > deadline:
+                    raise DeadlineExceeded(action="plans for the loss of each device", seconds=timeout_seconds)
+                await asyncio.sleep(_POLL_SECONDS)
+        return {}
+
+
+def losses_are_prepared(redundancy: str) -> bool:
+    """Whether the loss of each device has been prepared for, with the devices that are there now, or found impossible.
+
+    `redundancy` is that of the coordinator's status.
+    """
+    return "spare weights" in redundancy or redundancy.startswith("cannot lose")
 
 
 class Clients(HomeClients):

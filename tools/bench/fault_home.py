@@ -14,6 +14,7 @@ from typing import Any, Literal
 import psutil
 
 from hearth.errors import BadSetting, InternalError
+from tools.bench.clients import losses_are_prepared
 from tools.bench.experiment import Context
 from tools.bench.fault_rows import Happened, answers_steadily
 from tools.bench.homes import agent_names, decoder_directory, forget_plans, stop_coordinator
@@ -346,8 +347,7 @@ class HomeState:
     @property
     def prepared(self) -> bool:
         """Whether the loss of each device has been prepared for, with the devices that are there now, or found impossible."""
-        redundancy = str(self._status.get("redundancy", ""))
-        return "spare weights" in redundancy or redundancy.startswith("cannot lose")
+        return losses_are_prepared(str(self._status.get("redundancy", "")))
 
     @property
     def coordinator(self) -> str:

@@ -168,14 +168,16 @@ class GraphHome(ClientProcess):
 
     @contextmanager
     def _serving(self, candidate: Candidate) -> Iterator[GraphPlan]:
-        """A coordinator that serves the candidate's plan. Raises InternalError with the end of its log."""
+        """A coordinator that serves this plan only, and plans no more. Raises InternalError with the end of its log."""
         path = self._testbed.folder / "plan.json"
         path.write_text(candidate.plan.model_dump_json())
         coordinator = self._testbed.start_coordinator(
             *self._options, "--wire", candidate.served.wire, "--strategy", candidate.strategy,
-            "--plan", str(path), "--min-devices", str(len(self._devices)),
+            "--plan", str(path), "--min-devices", str(len(self._devices)), "--no-learn",
         )  # fmt: skip
         try:
-            yield GraphPlan.model_validate(self.ready_status(_READY_SECONDS)["plan"])
+            plan = GraphPlan.model_validate(self.ready_status(_READY_SECONDS)["plan"])
+            self.call("wait_prepared", _READY_SECONDS + _LOAD_MARGIN_SECONDS, timeout_seconds=_READY_SECONDS)
+            yield plan
         finally:
             stop_coordinator(coordinator)

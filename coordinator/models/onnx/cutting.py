@@ -30,8 +30,13 @@ from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 
 
-def cut(spec: GraphSpec, assignment: Sequence[int], *, eager: bool = False) -> tuple[Segment, ...]:
+def cut(
+    spec: GraphSpec, assignment: Sequence[int], *, eager: bool = False, starts: Sequence[float] = ()
+) -> tuple[Segment, ...]:
     """The segments in an order in which they can run; `assignment` is the rank of each operator.
+
+    A device runs the first of the segments whose inputs it has. `starts`: the planned start of each operator; segments
+    whose operators start earlier come first.
 
     By default as few segments as the search finds; with `eager`, no result waits for an operator that it does not depend
     on. Raises BadPlan if an operator has no rank.
@@ -41,6 +46,8 @@ def cut(spec: GraphSpec, assignment: Sequence[int], *, eager: bool = False) -> t
     if bad := [operator for operator, rank in enumerate(assignment) if rank < 0]:
         raise BadPlan(reason=f"operator {_name(spec, bad[0])} is on no device")
     groups = _eager_groups(spec, assignment) if eager else _fewest_groups(spec, assignment)
+    if starts:
+        groups.sort(key=lambda operators: min(starts[operator] for operator in operators))
     return group_segments(spec, groups, [assignment[operators[0]] for operators in groups])
 
 

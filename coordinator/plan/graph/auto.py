@@ -18,10 +18,11 @@ from coordinator.plan.graph.latency.coarsening import coarsen
 from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
 from coordinator.plan.graph.memory import memory_by_rank, reserved_bytes
 from coordinator.plan.graph.methods import GRAPH_METHODS, LOCAL
-from coordinator.plan.graph.predict import coordinator_cpu_seconds, predict_segments, segment_seconds, tensor_transfers
+from coordinator.plan.graph.predict import predict_segments
 from coordinator.plan.graph.rebalance import rebalance
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.graph.stored import held_devices, restricted, stored_weights
+from coordinator.plan.graph.tasks import coordinator_cpu_seconds, lone_cpu_seconds, segment_seconds, tensor_transfers
 from coordinator.plan.graph.throughput.planners import plan_pipeline
 from coordinator.plan.graph.wire import with_wire_sizes
 from coordinator.plan.methods import Method
@@ -244,7 +245,15 @@ def _solve(
         return rebalance(request, solution, rooms) if method.rebalances and cluster.measured else solution
     coarse = coarsen(spec)
     seconds = coarse.group_seconds(cluster.seconds)
-    problem = placement_problem(coarse.spec, seconds, rooms, rates, cluster.latency_seconds, request.congestion)
+    problem = placement_problem(
+        coarse.spec,
+        seconds,
+        rooms,
+        rates,
+        cluster.latency_seconds,
+        request.congestion,
+        partial(lone_cpu_seconds, cluster),
+    )
     held = held_devices(request)
     pins = {index: held[group[0]] for index, group in enumerate(coarse.groups) if group[0] in held}
     solution = _solve_placement(problem, method.name, options, pins, policy)
@@ -345,7 +354,8 @@ def build_plan(request: GraphRequest, solution: Solution[OperatorAssignment], pl
     ranks = {member: rank for rank, member in enumerate(rank_devices)}
     assignment = [ranks[device] for device in solution.assignment.devices]
     eager_options = (False, True) if request.objective == "latency" and len(rank_devices) > 1 else (False,)
-    cuts = [cut(spec, assignment, eager=eager) for eager in eager_options]
+    starts = solution.assignment.starts
+    cuts = [cut(spec, assignment, eager=eager, starts=starts) for eager in eager_options]
     values = request.wire.values
     predictions = [
         predict_segments(spec, segments, cluster, rank_devices, request.congestion, values) for segments in cuts

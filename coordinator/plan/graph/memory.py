@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.predict import peak_activation_bytes, requests_in_flight, tensor_transfers
+from coordinator.plan.graph.predict import peak_activation_bytes, requests_in_flight
+from coordinator.plan.graph.tasks import tensor_transfers
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.parts import MemoryUse

@@ -133,6 +133,17 @@ def test_auto_samples_each_kind_separately_and_again_later() -> None:
     assert link.encode("noise", zeros).compressed  # after a new sample
 
 
+def test_auto_stops_after_a_tile_that_did_not_pay() -> None:
+    """The first tile is often not like the others: a warm-up request computes with zeros."""
+    link = codec("exact", "auto", step=0.001)
+    noise = np.frombuffer(np.random.default_rng(0).bytes(1 << 16), np.float32)
+    zeros = np.zeros(1 << 14, np.float32)
+    assert link.encode("kind", zeros).compressed
+    assert link.encode("kind", zeros).compressed
+    assert not link.encode("kind", noise).compressed
+    assert not link.encode("kind", zeros).compressed
+
+
 def test_statistics_report_saved_bytes() -> None:
     link = codec("fp16", "on")
     link.encode("kind", np.zeros((10, 100), np.float32))

@@ -7,7 +7,7 @@ once. In the paper's own instances every edge is a separate flow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -115,12 +115,14 @@ def placement_problem(
     bytes_per_second: Sequence[Sequence[float]],
     latency_seconds: Sequence[Sequence[float]],
     congestion: bool = True,
+    cpu_seconds: Callable[[int, int], float] = lambda device, num_bytes: 0.0,
 ) -> PlacementProblem:
     """The problem of a graph on devices that run operator i in `seconds[i][k]` and have `memory_bytes[k]` for weights.
 
     An operator's memory is that of its weights; subtract the memory for activations and the runtime from the budgets
     first. The graph's inputs are assumed to be on the devices that use them, and its outputs stay where they are
-    produced. Diagonals of the link matrices are ignored.
+    produced. Diagonals of the link matrices are ignored. `cpu_seconds(k, num_bytes)` of each end of a transfer keep its
+    channel busy, too: a device that encrypts or decrypts does not send or receive the next tensor meanwhile.
     """
     ranks = range(len(memory_bytes))
     users: list[list[int]] = [[] for _ in spec.parameters]
@@ -141,8 +143,10 @@ def placement_problem(
 
     def times(num_bytes: int) -> FloatTable:
         if num_bytes not in matrices:
+            cpu = [cpu_seconds(device, num_bytes) for device in ranks]
             matrices[num_bytes] = tuple(
-                tuple(0.0 if a == b else num_bytes / bytes_per_second[a][b] for b in ranks) for a in ranks
+                tuple(0.0 if a == b else num_bytes / bytes_per_second[a][b] + cpu[a] + cpu[b] for b in ranks)
+                for a in ranks
             )
         return matrices[num_bytes]
 

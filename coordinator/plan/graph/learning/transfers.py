@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.predict import lone_transfer_seconds
+from coordinator.plan.graph.tasks import lone_transfer_seconds
 from hearth.plan.plan import GraphPlan
 from hearth.trace import TileTransfer, transfers
 from hearth.wire.messages import DeviceTrace

@@ -137,6 +137,15 @@ def test_remote_branch_starts_before_the_local_branch_ends() -> None:
     assert [segment.operators for segment in cut(spec, assignment, eager=True)] == [(0,), (1, 2), (3, 4), (5,)]
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_segments_come_in_the_order_of_their_planned_starts(eager: bool) -> None:
+    """Two chains from device 0 to device 1; the planner starts the second one first."""
+    spec = from_edges("chains", [Operator(name, "Op", 1.0) for name in "abcd"], [4] * 4, [(0, 1), (2, 3)])
+    segments = cut(spec, [0, 1, 0, 1], eager=eager, starts=[1.0, 2.0, 0.0, 1.0])
+    order = [operator for segment in segments for operator in segment.operators]
+    assert order == [2, 0, 3, 1] if eager else order == [0, 2, 1, 3]
+
+
 def test_tensor_with_several_consumers_is_listed_once() -> None:
     operators = [Operator(f"op{i}", "Op", 1.0) for i in range(3)]
     tensors = (

@@ -26,11 +26,10 @@ from coordinator.plan.graph.predict import (
     num_stages,
     peak_activation_bytes,
     predict_segments,
-    request_tasks,
     requests_in_flight,
-    tensor_transfers,
 )
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
+from coordinator.plan.graph.tasks import request_tasks, tensor_transfers
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.simulator import compute_resources, send_resources, simulate, transfer_resources
 from coordinator.serve.planning.planner_process import solve_graph

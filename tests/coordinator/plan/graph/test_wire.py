@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.graphs import chain, cluster_of
+from support.graphs import chain, cluster_of, from_edges, two_branches
 
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.predict import predict_segments, tensor_transfers
+from coordinator.plan.graph.predict import predict_segments
 from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.graph.tasks import tensor_transfers
 from coordinator.plan.graph.wire import num_converted, wire_bytes, with_wire_sizes
 from coordinator.plan.simulator import receive_resources
-from hearth.plan.graph_spec import GraphSpec, Tensor
+from hearth.plan.graph_spec import GraphSpec, Operator, Tensor
 from hearth.plan.parts import WireFormat
 from hearth.plan.profile import WireCost
 from hearth.plan.value_formats import ValueFormatName
@@ -101,6 +102,42 @@ def test_inputs_and_outputs_use_links_of_profiled_devices() -> None:
     assert predict_segments(spec, segments, costly, [0, 1]).latency_seconds == pytest.approx(
         (5 + 500 * 0.002 + 0.3) + 1 + (2 + 2 * (200 * 0.001 + 0.1)) + 1 + (1 + 100 * 0.002 + 0.3)
     )
+
+
+def test_outputs_of_two_devices_share_the_coordinators_link() -> None:
+    spec = from_edges("two", [Operator(name, "Conv", 1.0) for name in "ab"], [100, 100], [])
+    live = replace(cluster_of(spec, [1.0, 1.0], bytes_per_second=100.0), measured=True)
+    priced = predict_segments(spec, cut(spec, [0, 1]), live, [0, 1])
+    assert priced.latency_seconds == pytest.approx(1 + 1 + 1)
+    assert priced.bottleneck_seconds == pytest.approx(1.0)  # that link is not measured, and no device's
+
+
+@pytest.mark.parametrize(("measured", "seconds"), [(False, 1 + 0.2 + 3), (True, 1 + 4 * 0.2 + 3)])
+def test_computing_waits_for_the_cpu_time_of_transfers(measured: bool, seconds: float) -> None:
+    """The first device sends the result of 1 s and then computes 3 s. Over a real link, sending takes four times the CPU."""
+    operators = [Operator("sent", "Conv", 1.0), Operator("used", "Conv", 1.0), Operator("long", "Conv", 3.0)]
+    spec = from_edges("two", operators, [200, 0, 0], [(0, 1)])
+    wire = WireCost(encrypted_seconds_per_byte=0.001)
+    cluster = replace(cluster_of(spec, [1.0, 1.0], bytes_per_second=1000.0, wire=wire), measured=measured)
+    assert predict_segments(spec, cut(spec, [0, 1, 0], eager=True), cluster, [0, 1]).latency_seconds == pytest.approx(
+        seconds
+    )
+
+
+def test_plans_count_the_cpu_time_of_transfers() -> None:
+    """Two branches: on two devices if transfers take no CPU time, else on one."""
+    spec = two_branches(out_bytes=100)
+    devices = {
+        cost: plan_graph(
+            GraphRequest(
+                spec, cluster_of(spec, [1.0, 1.0], 1e6, wire=WireCost(encrypted_seconds_per_byte=cost)),
+                strategy="heft", time_limit_seconds=60.0,
+            ),
+            time.monotonic,
+        ).chosen.plan
+        for cost in (0.0, 0.02)
+    }  # fmt: skip
+    assert [each.num_ranks for each in devices.values() if each is not None] == [2, 1]
 
 
 def test_device_that_receives_the_inputs_computes_less() -> None:
