@@ -20,7 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agent.worker.loading import LoadGivenUp
-from agent.worker.transformer.matrices import FloatMatrix, Matrix, Partition, empty_matrix, memory_range
+from agent.worker.transformer.kernels.base import Partition, memory_range
+from agent.worker.transformer.kernels.plain import FloatMatrix
+from agent.worker.transformer.matrices import Matrix, empty_matrix
 from hearth.errors import ChunkCorrupt
 from hearth.plan.chunks import LAYER_CHUNK_KINDS, chunk_slices
 from hearth.plan.geometry import Span, spans
@@ -96,10 +98,14 @@ class Shard:
 
     def num_bytes(self) -> int:
         """Memory of all weights in bytes; tied weights count once."""
-        tensors = (
-            tensor for part in _weights_in(self) for tensor in (part if isinstance(part, tuple) else part.tensors)
+        parts = _weights_in(self)
+        return sum(
+            dict(
+                piece
+                for part in parts
+                for piece in (map(memory_range, part) if isinstance(part, tuple) else part.memory)
+            ).values()
         )
-        return sum(dict(map(memory_range, tensors)).values())
 
     def weight_error(self) -> float:
         """Relative RMS error of the matrices against the checkpoint, due to their weight format."""

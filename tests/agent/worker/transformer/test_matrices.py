@@ -8,17 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from agent.worker.transformer import matrices  # noqa: E402 (needs torch)
-from agent.worker.transformer.matrices import (  # noqa: E402 (needs torch)
-    FloatMatrix,
-    Int4Matrix,
-    Int8Matrix,
-    Matrix,
-    PackedMatrix,
-    Partition,
-    empty_matrix,
-    memory_range,
-)
+from agent.worker.transformer.kernels import onednn  # noqa: E402 (needs torch)
+from agent.worker.transformer.kernels.base import Partition, memory_range  # noqa: E402
+from agent.worker.transformer.kernels.int4 import Int4Matrix  # noqa: E402
+from agent.worker.transformer.kernels.int8 import Int8Matrix  # noqa: E402
+from agent.worker.transformer.kernels.onednn import PackedMatrix  # noqa: E402
+from agent.worker.transformer.kernels.plain import FloatMatrix  # noqa: E402
+from agent.worker.transformer.matrices import Matrix, empty_matrix  # noqa: E402
 from hearth.errors import StepFailed, UnsupportedWeights  # noqa: E402
 from hearth.plan.model_spec import WeightFormat  # noqa: E402
 
@@ -160,13 +156,13 @@ def test_packed_matrix_can_only_be_sliced_at_its_borders() -> None:
 def test_row_counts_are_rounded_to_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each compiled kernel is kept and takes up to 0.5 MiB."""
     heights: set[int] = set()
-    block = matrices._matmul_packed_block
+    block = onednn._matmul_packed_block
 
     def recording_block(x_sk: torch.Tensor, height: int, *rest: Any) -> torch.Tensor:
         heights.add(height)
         return block(x_sk, height, *rest)
 
-    monkeypatch.setattr(matrices, "_matmul_packed_block", recording_block)
+    monkeypatch.setattr(onednn, "_matmul_packed_block", recording_block)
     matrix = packed(torch.randn(96, 200), Partition(0, (0, 96)))
     for num_rows in range(1, 600):
         matrix.matmul(torch.empty(num_rows, 200))

@@ -1,0 +1,118 @@
+"""Bases of the layouts: buffering while a matrix is loaded, quantisation errors, the choice of a kernel."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hearth.plan.kernels import KernelChoice
+
+
+class QuantisationError(NamedTuple):
+    """Quantisation error of a matrix: sums of squares of the differences and of the weights."""
+
+    squared_error: float = 0.0
+    squared_norm: float = 0.0
+
+    def add(self, stored: Tensor, original: Tensor) -> QuantisationError:
+        """Add the error of storing the weights `original` as `stored`."""
+        original = original.float()
+        error = float((stored.float() - original).square().sum())
+        return QuantisationError(self.squared_error + error, self.squared_norm + float(original.square().sum()))
+
+
+class Partition(NamedTuple):
+    """The blocks in which a matrix is used: ranges of outputs (axis 0) or inputs (axis 1) between these borders."""
+
+    axis: int
+    borders: tuple[int, ...]  # from 0 to the matrix's size
+
+
+class KernelMatrix(ABC):
+    """A matrix [n,k] in one layout. `choice` selects among `kernels`; without it, or if it names others, `default_kernel`."""
+
+    layout: ClassVar[str]
+    kernels: ClassVar[tuple[str, ...]]
+    shape: tuple[int, int]
+    choice: KernelChoice | None = None
+    bytes_per_weight: ClassVar[float]
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that hold the matrix in memory."""
+
+    @property
+    def memory(self) -> tuple[tuple[int, int], ...]:
+        """Address and size in bytes of each piece of memory that the matrix takes."""
+        return tuple(map(memory_range, self.tensors))
+
+    def matmul(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Return x W^T + bias [s,n]; written to `out` if given."""
+        kernel = self.default_kernel(x_sk.shape[0]) if self.choice is None else self.choice.kernel(x_sk.shape[0])
+        if kernel not in self.kernels:
+            kernel = self.default_kernel(x_sk.shape[0])
+        return self.product(kernel, x_sk, bias_n, out)
+
+    def default_kernel(self, rows: int) -> str:
+        """The kernel for this number of rows where none was measured."""
+        return self.kernels[0]
+
+    @abstractmethod
+    def product(self, kernel: str, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """As `matmul`, with one of `kernels`."""
+
+
+class BufferedMatrix(KernelMatrix):
+    """Base of formats that are converted in one go: buffers float32 values until the whole matrix is loaded."""
+
+    def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
+        self.quantisation_error = QuantisationError()
+        self.shape = (num_outputs, num_inputs)
+        self._device = device
+        self._buffer: Tensor | None = None
+        self._num_missing = num_outputs * num_inputs
+
+    def load(self, rows: slice, columns: slice, values: Tensor) -> None:
+        if self._buffer is None:
+            self._buffer = torch.empty(self.shape, dtype=torch.float32, device=self._device)
+        self._buffer[rows, columns].copy_(values)
+        self._num_missing -= values.numel()
+        if self._num_missing == 0:
+            self._store(self._buffer)
+            self._buffer = None
+
+    def read(self, rows: slice, columns: slice) -> Tensor | None:
+        """A part of the matrix as it was loaded; None if the weight format has changed its values."""
+        return None
+
+    def _store(self, weight_nk: Tensor) -> None:
+        raise NotImplementedError
+
+
+class QuantisedMatrix(BufferedMatrix):
+    """Base of the quantised formats."""
+
+    def _store(self, weight_nk: Tensor) -> None:
+        self.quantisation_error = self.quantisation_error.add(self._quantise(weight_nk), weight_nk)
+
+    def _quantise(self, weight_nk: Tensor) -> Tensor:
+        """Quantise and store the matrix; returns the dequantised values in float32."""
+        raise NotImplementedError
+
+
+def add_bias(y_sn: Tensor, bias_n: Tensor | None, out: Tensor | None) -> Tensor:
+    """Add the bias in place, and copy the result to `out` if given."""
+    if bias_n is not None:
+        y_sn += bias_n
+    return y_sn if out is None else out.copy_(y_sn)
+
+
+def memory_range(tensor: Tensor) -> tuple[int, int]:
+    """Address and size in bytes of a tensor's memory, also for a tensor in oneDNN's layout."""
+    if tensor.is_mkldnn:
+        return torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
+    return tensor.data_ptr(), tensor.nbytes

@@ -1,0 +1,101 @@
+"""int4 weights in groups of 32 inputs, and their kernels in torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from agent.worker.transformer.kernels.base import QuantisedMatrix, add_bias
+from agent.worker.transformer.kernels.int4_tiles import can_expand, multiply_expanded
+from hearth.errors import StepFailed
+
+INT4_GROUP_SIZE = 32  # inputs that share a scale; grain borders of shards are multiples of it
+_OUTPUT_GROUP = 16  # outputs; torch's int4 layout groups them so
+_MIN_SCALE = 1e-30  # minimum of a scale, so that a zero group does not divide by zero
+_NATIVE_MAX_ROWS = 32  # rows by default; with more, a bfloat16 GEMM on expanded tiles is faster
+
+
+class Int4Matrix(QuantisedMatrix):
+    """Weight-only int4 with a scale and a zero point for every 32 inputs of an output.
+
+    Stored in torch's packed layout for CPUs, of which there are no views.
+    """
+
+    layout = "torch"
+    kernels = ("torch", "expand-bfloat16", "expand-float32") if can_expand() else ("torch",)
+    bytes_per_weight: ClassVar[float] = 0.625
+
+    def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
+        super().__init__(num_outputs, num_inputs, device)
+        self._packed = torch.empty(num_outputs, num_inputs // 2, dtype=torch.uint8, device=device)
+        self._scales_and_zeros = torch.empty(
+            num_inputs // INT4_GROUP_SIZE, num_outputs, 2, dtype=torch.bfloat16, device=device
+        )
+
+    @staticmethod
+    def supports(num_outputs: int, num_inputs: int) -> bool:
+        fits = num_outputs % _OUTPUT_GROUP == 0 and num_inputs % INT4_GROUP_SIZE == 0
+        return fits and num_outputs * num_inputs > 0
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._packed, self._scales_and_zeros)
+
+    def _quantise(self, weight_nk: Tensor) -> Tensor:
+        steps, scales, zeros = quantise_int4(weight_nk)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.flatten(1).to(torch.int32), 1)
+        self._packed.copy_(packed.view(self._packed.shape))
+        self._scales_and_zeros.copy_(torch.stack([scales, zeros], dim=2).transpose(0, 1))
+        return dequantise_int4(steps, scales, zeros)
+
+    def rows(self, part: slice) -> Int4Matrix:
+        return self._require_whole(part, self.shape[0])
+
+    def columns(self, part: slice) -> Int4Matrix:
+        return self._require_whole(part, self.shape[1])
+
+    def _require_whole(self, part: slice, size: int) -> Int4Matrix:
+        if len(range(size)[part]) != size:
+            raise StepFailed(device="this device", reason="an int4 matrix cannot be divided")
+        return self
+
+    def default_kernel(self, rows: int) -> str:
+        expand = rows > _NATIVE_MAX_ROWS and multiplies_bfloat16()
+        return "expand-bfloat16" if expand else "torch"
+
+    def product(self, kernel: str, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if not x_sk.shape[0]:
+            y = x_sk.new_empty(0, self.shape[0])
+        elif kernel == "torch":
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                x_sk.bfloat16(), self._packed, INT4_GROUP_SIZE, self._scales_and_zeros
+            ).to(x_sk.dtype)
+        else:
+            dtype = torch.float32 if kernel == "expand-float32" else torch.bfloat16
+            y = multiply_expanded(x_sk, self._packed, self._scales_and_zeros, dtype)
+        return add_bias(y, bias_n, out)
+
+
+def quantise_int4(weight_nk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The steps [n, k / 32, 32] float32 from 0 to 15, and the scales and zero points [n, k / 32] bfloat16."""
+    groups = weight_nk.unflatten(1, (-1, INT4_GROUP_SIZE))
+    minimum, maximum = groups.amin(dim=2), groups.amax(dim=2)
+    scales = ((maximum - minimum) / 15).clamp_(min=_MIN_SCALE).bfloat16()
+    zeros = (minimum + 8 * scales.float()).bfloat16()
+    steps = ((groups - zeros.float()[..., None]) / scales.float()[..., None]).round_().add_(8).clamp_(0, 15)
+    return steps, scales, zeros
+
+
+def dequantise_int4(steps: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """The weights [n,k] float32 that `quantise_int4` has stored."""
+    return ((steps - 8) * scales.float()[..., None] + zeros.float()[..., None]).flatten(1)
+
+
+@lru_cache(maxsize=1)
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for bfloat16 products (x86: AMX or AVX512-BF16)."""
+    probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(probe is not None and bool(probe()) for probe in probes)

@@ -1,0 +1,207 @@
+"""int4 and int8 weights in the layout of onnxruntime's `MatMulNBits`, with activations quantised to int8 (accuracy level 4).
+
+The quantised values are those of `Int4Matrix` and `Int8Matrix`; activations get one scale for each block of inputs. Inputs and
+outputs are bound to torch's memory. onnxruntime is imported only where such a matrix is made or measured.
+"""
+
+from __future__ import annotations
+
+import gc
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agent.worker.transformer.kernels.base import QuantisedMatrix, add_bias
+from agent.worker.transformer.kernels.int4 import INT4_GROUP_SIZE, dequantise_int4, quantise_int4
+from agent.worker.transformer.kernels.int8 import quantise_int8
+from hearth.errors import StepFailed
+
+_ACCURACY_LEVEL = 4  # int8 products: the other levels expand the weights to floats in each run
+_INT8_BLOCKS = (128, 64, 32)  # inputs that share a scale of the activations: the largest that divides the inputs
+_BLOCK_BYTES = (
+    12  # onnxruntime 1.31 keeps a block's scale twice, and a sum: 0.88 bytes per weight were measured in 4 bits
+)
+_ERRORS_ONLY = 3  # onnxruntime's log severity ERROR
+_PROBE_TOLERANCE = 0.05  # relative error; int8 activations cause 0.01
+
+
+class NBitsMatrix(QuantisedMatrix):
+    """A matrix in a session of onnxruntime that consists of one `MatMulNBits`. There are no views of its parts."""
+
+    layout = "onnxruntime"
+    kernels = ("onnxruntime",)
+    bits: ClassVar[int]
+
+    def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
+        super().__init__(num_outputs, num_inputs, device)
+        self._session: Any = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    @property
+    def memory(self) -> tuple[tuple[int, int], ...]:
+        num_blocks = self.shape[0] * (self.shape[1] // self._block)
+        num_bytes = self.shape[0] * self.shape[1] * self.bits // 8 + num_blocks * _BLOCK_BYTES
+        return ((id(self), num_bytes), *super().memory)
+
+    @property
+    def _block(self) -> int:
+        raise NotImplementedError
+
+    @classmethod
+    def supports(cls, num_outputs: int, num_inputs: int, device: torch.device) -> bool:
+        fits = num_outputs > 0 and num_inputs > 0 and num_outputs % 16 == 0 and num_inputs % INT4_GROUP_SIZE == 0
+        return device.type == "cpu" and fits and _is_available(cls)
+
+    def rows(self, part: slice) -> NBitsMatrix:
+        return self._require_whole(part, self.shape[0])
+
+    def columns(self, part: slice) -> NBitsMatrix:
+        return self._require_whole(part, self.shape[1])
+
+    def _require_whole(self, part: slice, size: int) -> NBitsMatrix:
+        if len(range(size)[part]) != size:
+            raise StepFailed(device="this device", reason="a matrix of onnxruntime cannot be divided")
+        return self
+
+    def _product(self, x_sk: Tensor) -> Tensor:
+        x_sk = x_sk.contiguous()
+        y_sn = x_sk.new_empty(x_sk.shape[0], self.shape[0])
+        if x_sk.shape[0]:
+            binding = self._session.io_binding()
+            binding.bind_input("x", "cpu", 0, np.float32, tuple(x_sk.shape), x_sk.data_ptr())
+            binding.bind_output("y", "cpu", 0, np.float32, tuple(y_sn.shape), y_sn.data_ptr())
+            self._session.run_with_iobinding(binding)
+        return y_sn
+
+    def product(self, kernel: str, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        return add_bias(self._product(x_sk), bias_n, out)
+
+
+class Int4NBitsMatrix(NBitsMatrix):
+    """int4: onnxruntime multiplies steps and scales; the zero points multiply sums of 32 activations."""
+
+    bits = 4
+    bytes_per_weight: ClassVar[float] = 0.5 + _BLOCK_BYTES / INT4_GROUP_SIZE + 2 / INT4_GROUP_SIZE
+    _zeros: Tensor  # [n, k / 32] bfloat16
+
+    @property
+    def _block(self) -> int:
+        return INT4_GROUP_SIZE
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._zeros,)
+
+    def _quantise(self, weight_nk: Tensor) -> Tensor:
+        steps, scales, zeros = quantise_int4(weight_nk)
+        self._zeros = zeros
+        low, high = steps.to(torch.uint8).unflatten(2, (-1, 2)).unbind(dim=3)
+        self._session = _session(self.bits, INT4_GROUP_SIZE, (high << 4 | low).numpy(), scales.float().numpy())
+        return dequantise_int4(steps, scales, zeros)
+
+    def _product(self, x_sk: Tensor) -> Tensor:
+        y_sn = super()._product(x_sk)
+        sums = x_sk.unflatten(1, (-1, INT4_GROUP_SIZE)).sum(dim=2)
+        return y_sn.add_(torch.nn.functional.linear(sums.bfloat16(), self._zeros))
+
+
+class Int8NBitsMatrix(NBitsMatrix):
+    """int8: all blocks of an output have its scale."""
+
+    bits = 8
+    bytes_per_weight: ClassVar[float] = 1.0 + _BLOCK_BYTES / _INT8_BLOCKS[0]
+
+    @property
+    def _block(self) -> int:
+        return next(block for block in _INT8_BLOCKS if self.shape[1] % block == 0)
+
+    def _quantise(self, weight_nk: Tensor) -> Tensor:
+        values, scales = quantise_int8(weight_nk)
+        blocks = values.unflatten(1, (-1, self._block))
+        steps = (blocks.view(torch.uint8) ^ 0x80).numpy()  # plus 128, the default zero point
+        repeated = scales.float()[:, None].expand(blocks.shape[:2]).contiguous()
+        self._session = _session(self.bits, self._block, steps, repeated.numpy())
+        return values * scales.float()[:, None]
+
+
+def _session(bits: int, block: int, steps: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> Any:
+    """A session that computes y = x W^T. `steps` [n, k / block, block * bits / 8] uint8, `scales` [n, k / block] float32.
+
+    onnxruntime packs both while it creates the session, and then holds only the packed steps, scales and sums.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.use_per_session_threads = False
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+    options.log_severity_level = _ERRORS_ONLY
+    arrays = {"steps": steps, "scales": scales}
+    values = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
+    options.add_external_initializers(list(arrays), values)
+    _share_threads()
+    model = _model(bits, block, steps.shape[0], steps.shape[1] * block)
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+@lru_cache(maxsize=1)
+def _share_threads() -> None:
+    """Create the pool of threads for all sessions, with as many threads as torch computes with."""
+    import onnxruntime as ort
+
+    ort.set_global_thread_pool_sizes(torch.get_num_threads(), 1)
+
+
+@lru_cache(maxsize=64)
+def _model(bits: int, block: int, num_outputs: int, num_inputs: int) -> bytes:
+    from onnx import TensorProto, helper
+
+    def external(name: str, kind: int, shape: tuple[int, ...], num_bytes: int) -> TensorProto:
+        tensor = TensorProto(name=name, data_type=kind, dims=shape, data_location=TensorProto.EXTERNAL)
+        for key, value in (("location", "none"), ("offset", "0"), ("length", str(num_bytes))):
+            tensor.external_data.add(key=key, value=value)
+        return tensor
+
+    blocks = num_inputs // block
+    node = helper.make_node(
+        "MatMulNBits", ["x", "steps", "scales"], ["y"], domain="com.microsoft",
+        K=num_inputs, N=num_outputs, bits=bits, block_size=block, accuracy_level=_ACCURACY_LEVEL,
+    )  # fmt: skip
+    graph = helper.make_graph(
+        [node],
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["s", num_inputs])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["s", num_outputs])],
+        [
+            external(
+                "steps",
+                TensorProto.UINT8,
+                (num_outputs, blocks, block * bits // 8),
+                num_outputs * num_inputs * bits // 8,
+            ),
+            external("scales", TensorProto.FLOAT, (num_outputs, blocks), num_outputs * blocks * 4),
+        ],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
+    return model
+
+
+@lru_cache(maxsize=2)
+def _is_available(kind: type[NBitsMatrix]) -> bool:
+    """Whether onnxruntime is installed and multiplies such a matrix correctly on this processor."""
+    weight, x = torch.linspace(-1, 1, 32 * 128).view(128, 32).t().contiguous(), torch.linspace(-1, 1, 256).view(2, 128)
+    try:
+        matrix = kind(32, 128, torch.device("cpu"))
+        matrix.load(slice(None), slice(None), weight)
+        error = (matrix.matmul(x) - x @ weight.t()).norm() / (x @ weight.t()).norm()
+    except Exception:  # onnxruntime's errors have no common base class
+        return False
+    finally:
+        gc.collect()
+    return bool(error < _PROBE_TOLERANCE)

@@ -1,0 +1,62 @@
+"""Matrices in float32, bfloat16 or float16 with plain rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own custom)
+from torch import Tensor
+
+from agent.worker.transformer.kernels.base import KernelMatrix, QuantisationError, add_bias
+
+# Largest activation for which sums of float16 products stay far below float16's limit of 65504.
+_FLOAT16_MAX_ACTIVATION = 1000.0
+
+
+class FloatMatrix(KernelMatrix):
+    """A matrix in float32, bfloat16 or float16.
+
+    For bfloat16, activations are rounded to bfloat16, as `transformers` does. float16 has too small a range for that: it is
+    multiplied in float16 only with single rows, for which that is faster, and otherwise converted.
+    """
+
+    layout = "plain"
+    kernels = ("plain",)
+
+    def __init__(self, weight_nk: Tensor) -> None:
+        self.weight = weight_nk
+        self.shape = (weight_nk.shape[0], weight_nk.shape[1])
+        self.quantisation_error = QuantisationError()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
+
+    def load(self, rows: slice, columns: slice, values: Tensor) -> None:
+        """Set a part of the matrix. Every element must be set exactly once before the first use."""
+        stored = self.weight[rows, columns].copy_(values)
+        if stored.dtype not in (values.dtype, torch.float32):
+            self.quantisation_error = self.quantisation_error.add(stored, values.to(stored.device))
+
+    def read(self, rows: slice, columns: slice) -> Tensor | None:
+        """A part of the matrix as it was loaded; None if the weight format has changed its values."""
+        return self.weight[rows, columns] if self.quantisation_error == QuantisationError() else None
+
+    def rows(self, part: slice) -> FloatMatrix:
+        """A view of a range of outputs."""
+        return FloatMatrix(self.weight[part])
+
+    def columns(self, part: slice) -> FloatMatrix:
+        """A view of a range of inputs."""
+        return FloatMatrix(self.weight[:, part])
+
+    def product(self, kernel: str, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        weight = self.weight
+        if weight.dtype == torch.float16 and not (x_sk.shape[0] == 1 and x_sk.abs().max() < _FLOAT16_MAX_ACTIVATION):
+            weight = weight.to(x_sk.dtype)
+        if weight.dtype != x_sk.dtype:
+            return add_bias(F.linear(x_sk.to(weight.dtype), weight).to(x_sk.dtype), bias_n, out)
+        if out is None:
+            return F.linear(x_sk, weight, bias_n)
+        if bias_n is None:
+            return torch.mm(x_sk, weight.t(), out=out)
+        return torch.addmm(bias_n, x_sk, weight.t(), out=out)

@@ -1,0 +1,105 @@
+"""Kernels for products with weight matrices: their measured times, and the choice that follows from them. Pure."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+
+KERNEL_ROWS = (1, 4, 16, 64, 256)  # rows of activations for which kernels are measured: decoding up to prefill
+# A layout that takes more memory must save at least this fraction of the time.
+_MIN_SAVING = 0.05
+
+_Name = Annotated[str, Field(min_length=1, max_length=64)]
+_Size = Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+class KernelTime(BaseModel, frozen=True):
+    """Seconds of a product of `rows` rows with a matrix [num_outputs, num_inputs].
+
+    A matrix is held in one layout, which takes `bytes_per_weight`; all kernels of a layout read the same memory.
+    """
+
+    num_outputs: _Size
+    num_inputs: _Size
+    rows: _Size
+    layout: _Name
+    kernel: _Name
+    seconds: float = Field(gt=0, allow_inf_nan=False)
+    bytes_per_weight: float = Field(gt=0, le=16)
+
+
+class KernelChoice(BaseModel, frozen=True):
+    """The layout of matrices of about this shape, and the kernel for up to each of these numbers of rows."""
+
+    num_outputs: _Size
+    num_inputs: _Size
+    layout: _Name
+    rows: tuple[_Size, ...] = Field(min_length=1, max_length=16)  # rising
+    kernels: tuple[_Name, ...] = Field(min_length=1, max_length=16)
+
+    def kernel(self, rows: int) -> str:
+        """The kernel for this number of rows; the last one beyond the measured numbers."""
+        return self.kernels[min(bisect_left(self.rows, rows), len(self.kernels) - 1)]
+
+
+def choose_kernels(times: Iterable[KernelTime], single: bool = False) -> tuple[KernelChoice, ...]:
+    """The choice for each measured shape. `single`: one kernel for all numbers of rows.
+
+    The layout has the least mean ratio to the fastest time over the numbers of rows; a layout that takes more memory is
+    chosen only if it lowers that mean by `_MIN_SAVING`.
+    """
+    by_shape: defaultdict[tuple[int, int], list[KernelTime]] = defaultdict(list)
+    for time in times:
+        by_shape[time.num_outputs, time.num_inputs].append(time)
+    return tuple(_choose(shape, measured, single) for shape, measured in by_shape.items())
+
+
+def _choose(shape: tuple[int, int], times: Sequence[KernelTime], single: bool) -> KernelChoice:
+    rows = sorted({time.rows for time in times})
+    fastest = {count: min(time.seconds for time in times if time.rows == count) for count in rows}
+    options: defaultdict[tuple[str, str], dict[int, KernelTime]] = defaultdict(dict)
+    for time in times:
+        option = options[time.layout, time.kernel if single else ""]
+        if time.rows not in option or time.seconds < option[time.rows].seconds:
+            option[time.rows] = time
+    complete = [option for option in options.values() if len(option) == len(rows)]
+
+    def ratio(option: dict[int, KernelTime]) -> float:
+        return sum(option[count].seconds / fastest[count] for count in rows) / len(rows)
+
+    least = min(map(ratio, complete))
+    good = [option for option in complete if ratio(option) * (1 - _MIN_SAVING) <= least]
+    best = min(good, key=lambda option: (option[rows[0]].bytes_per_weight, ratio(option)))
+    return KernelChoice(
+        num_outputs=shape[0],
+        num_inputs=shape[1],
+        layout=best[rows[0]].layout,
+        rows=tuple(rows),
+        kernels=tuple(best[count].kernel for count in rows),
+    )
+
+
+def nearest_choice(choices: Iterable[KernelChoice], num_outputs: int, num_inputs: int) -> KernelChoice | None:
+    """The choice for the most similar shape; None if there is no choice or the matrix is empty."""
+    if not num_outputs or not num_inputs:
+        return None
+    return min(
+        choices,
+        key=lambda choice: (
+            abs(math.log(choice.num_outputs / num_outputs)) + abs(math.log(choice.num_inputs / num_inputs))
+        ),
+        default=None,
+    )
+
+
+def chosen_bytes_per_weight(times: Sequence[KernelTime], choices: Iterable[KernelChoice]) -> float:
+    """Mean bytes per weight of the chosen layouts, weighted by the sizes of the shapes; 0 without measurements."""
+    layouts = {(time.num_outputs, time.num_inputs, time.layout): time.bytes_per_weight for time in times}
+    sizes = {(each.num_outputs, each.num_inputs, each.layout): each.num_outputs * each.num_inputs for each in choices}
+    total = sum(sizes.values())
+    return sum(layouts[key] * size for key, size in sizes.items()) / total if total else 0.0

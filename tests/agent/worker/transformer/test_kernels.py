@@ -1,0 +1,89 @@
+"""Kernels of one weight format: all multiply the same quantised values, and a choice selects among them."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+
+from agent.worker.transformer.kernels.base import Partition  # noqa: E402 (needs torch)
+from agent.worker.transformer.matrices import Matrix, empty_matrix, layouts_to_measure  # noqa: E402
+from hearth.plan.kernels import KernelChoice  # noqa: E402
+from hearth.plan.model_spec import WeightFormat  # noqa: E402
+
+CPU = torch.device("cpu")
+ALL = slice(None)
+# Largest relative error in the Euclidean norm against the product in float32: activations, or expanded weights, are rounded
+# to bfloat16; onnxruntime rounds activations to int8.
+ERRORS = {"torch": 5e-3, "expand-bfloat16": 5e-3, "expand-float32": 2e-6, "onnxruntime": 1.5e-2}
+
+
+def loaded(shape: tuple[int, int], weights: WeightFormat) -> dict[str, Matrix]:
+    """The same matrix in each layout."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02 + 0.01  # zero points count
+    matrices = layouts_to_measure(*shape, weights, CPU, Partition(0, (0, shape[0])))
+    for matrix in matrices:
+        matrix.load(ALL, ALL, weight)
+    return {matrix.layout: matrix for matrix in matrices}
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (80, 96), (592, 256)])
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_all_kernels_multiply_the_same_quantised_values(weights: WeightFormat, shape: tuple[int, int]) -> None:
+    layouts = loaded(shape, weights)
+    assert len({matrix.quantisation_error for matrix in layouts.values()}) == 1
+    if "expand-float32" not in layouts["torch"].kernels:
+        pytest.skip("this build of torch packs int4 in another layout")
+    stored_kn = layouts["torch"].product("expand-float32", torch.eye(shape[1]))
+    for rows in (0, 1, 5, 70):
+        x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)) + 0.5
+        bias, out = torch.randn(shape[0]), torch.empty(rows, shape[0])
+        expected = x @ stored_kn + bias
+        for matrix in layouts.values():
+            for kernel in matrix.kernels:
+                y = matrix.product(kernel, x, bias, out)
+                assert y.data_ptr() == out.data_ptr()
+                assert (y - expected).norm() <= ERRORS[kernel] * (expected - bias).norm()
+
+
+def test_choice_selects_layout_and_kernel_by_rows() -> None:
+    names = ("expand-float32", "torch")
+    choice = KernelChoice(num_outputs=64, num_inputs=128, layout="torch", rows=(4, 16), kernels=names)
+    matrix = empty_matrix(96, 128, "int8", CPU, choices=[choice])
+    matrix.load(ALL, ALL, torch.randn(96, 128))
+    for rows, kernel in ((1, "expand-float32"), (4, "expand-float32"), (5, "torch"), (99, "torch")):
+        x = torch.randn(rows, 128)
+        assert torch.equal(matrix.matmul(x), matrix.product(kernel, x))
+
+
+def test_unknown_layouts_and_kernels_give_way_to_the_default() -> None:
+    default = empty_matrix(96, 128, "int8", CPU)
+    weight, x = torch.randn(96, 128), torch.randn(3, 128)
+    default.load(ALL, ALL, weight)
+    for layout in ("torch", "of another version"):
+        choice = KernelChoice(num_outputs=96, num_inputs=128, layout=layout, rows=(1,), kernels=("unknown",))
+        matrix = empty_matrix(96, 128, "int8", CPU, choices=[choice])
+        matrix.load(ALL, ALL, weight)
+        assert torch.equal(matrix.matmul(x), default.matmul(x))
+
+
+@pytest.mark.parametrize("partition", [None, Partition(0, (0, 32, 64))])
+def test_int8_that_is_used_in_parts_is_not_given_to_onnxruntime(partition: Partition | None) -> None:
+    choice = KernelChoice(num_outputs=64, num_inputs=128, layout="onnxruntime", rows=(1,), kernels=("onnxruntime",))
+    assert empty_matrix(64, 128, "int8", CPU, partition, [choice]).layout == "torch"
+
+
+def test_plain_float32_is_used_where_it_was_chosen() -> None:
+    whole = Partition(0, (0, 640))
+    plain = KernelChoice(num_outputs=640, num_inputs=640, layout="plain", rows=(1,), kernels=("plain",))
+    assert empty_matrix(640, 640, "float32", CPU, whole, [plain]).layout == "plain"
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_memory_of_onnxruntime_is_counted(weights: WeightFormat) -> None:
+    layouts = loaded((64, 256), weights)
+    if "onnxruntime" not in layouts:
+        pytest.skip("onnxruntime has no such kernel here")
+    for matrix in layouts.values():
+        num_bytes = sum(dict(matrix.memory).values())
+        assert num_bytes == pytest.approx(matrix.bytes_per_weight * 64 * 256, rel=0.02)

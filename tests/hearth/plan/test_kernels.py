@@ -1,0 +1,60 @@
+"""The choice of kernels by measured times."""
+
+from __future__ import annotations
+
+import pytest
+
+from hearth.plan.kernels import KernelTime, choose_kernels, chosen_bytes_per_weight, nearest_choice
+
+
+def times(*columns: tuple[str, str, float, dict[int, float]], shape: tuple[int, int] = (512, 256)) -> list[KernelTime]:
+    """Times of (layout, kernel, bytes per weight, seconds by rows)."""
+    return [
+        KernelTime(
+            num_outputs=shape[0], num_inputs=shape[1], rows=rows, layout=layout, kernel=kernel, seconds=seconds,
+            bytes_per_weight=num_bytes,
+        )
+        for layout, kernel, num_bytes, by_rows in columns
+        for rows, seconds in by_rows.items()
+    ]  # fmt: skip
+
+
+NATIVE = ("torch", "torch", 0.625, {1: 1.0, 256: 60.0})
+EXPAND = ("torch", "expand", 0.625, {1: 10.0, 256: 15.0})
+PACKED = ("ort", "ort", 0.94, {1: 0.9, 256: 40.0})
+
+
+def test_each_number_of_rows_gets_the_fastest_kernel_of_one_layout() -> None:
+    (choice,) = choose_kernels(times(NATIVE, EXPAND, PACKED))
+    assert (choice.layout, choice.rows, choice.kernels) == ("torch", (1, 256), ("torch", "expand"))
+    assert [choice.kernel(rows) for rows in (0, 1, 2, 256, 999)] == ["torch", "torch", *["expand"] * 3]
+
+
+def test_single_kernel_serves_all_numbers_of_rows() -> None:
+    (choice,) = choose_kernels(times(NATIVE, EXPAND, PACKED), single=True)
+    assert set(choice.kernels) == {"ort"}
+
+
+@pytest.mark.parametrize(("seconds", "layout"), [(0.97, "torch"), (0.85, "ort")])
+def test_more_memory_must_save_time(seconds: float, layout: str) -> None:
+    faster = ("ort", "ort", 0.94, {1: seconds, 256: 60.0 * seconds})
+    (choice,) = choose_kernels(times(NATIVE, faster))
+    assert choice.layout == layout
+
+
+def test_a_layout_that_was_not_measured_for_all_rows_is_not_chosen() -> None:
+    (choice,) = choose_kernels(times(NATIVE, ("ort", "ort", 0.5, {1: 0.1})))
+    assert choice.layout == "torch"
+
+
+def test_nearest_shape_and_mean_memory() -> None:
+    measured = times(NATIVE, shape=(4096, 1024)) + times(PACKED, shape=(1024, 1024))
+    choices = choose_kernels(measured)
+    assert [choice.layout for choice in choices] == ["torch", "ort"]
+    for shape, layout in (((2500, 900), "torch"), ((64, 1024), "ort")):
+        nearest = nearest_choice(choices, *shape)
+        assert nearest is not None
+        assert nearest.layout == layout
+    assert nearest_choice(choices, 0, 32) is nearest_choice((), 8, 8) is None
+    assert chosen_bytes_per_weight(measured, choices) == pytest.approx((4 * 0.625 + 0.94) / 5)
+    assert chosen_bytes_per_weight((), ()) == 0
