@@ -7,7 +7,7 @@ Pure: `clock` returns seconds and is an argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.latency.coarsening import coarsen
 from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
+from coordinator.plan.graph.learning.measured_plans import MeasuredPlacement, measured_placements
 from coordinator.plan.graph.memory import memory_by_rank, reserved_bytes
 from coordinator.plan.graph.methods import GRAPH_METHODS, LOCAL
 from coordinator.plan.graph.predict import predict_segments
@@ -256,7 +257,9 @@ def _solve(
     )
     held = held_devices(request)
     pins = {index: held[group[0]] for index, group in enumerate(coarse.groups) if group[0] in held}
-    solution = _solve_placement(problem, method.name, options, pins, policy)
+    ids = [device.device_id for device in cluster.devices]
+    measured = measured_placements(request.measured, ids, coarse.groups)
+    solution = _solve_placement(problem, method.name, options, pins, policy, measured)
     devices = coarse.expand_assignment(solution.assignment.devices)
     starts = coarse.operator_starts(solution.assignment.starts, devices, cluster.seconds)
     return solution.with_assignment(OperatorAssignment(devices, starts))
@@ -284,6 +287,7 @@ def _solve_placement(
     options: SearchOptions,
     held: Mapping[int, int] | None = None,
     policy: HomePolicy | None = None,
+    measured: Sequence[MeasuredPlacement] = (),
 ) -> Solution[OperatorAssignment]:
     """Solve a placement problem with one latency strategy. `held`: the devices of operators in the deployed plan.
 
@@ -298,7 +302,10 @@ def _solve_placement(
         from coordinator.plan.graph.latency.doppler.starts import repaired
 
         starts = repaired(problem, held) if held else ()
-        solution = policy.solve(problem, options, starts) if policy else solve_doppler(problem, options, starts)
+        if policy is None:
+            solution = solve_doppler(problem, options, starts)
+        else:
+            solution = policy.solve(problem, options, starts, measured)
     elif strategy == "placeto":
         from coordinator.plan.graph.latency.placeto import solve_placeto
 

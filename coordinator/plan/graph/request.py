@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from coordinator.plan.graph.cluster import GraphCluster
+from coordinator.plan.graph.learning.measured_plans import MeasuredPlan
 from hearth.plan.graph import CutOperator, Objective
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.parts import WireFormat
@@ -28,6 +29,7 @@ class GraphRequest:
     wire: WireFormat = field(default_factory=WireFormat)
     model_hash: str = ""
     tiles: tuple[CutOperator, ...] = ()  # that `spec` has; the plan says so, so that they can be made again
+    measured: tuple[MeasuredPlan, ...] = ()  # on these devices; the policy of `doppler` learns from them, too
     learn_seconds: float = 0.0  # for the policy of `doppler`, before the search: it learns on this graph and devices
     policies_dir: str = ""  # of policies that have learnt; empty: they are not kept
     held: GraphPlan | None = None  # the deployed plan, whose weights its devices need not get again

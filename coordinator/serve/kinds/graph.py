@@ -134,8 +134,10 @@ class GraphKind:
         The planner's policy learns for `learn_seconds` first, and is kept.
         """
         deployed = deployment.plan
+        served, _ = cluster.options[0]
+        measured = served.measurements.plans if served.measurements is not None else ()
         request = self._request(cluster.options[0], False, deployed)
-        request = replace(request, seed=seed, learn_seconds=learn_seconds)
+        request = replace(request, seed=seed, learn_seconds=learn_seconds, measured=measured)
         found = await result_or_none(request)
         candidates = () if found is None else found.candidates
         return Alternatives(

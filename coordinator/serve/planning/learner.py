@@ -15,6 +15,7 @@ from coordinator.deploy.graph import GraphDeployment
 from coordinator.devices.registry import Device
 from coordinator.plan.graph.learning.elites import Elite, choose_elites, fits_beside, placement_key
 from coordinator.plan.graph.learning.halving import MIN_STANDARD_ERRORS
+from coordinator.plan.graph.learning.measured_plans import MeasuredPlan
 from coordinator.plan.limits import NamedDevice
 from coordinator.serve.goal import allowed_devices
 from coordinator.serve.kinds.graph import Alternatives, GraphKind
@@ -78,7 +79,8 @@ class Learner:
         self._doing = ""
         # Of the last search of this deployment: when, for which devices, and with which factors.
         self._searched: tuple[float, frozenset[str], dict[str, float]] | None = None
-        self._learnt_for: frozenset[str] = frozenset()  # the devices for which the planner's policy has learnt
+        # For what the policy of the planner has learnt: devices, and the measured plans of which it has learnt.
+        self._learnt: tuple[frozenset[str], tuple[MeasuredPlan, ...]] | None = None
 
     # ---- public API -----------------------------------------------------------------------------------------------
 
@@ -203,9 +205,10 @@ class Learner:
         return moved or usable != self._usable(goal)
 
     def _is_policy_due(self, goal: Goal) -> bool:
-        """Whether the planner's policy should learn: it learns once for each new set of devices."""
+        """Whether the planner's policy should learn: there are other devices, or more plans were measured."""
         usable = self._usable(goal)
-        return self._kind.learn_seconds > 0 and len(usable) > 1 and usable != self._learnt_for and self._change is None
+        is_new = (usable, self._measured.plans) != self._learnt
+        return self._kind.learn_seconds > 0 and len(usable) > 1 and is_new and self._change is None
 
     def _usable(self, goal: Goal) -> frozenset[str]:
         return _ids(allowed_devices(goal, self._services.fleet.usable()))
@@ -215,7 +218,7 @@ class Learner:
     async def _learn_policy(self, goal: Goal, deployment: GraphDeployment) -> GraphPlan | None:
         """Let the planner's policy learn on the devices, and keep it. Returns a plan that is clearly faster."""
         devices = allowed_devices(goal, self._services.fleet.usable())
-        self._learnt_for = _ids(devices)
+        self._learnt = (_ids(devices), self._measured.plans)
         self._doing = f"lets the planner learn for {format_seconds(self._kind.learn_seconds)}"
         found = await self._find(devices, deployment, self._kind.learn_seconds)
         self._doing = ""

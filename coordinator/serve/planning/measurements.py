@@ -16,6 +16,7 @@ from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.learning.calibration import Calibration, Factors
 from coordinator.plan.graph.learning.correlation import Agreement, agreement
 from coordinator.plan.graph.learning.elites import placement_key
+from coordinator.plan.graph.learning.measured_plans import MeasuredPlan, add_trials
 from coordinator.plan.graph.learning.transfers import measured_transfers
 from coordinator.serve.durable_file import DurableFile
 from hearth.plan.plan import GraphPlan
@@ -47,6 +48,7 @@ class SavedMeasurements(BaseModel):
     version: Literal[1] = 1
     factors: Factors = Field(default_factory=Factors)
     trials: tuple[SavedTrial, ...] = ()
+    plans: tuple[MeasuredPlan, ...] = ()
     remaining_time: float = Field(default=1.0, gt=0)  # of a request, after all changes of plan that were learnt
     num_requests: int = 0  # of clients
     num_trial_requests: int = 0  # on plans under trial that nobody had asked for
@@ -68,6 +70,7 @@ class Measurements:
         saved = self._file.read() or SavedMeasurements()
         self.calibration = Calibration(saved.factors)
         self.trials = list(saved.trials)
+        self.plans = saved.plans  # the policy of the planner learns from them
         self.remaining_time = saved.remaining_time
         self.num_requests = saved.num_requests
         self.num_trial_requests = saved.num_trial_requests
@@ -178,6 +181,11 @@ class Measurements:
         key = placement_key(incumbent)
         self.trials += [SavedTrial(key=placement_key(plan), incumbent=key, trial=trial) for plan, trial in trials]
         del self.trials[:-MAX_TRIALS]
+        measured = [
+            (plan, trial.gain) for plan, trial in trials if trial.outcome != "failed" and trial.num_requests > 1
+        ]
+        if measured:
+            self.plans = add_trials(self.plans, incumbent, measured)
         self._has_changed = True
 
     def count_trial_request(self, asked: bool) -> None:
@@ -196,6 +204,7 @@ class Measurements:
         saved = SavedMeasurements(
             factors=self.calibration.factors,
             trials=tuple(self.trials),
+            plans=self.plans,
             remaining_time=self.remaining_time,
             num_requests=self.num_requests,
             num_trial_requests=self.num_trial_requests,

@@ -17,6 +17,7 @@ from support.graphs import save_two_branch_model
 
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.learning.elites import Elite
+from coordinator.plan.graph.learning.measured_plans import add_trials
 from coordinator.plan.graph.request import POLICIES_FOLDER, GraphRequest
 from coordinator.serve.kinds import graph as graphs
 from coordinator.serve.kinds.graph import Alternatives
@@ -146,14 +147,16 @@ async def offer(home: ServedController, monkeypatch: pytest.MonkeyPatch, seconds
     monkeypatch.setattr(home.kind, "alternatives", alternatives)
 
 
-def test_policy_learns_once_for_each_set_of_devices_while_the_first_plan_serves(
+def test_policy_learns_once_for_the_same_devices_and_measured_plans_while_the_first_plan_serves(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[float, int]] = []  # of each search, the time to learn and the number of devices
+    asked: list[
+        tuple[float, int, int]
+    ] = []  # of each search, the time to learn and the numbers of devices and measured plans
 
     async def nothing_found(request: GraphRequest) -> None:
         assert request.policies_dir == str(tmp_path / "state" / POLICIES_FOLDER)
-        asked.append((request.learn_seconds, len(request.cluster.devices)))
+        asked.append((request.learn_seconds, len(request.cluster.devices), len(request.measured)))
 
     monkeypatch.setattr(graphs, "result_or_none", nothing_found)
 
@@ -163,9 +166,11 @@ def test_policy_learns_once_for_each_set_of_devices_while_the_first_plan_serves(
             assert home.controller.requests.num_served == 0
             await ask(home, 15)
             await home.until(lambda: len(asked) == 2)
-            home.kill(first_device(home))
+            home.kind.measurements(home.plan).plans = add_trials((), home.plan, [])
             await home.until(lambda: len(asked) == 3)
-        assert asked == [(5.0, 3), (0.0, 3), (5.0, 2)]
+            home.kill(first_device(home))
+            await home.until(lambda: len(asked) == 4)
+        assert asked == [(5.0, 3, 0), (0.0, 3, 0), (5.0, 3, 1), (5.0, 2, 1)]
 
     asyncio.run(main())
 
@@ -207,6 +212,7 @@ def test_plan_that_is_measured_to_be_faster_is_deployed(
             await home.until(lambda: not home.controller.learner.is_asked)  # nothing is left to try
             assert home.controller.requests.num_served == 0
         assert [each.trial for each in saved(tmp_path).trials] == [trial]
+        assert [each.relative_seconds for each in saved(tmp_path).plans] == [1.0, 1 - trial.gain]
 
     asyncio.run(main())
 
@@ -227,6 +233,9 @@ def test_plan_that_fails_or_is_slower_leaves_the_deployed_one_alone(
                 (trial,) = home.controller.learner.status().trials
                 assert (trial.outcome, trial.num_requests) == (outcome, num_requests)
                 assert (home.plan, home.ready, home.controller.requests.num_failed) == (before, True, 0)
+            assert len(saved(tmp_path / outcome).plans) == (
+                0 if broken else 2
+            )  # nothing is learnt from failed requests
 
     asyncio.run(main())
 

@@ -11,11 +11,13 @@ import pytest
 
 pytest.importorskip("ortools")
 
+from support.graph_plans import placed_plan
 from support.graphs import chain, cluster_of
 from support.step_clock import StepClock
 
 from coordinator.plan.graph.latency.doppler.policy import Policy, random_policy
 from coordinator.plan.graph.latency.doppler.weights import policy_from_bytes
+from coordinator.plan.graph.learning.measured_plans import add_trials
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.planning import learnt_policies
@@ -73,6 +75,18 @@ def test_a_policy_that_has_learnt_is_used_by_the_next_plan(tmp_path: Path, monke
     other = request(tmp_path / "policies", speeds=(1.0, 0.5, 0.5))
     assert used_policy(other, monkeypatch) is None
     assert used_policy(replace(other, learn_seconds=1.0), monkeypatch) is SHIPPED
+
+
+@pytest.mark.usefixtures("shipped")
+def test_a_policy_learns_from_measured_plans(tmp_path: Path) -> None:
+    weights = []
+    for number, gain in enumerate((0.0, 0.5)):
+        asked = request(tmp_path / str(number), 3.0)
+        one, other = (placed_plan(asked.spec, [each] * 4) for each in ("id-a", "id-b"))
+        planned(replace(asked, measured=add_trials((), one, [(other, gain)])))
+        (path,) = (tmp_path / str(number)).iterdir()
+        weights.append(policy_from_bytes(path.read_bytes(), str(path)).weights["place.output.weight"])
+    assert not np.array_equal(*weights)
 
 
 @pytest.mark.usefixtures("shipped")

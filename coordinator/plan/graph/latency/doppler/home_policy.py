@@ -15,6 +15,7 @@ from coordinator.plan.graph.latency.doppler.samples import policy_samples
 from coordinator.plan.graph.latency.doppler.starts import Start
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
+from coordinator.plan.graph.learning.measured_plans import MeasuredPlacement
 from coordinator.plan.solution import SearchOptions, Solution
 
 
@@ -27,13 +28,17 @@ class HomePolicy:
         self._learn_seconds = learn_seconds if policy else 0.0
 
     def solve(
-        self, problem: PlacementProblem, options: SearchOptions, starts: Sequence[Start] = ()
+        self,
+        problem: PlacementProblem,
+        options: SearchOptions,
+        starts: Sequence[Start] = (),
+        measured: Sequence[MeasuredPlacement] = (),
     ) -> Solution[Schedule]:
-        """As `solve_doppler`, from starts of the policy. The time limit begins after learning.
+        """As `solve_doppler`, from starts of the policy. The time limit begins after learning, also from what was measured.
 
         Raises ModelDoesNotFit, NoPlacement.
         """
-        learnt = self._learn(problem, options) if self._learn_seconds else ()
+        learnt = self._learn(problem, options, measured) if self._learn_seconds else ()
         began, limit = options.clock(), options.time_limit_seconds
         samples = policy_samples(problem, self.policy, options.seed) if self.policy else ()
         left = max(0.0, limit - (options.clock() - began))
@@ -41,7 +46,9 @@ class HomePolicy:
             problem, options._replace(time_limit_seconds=left), [*starts, *map(Start, learnt), *samples]
         )
 
-    def _learn(self, problem: PlacementProblem, options: SearchOptions) -> Sequence[Schedule]:
+    def _learn(
+        self, problem: PlacementProblem, options: SearchOptions, measured: Sequence[MeasuredPlacement]
+    ) -> Sequence[Schedule]:
         """Replace the policy by what it learns; return the best schedules of lists, of the old policy and of learning."""
         assert self.policy is not None
         deadline = options.clock() + self._learn_seconds
@@ -49,5 +56,7 @@ class HomePolicy:
         samples = (each.schedule for each in policy_samples(problem, self.policy, options.seed))
         starts = [*list_schedules(problem, options.time_limit_seconds, "doppler"), *samples]
         features, rng = problem_features(problem, self.policy.features), default_rng(options.seed)
-        self.policy, elites, self.num_episodes = learn(features, self.policy, starts, rng, options.clock, deadline)
+        self.policy, elites, self.num_episodes = learn(
+            features, self.policy, starts, rng, options.clock, deadline, measured=measured
+        )
         return elites

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.placement_problems import random_problem, relabelled
+from support.policy_loss import loss
 
 from coordinator.plan.graph.latency.doppler.features import HOME, PUBLISHED, Floats, ProblemFeatures, problem_features
 from coordinator.plan.graph.latency.doppler.gradients import HeadGradients, head_weights
-from coordinator.plan.graph.latency.doppler.policy import HEADS, HIDDEN, FeatureSet, Policy, random_policy
+from coordinator.plan.graph.latency.doppler.policy import HEADS, FeatureSet, Policy, random_policy
 from coordinator.plan.graph.latency.doppler.rollout import Rollouts, repeat, roll_out, sampling_noise
 from coordinator.plan.graph.latency.policy_gradient import Weights
 from coordinator.plan.graph.latency.problem import PlacementProblem
@@ -23,35 +24,6 @@ def shaken_policy(features: FeatureSet = HOME) -> Policy:
 
 def sampled(problem: ProblemFeatures, policy: Policy, B: int = 3) -> Rollouts:
     return roll_out(problem, policy, sampling_noise(problem.problem, B, np.random.default_rng(0)))
-
-
-def loss(
-    problem: ProblemFeatures, policy: Policy, episodes: Rollouts, weights_B: Floats, entropy_weight: float
-) -> float:
-    """The loss by its definition, step by step."""
-    encoding, placement = policy.encode(problem), problem.problem
-    total = 0.0
-    for b in np.flatnonzero(episodes.complete):
-        on_device: list[list[int]] = [[] for _ in range(placement.num_devices)]
-        placed: set[int] = set()
-        for v in episodes.orders[b].tolist():
-            candidates = [
-                i for i in range(len(placement.operators))
-                if i not in placed and placed.issuperset(placement.predecessors[i])
-            ]  # fmt: skip
-            means = np.array([encoding.placed[each].mean(axis=0) if each else np.zeros(HIDDEN) for each in on_device])
-            places = policy.place_logits(encoding.static[[v]], means[None], episodes.features[b, [v]])[0]
-            device = int(episodes.assignments[b, v])
-            allowed = np.flatnonzero(episodes.allowed[b, v]).tolist()
-            for logits, chosen in (
-                (encoding.select_logits[candidates], candidates.index(v)),
-                (places[allowed], allowed.index(device)),
-            ):
-                logs = logits - np.log(np.exp(logits).sum())
-                total -= weights_B[b] * logs[chosen] - entropy_weight * float((np.exp(logs) * logs).sum())
-            on_device[device].append(v)
-            placed.add(v)
-    return total
 
 
 def gradients(
