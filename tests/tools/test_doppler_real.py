@@ -10,6 +10,7 @@ import pytest
 from coordinator.plan.graph.learning.correlation import rank_correlation
 from tools.bench.doppler.real import VARIED, findings_of, varied_assignments
 from tools.bench.graph_clients import _read_example, save_example
+from tools.bench.graph_findings import served_table
 from tools.bench.graph_home import Round, Served
 from tools.bench.tensor.graphs import GRAPHS, ChainSizes, FfnnSizes, GraphName, GraphSizes, LlamaSizes, tensor_graph
 from tools.bench.tensor.values import expected_result, result_blocks, whole_result
@@ -65,6 +66,12 @@ def test_findings_hold_for_a_good_plan_and_fail_for_a_bad_one() -> None:
     wrong = [served(f"variation {n}", VARIED, 1 + n / 20, 2 - n / 20) for n in range(1, 12)]
     failed = [each.figure for each in findings_of([one, *wrong], 1.0) if each.holds is False]
     assert failed == ["Pearson, predicted and measured", "Spearman, predicted and measured"]
+
+
+def test_variations_are_measured_in_rounds_of_their_own() -> None:
+    one, varied = served("one device", "local", 3.0, 3.0), served("variation 1", VARIED, 1.0, 1.5)
+    table = served_table("plans", [one.model_copy(update={"rounds": [*one.rounds, *one.rounds]}), varied])
+    assert [row[table.columns.index("times one device's")] for row in table.rows] == ["1.00 [1.00, 1.00]", "2.00"]
 
 
 def test_rank_correlation_ignores_the_scale_and_shares_ranks() -> None:

@@ -85,7 +85,10 @@ def served_table(title: str, served: Sequence[Served]) -> Table:
     ones = {each.mbit: each for each in reversed(served)}
 
     def over_one(each: Served) -> str:
-        gain = paired_ratio(ones[each.mbit].seconds, each.seconds)
+        one = ones[each.mbit]
+        if len(one.seconds) != len(each.seconds):  # not in the same rounds
+            return f"{one.median_seconds / each.median_seconds:.2f}"
+        gain = paired_ratio(one.seconds, each.seconds)
         return f"{gain.median:.2f} {gain.interval}"
 
     def sent(each: Served) -> str:

@@ -28,6 +28,7 @@ from tools.bench.stats import rotated
 from tools.testbed import Testbed
 
 _READY_SECONDS = 240.0  # for the coordinator to serve: profiling, planning and loading on slow devices
+_AHEAD_SECONDS = 1.0  # limit of a search for a plan that is made ahead, for the loss of a device; none is needed here
 _LOAD_MARGIN_SECONDS = 300.0  # added to the timeout of a measurement, for requests on slow devices
 
 
@@ -173,7 +174,8 @@ class GraphHome(ClientProcess):
         path.write_text(candidate.plan.model_dump_json())
         coordinator = self._testbed.start_coordinator(
             *self._options, "--wire", candidate.served.wire, "--strategy", candidate.strategy,
-            "--plan", str(path), "--min-devices", str(len(self._devices)), "--no-learn",
+            "--plan", str(path), "--min-devices", str(len(self._devices)),
+            "--no-learn", "--time-limit", f"{_AHEAD_SECONDS:g}",
         )  # fmt: skip
         try:
             plan = GraphPlan.model_validate(self.ready_status(_READY_SECONDS)["plan"])
