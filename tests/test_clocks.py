@@ -12,7 +12,7 @@ WALL_CLOCK = {
     "agent/daemon/daemon.py",  # telemetry: `hearth doctor` compares the devices' clocks
     "agent/daemon/store.py",  # use of chunks: tests/agent/daemon/test_store.py
     "coordinator/cli/doctor_checks.py",
-    "coordinator/devices/profiling.py",  # age of measured links: tests/coordinator/devices/test_profiling.py
+    "coordinator/devices/profile_cache.py",  # age of measured links: tests/coordinator/devices/test_profiling.py
     "coordinator/serve/kinds/prompts.py",  # today's date in a chat template
     "hearth/platform/socket_folder.py",  # age of a folder whose lock is free: the lock decides, a wrong clock only delays
 }

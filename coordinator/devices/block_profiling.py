@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.devices.profile_smoothing import smooth_profiles
-from coordinator.devices.profiling import Profiler, Workload
+from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
+from coordinator.devices.workload import Workload
 from hearth.errors import UnsupportedWeights
 from hearth.plan.model_spec import INT4_DEVICES, ModelSpec
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile
@@ -35,6 +36,7 @@ def block_workload(spec: ModelSpec, seq_len: int) -> Workload[BlockProfile]:
         cache_key=(shape, seq_len),
         total_seconds=lambda blocks: blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size),
         check=check,
+        shared=True,
     )
 
 

@@ -5,29 +5,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import json
-import math
-import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from pathlib import Path
-from typing import Generic, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import Generic
 
 from coordinator.devices.fleet import Fleet, ask_with_listener
+from coordinator.devices.measuring_order import measure_each, measure_pairs
+from coordinator.devices.profile_cache import ProfileCache
 from coordinator.devices.registry import Device
-from coordinator.models.cache_files import read_cached, remove_cached, write_cached
+from coordinator.devices.workload import R, Workload
 from hearth.errors import BadMessage, HearthError, NoDevices
 from hearth.plan.profile import Link
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.protocol import REPLY_MARGIN_SECONDS
-from hearth.wire.messages import LinkMeasured, MeasureLink, Profile, Profiled
+from hearth.wire.messages import LinkMeasured, MeasureLink, Profiled
 
 # Wi-Fi rates vary over time. One hour is a compromise between outdated rates and frequent measurements.
 LINK_CACHE_SECONDS = 3600.0
@@ -37,26 +32,8 @@ _MAX_LINK_SECONDS = 1.0
 _PROBE_LINK_SECONDS = 0.1  # to send when only the connection is checked
 # A link that has just been found cut is not measured, which would take 1.5 s, while requests wait for the next plan.
 _CUT_SECONDS = 5.0
-_CACHE_VERSION = 2  # part of the cache key: a new version ignores old files
 
 Report = Callable[[str], None]
-T = TypeVar("T")
-R = TypeVar("R", bound=BaseModel)
-
-
-@dataclass(frozen=True)
-class Workload(Generic[R]):
-    """A model to measure on devices."""
-
-    title: str  # shown to users
-    request: Profile
-    result: type[R]
-    cache_prefix: str  # file name prefix of cached results
-    cache_key: tuple[object, ...]  # cache key: everything except the device that a result depends on
-    total_seconds: Callable[[R], float]  # total seconds of a result, to compare two results
-    frames: Callable[[], Sequence[bytes]] = lambda: ()  # payload of the request; called in a worker thread
-    path: Path = Path()  # of the file that `frames` reads
-    check: Callable[[Device], None] = lambda device: None  # raises if a device cannot run the model
 
 
 @dataclass(frozen=True)
@@ -69,12 +46,21 @@ class MeasuredDevices(Generic[R]):
 
 
 class Profiler:
-    """Measures the devices of a fleet and caches results in `cache_dir`."""
+    """Measures the devices of a fleet and caches results in `cache_dir`.
 
-    def __init__(self, fleet: Fleet, cache_dir: Path, report: Report = lambda line: None) -> None:
+    With `provisional`, a device that was not measured has the result of an equal one, and a link what was measured when it was
+    last used, until `measure_provisional` and `measure_provisional_links` measure them: a first plan need not wait for that.
+    """
+
+    def __init__(
+        self, fleet: Fleet, cache_dir: Path, report: Report = lambda line: None, provisional: bool = False
+    ) -> None:
         self._fleet = fleet
-        self._cache_dir = cache_dir
+        self._cache = ProfileCache(cache_dir)
         self._report = report
+        self._uses_provisional = provisional
+        self._provisional: set[Path] = set()  # results that were taken from an equal device: the files that are missing
+        self.provisional_links: set[tuple[str, str]] = set()
         self.links: dict[tuple[str, str], Link] = {}
         self.failed_links: set[tuple[str, str]] = set()  # that could not be measured when last tried
         self._cut_at: dict[tuple[str, str], float] = {}  # loop time at which a link was found cut
@@ -103,14 +89,15 @@ class Profiler:
 
     async def _cached_or_measured(self, device: Device, workload: Workload[R]) -> R:
         workload.check(device)
-        telemetry = device.telemetry
-        settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
-        path = result_path(self._cache_dir, workload, device.device_id, settings)
-        if (cached := _cached(path, workload.result)) is not None:
+        if (cached := self._cache.result(device, workload)) is not None:
             return cached
+        if self._uses_provisional and (found := self._cache.result_of_equals(device, workload)) is not None:
+            self._report(f"{device.name} has the profile of an equal device until it is measured")
+            self._provisional.add(self._cache.result_path(device, workload))
+            return found
         self._report(f"profiling {workload.title} on {device.name}")
         result = await self._run_workload(device, workload)
-        write_cached(path, result.model_dump_json().encode())
+        self._cache.keep_result(device, workload, result)
         return result
 
     async def _run_workload(self, device: Device, workload: Workload[R]) -> R:
@@ -120,6 +107,33 @@ class Profiler:
         if not isinstance(reply.message, Profiled) or not isinstance(reply.message.result, workload.result):
             raise BadMessage(reason=f"an agent answered Profile with {type(reply.message).__name__}")
         return reply.message.result
+
+    # ---- provisional results --------------------------------------------------------------------------------------
+
+    def is_provisional(self, device: Device, workload: Workload[R]) -> bool:
+        """Whether the device was last planned for with the result of an equal one."""
+        return self._cache.result_path(device, workload) in self._provisional
+
+    async def measure_provisional(
+        self, device: Device, workload: Workload[R], is_disturbed: Callable[[], bool]
+    ) -> bool:
+        """Measure a device that has the result of an equal one. Returns False if that was disturbed: it is kept then."""
+        result = await self._run_workload(device, workload)
+        if is_disturbed():
+            return False
+        self._cache.keep_result(device, workload, result)
+        self._provisional.discard(self._cache.result_path(device, workload))
+        self._slowdowns.pop(device.device_id, None)  # it was a factor of the equal device's times
+        return True
+
+    async def measure_provisional_links(self, devices: Sequence[Device]) -> None:
+        """Measure the provisional links between these devices. Those that fail are dropped."""
+        pairs = self.provisional_links.intersection(permutations([device.device_id for device in devices], 2))
+        await self._measure_pairs(sorted(pairs), devices)
+        self.provisional_links -= pairs
+        for pair in pairs:
+            if {pair, pair[::-1]} & self.failed_links:  # both directions are needed
+                self.links.pop(pair, None)
 
     # ---- drift ----------------------------------------------------------------------------------------------------
 
@@ -141,7 +155,8 @@ class Profiler:
         """Drop the cached links between these devices, so that they are measured again."""
         for pair in permutations(device_ids, 2):
             self.links.pop(pair, None)
-            remove_cached(self._link_path(pair))
+            self.provisional_links.discard(pair)
+            self._cache.forget_link(pair)
 
     def link_is_cut(self, source: str, target: str) -> None:
         """Two devices cannot connect: the next plan does without their link, which is measured later."""
@@ -157,27 +172,34 @@ class Profiler:
     # ---- links ----------------------------------------------------------------------------------------------------
 
     async def measure_links(self, devices: Sequence[Device]) -> dict[tuple[str, str], Link]:
-        """Links of all ordered pairs, without those that failed. Pairs that share no machine are measured concurrently."""
-        by_id = {device.device_id: device for device in devices}
-        pairs = list(permutations(by_id, 2))
+        """Links of all ordered pairs, without those that failed."""
+        pairs = list(permutations([device.device_id for device in devices], 2))
         for pair in pairs:
-            if pair not in self.links and (link := _cached(self._link_path(pair), Link, LINK_CACHE_SECONDS)):
+            if pair in self.links:
+                continue
+            if link := self._cache.link(pair, LINK_CACHE_SECONDS):
                 self.links[pair] = link
+            elif self._uses_provisional and (link := self._cache.link(pair)):
+                self.links[pair] = link
+                self.provisional_links.add(pair)
         cut = self.cut_links()
         unmeasured = [pair for pair in pairs if pair not in self.links and pair not in cut]
         self.failed_links -= set(unmeasured)
         self.failed_links |= cut & set(pairs)
         if unmeasured:
             self._report(f"measuring {len(unmeasured)} links")
-        for concurrent in _disjoint_rounds(unmeasured, {device.device_id: device.host_id for device in devices}):
-            await asyncio.gather(
-                *(
-                    self._measure_link(by_id[source], by_id[target])
-                    for source, target in concurrent
-                    if (target, source) not in self.failed_links  # both directions are needed
-                )
-            )
+        await self._measure_pairs(unmeasured, devices)
         return {pair: self.links[pair] for pair in pairs if pair in self.links and pair not in self._cut_at}
+
+    async def _measure_pairs(self, pairs: Sequence[tuple[str, str]], devices: Sequence[Device]) -> None:
+        """Measure links; those that share no machine concurrently."""
+        by_id = {device.device_id: device for device in devices}
+
+        async def measure(pair: tuple[str, str]) -> None:
+            if pair[::-1] not in self.failed_links:  # both directions are needed
+                await self._measure_link(by_id[pair[0]], by_id[pair[1]])
+
+        await measure_pairs(pairs, {device.device_id: device.host_id for device in devices}, measure)
 
     async def can_connect(self, source: Device, target: Device) -> bool:
         """Whether a device reaches another. Takes a few round trips, and about 1.5 s if it does not."""
@@ -204,69 +226,8 @@ class Profiler:
             bytes_per_second=measured.bytes_per_second,
             round_trip_seconds=measured.round_trip_seconds,
         )
-        self.links[source.device_id, target.device_id] = link
-        write_cached(self._link_path((link.source, link.target)), link.model_dump_json().encode())
-
-    def _link_path(self, pair: tuple[str, str]) -> Path:
-        return _cache_path(self._cache_dir, "link", *pair)
-
-
-def result_path(cache_dir: Path, workload: Workload[R], device_id: str, settings: tuple[object, ...]) -> Path:
-    """The file of a workload's cached result on a device; `settings`: its number of threads and its compute device."""
-    return _cache_path(cache_dir, workload.cache_prefix, device_id, *workload.cache_key, settings)
-
-
-def _cache_path(cache_dir: Path, kind: str, *parts: object) -> Path:
-    """The file of a cached result; its name is a hash of all `parts`."""
-    key = json.dumps([_CACHE_VERSION, *map(str, parts)])
-    return cache_dir / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-
-
-async def measure_each(
-    devices: Sequence[Device], measure: Callable[[Device], Awaitable[T]]
-) -> tuple[dict[str, T], dict[str, HearthError]]:
-    """Measure devices concurrently, but agents on one machine in turn, since they would slow each other down.
-
-    Returns the results by device id, and the errors by device name.
-    """
-    by_host: dict[str, list[Device]] = {}
-    for device in devices:
-        by_host.setdefault(device.host_id, []).append(device)
-    results: dict[str, T] = {}
-    failures: dict[str, HearthError] = {}
-
-    async def one_host(group: list[Device]) -> None:
-        for device in group:
-            try:
-                results[device.device_id] = await measure(device)
-            except HearthError as error:
-                failures[device.name] = error
-
-    await asyncio.gather(*(one_host(group) for group in by_host.values()))
-    return results, failures
-
-
-def _cached(path: Path, kind: type[R], max_age_seconds: float = math.inf) -> R | None:
-    """The cached result; None if the file is absent, invalid or too old."""
-    try:
-        if not math.isinf(max_age_seconds) and abs(time.time() - path.stat().st_mtime) >= max_age_seconds:
-            return None  # the absolute value: the clock may have been set back
-        return kind.model_validate_json(read_cached(path))
-    except (OSError, ValidationError):
-        return None
-
-
-def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) -> list[list[tuple[str, str]]]:
-    """Group pairs into rounds in which each machine takes part at most once."""
-    rounds: list[tuple[set[str], list[tuple[str, str]]]] = []
-    for source, target in pairs:
-        pair_hosts = {hosts[source], hosts[target]}
-        busy_hosts, members = next((each for each in rounds if not each[0] & pair_hosts), (set[str](), []))
-        if not members:
-            rounds.append((busy_hosts, members))
-        busy_hosts |= pair_hosts
-        members.append((source, target))
-    return [members for _, members in rounds]
+        self.links[link.source, link.target] = link
+        self._cache.keep_link(link)
 
 
 def fully_linked_devices(device_ids: Sequence[str], links: Mapping[tuple[str, str], Link]) -> set[str]:

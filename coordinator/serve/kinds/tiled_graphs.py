@@ -9,8 +9,9 @@ from pathlib import Path
 
 from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
-from coordinator.devices.profiling import Profiler, Workload
+from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
+from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, graph_cluster_with_limits
 from coordinator.serve.planning.measurements import FOLDER, Measurements

@@ -15,7 +15,8 @@ from support.plans import BERT_LARGE, LLAMA_1B
 
 from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
-from coordinator.devices.profiling import Profiler, Workload
+from coordinator.devices.profiling import Profiler
+from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from hearth.errors import DeviceLost, NoDevices, UnsupportedWeights
 from hearth.plan.profile import ClusterProfile
@@ -156,6 +157,93 @@ def test_cached_links_are_measured_again_after_a_jump_of_the_clock(
     monkeypatch.setattr(time, "time", lambda: now)
     assert asyncio.run(case.restarted().measure_links(devices)) == links
     assert len(measured_links(case.fleet)) == (2 if jump_seconds else 1) * num_measured
+
+
+def equals(case: Case, **telemetry: Any) -> None:
+    """Name the processor of all devices; `telemetry`: what is different on the device b."""
+    for name, device in case.fleet.devices.items():
+        assert device.telemetry is not None
+        changes = {"cpu_model": "N100", "host_id": "one", **(telemetry if name == "b" else {})}
+        case.fleet.devices[name] = replace(device, telemetry=device.telemetry.model_copy(update=changes))
+
+
+def provisional(case: Case) -> Profiler:
+    case.profiler = Profiler(case.fleet, case.folder / "profiles", case.lines.append, provisional=True)  # type: ignore[arg-type]
+    return case.profiler
+
+
+def names_of_provisional(case: Case) -> str:
+    return "".join(
+        name for name, device in case.fleet.devices.items() if case.profiler.is_provisional(device, case.workload)
+    )
+
+
+def test_device_has_the_profile_of_an_equal_one_until_it_is_measured(tmp_path: Path) -> None:
+    case = Case("transformer", tmp_path, "abc")
+    equals(case)
+    provisional(case)
+    first = case.seconds()
+    assert (profiled_on(case.fleet), names_of_provisional(case)) == ("a", "bc")
+    assert first["a"] == first["b"] == first["c"]
+
+    async def measure(name: str, disturbed: bool) -> bool:
+        device = case.fleet.devices[name]
+        return await case.profiler.measure_provisional(device, case.workload, lambda: disturbed)
+
+    case.profiler.multiply_slowdown("b", 2.0)  # against the times of a, which are not its own
+    assert not asyncio.run(measure("b", disturbed=True))
+    assert (names_of_provisional(case), case.profiler.slowdown("b")) == ("bc", 2.0)
+    assert asyncio.run(measure("b", disturbed=False))
+    assert (names_of_provisional(case), case.profiler.slowdown("b")) == ("c", 1.0)
+    provisional(case)
+    case.seconds()
+    assert (profiled_on(case.fleet), names_of_provisional(case)) == ("abb", "c")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cpu_model": "N200"}, {"cpu_model": ""}, {"num_cores": 2}, {"num_threads": 2}, {"memory_total_bytes": 4 << 30},
+        {"compute_device": "cuda"},
+    ],
+)  # fmt: skip
+def test_profile_is_not_that_of_other_hardware(change: dict[str, Any], tmp_path: Path) -> None:
+    case = Case("transformer", tmp_path)
+    equals(case, **change)
+    provisional(case)
+    case.seconds()
+    assert (profiled_on(case.fleet), names_of_provisional(case)) == ("ab", "")
+
+
+@pytest.mark.parametrize("kind", ["transformer", "graph"])
+def test_only_transformers_have_provisional_profiles(kind: Kind, tmp_path: Path) -> None:
+    case = Case(kind, tmp_path)
+    equals(case)
+    case.seconds()  # not asked for
+    assert profiled_on(case.fleet) == "ab"
+    case.folder = tmp_path / "other"
+    provisional(case)
+    case.seconds()  # the times learnt of a graph are factors of its profile, which must not change
+    assert profiled_on(case.fleet) == "aba" + "b" * (kind == "graph")
+
+
+def test_old_links_are_provisional_until_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("transformer", tmp_path, "abc")
+    devices = list(case.fleet.devices.values())
+    links = asyncio.run(case.profiler.measure_links(devices))
+    now = time.time() + 7200
+    monkeypatch.setattr(time, "time", lambda: now)
+    profiler = provisional(case)
+    case.fleet.link_factor = 2.0
+    assert asyncio.run(profiler.measure_links(devices)) == links
+    assert len(measured_links(case.fleet)) == len(links) == len(profiler.provisional_links)
+    asyncio.run(profiler.measure_provisional_links(devices[:2]))
+    assert profiler.provisional_links == {("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")}
+    assert profiler.links["a", "b"].bytes_per_second == links["a", "b"].bytes_per_second / 2
+    case.fleet.kill("c")
+    asyncio.run(profiler.measure_provisional_links(devices))
+    assert not profiler.provisional_links
+    assert profiler.links.keys() == {("a", "b"), ("b", "a")}
 
 
 def measured_links(fleet: FakeFleet) -> list[MeasureLink]:

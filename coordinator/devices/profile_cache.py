@@ -1,0 +1,96 @@
+"""Files of what was measured on devices and links: each name is a hash of what the result depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from coordinator.devices.registry import Device
+from coordinator.devices.workload import R, Workload
+from coordinator.models.cache_files import read_cached, remove_cached, write_cached
+from hearth.plan.profile import Link
+from hearth.wire.messages import Telemetry
+
+_VERSION = 2  # part of each name: a new version ignores old files
+
+
+class ProfileCache:
+    """The cached results in `folder`. What is absent or invalid is None."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def result(self, device: Device, workload: Workload[R]) -> R | None:
+        """What was measured on this device, with its present settings."""
+        return _read(self.result_path(device, workload), workload.result)
+
+    def result_of_equals(self, device: Device, workload: Workload[R]) -> R | None:
+        """What was measured last on a device with the same hardware and settings."""
+        path = self._path_of_equals(device, workload)
+        return _read(path, workload.result) if path is not None else None
+
+    def keep_result(self, device: Device, workload: Workload[R], result: R) -> None:
+        """Write a result, also for devices that are equal to this one."""
+        for path in (self.result_path(device, workload), self._path_of_equals(device, workload)):
+            if path is not None:
+                write_cached(path, result.model_dump_json().encode())
+
+    def link(self, pair: tuple[str, str], max_age_seconds: float = math.inf) -> Link | None:
+        """The link between two device ids, if it is not older than that."""
+        return _read(self._link_path(pair), Link, max_age_seconds)
+
+    def keep_link(self, link: Link) -> None:
+        write_cached(self._link_path((link.source, link.target)), link.model_dump_json().encode())
+
+    def forget_link(self, pair: tuple[str, str]) -> None:
+        remove_cached(self._link_path(pair))
+
+    def result_path(self, device: Device, workload: Workload[R]) -> Path:
+        """The file of a result on a device, with its present settings."""
+        telemetry = device.telemetry
+        settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
+        return result_path(self._folder, workload, device.device_id, settings)
+
+    def _path_of_equals(self, device: Device, workload: Workload[R]) -> Path | None:
+        hardware = _hardware(device.telemetry)
+        if hardware is None or not workload.shared:
+            return None
+        return _path(self._folder, f"{workload.cache_prefix}-equals", *workload.cache_key, hardware)
+
+    def _link_path(self, pair: tuple[str, str]) -> Path:
+        return _path(self._folder, "link", *pair)
+
+
+def result_path(folder: Path, workload: Workload[R], device_id: str, settings: tuple[object, ...]) -> Path:
+    """The file of a workload's result on a device; `settings`: its number of threads and its compute device."""
+    return _path(folder, workload.cache_prefix, device_id, *workload.cache_key, settings)
+
+
+def _hardware(telemetry: Telemetry | None) -> tuple[object, ...] | None:
+    """What devices that compute equally fast have in common, as far as telemetry tells; None if it names no processor."""
+    if telemetry is None or not telemetry.cpu_model:
+        return None
+    gpu = telemetry.gpu.name if telemetry.gpu is not None and telemetry.compute_device == "cuda" else ""
+    memory_gib = round(telemetry.memory_total_bytes / (1 << 30))  # firmware leaves some MiB more or less
+    processor = (telemetry.cpu_model, telemetry.num_cores, telemetry.num_threads)
+    return (*processor, memory_gib, telemetry.compute_device, gpu)
+
+
+def _path(folder: Path, kind: str, *parts: object) -> Path:
+    key = json.dumps([_VERSION, *map(str, parts)])
+    return folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _read(path: Path, kind: type[R], max_age_seconds: float = math.inf) -> R | None:
+    """The content of a file; None if it is absent, invalid or too old."""
+    try:
+        if not math.isinf(max_age_seconds) and abs(time.time() - path.stat().st_mtime) >= max_age_seconds:
+            return None  # the absolute value: the clock may have been set back
+        return kind.model_validate_json(read_cached(path))
+    except (OSError, ValidationError):
+        return None
