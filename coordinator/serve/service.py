@@ -101,7 +101,7 @@ class Service:
             device_keys=lambda: self._devices.current().keys,
             known_silences=self._silences.devices,
         )
-        profiler = Profiler(self._fleet, settings.state_dir / "profiles", report)
+        profiler = Profiler(self._fleet, settings.state_dir / "profiles", report, provisional=True)
         self._services = SharedServices(self._fleet, profiler, settings, self._state, report, progress)
         self._controllers: dict[str, Controller] = {}
         self._repeats = RepeatedChanges()

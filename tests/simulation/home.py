@@ -391,11 +391,11 @@ class _Service(Service):
             self.is_running = False
 
 
-def _profiler(*arguments: Any) -> Profiler:
+def _profiler(*arguments: Any, **settings: Any) -> Profiler:
     """The real profiler, which may know the links from an earlier run."""
     process = CURRENT_PROCESS.get()
     assert process is not None
-    profiler = Profiler(*arguments)
+    profiler = Profiler(*arguments, **settings)
     for source, target in itertools.permutations(process.host.variables["known links"], 2):
         profiler.links[f"id-{source}", f"id-{target}"] = model.link(f"id-{source}", f"id-{target}")
     return profiler

@@ -27,9 +27,9 @@ from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import GetHiddenStates
 
 
-def tools_for(folder: Path, fleet: Any, lines: list[str], **settings: Any) -> SharedServices:
+def tools_for(folder: Path, fleet: Any, lines: list[str], provisional: bool = False, **settings: Any) -> SharedServices:
     made = CoordinatorSettings.model_validate({"state_dir": folder, "settle_seconds": 0, **settings})
-    profiler = Profiler(fleet, folder / "profiles", lines.append)
+    profiler = Profiler(fleet, folder / "profiles", lines.append, provisional)
     return SharedServices(fleet, profiler, made, StateFile(folder), lines.append, lambda name, done, total: None)
 
 

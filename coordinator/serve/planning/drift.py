@@ -1,4 +1,4 @@
-"""Decides when to plan again: devices or links drifted, or a device joined. Pure: steps and `now` are arguments."""
+"""Decides when to plan again: devices or links drifted, were measured, or joined. Pure: steps and `now` are arguments."""
 
 from __future__ import annotations
 
@@ -135,6 +135,7 @@ class ReplanReasons:
 
     joined: frozenset[str] = frozenset()  # device ids that the newest plan did not consider
     drift: SustainedDrift | None = None
+    measured: frozenset[str] = frozenset()  # device ids whose provisional profile or link has been measured
 
 
 class ReplanTrigger:
@@ -145,6 +146,7 @@ class ReplanTrigger:
         self._considered: set[str] = set()  # devices that the newest plan considered
         self._usable_since: dict[str, float] = {}  # other usable devices, and since when they are usable
         self._losses: dict[str, list[float]] = {}
+        self._measured: set[str] = set()  # since the last plan
 
     def record_plan(
         self, device_ids: Collection[str], now: float, slow: Collection[str] = (), unlinked: Collection[str] = ()
@@ -156,6 +158,10 @@ class ReplanTrigger:
         """
         self._considered = set(device_ids) - set(slow) - set(unlinked)
         self._usable_since = dict.fromkeys(unlinked, now) | dict.fromkeys(slow, now + REMEASURE_SLOW_SECONDS)
+
+    def record_measured(self, device_ids: Collection[str]) -> None:
+        """Record that devices were measured for which plans were made provisionally."""
+        self._measured |= set(device_ids)
 
     def record_loss(self, device_id: str, now: float) -> None:
         """Record the loss of a device that was in use."""
@@ -175,10 +181,11 @@ class ReplanTrigger:
             for name, since in self._usable_since.items()
             if now - since >= self._required_presence_seconds(name, now)
         )
-        if now - self._last_replan < REPLAN_SECONDS or not (joined or drift):
+        if now - self._last_replan < REPLAN_SECONDS or not (joined or drift or self._measured):
             return None
         self._last_replan = now
-        return ReplanReasons(joined, drift)
+        measured, self._measured = frozenset(self._measured), set()
+        return ReplanReasons(joined, drift, measured)
 
     def _required_presence_seconds(self, device_id: str, now: float) -> float:
         losses = sum(now - lost_at < RECENT_LOSS_SECONDS for lost_at in self._losses.get(device_id, ()))
@@ -188,6 +195,8 @@ class ReplanTrigger:
 def describe_reasons(reasons: ReplanReasons, names: Mapping[str, str]) -> str:
     """The reasons as text. `names`: device names by id."""
     parts = [f"{names.get(device_id, device_id)} can join" for device_id in sorted(reasons.joined)]
+    if reasons.measured:
+        parts.append(f"{', '.join(sorted(names.get(each, each) for each in reasons.measured))}: measured")
     if reasons.drift is not None:
         if reasons.drift.links_suspect:
             parts.append("the links have changed")

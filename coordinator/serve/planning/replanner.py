@@ -1,4 +1,4 @@
-"""Looks for a better plan in the background when devices drift or join. Changes the plan only for a clear gain."""
+"""Looks for a better plan in the background when devices drift, join or are measured. Changes it only for a clear gain."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from coordinator.serve.planning.drift import (
     describe_reasons,
     is_clearly_faster,
 )
+from coordinator.serve.planning.provisional import ProvisionalMeasurer
 from coordinator.serve.requests.admission import Admission
 from coordinator.serve.requests.runner import as_hearth_error
 from coordinator.serve.state import Goal
@@ -45,6 +46,7 @@ class Replanner:
         self._admission = admission
         self._clock = clock
         self._trigger = ReplanTrigger()
+        self._provisional = ProvisionalMeasurer(kind, services, admission, clock)
 
     def record_loss(self, device_id: str) -> None:
         """Record the loss of a device that was in use."""
@@ -74,9 +76,11 @@ class Replanner:
         """
         while True:
             await asyncio.sleep(_POLL_SECONDS)
-            usable = [device.device_id for device in allowed_devices(goal, self._services.fleet.usable())]
-            reasons = self._trigger.reasons_to_replan(usable, monitor.drift, self._clock())
+            usable = allowed_devices(goal, self._services.fleet.usable())
+            ids = [device.device_id for device in usable]
+            reasons = self._trigger.reasons_to_replan(ids, monitor.drift, self._clock())
             if reasons is None:
+                self._trigger.record_measured(await self._provisional.measure_next(usable, deployment.plan))
                 continue
             try:
                 plan = await self._better_plan(goal, deployment, reasons)
@@ -104,7 +108,7 @@ class Replanner:
         devices = allowed_devices(goal, self._services.fleet.usable())
         self.record_best_plan(devices, deployment.plan)  # first, so that a device that cannot be measured is tried once
         await self._refresh_profiles(devices, deployment, reasons)
-        if reasons.drift is None and reasons.joined <= set(self._unlinked(reasons.joined, deployment.plan)):
+        if reasons == ReplanReasons(joined=frozenset(self._unlinked(reasons.joined, deployment.plan))):
             return None  # still cut off from the others
         cluster = await self._kind.profile(devices, deployment.plan, bool(reasons.joined))
         profiled = {device.device_id for device in cluster.devices}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ from coordinator.serve.state import StateFile, TransformerGoal
 from hearth.errors import DeviceLost
 from hearth.plan.parts import Prediction
 from hearth.plan.plan import Plan, TransformerPlan
+from hearth.plan.profile import BlockProfile
 from hearth.wire.messages import (
     ConnectPeers,
     FindMissing,
     Load,
     Message,
     Profile,
+    Profiled,
     Run,
     Unload,
 )
@@ -199,6 +202,17 @@ def test_device_left_out_as_slow_is_reconsidered_later() -> None:
     )
 
 
+def test_measured_devices_are_a_reason_once_and_after_the_pause() -> None:
+    trigger = ReplanTrigger()
+    trigger.record_plan(["a", "b"], 0.0)
+    trigger.record_measured(["a"])
+    trigger.record_measured(["b"])
+    assert trigger.reasons_to_replan(["a", "b"], None, 1.0) == ReplanReasons(measured=frozenset("ab"))
+    trigger.record_measured(["a"])
+    assert trigger.reasons_to_replan(["a", "b"], None, REPLAN_SECONDS) is None
+    assert trigger.reasons_to_replan(["a", "b"], None, 1.0 + REPLAN_SECONDS) == ReplanReasons(measured=frozenset("a"))
+
+
 @given(st.integers(1, 12))
 def test_stay_time_doubles_with_each_loss(losses: int) -> None:
     trigger = ReplanTrigger()
@@ -227,6 +241,7 @@ def test_reasons_are_described_with_device_names() -> None:
     names = {"a": "attic", "b": "barn"}
     assert describe_reasons(ReplanReasons(frozenset("ba")), names) == "attic can join, barn can join"
     assert describe_reasons(ReplanReasons(drift=SustainedDrift(links_suspect=True)), names) == "the links have changed"
+    assert describe_reasons(ReplanReasons(measured=frozenset("ba")), names) == "attic, barn: measured"
     assert (
         describe_reasons(ReplanReasons(drift=SustainedDrift({"a": 2.0, "b": 1.02})), names)
         == "attic takes 2.00x its time"
@@ -297,6 +312,74 @@ def test_device_left_out_as_slow_is_measured_again(tmp_path: Path, monkeypatch: 
             home.now += MIN_PRESENCE_SECONDS
             await home.until(lambda: home.names() == "ab" and home.ready)
             assert home.tools.profiler.slowdown("a") == 1.0
+
+    asyncio.run(main())
+
+
+def equal_agents_of_one_machine() -> TransformerFleet:
+    fleet = TransformerFleet("ab")
+    for name, device in fleet.devices.items():
+        assert device.telemetry is not None
+        telemetry = device.telemetry.model_copy(update={"cpu_model": "N100", "host_id": "one"})
+        fleet.devices[name] = replace(device, telemetry=telemetry)
+    return fleet
+
+
+def test_plan_from_the_profile_of_an_equal_device_is_replaced_once_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device b is eight times as slow as a, although its telemetry is the same."""
+    fleet = equal_agents_of_one_machine()
+    working, profiled = fleet.call, []
+
+    async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
+        reply = await working(device_id, message, *rest, **named)
+        if not isinstance(message, Profile):
+            return reply
+        profiled.append(device_id)
+        assert isinstance(reply.message, Profiled)
+        assert isinstance(reply.message.result, BlockProfile)
+        return Reply(Profiled(result=reply.message.result.scaled(8.0 if device_id == "b" else 1.0)))
+
+    monkeypatch.setattr(fleet, "call", call)
+
+    async def main() -> None:
+        async with serving(monkeypatch, fleet, tmp_path / "state", transformers(tmp_path), provisional=True) as home:
+            assert home.plan.body.heads in ((1, 2), (2, 1))  # as for equal devices
+            await ask(home, 1)
+            await home.until(lambda: home.plan.epoch == 2 and home.ready)
+            assert home.count_lines("b: measured: changing the plan") == 1
+            assert (profiled, home.plan.body.heads) == (["a", "b"], (3, 0))
+            await ask(home, 1)
+            assert home.controller.requests.num_failed == 0
+
+    asyncio.run(main())
+
+
+def test_measurement_that_a_request_disturbs_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = equal_agents_of_one_machine()
+    working, profiled, released = fleet.call, [], asyncio.Event()
+
+    async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
+        if isinstance(message, Profile):
+            profiled.append(device_id)
+            if device_id == "b":
+                await released.wait()
+        return await working(device_id, message, *rest, **named)
+
+    monkeypatch.setattr(fleet, "call", call)
+
+    async def main() -> None:
+        async with serving(monkeypatch, fleet, tmp_path / "state", transformers(tmp_path), provisional=True) as home:
+            await home.until(lambda: profiled == ["a", "b"])
+            await ask(home, 1)
+            released.set()
+            await home.wait_for_replanner()
+            assert home.count_lines("b: measured") == 0
+            assert profiled == ["a", "b"]
+            home.now += 60.0
+            await home.until(lambda: home.count_lines("b: measured: the plan stays") == 1)
+            assert profiled == ["a", "b", "b"]
 
     asyncio.run(main())
 
