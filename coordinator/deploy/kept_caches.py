@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from hearth.plan.kept_caches import CacheTransfer, HeldBlock, covered_rows, plan_transfers, reserved_bytes
 from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.wire.messages import HeldCache, KeptCache
 
 _TOKEN_BYTES = 4  # of a token id in `HeldCache.token_ids`
@@ -74,7 +75,7 @@ def _reserved_tokens(plan: TransformerPlan, held: Sequence[HeldBlock]) -> int | 
     most = 0
     for rank in range(plan.num_ranks):
         num_bytes = sum(each.block.num_bytes(plan.model, each.num_rows) for each in held if each.rank == rank)
-        of_token = reserved_bytes(plan.model, plan.body, rank) // plan.body.generation.kv_tokens
+        of_token = reserved_bytes(plan.model, plan.body, rank) // (plan.body.generation.num_kv_blocks * KV_BLOCK_TOKENS)
         if num_bytes and not of_token:
             return None
         most = max(most, -(-num_bytes // max(of_token, 1)))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.transformer import TransformerBody
+from hearth.plan.transformer import KV_BLOCK_TOKENS, TransformerBody
 
 
 class CacheBlock(NamedTuple):
@@ -77,7 +77,7 @@ def reserved_bytes(spec: ModelSpec, body: TransformerBody, rank: int) -> int:
         return 0
     copied = copied_block(spec, body, rank)
     blocks = [cached_block(spec, body, rank), *([copied] if copied else [])]
-    return sum(block.num_bytes(spec, body.generation.kv_tokens) for block in blocks)
+    return sum(block.num_bytes(spec, body.generation.num_kv_blocks * KV_BLOCK_TOKENS) for block in blocks)
 
 
 def covered_rows(spec: ModelSpec, held: Sequence[HeldBlock]) -> int:

@@ -18,6 +18,9 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Placement = Literal["sharded", "replicated"]
 
 
+KV_BLOCK_TOKENS = 16  # tokens of one block of a KV cache: memory is taken block by block as sequences grow
+
+
 class GenerationLimits(BaseModel, frozen=True):
     """Capacity that a decoder's plan reserves, and the reference request for which planners compare plans."""
 
@@ -30,6 +33,11 @@ class GenerationLimits(BaseModel, frozen=True):
     new_tokens: int = Field(default=0, ge=0)  # of the reference request's answer
     # Each rank also keeps a copy of the previous rank's KV cache, from which sequences continue after a loss.
     kv_copies: bool = False
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Number of blocks of the KV cache."""
+        return -(-self.kv_tokens // KV_BLOCK_TOKENS)
 
 
 class LayerMode(BaseModel, frozen=True):

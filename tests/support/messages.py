@@ -144,7 +144,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         rows=(
             m.SequenceRows(
                 sequence=4, token_ids=(5, 6), sample=True,
-                new=m.NewSequence(capacity=72, num_prompt_tokens=2, sampling=_SAMPLING),
+                new=m.NewSequence(blocks=(3, 4), num_prompt_tokens=2, sampling=_SAMPLING),
             ),
         ),
     ),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own custom)
 from torch import Tensor
 
-from agent.worker.transformer.kv_cache import SequenceCache
+from agent.worker.transformer.paged_cache import SequenceCache
 from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm
 from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
@@ -184,12 +184,15 @@ def attention(
         if start >= stop:
             continue
         local = slice(start - span.start, stop - span.start)
-        k, v = _keys_and_values(spec, index, n, k_Tk, v_Tk, rows)
-        q = q_sw[local].unflatten(-1, (k.shape[0], spec.group_size, spec.head_dim)).permute(1, 2, 0, 3)
+        q = q_sw[local].unflatten(-1, (-1, spec.group_size, spec.head_dim)).permute(1, 2, 0, 3)
         if spec.causal:
-            first = rows.starts[n] + start - sequence.start
-            attended = _causal_attention(q, k, v, first, spec.window(index), rows.masks)
+            first, window = rows.starts[n] + start - sequence.start, spec.window(index)
+            oldest = 0 if window is None else max(first - window + 1, 0)
+            keys = Span(oldest, first + stop - start)
+            pieces = _keys_and_values(spec, index, n, k_Tk, v_Tk, rows, keys)
+            attended = _causal_attention(q, pieces, first, keys, window, rows.masks)
         else:
+            ((k, v),) = _keys_and_values(spec, index, n, k_Tk, v_Tk, rows, Span(0, sequence.size))
             attended = _grouped_query_attention(q, k, v)
         context_sw[local] = attended.permute(2, 0, 1, 3).flatten(1)
     return context_sw
@@ -217,31 +220,30 @@ def attention_block(
 
 
 def _keys_and_values(
-    spec: ModelSpec, index: int, n: int, k_Tk: Tensor, v_Tk: Tensor, rows: PackedRows
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of sequence n [kv heads, length, d], from its KV cache if it has one."""
+    spec: ModelSpec, index: int, n: int, k_Tk: Tensor, v_Tk: Tensor, rows: PackedRows, wanted: Span
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of some positions of sequence n, from its KV cache if it has one: pieces [kv heads, length, d]."""
     cache, sequence = rows.caches[n], slice(*rows.sequences[n])
     if cache is not None:
-        return cache.keys_and_values(index, rows.starts[n] + rows.sequences[n].size)
-    k, v = (x[sequence].unflatten(-1, (-1, spec.head_dim)).transpose(0, 1) for x in (k_Tk, v_Tk))
-    return k, v
+        return cache.keys_and_values(index, wanted)
+    k, v = (x[sequence][slice(*wanted)].unflatten(-1, (-1, spec.head_dim)).transpose(0, 1) for x in (k_Tk, v_Tk))
+    return [(k, v)]
 
 
 def _causal_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    pieces: Sequence[tuple[Tensor, Tensor]],
     first: int,
+    keys: Span,
     window: int | None,
     masks: dict[tuple[int, int, int, int | None], Tensor],
 ) -> Tensor:
-    """Causal attention of queries [kv heads, group, s, d] at the positions from `first` on."""
+    """Causal attention of queries [kv heads, group, s, d] at the positions from `first` on to the positions `keys`."""
     num = q.shape[2]
-    length = first + num
-    oldest = 0 if window is None else max(first - window + 1, 0)
-    k, v = k[:, oldest:length], v[:, oldest:length]
+    oldest, length = keys
     if num == 1:
-        return _grouped_query_attention(q, k, v)
+        return _attention_of_one_row(q, pieces)
+    k, v = pieces[0] if len(pieces) == 1 else (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
     if first == 0 and (window is None or window >= num):
         return _grouped_query_attention(q, k, v, causal=True)
     key = (first, num, oldest, window)
@@ -253,6 +255,17 @@ def _causal_attention(
             visible &= key_positions > query - window
         masks[key] = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, float("-inf"))
     return _grouped_query_attention(q, k, v, mask=masks[key])
+
+
+def _attention_of_one_row(q: Tensor, pieces: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention of one query [kv heads, group, 1, d], which sees all keys. Pieces of the KV cache are read where they are."""
+    q = q.squeeze(2) * q.shape[-1] ** -0.5
+    weights = torch.cat([q @ k.transpose(1, 2) for k, _ in pieces], dim=2).softmax(dim=2)
+    parts = weights.split([k.shape[1] for k, _ in pieces], dim=2)
+    context = parts[0] @ pieces[0][1]
+    for part, (_, v) in zip(parts[1:], pieces[1:], strict=True):
+        context.baddbmm_(part, v)
+    return context.unsqueeze(2)
 
 
 def _grouped_query_attention(

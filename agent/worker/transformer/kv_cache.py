@@ -1,13 +1,14 @@
-"""KV caches on one rank: those of running sequences, copies of another rank's, and those kept of earlier plans.
+"""KV caches on one rank that outlive sequences: copies of another rank's, and those kept of earlier plans, in host memory.
 
-Rows of a block of layers and KV heads have the shape [layers, 2, kv heads, rows, head_dim], keys before values, in float32.
+Rows of some layers and KV heads (`CacheBlock`) have the shape [layers, 2, kv heads, rows, head_dim], keys before values, in
+float32.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agent.worker.transformer.paged_cache import part_of
 from hearth.errors import BadMessage, StepFailed
 from hearth.plan.geometry import Span
 from hearth.plan.kept_caches import CacheBlock
 from hearth.plan.model_spec import ModelSpec
 from hearth.wire.codec import Array
-from hearth.wire.messages import MAX_KEPT_TOKENS, HeldCache, HeldRows, NewSequence
+from hearth.wire.messages import MAX_KEPT_TOKENS, HeldCache, HeldRows
 
 log = logging.getLogger("hearth.worker")
 
@@ -32,66 +34,7 @@ class CachedRows(Protocol):
     num_rows: int
 
     def rows(self, block: CacheBlock, rows: Span) -> Tensor:
-        """Some rows of a part of the block, which may be a view."""
-
-
-def _part(within: CacheBlock, block: CacheBlock) -> tuple[slice, slice, slice]:
-    """The index of a part of a block in a tensor of the block's rows."""
-    layers, heads = (
-        slice(part.start - whole.start, part.stop - whole.start) for whole, part in zip(within, block, strict=True)
-    )
-    return layers, slice(None), heads
-
-
-class SequenceCache:
-    """The KV cache and the tokens of one sequence. `num_rows` of its `capacity` rows have been computed.
-
-    One tensor holds all layers [layers, 2, kv heads, capacity, head_dim], so that the memory is freed at once. `num_copied`
-    rows have been sent to the rank that keeps the copy.
-    """
-
-    def __init__(self, spec: ModelSpec, block: CacheBlock, new: NewSequence, device: torch.device) -> None:
-        """`block` are this rank's layers and KV heads."""
-        shape = (block.layers.size, 2, block.heads.size, new.capacity, spec.head_dim)
-        self.block = block
-        self._store = torch.empty(shape, dtype=torch.float32, device=device)
-        self.capacity = new.capacity
-        self.sampling = new.sampling
-        self.first_index = new.first_index
-        self.stream = new.stream
-        self.num_rows = 0
-        self.num_copied = 0
-        self.tokens: list[int] = []
-        self.num_prompt_tokens = new.num_prompt_tokens
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens, whose rows the next step computes. Raises StepFailed if the capacity is exceeded (a scheduler bug)."""
-        if len(self.tokens) + len(token_ids) > self.capacity:
-            raise StepFailed(
-                device="this device",
-                reason=f"{len(self.tokens) + len(token_ids)} tokens in a KV cache for {self.capacity}",
-            )
-        self.tokens.extend(token_ids)
-
-    def store(self, layer: int, start: int, k_skd: Tensor, v_skd: Tensor) -> None:
-        """Store the keys and values [s, kv heads, d] of rows from the position `start` on; `extend` has added their tokens."""
-        rows = slice(start, start + k_skd.shape[0])
-        layer -= self.block.layers.start
-        self._store[layer, 0, :, rows] = k_skd.transpose(0, 1)
-        self._store[layer, 1, :, rows] = v_skd.transpose(0, 1)
-
-    def keys_and_values(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `length` rows: [kv heads, length, d] each."""
-        layer -= self.block.layers.start
-        return self._store[layer, 0, :, :length], self._store[layer, 1, :, :length]
-
-    def rows(self, block: CacheBlock, rows: Span) -> Tensor:
-        """Some rows of a part of the block, as a view."""
-        return self._store[_part(self.block, block)][:, :, :, slice(*rows)]
-
-    def advance(self) -> None:
-        """Mark all rows as computed, at the end of a step."""
-        self.num_rows = len(self.tokens)
+        """Some rows of a part of the block."""
 
 
 class CopiedRows:
@@ -125,7 +68,7 @@ class CopiedRows:
         for piece in self._pieces:
             start, stop = max(rows.start - first, 0), min(rows.stop - first, piece.shape[3])
             if start < stop:
-                wanted.append(piece[_part(self.block, block)][:, :, :, start:stop])
+                wanted.append(piece[part_of(self.block, block)][:, :, :, start:stop])
             first += piece.shape[3]
         return torch.from_numpy(np.concatenate(wanted, axis=3))
 

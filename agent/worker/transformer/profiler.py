@@ -21,8 +21,8 @@ from agent.worker.profiling import serve_one
 from agent.worker.transformer import blocks
 from agent.worker.transformer.comm.casts import TorchCasts
 from agent.worker.transformer.comm.staging import make_staging
-from agent.worker.transformer.kv_cache import SequenceCache
 from agent.worker.transformer.matrices import Matrix, empty_matrix
+from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
 from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm, empty_embedding, empty_layer
 from agent.worker.wire_cost import measure_wire_cost
 from hearth.errors import BadRequest
@@ -183,7 +183,8 @@ def _matmuls(layers: Sequence[LayerShard], device: torch.device) -> Callable[[],
 def _decode_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> Callable[[], object]:
     """Run one layer for one token of one sequence."""
     first_layer = CacheBlock(Span(0, 1), Span(0, spec.num_kv_heads))
-    cache = SequenceCache(spec, first_layer, NewSequence(capacity=1, num_prompt_tokens=1, sampling=Sampling()), device)
+    memory = PagedRows(spec, first_layer, 1, device)
+    cache = SequenceCache(memory, NewSequence(blocks=(0,), num_prompt_tokens=1, sampling=Sampling()))
     cache.extend((0,))
     only = Span(0, 1)
     rows = blocks.pack_rows(spec, torch.zeros(1, dtype=torch.int64), [only], [cache], device)

@@ -274,6 +274,7 @@ class GenerateTokens(PlanCommand):
     """
 
     stream: Name = ""  # empty: its KV cache ends with the plan
+    prefix_scope: Name = ""  # requests with the same one share KV caches of equal prefixes; empty: this one shares none
 
     sampling: Sampling = Sampling()
     max_tokens: Annotated[int, Field(ge=1, le=1 << 24)]
@@ -297,7 +298,7 @@ class GenerationEnded(Message):
     queued_seconds: Annotated[float, Field(ge=0)]
     prefill_seconds: Annotated[float, Field(ge=0)]
     decode_seconds: Annotated[float, Field(ge=0)]
-    num_kept_rows: Annotated[int, Field(ge=0)] = 0  # of the prompt's rows: computed for an earlier request, or plan
+    num_kept_rows: Annotated[int, Field(ge=0)] = 0  # of the prompt's rows: computed for another request, or plan
 
 
 # ---- from an agent to its own child processes ---------------------------------------------------------------------
@@ -375,10 +376,15 @@ class MovedCache(WireModel):
     transfer_seconds: Annotated[float, Field(ge=0)]
 
 
+BlockNumber = Annotated[int, Field(ge=0, le=1 << 24)]  # of a block of the KV cache, the same on all ranks
+
+
 class NewSequence(WireModel):
     """Properties of a sequence that every rank needs before its first rows."""
 
-    capacity: Annotated[int, Field(ge=1, le=1 << 24)]  # maximum tokens in its KV cache
+    # Blocks of its KV cache, for its first rows. The first of them hold the rows of `cached_tokens` already.
+    blocks: tuple[BlockNumber, ...] = Field(min_length=1, max_length=MAX_LIST_ITEMS, fail_fast=True)
+    cached_tokens: tuple[int, ...] = Field(default=(), max_length=MAX_LIST_ITEMS, fail_fast=True)
     num_prompt_tokens: Annotated[int, Field(ge=1)]
     sampling: Sampling
     first_index: Annotated[int, Field(ge=0)] = 0
@@ -392,6 +398,9 @@ class SequenceRows(WireModel):
     sequence: Annotated[int, Field(ge=0)]
     token_ids: tuple[int, ...] = Field(min_length=1, max_length=MAX_LIST_ITEMS, fail_fast=True)
     sample: bool  # whether to sample a token after the last row
+    blocks: tuple[BlockNumber, ...] = Field(
+        default=(), max_length=MAX_LIST_ITEMS, fail_fast=True
+    )  # more of its KV cache
     new: NewSequence | None = None
 
 

@@ -10,11 +10,14 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from agent.worker.transformer.comm.communicator import Communicator
 from agent.worker.transformer.comm.staging import Staging
-from agent.worker.transformer.kv_cache import CacheCopies, KeptCaches, KeptStream, SequenceCache
+from agent.worker.transformer.kv_cache import CacheCopies, CopiedRows, KeptCaches, KeptStream
+from agent.worker.transformer.paged_cache import SequenceCache
 from hearth.errors import BadMessage
 from hearth.plan.geometry import Span
 from hearth.plan.kept_caches import CacheTransfer, cached_block, copied_block, keeper_of
@@ -72,12 +75,15 @@ class CacheExchange:
                 self._copies.free(sequence)
 
     def keep(self, caches: Mapping[int, SequenceCache]) -> KeptCaches:
-        """All that this rank has of the KV caches of named streams. Ends the exchange."""
+        """All that this rank has of the KV caches of named streams, copied out of the plan's memory. Ends the exchange."""
         for sequence, cache in caches.items():
             if cache.stream:
                 copy = self._copies.take(sequence) if self._copies is not None else None
                 num_rows = max(cache.num_rows, copy.num_rows if copy is not None else 0)
-                self._kept.add(cache.stream, cache.tokens[:num_rows], [cache, *([copy] if copy is not None else [])])
+                own = CopiedRows(cache.block)
+                if cache.num_rows and self._block.size:
+                    own.add(0, cache.rows(cache.block, Span(0, cache.num_rows)).to("cpu", copy=True).numpy())
+                self._kept.add(cache.stream, cache.tokens[:num_rows], [own, *([copy] if copy is not None else [])])
         return self._kept
 
     # ---- copies ---------------------------------------------------------------------------------------------------
@@ -139,15 +145,17 @@ class CacheExchange:
     ) -> None:
         """Copy or receive the rows of one block into the sequence's cache."""
         for key, rows in self._pieces(number, transfer, num_rows):
-            into = cache.rows(transfer.block, rows)
             if transfer.source == self._rank:
-                into.copy_(kept.rows(transfer.block, rows))
+                cache.fill(transfer.block, rows, kept.rows(transfer.block, rows))
                 continue
             (tile,) = self._communicator.receive([key])
-            if tile.shape != tuple(into.shape):
+            layers, heads = transfer.block
+            shape = (layers.size, 2, heads.size, rows.size, self._spec.head_dim)
+            if tile.shape != shape or tile.dtype != np.float32:
                 raise BadMessage(reason=f"rows of a KV cache have the shape {tile.shape}")
-            for index in range(into.shape[0]):
-                self._staging.from_wire(tile[index], into[index])
+            received = torch.empty(shape, device=self._staging.device)
+            self._staging.from_wire(tile, received)
+            cache.fill(transfer.block, rows, received)
 
     def _pieces(self, number: int, transfer: CacheTransfer, num_rows: int) -> list[tuple[TileKey, Span]]:
         """The messages of a transfer: their keys and rows."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from agent.worker.transformer.generation.facts import SequenceCancelled, SequenceResumed, log_fact
-from agent.worker.transformer.generation.scheduler import Scheduler, SequenceState
+from agent.worker.transformer.generation.scheduler import Scheduler
+from agent.worker.transformer.generation.sequence import SequenceState
 from agent.worker.transformer.generation.steps import StepExecutor
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.plan.plan import TransformerPlan
@@ -106,11 +107,11 @@ class Leader:
         request = self._requests[number] = _PendingRequest(
             request_id,
             submitted=now,
-            started=now if sequence.started else None,
+            started=now if sequence.cache else None,
             num_earlier_tokens=num_prompt_tokens - sequence.num_prompt_tokens,
-            num_kept_rows=min(sequence.num_computed_rows, num_prompt_tokens) if sequence.started else 0,
+            num_kept_rows=min(sequence.num_computed_rows, num_prompt_tokens),
         )
-        log_fact(log, SequenceResumed(sequence=number))
+        log_fact(log, SequenceResumed(sequence=sequence.cache))
         log.info("a stream goes on with %d rows of its KV cache", request.num_kept_rows)
         if tokens := sequence.generated[request.num_earlier_tokens :]:
             replies += self._answer_tokens(sequence, request, tokens)
@@ -120,7 +121,8 @@ class Leader:
         """Cancel a request. Does nothing if it has ended."""
         for number in [number for number, request in self._requests.items() if request.request_id == request_id]:
             running = self._scheduler.running.get(number)
-            log_fact(log, SequenceCancelled(sequence=number, num_tokens=len(running.generated) if running else 0))
+            if running is not None:
+                log_fact(log, SequenceCancelled(sequence=running.cache, num_tokens=len(running.generated)))
             self._pause(number, _KEPT_SECONDS)
 
     def step(self) -> Replies:
@@ -138,10 +140,10 @@ class Leader:
         except HearthError as error:
             return self._fail(error)
         replies: Replies = []
-        for number, token in tokens.items():
-            self._scheduler.append_token(number, token)
-            if number in self._requests:  # it may have been cancelled meanwhile
-                replies += self._answer_tokens(self._scheduler.running[number], self._requests[number], [token])
+        for cache, token in tokens.items():
+            sequence = self._scheduler.append_token(cache, token)
+            if sequence is not None and sequence.number in self._requests:  # it may have been cancelled meanwhile
+                replies += self._answer_tokens(sequence, self._requests[sequence.number], [token])
         return replies
 
     def _begin(self) -> bool:
@@ -157,8 +159,10 @@ class Leader:
             return False
         began = time.monotonic()
         for rows in order.rows:
-            if rows.new is not None:
-                self._requests[rows.sequence].started = began
+            sequence = self._scheduler.with_cache(rows.sequence)
+            if rows.new is not None and sequence is not None:
+                request = self._requests[sequence.number]
+                request.started = request.started or began
         self._executor.begin(order)
         return True
 

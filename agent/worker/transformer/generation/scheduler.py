@@ -1,7 +1,9 @@
 """Scheduling on rank 0: continuous batching within the KV cache's capacity. Pure: no torch, clock or sockets.
 
-Sequences are admitted in order of arrival, once the KV cache has room for the whole context. The prompt is then prefilled, in
-chunks if it is long; prefill and decoding steps alternate, so that running answers continue.
+Sequences are admitted in order of arrival, once the paged KV cache has room for the prompt. The prompt is then prefilled, in
+chunks if it is long, without the full blocks that the prefix cache has of it; prefill and decoding steps alternate, so that
+running answers continue. A sequence takes further blocks as it grows. If there are none, the newest sequence is preempted: its
+blocks are freed, and once there is room it is computed again, with the tokens that it has generated.
 
 A step may be scheduled while others are in flight; sequences that wait for a token of these have no pending tokens and are left
 out. To keep several stages of a pipeline busy, decoding sequences are divided into groups that take turns.
@@ -11,11 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
-from hearth.plan.transformer import GenerationLimits
+from agent.worker.transformer.generation.block_pool import BlockPool, PrefixKey, num_blocks_for, prefix_keys
+from agent.worker.transformer.generation.sequence import SequenceState
+from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
 from hearth.wire.messages import GenerateTokens, KeptCache, MovedCache, NewSequence, SequenceRows, StepOrder
 
 
@@ -24,61 +28,11 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((n for n, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
 
 
-@dataclass
-class SequenceState:
-    """One request. `pending` are the tokens that are not in the KV cache yet: of the prompt, later the newest one."""
-
-    number: int
-    request: GenerateTokens
-    pending: list[int]
-    num_prompt_tokens: int
-    generated: list[int] = field(default_factory=list)
-    kept: KeptCache | None = None  # of an earlier plan, whose rows it takes over
-    num_kept_rows: int = 0
-    started: bool = False
-    last_order: int = 0  # number of the last order that contained it
-    prompt: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prompt = list(self.pending)
-
-    @property
-    def capacity(self) -> int:
-        """Maximum tokens in its KV cache; the last generated token is never fed to the model."""
-        return self.num_prompt_tokens + self.request.max_tokens - 1
-
-    @property
-    def prefilled(self) -> bool:
-        return bool(self.generated)
-
-    @property
-    def ended(self) -> bool:
-        if not self.generated:
-            return False
-        return self.generated[-1] in self.request.stop_ids or len(self.generated) >= self.request.max_tokens
-
-    @property
-    def num_computed_rows(self) -> int:
-        """Rows of its KV cache that have been ordered."""
-        return len(self.prompt) + len(self.generated) - len(self.pending)
-
-    def is_continued_by(self, request: GenerateTokens, prompt: list[int]) -> bool:
-        """Whether `request` asks for the rest of this answer, with all or some of its tokens so far in the prompt."""
-        own, count = self.request, len(prompt) - len(self.prompt)
-        return (
-            own.stream == request.stream != ""
-            and 0 <= count <= len(self.generated) - self.ended
-            and (request.first_index, request.max_tokens) == (own.first_index + count, own.max_tokens - count)
-            and (request.sampling, request.stop_ids) == (own.sampling, own.stop_ids)
-            and prompt == [*self.prompt, *self.generated[:count]]
-        )
-
-
 class Scheduler:
     """Decides the steps of a generation. `limits` is the capacity that the plan reserves.
 
     The caller assigns unique numbers to sequences. `whole_prompts`: prompts are not split into chunks, which attention by
-    rows does not support. `num_groups`: number of groups of decoding sequences.
+    rows does not support, nor are they taken from the prefix cache. `num_groups`: number of groups of decoding sequences.
     """
 
     def __init__(self, limits: GenerationLimits, whole_prompts: bool = False, num_groups: int = 1) -> None:
@@ -86,8 +40,11 @@ class Scheduler:
         self._whole_prompts = whole_prompts
         self._num_groups = num_groups
         self._num_orders = 0
+        self._num_caches = 0
+        self._pool = BlockPool(limits.num_kv_blocks)
         self._waiting: deque[SequenceState] = deque()
         self._running: dict[int, SequenceState] = {}
+        self._by_cache: dict[int, SequenceState] = {}  # running and paused ones
         self._freed: list[int] = []
         self._kept: dict[str, KeptCache] = {}  # of the plan's ranks, by stream, until a sequence takes it over
         self._dropped: list[str] = []
@@ -102,6 +59,15 @@ class Scheduler:
     @property
     def running(self) -> dict[int, SequenceState]:
         return self._running
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Number of blocks of the KV cache that no sequence uses."""
+        return self._pool.num_free
+
+    def with_cache(self, number: int) -> SequenceState | None:
+        """The sequence of the KV cache with this number, by which orders name sequences."""
+        return self._by_cache.get(number)
 
     def fits(self, sequence: SequenceState) -> bool:
         """Whether the sequence can ever be admitted."""
@@ -125,12 +91,11 @@ class Scheduler:
 
     def drop_unclaimed(self) -> None:
         """Have the ranks free the KV caches of earlier plans for which no sequence waits."""
-        claimed = {sequence.kept.stream for sequence in self._waiting if sequence.kept is not None}
+        claimed = {sequence.request.stream for sequence in self._waiting}
         for stream in [stream for stream in self._kept if stream not in claimed]:
             self._drop(stream)
 
     def add(self, sequence: SequenceState) -> None:
-        sequence.kept = self._kept.get(sequence.request.stream)
         self._waiting.append(sequence)
 
     def resume(self, request: GenerateTokens, prompt: list[int]) -> SequenceState | None:
@@ -148,11 +113,8 @@ class Scheduler:
 
     def remove(self, number: int) -> None:
         """Remove a sequence that has not been paused. The next step frees its memory; unknown numbers are ignored."""
-        sequence = self._running.pop(number, None)
-        if sequence is not None and sequence.started:
-            self._freed.append(number)
-        elif sequence is not None and sequence.kept is not None:  # of which nothing was taken yet
-            self._kept[sequence.kept.stream] = sequence.kept
+        if (sequence := self._running.pop(number, None)) is not None:
+            self._free(sequence)
         self._waiting = deque(sequence for sequence in self._waiting if sequence.number != number)
 
     def pause(self, number: int) -> bool:
@@ -161,7 +123,7 @@ class Scheduler:
         Its KV cache is then kept until its room is needed, or until `expire`.
         """
         sequence = self._running.get(number)
-        if sequence is not None and sequence.started and sequence.request.stream:
+        if sequence is not None and sequence.request.stream:
             self._paused[number] = self._running.pop(number)
             return True
         self.remove(number)
@@ -169,116 +131,204 @@ class Scheduler:
 
     def expire(self, number: int) -> None:
         """Have the ranks free the KV cache of a sequence, unless it has been freed or goes on."""
-        if self._paused.pop(number, None) is not None:
-            self._freed.append(number)
+        if (sequence := self._paused.pop(number, None)) is not None:
+            self._free(sequence)
 
     def next_order(self) -> StepOrder | None:
         """Decide the next step, which must then be executed. None: nothing to do until a step in flight has ended."""
-        self._admit()
-        ready = [sequence for sequence in self._running.values() if sequence.pending]
-        prefilling = [sequence for sequence in ready if not sequence.prefilled]
-        decoding = [sequence for sequence in ready if sequence.prefilled]
-        if not (ready or self._freed or self._dropped):
+        decoding = [sequence for sequence in self._running.values() if sequence.pending and sequence.prefilled]
+        self._num_orders += 1
+        rows = self._prefill_rows() if not (decoding and self._prefilled_last) else ()
+        self._prefilled_last = bool(rows)
+        if not rows:
+            rows = self._decode_rows(decoding)
+        if not (rows or self._freed or self._dropped):
             return None
         freed, self._freed = tuple(self._freed), []
         dropped, self._dropped = tuple(self._dropped), []
-        self._num_orders += 1
-        if prefilling and not (decoding and self._prefilled_last):
-            self._prefilled_last = True
-            rows = self._prefill_rows(prefilling)
-            return StepOrder(kind="prefill", rows=rows, freed=freed, dropped_streams=dropped)
-        self._prefilled_last = False
-        rows = tuple(self._rows(sequence, 1) for sequence in self._next_group(decoding))
-        return StepOrder(kind="decode", rows=rows, freed=freed, dropped_streams=dropped)
+        kind: Literal["prefill", "decode"] = "prefill" if self._prefilled_last else "decode"
+        return StepOrder(kind=kind, rows=rows, freed=freed, dropped_streams=dropped)
 
-    def append_token(self, number: int, token: int) -> None:
-        """Append the token that a step has sampled, unless the sequence has been removed."""
-        sequence = self._running.get(number) or self._paused.get(number)
+    def append_token(self, cache: int, token: int) -> SequenceState | None:
+        """Append the token that a step has sampled, and return its sequence; None if that was removed or preempted."""
+        sequence = self._by_cache.get(cache)
         if sequence is not None:
             sequence.generated.append(token)
             sequence.pending.append(token)
+        return sequence
 
-    def _admit(self) -> None:
-        used = sum(sequence.capacity for sequence in (*self._running.values(), *self._paused.values()))
-        while self._waiting and len(self._running) < self._limits.max_sequences:
-            first = self._waiting[0]
-            while self._paused and used + first.capacity > self._limits.kv_tokens:
-                number = next(iter(self._paused))
-                used -= self._paused.pop(number).capacity
-                self._freed.append(number)
-            if used + first.capacity > self._limits.kv_tokens:
-                return  # strictly first come, first served; otherwise a long context could wait for ever
-            self._take_kept(first, used)
-            used += first.capacity
-            self._running[first.number] = self._waiting.popleft()
+    # ---- memory ---------------------------------------------------------------------------------------------------
 
-    def _take_kept(self, sequence: SequenceState, used: int) -> None:
-        """Let a sequence take over what is kept of its stream, if there is memory for both at once. `used` tokens are taken.
+    def _admit(self) -> tuple[SequenceState, NewSequence] | None:
+        """Start the first waiting sequence, with the rows that it does not have to compute, if there is room for it.
 
-        Drops other kept KV caches, the oldest first, if there is not memory for all.
+        Strictly first come, first served; otherwise a long prompt could wait for ever. A block per running sequence stays free,
+        so that these can grow for a while before the new one must be preempted.
         """
-        kept, sequence.kept = self._kept.get(sequence.request.stream), None
-        num_rows = 0
-        if kept is not None:
-            tokens = np.frombuffer(kept.token_ids, "<i4").tolist()
-            # One row at least is computed: a token is sampled after it.
-            num_rows = min(_common_prefix(tokens, sequence.pending), kept.num_rows, len(sequence.pending) - 1)
-        own = kept.reserved_tokens if kept is not None else 0
-        while True:
-            others = [other for other in self._kept.values() if other is not kept]
-            reserved = sum(other.reserved_tokens for other in others)
-            most = used + reserved + max(sequence.capacity, num_rows + own)
-            if most <= self._limits.kv_tokens or not others:
+        if not self._waiting or len(self._running) >= self._limits.max_sequences:
+            return None
+        sequence = self._waiting[0]
+        kept = self._kept.get(sequence.request.stream)
+        blocks = self._cached_prefix(sequence) if kept is None else []
+        count = num_blocks_for(len(sequence.pending)) - len(blocks)
+        if not self._make_room(count + len(self._running), kept):
+            if kept is None or not self._make_room(count + len(self._running)):
+                self._pool.release(blocks)
+                return None
+            kept = None
+        num_cached = len(blocks) * KV_BLOCK_TOKENS
+        sequence.blocks = blocks + self._pool.allocate(count, blocks[-1] if blocks else None)
+        self._num_caches += 1
+        sequence.cache = self._num_caches
+        self._by_cache[sequence.cache] = self._running[sequence.number] = self._waiting.popleft()
+        moved = self._take_kept(sequence, kept) if kept is not None else None
+        cached, sequence.pending = sequence.pending[:num_cached], sequence.pending[num_cached:]
+        if not sequence.last_order:
+            sequence.num_kept_rows = len(moved.token_ids) if moved is not None else num_cached
+        return sequence, NewSequence(
+            blocks=tuple(sequence.blocks),
+            cached_tokens=tuple(cached),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            sampling=sequence.request.sampling,
+            first_index=sequence.request.first_index,
+            stream=sequence.request.stream,
+            moved=moved,
+        )
+
+    def _cached_prefix(self, sequence: SequenceState) -> list[int]:
+        """Use the blocks of a sequence's first tokens in the prefix cache. One row at least is computed: the last."""
+        if not self._shares_prefixes(sequence):
+            return []
+        return self._pool.take_prefix(self._keys_of(sequence)[: (len(sequence.pending) - 1) // KV_BLOCK_TOKENS])
+
+    def _shares_prefixes(self, sequence: SequenceState) -> bool:
+        return not self._whole_prompts and bool(sequence.request.prefix_scope)
+
+    def _keys_of(self, sequence: SequenceState) -> list[PrefixKey]:
+        """The keys of all full blocks of a sequence's tokens."""
+        keys = sequence.keys
+        tokens = [*sequence.prompt, *sequence.generated][len(keys) * KV_BLOCK_TOKENS :]
+        keys += prefix_keys(sequence.request.prefix_scope, tokens, keys[-1] if keys else None)
+        return keys
+
+    def _make_room(self, count: int, kept: KeptCache | None = None) -> bool:
+        """Have so many free blocks, in addition to what is kept of earlier plans. Returns whether there are.
+
+        Frees paused sequences first, and drops the KV caches of earlier plans but `kept` then; the oldest of each first.
+        """
+        while self._pool.num_free < count and self._paused:
+            self._free(self._paused.pop(next(iter(self._paused))))
+        if self._pool.num_free < count:
+            return False
+        for stream, other in list(self._kept.items()):
+            if self._pool.num_free - self._num_kept_blocks >= count:
                 break
-            self._drop(others[0].stream)
-        if kept is None:
-            return
-        if num_rows < 1 or most > self._limits.kv_tokens:
+            if other is not kept:
+                self._drop(stream)
+        return self._pool.num_free - self._num_kept_blocks >= count
+
+    @property
+    def _num_kept_blocks(self) -> int:
+        """Number of blocks that would take the memory of what is kept of earlier plans."""
+        return sum(num_blocks_for(kept.reserved_tokens) for kept in self._kept.values())
+
+    def _grow(self, sequence: SequenceState) -> tuple[int, ...] | None:
+        """The blocks that a decoding sequence takes for one more row, after preemptions if necessary; None: of itself."""
+        count = num_blocks_for(sequence.num_computed_rows + 1) - len(sequence.blocks)
+        if count <= 0:
+            return ()
+        while not self._make_room(count):
+            newest = max(self._running.values(), key=lambda each: each.cache)
+            self._preempt(newest)
+            if newest is sequence:
+                return None
+        new = self._pool.allocate(count, sequence.blocks[-1])
+        sequence.blocks += new
+        return tuple(new)
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        """Free a sequence's KV cache, and let it wait, before all others, to be computed again."""
+        self._free(self._running.pop(sequence.number))
+        sequence.pending = [*sequence.prompt, *sequence.generated]
+        self._waiting.appendleft(sequence)
+
+    def _free(self, sequence: SequenceState) -> None:
+        del self._by_cache[sequence.cache]
+        self._freed.append(sequence.cache)
+        self._pool.release(sequence.blocks)
+        sequence.cache, sequence.blocks = 0, []
+
+    def _take_kept(self, sequence: SequenceState, kept: KeptCache) -> MovedCache | None:
+        """Let a sequence take over what is kept of its stream; None if its tokens are others."""
+        tokens = np.frombuffer(kept.token_ids, "<i4").tolist()
+        # One row at least is computed: a token is sampled after it.
+        num_rows = min(_common_prefix(tokens, sequence.pending), kept.num_rows, len(sequence.pending) - 1)
+        if num_rows < 1:
             self._drop(kept.stream)
-            return
+            return None
         del self._kept[kept.stream]
-        sequence.kept, sequence.num_kept_rows = kept, num_rows
+        moved = MovedCache(
+            stream=kept.stream,
+            token_ids=tuple(sequence.pending[:num_rows]),
+            transfers=kept.transfers,
+            transfer_seconds=kept.transfer_seconds,
+        )
+        sequence.pending = sequence.pending[num_rows:]
+        return moved
 
     def _drop(self, stream: str) -> None:
         del self._kept[stream]
         self._dropped.append(stream)
 
-    def _next_group(self, sequences: list[SequenceState]) -> list[SequenceState]:
-        """The group that decodes next: the sequences that have waited longest."""
-        num_decoding = sum(sequence.prefilled for sequence in self._running.values())
-        return sorted(sequences, key=lambda sequence: sequence.last_order)[: -(-num_decoding // self._num_groups)]
+    # ---- rows -----------------------------------------------------------------------------------------------------
 
-    def _prefill_rows(self, sequences: list[SequenceState]) -> tuple[SequenceRows, ...]:
+    def _decode_rows(self, sequences: list[SequenceState]) -> tuple[SequenceRows, ...]:
+        """The next rows of the group that decodes next: the sequences that have waited longest."""
+        num_decoding = sum(sequence.prefilled for sequence in self._running.values())
+        group = sorted(sequences, key=lambda each: each.last_order)[: -(-num_decoding // self._num_groups)]
+        rows = []
+        for sequence in sorted(
+            group, key=lambda each: each.cache
+        ):  # oldest first: only later ones are preempted for it
+            if sequence.cache and (blocks := self._grow(sequence)) is not None:
+                rows.append(self._rows(sequence, 1, blocks))
+        return tuple(rows)
+
+    def _prefill_rows(self) -> tuple[SequenceRows, ...]:
+        """The next rows of prompts, of running sequences and then of those that can be admitted."""
         room = self._limits.prefill_rows
         chunks = []
-        for sequence in sequences:
-            if room == 0 or (self._whole_prompts and len(sequence.pending) > room):
+        prefilling = deque(each for each in self._running.values() if each.pending and not each.prefilled)
+        while room > 0:
+            following = prefilling[0] if prefilling else self._waiting[0] if self._waiting else None
+            if following is None or (self._whole_prompts and len(following.pending) > room):
                 break
-            rows = self._rows(sequence, room)
+            if prefilling:
+                rows = self._rows(prefilling.popleft(), room)
+            elif (admitted := self._admit()) is not None:
+                sequence, new = admitted
+                rows = self._rows(sequence, room, new=new)
+            else:
+                break
             room -= len(rows.token_ids)
             chunks.append(rows)
         return tuple(chunks)
 
-    def _rows(self, sequence: SequenceState, count: int) -> SequenceRows:
-        new = moved = None
-        if not sequence.started and sequence.kept is not None and sequence.num_kept_rows:
-            moved = MovedCache(
-                stream=sequence.kept.stream,
-                token_ids=tuple(sequence.pending[: sequence.num_kept_rows]),
-                transfers=sequence.kept.transfers,
-                transfer_seconds=sequence.kept.transfer_seconds,
-            )
-            sequence.pending = sequence.pending[sequence.num_kept_rows :]
+    def _rows(
+        self, sequence: SequenceState, count: int, blocks: tuple[int, ...] = (), new: NewSequence | None = None
+    ) -> SequenceRows:
+        """The next rows of a sequence, at most `count`. Sequences that start later share the blocks that become full.
+
+        In a step, all rows of a layer are stored before one attends to them, so these may be sequences of the same step.
+        """
+        num_full = 0 if new is not None else sequence.num_computed_rows // KV_BLOCK_TOKENS
         tokens, sequence.pending = sequence.pending[:count], sequence.pending[count:]
         sequence.last_order = self._num_orders
-        if not sequence.started:
-            sequence.started = True
-            new = NewSequence(
-                capacity=max(sequence.capacity, 1),
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                sampling=sequence.request.sampling,
-                first_index=sequence.request.first_index,
-                stream=sequence.request.stream,
-                moved=moved,
-            )
-        return SequenceRows(sequence=sequence.number, token_ids=tuple(tokens), sample=not sequence.pending, new=new)
+        full = range(num_full, sequence.num_computed_rows // KV_BLOCK_TOKENS)
+        if full and self._shares_prefixes(sequence):
+            keys = self._keys_of(sequence)
+            for index in full:
+                self._pool.publish(sequence.blocks[index], keys[index])
+        return SequenceRows(
+            sequence=sequence.cache, token_ids=tuple(tokens), sample=not sequence.pending, blocks=blocks, new=new
+        )

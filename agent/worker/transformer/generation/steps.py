@@ -26,7 +26,8 @@ from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.generation import decoding, sampling
 from agent.worker.transformer.generation.cache_exchange import CacheExchange
 from agent.worker.transformer.generation.facts import StepBegun, log_fact
-from agent.worker.transformer.kv_cache import KeptCaches, SequenceCache
+from agent.worker.transformer.kv_cache import KeptCaches
+from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
 from agent.worker.transformer.shard import Shard
 from agent.worker.transformer.strategies.pipeline import run_stage
 from agent.worker.transformer.strategies.step import Step
@@ -75,7 +76,9 @@ class StepExecutor:
         self._layers = decoding.decode_layers(plan, rank, shard)
         self._communicator = communicator
         self._staging = staging
-        self._block = cached_block(plan.model, plan.body, rank)
+        assert plan.body.generation is not None
+        part = cached_block(plan.model, plan.body, rank)
+        self._memory = PagedRows(plan.model, part, plan.body.generation.num_kv_blocks, staging.device)
         self._caches: dict[int, SequenceCache] = {}
         self._exchange = CacheExchange(plan, rank, communicator, staging, kept or KeptCaches())
         self._in_flight: deque[_InFlightStep | dict[int, int]] = deque()  # steps begun and not finished, oldest first
@@ -185,8 +188,7 @@ class StepExecutor:
         moves = []
         for rows in order.rows:
             if rows.new is not None:
-                cache = SequenceCache(self._plan.model, self._block, rows.new, self._staging.device)
-                self._caches[rows.sequence] = cache
+                cache = self._caches[rows.sequence] = SequenceCache(self._memory, rows.new)
                 self._exchange.begin(rows.sequence)
                 if rows.new.moved is not None:
                     moves.append((rows.new.moved, cache))
@@ -197,7 +199,9 @@ class StepExecutor:
     def _add_rows(self, rows: SequenceRows) -> None:
         if rows.sequence not in self._caches:
             raise StepFailed(device=f"rank {self._rank}", reason=f"the sequence {rows.sequence} is not known here")
-        self._caches[rows.sequence].extend(rows.token_ids)
+        cache = self._caches[rows.sequence]
+        cache.add_blocks(rows.blocks)
+        cache.extend(rows.token_ids)
 
     def _run(self, order: StepOrder) -> dict[int, int]:
         ids = torch.tensor([token for rows in order.rows for token in rows.token_ids], dtype=torch.int64)

@@ -15,7 +15,7 @@ from coordinator.models.checkpoint.chunk_layout import num_chunk_weights
 from hearth.plan.chunks import ChunkKind
 from hearth.plan.geometry import COLUMN_GRAIN, Span, grains_of
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.transformer import GenerationLimits, LayerShare
+from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits, LayerShare
 
 # Measured on x86-64: a worker process that has imported torch, numpy and zmq and run its first GEMM, and holds no shard,
 # has 239 MiB resident (psutil, torch 2.13 CPU); rounded up for the allocator's slack and its threads' stacks.
@@ -59,7 +59,7 @@ def layer_bytes(spec: ModelSpec, held: LayerShare) -> int:
 
 def kv_bytes(spec: ModelSpec, heads: int, limits: GenerationLimits) -> int:
     """Bytes of the KV cache for `heads` query heads in all layers and all reserved tokens."""
-    return 2 * spec.kv_width(heads) * spec.num_layers * limits.kv_tokens * COMPUTE_BYTES
+    return 2 * spec.kv_width(heads) * spec.num_layers * limits.num_kv_blocks * KV_BLOCK_TOKENS * COMPUTE_BYTES
 
 
 def step_rows(seq_len: int, limits: GenerationLimits | None) -> int:

@@ -13,7 +13,8 @@ import pytest
 from support.models import save_random_model, small_bert, small_decoder
 from support.plans import make_plan, with_generation, with_seq_len
 
-from agent.worker.transformer.generation.scheduler import Scheduler, SequenceState
+from agent.worker.transformer.generation.scheduler import Scheduler
+from agent.worker.transformer.generation.sequence import SequenceState
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import StepFailed
 from hearth.plan.geometry import spans
@@ -172,9 +173,9 @@ def test_stage_memory_covers_its_layers_only(models: Any) -> None:
             ):
                 held = shard.num_bytes()  # packed matrices are padded to blocks of 64 outputs
                 assert use.weights + use.embeddings <= held < 1.4 * (use.weights + use.embeddings)
-                (cached,) = generation._caches.values()
-                assert cached._store.shape[0] == count
-                assert use.kv_cache == cached._store[0].nbytes * count * 200 // cached.capacity
+                cached = generation._memory.values
+                assert cached.shape[0] == count
+                assert use.kv_cache == cached.nbytes
             assert [use.embeddings > 0 for use in planned] == [True, False, False]
             home.run()
             assert len(home.answers[request]) == 30
@@ -280,10 +281,8 @@ def test_random_orders_in_flight_respect_token_dependencies(seed: int) -> None:
     depth = rng.randint(2, 7)
     scheduler = Scheduler(limits, num_groups=rng.randint(1, 4))
     flights: deque[StepOrder] = deque()
-    waiting: dict[int, int] = {}  # sequences with a sampled row in flight
+    waiting: set[int] = set()  # KV caches with a sampled row in flight
     wanted: dict[int, int] = {}
-    answered: dict[int, int] = {}
-    seen: dict[int, int] = {}
     number = 0
     for turn in range(3000):
         if turn < 400 and rng.random() < 0.2:
@@ -291,28 +290,27 @@ def test_random_orders_in_flight_respect_token_dependencies(seed: int) -> None:
             prompt, most = rng.randint(1, 30), rng.randint(1, 10)
             request = GenerateTokens(holder="test", epoch=1, max_tokens=most, stop_ids=())
             scheduler.add(SequenceState(number, request, list(range(10, 10 + prompt)), prompt))
-            wanted[number], answered[number], seen[number] = most, 0, prompt
+            wanted[number] = most
         if rng.random() < 0.02 and wanted:
             cancelled = rng.choice(list(wanted))
             scheduler.remove(cancelled)
-            for each in (wanted, answered, seen, waiting):
-                each.pop(cancelled, None)
+            del wanted[cancelled]
         order = scheduler.next_order() if len(flights) < depth else None
         if order is not None:
             flights.append(order)
+            waiting -= set(order.freed)
             for rows in order.rows:
                 assert rows.sequence not in waiting
                 if rows.sample:
-                    waiting[rows.sequence] = 0
+                    waiting.add(rows.sequence)
         elif flights:
             for rows in flights.popleft().rows:
-                if rows.sample and rows.sequence in wanted:
-                    waiting.pop(rows.sequence)
-                    scheduler.append_token(rows.sequence, 7)
-                    answered[rows.sequence] += 1
-                    if scheduler.running[rows.sequence].ended:
-                        assert answered.pop(rows.sequence) == wanted.pop(rows.sequence)
-                        scheduler.remove(rows.sequence)
+                sequence = scheduler.append_token(rows.sequence, 7) if rows.sample else None
+                if sequence is not None:
+                    waiting.remove(rows.sequence)
+                    if sequence.ended:
+                        assert len(sequence.generated) == wanted.pop(sequence.number)
+                        scheduler.remove(sequence.number)
         elif turn >= 400 and scheduler.idle:
             break
     assert scheduler.idle

@@ -230,7 +230,7 @@ def test_continuous_batching_and_cancellation(models: Any) -> None:
     """Under a KV budget each request gets the same tokens as alone, and cancelling frees memory immediately."""
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    plan = generating_plan(spec, "hmp", (1, 2), kv_tokens=120)
+    plan = generating_plan(spec, "hmp", (1, 2), kv_tokens=112)
     prompts = prompts_of(spec, [30, 40, 10, 25, 5])
     with EngineCluster(model_dir, plan) as cluster:
         home = GenerationCluster(cluster)
@@ -246,6 +246,26 @@ def test_continuous_batching_and_cancellation(models: Any) -> None:
             assert home.answers[request] == greedy(model_dir, prompt, 20)
             assert home.ended[request].num_tokens == 20
         assert cluster.executors[0].num_sequences == 0
+
+
+@pytest.mark.parametrize("strategy", ["hmp", "sp", "pipeline"])
+def test_preempted_and_shared_sequences_equal_transformers(strategy: str, models: Any) -> None:
+    """Answers outgrow the KV cache, so that sequences are computed again; later ones take the rows of equal prefixes."""
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    prefix, *rest = prompts_of(spec, [40, 3, 9, 20])
+    prompts = [prefix, *(prefix + each for each in rest)]
+    with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 2), kv_tokens=160, prefill_rows=100)) as cluster:
+        home = GenerationCluster(cluster)
+        requests = [home.submit(prompt, 24, prefix_scope="app") for prompt in prompts]
+        home.run()
+        for request, prompt in zip(requests, prompts, strict=True):
+            assert home.answers[request] == greedy(model_dir, prompt, 24)
+        assert home.leader._scheduler._num_caches > len(prompts)  # some were preempted
+        kept = home.submit(prompts[0], 5, prefix_scope="app")
+        home.run()
+        assert home.answers[kept] == greedy(model_dir, prompts[0], 24)[:5]
+        assert home.ended[kept].num_kept_rows == (0 if strategy == "sp" else 32)
 
 
 @pytest.mark.parametrize("cancelled", [True, False])

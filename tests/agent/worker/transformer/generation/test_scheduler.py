@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from agent.worker.transformer.generation.scheduler import Scheduler, SequenceState
-from hearth.plan.transformer import GenerationLimits
+from agent.worker.transformer.generation.scheduler import Scheduler
+from agent.worker.transformer.generation.sequence import SequenceState
+from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
 from hearth.wire.messages import GenerateTokens, StepOrder
 
 
@@ -20,9 +22,9 @@ def execute_order(scheduler: Scheduler, order: StepOrder, token: int = 7) -> Non
     """Give each sampled row a token, and remove sequences that have ended."""
     for rows in order.rows:
         if rows.sample:
-            scheduler.append_token(rows.sequence, token)
-            if scheduler.running[rows.sequence].ended:
-                scheduler.remove(rows.sequence)
+            sequence = scheduler.append_token(rows.sequence, token)
+            if sequence is not None and sequence.ended:
+                scheduler.remove(sequence.number)
 
 
 def test_long_prompt_is_prefilled_in_chunks() -> None:
@@ -100,64 +102,133 @@ def test_sequence_cancelled_before_start_is_not_freed() -> None:
     assert scheduler.idle
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_traffic_respects_limits_and_ends(seed: int) -> None:
-    rng = random.Random(seed)
-    limits = GenerationLimits(
-        kv_tokens=rng.randint(20, 200), max_sequences=rng.randint(1, 6), prefill_rows=rng.choice([1, 3, 16, 500])
-    )
-    scheduler = Scheduler(limits)
-    held: dict[int, int] = {}  # tokens in each KV cache of a worker
-    capacity: dict[int, int] = {}
-    answers: dict[int, int] = {}
-    wanted: dict[int, int] = {}
-    number = 0
-    for _ in range(600):
-        if rng.random() < 0.15 and number < 30:
-            number += 1
-            new = sequence(number, rng.randint(1, 40), rng.randint(1, 12), stop_ids=(3,))
-            if scheduler.fits(new):
-                scheduler.add(new)
-                wanted[number] = new.request.max_tokens
-        if rng.random() < 0.03 and wanted:
-            cancelled = rng.choice(list(wanted))
-            scheduler.remove(cancelled)
-            wanted.pop(cancelled)
-        if scheduler.idle:
-            continue
-        order = scheduler.next_order()
+class Ranks:
+    """What the ranks hold. A row's value is the history of its tokens, on which keys and values depend."""
+
+    def __init__(self, limits: GenerationLimits) -> None:
+        self.limits = limits
+        self.memory: dict[int, tuple[int, ...]] = {}  # by block and row
+        self.blocks: dict[int, list[int]] = {}  # of each KV cache
+        self.tokens: dict[int, list[int]] = {}
+
+    def execute(self, order: StepOrder) -> None:
+        """Execute an order; check that no row is attended to which is not there, or another's."""
         for freed in order.freed:
-            del held[freed], capacity[freed]
-        assert sum(len(rows.token_ids) for rows in order.rows) <= max(limits.prefill_rows, limits.max_sequences)
+            del self.blocks[freed], self.tokens[freed]
+        assert sum(len(rows.token_ids) for rows in order.rows) <= max(
+            self.limits.prefill_rows, self.limits.max_sequences
+        )
         assert len({rows.sequence for rows in order.rows}) == len(order.rows)
         for rows in order.rows:
             if rows.new is not None:
-                assert rows.sequence not in held
-                held[rows.sequence], capacity[rows.sequence] = 0, rows.new.capacity
-            held[rows.sequence] += len(rows.token_ids)
-            assert held[rows.sequence] <= capacity[rows.sequence]
+                assert rows.sequence not in self.tokens
+                self.blocks[rows.sequence] = list(rows.new.blocks)
+                self.tokens[rows.sequence] = list(rows.new.cached_tokens)
+            self.blocks[rows.sequence] += rows.blocks
             assert len(rows.token_ids) == 1 or order.kind == "prefill"
-        assert sum(capacity.values()) <= limits.kv_tokens
-        assert len(capacity) <= limits.max_sequences
-        for rows in order.rows:
-            if rows.sample:
-                answers[rows.sequence] = answers.get(rows.sequence, 0) + 1
-        execute_order(scheduler, order, token=rng.randint(3, 30))
-    for _ in range(2000):
-        if scheduler.idle:
+            for token in rows.token_ids:
+                self.tokens[rows.sequence].append(token)
+                self.memory[self._place(rows.sequence, len(self.tokens[rows.sequence]) - 1)] = self.history(
+                    rows.sequence
+                )
+        assert len(self.tokens) <= self.limits.max_sequences
+        for cache in self.tokens:  # also those that did not take part
+            for row in range(len(self.tokens[cache])):
+                assert self.memory[self._place(cache, row)] == self.history(cache, row + 1)
+        assert (
+            max((block for blocks in self.blocks.values() for block in blocks), default=0) < self.limits.num_kv_blocks
+        )
+
+    def _place(self, cache: int, row: int) -> int:
+        return self.blocks[cache][row // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + row % KV_BLOCK_TOKENS
+
+    def history(self, cache: int, count: int | None = None) -> tuple[int, ...]:
+        return tuple(self.tokens[cache][:count])
+
+
+def answer_token(history: tuple[int, ...]) -> int:
+    """The token that a model would choose: the same whenever these tokens are computed."""
+    return 3 + hash(history) % 40
+
+
+def generated_alone(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        tokens.append(answer_token(tuple(tokens)))
+        if tokens[-1] == 3:
             break
-        order = scheduler.next_order()
-        for freed in order.freed:
-            del held[freed], capacity[freed]
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("scope", ["", "app"])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_traffic_computes_what_each_sequence_would_alone(seed: int, scope: str) -> None:
+    rng = random.Random(seed)
+    limits = GenerationLimits(
+        kv_tokens=rng.randint(20, 300), max_sequences=rng.randint(1, 6), prefill_rows=rng.choice([1, 3, 16, 500])
+    )
+    scheduler, ranks = Scheduler(limits, num_groups=rng.choice([1, 2])), Ranks(limits)
+    states: dict[int, SequenceState] = {}
+    system = [rng.randint(4, 40) for _ in range(60)]
+    for step in range(3000):
+        if step < 300 and rng.random() < 0.2:
+            prompt = system[: rng.choice([0, 16, 40, 60])] + [rng.randint(4, 40) for _ in range(rng.randint(1, 30))]
+            request = GenerateTokens(
+                holder="test", epoch=1, max_tokens=rng.randint(1, 40), stop_ids=(3,), prefix_scope=scope
+            )
+            new = SequenceState(step, request, prompt, len(prompt))
+            if scheduler.fits(new):
+                scheduler.add(new)
+                states[step] = new
+        if rng.random() < 0.03 and states:
+            scheduler.remove(cancelled := rng.choice(list(states)))
+            del states[cancelled]
+        if step > 300 and scheduler.idle:
+            break
+        if (order := scheduler.next_order()) is None:
+            continue
+        ranks.execute(order)
         for rows in order.rows:
-            if rows.new is not None:
-                held[rows.sequence], capacity[rows.sequence] = 0, rows.new.capacity
             if rows.sample:
-                answers[rows.sequence] = answers.get(rows.sequence, 0) + 1
-        execute_order(scheduler, order, token=rng.randint(3, 30))
+                sequence = scheduler.append_token(rows.sequence, answer_token(ranks.history(rows.sequence)))
+                if sequence is not None and sequence.ended:
+                    scheduler.remove(sequence.number)
     assert scheduler.idle
-    assert not held
-    assert all(1 <= answers[each] <= most for each, most in wanted.items())
+    assert not ranks.tokens
+    assert scheduler.num_free_blocks == limits.num_kv_blocks
+    for state in states.values():
+        assert state.generated == generated_alone(state.prompt, state.request.max_tokens)
+
+
+def test_sequences_run_by_what_they_use_and_the_newest_is_preempted() -> None:
+    scheduler = Scheduler(GenerationLimits(kv_tokens=4 * KV_BLOCK_TOKENS, max_sequences=8, prefill_rows=64))
+    for number in (1, 2, 3):
+        scheduler.add(sequence(number, 10, 40))
+    execute_order(scheduler, scheduler.next_order())
+    assert list(scheduler.running) == [1, 2]  # a free block is left for each sequence that runs
+    preempted: list[int] = []
+    while not scheduler.idle:
+        order = scheduler.next_order()
+        preempted += [cache for cache in order.freed if scheduler.with_cache(cache) is None and 1 in scheduler.running]
+        execute_order(scheduler, order)
+    assert preempted[0] == 2
+    assert scheduler.num_free_blocks == 4
+
+
+def test_equal_prefixes_are_held_once_also_in_one_step() -> None:
+    scheduler = Scheduler(GenerationLimits(kv_tokens=64 * KV_BLOCK_TOKENS, max_sequences=9, prefill_rows=512))
+    request = GenerateTokens(holder="test", epoch=1, max_tokens=4, prefix_scope="app")
+    for number in range(1, 9):
+        prompt = [*range(100, 100 + 2 * KV_BLOCK_TOKENS), number, number]
+        scheduler.add(SequenceState(number, request, prompt, len(prompt)))
+    order = scheduler.next_order()
+    assert [len(rows.token_ids) for rows in order.rows] == [2 * KV_BLOCK_TOKENS + 2, *[2] * 7]
+    assert len({rows.new.blocks[:2] for rows in order.rows}) == 1
+    assert scheduler.num_free_blocks == 64 - 2 - 8
+    other = request.model_copy(update={"prefix_scope": "another app"})
+    scheduler.add(SequenceState(9, other, prompt, len(prompt)))
+    (rows,) = scheduler.next_order().rows
+    assert rows.new.cached_tokens == ()
 
 
 # ---- requests that continue a sequence of the same plan ------------------------------------------------------------
@@ -244,7 +315,7 @@ def test_other_requests_continue_no_sequence(changes: dict[str, object]) -> None
 
 def test_sequence_whose_room_was_needed_is_not_resumed() -> None:
     first = streaming()
-    scheduler = scheduler_after(4, first, kv_tokens=20)
+    scheduler = scheduler_after(4, first, kv_tokens=KV_BLOCK_TOKENS)
     scheduler.pause(1)
     scheduler.add(sequence(2, 6, 10))
     assert scheduler.next_order().freed == (1,)

@@ -1,0 +1,62 @@
+"""The state of one request to a generation, on rank 0. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agent.worker.transformer.generation.block_pool import PrefixKey
+from hearth.wire.messages import GenerateTokens
+
+
+@dataclass
+class SequenceState:
+    """One request. `pending` are the tokens that are not in the KV cache yet: of the prompt, later the newest one.
+
+    `cache` is the number of its KV cache on the ranks, a new one whenever it is computed from the start; 0: it has none.
+    """
+
+    number: int
+    request: GenerateTokens
+    pending: list[int]
+    num_prompt_tokens: int
+    generated: list[int] = field(default_factory=list)
+    num_kept_rows: int = 0  # rows that were not computed, when it started first
+    cache: int = 0
+    blocks: list[int] = field(default_factory=list)  # of the KV cache
+    keys: list[PrefixKey] = field(default_factory=list)  # of its tokens' full blocks, as far as needed
+    last_order: int = 0  # number of the last order that contained it
+    prompt: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt = list(self.pending)
+
+    @property
+    def capacity(self) -> int:
+        """Maximum tokens in its KV cache; the last generated token is never fed to the model."""
+        return self.num_prompt_tokens + self.request.max_tokens - 1
+
+    @property
+    def prefilled(self) -> bool:
+        return bool(self.generated) and self.cache > 0 and len(self.pending) <= 1
+
+    @property
+    def ended(self) -> bool:
+        if not self.generated:
+            return False
+        return self.generated[-1] in self.request.stop_ids or len(self.generated) >= self.request.max_tokens
+
+    @property
+    def num_computed_rows(self) -> int:
+        """Rows of its KV cache that have been ordered."""
+        return len(self.prompt) + len(self.generated) - len(self.pending)
+
+    def is_continued_by(self, request: GenerateTokens, prompt: list[int]) -> bool:
+        """Whether `request` asks for the rest of this answer, with all or some of its tokens so far in the prompt."""
+        own, count = self.request, len(prompt) - len(self.prompt)
+        return (
+            own.stream == request.stream != ""
+            and 0 <= count <= len(self.generated) - self.ended
+            and (request.first_index, request.max_tokens) == (own.first_index + count, own.max_tokens - count)
+            and (request.sampling, request.stop_ids) == (own.sampling, own.stop_ids)
+            and prompt == [*self.prompt, *self.generated[:count]]
+        )

@@ -1,0 +1,87 @@
+"""A paged KV cache returns the rows that were stored, however its blocks are scattered; attention is the same as unpaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from hearth.errors import StepFailed
+from hearth.plan.geometry import Span
+from hearth.plan.kept_caches import CacheBlock
+from hearth.plan.transformer import KV_BLOCK_TOKENS
+from hearth.wire.messages import NewSequence, Sampling
+
+torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+
+from support.plans import LLAMA_1B  # noqa: E402
+
+from agent.worker.transformer import blocks as compute  # noqa: E402 (needs torch)
+from agent.worker.transformer.paged_cache import PagedRows, SequenceCache  # noqa: E402
+
+PART = CacheBlock(Span(1, 3), Span(0, 2))  # layers and KV heads
+SPEC = LLAMA_1B.model_copy(update={"num_heads": 8, "num_kv_heads": 2, "head_dim": 8})
+ADJACENT, TWO_RUNS, SCATTERED = range(6), (7, 8, 9, 1, 2, 3), (5, 0, 9, 2, 7, 3)
+
+
+def filled(blocks: Sequence[int], length: int) -> tuple[SequenceCache, torch.Tensor]:
+    """A cache with `length` random rows, and these rows."""
+    memory = PagedRows(SPEC, PART, 10, torch.device("cpu"))
+    memory.values.fill_(torch.nan)
+    cache = SequenceCache(memory, NewSequence(blocks=tuple(blocks[:2]), num_prompt_tokens=1, sampling=Sampling()))
+    cache.add_blocks(blocks[2:])
+    values = torch.randn(2, 2, 2, length, SPEC.head_dim, generator=torch.Generator().manual_seed(3))
+    cache.extend(range(length))
+    for start, stop in ((0, 5), (5, 40), (40, length)):  # not on the borders of blocks
+        for layer in PART.layers.start, PART.layers.start + 1:
+            k, v = values[layer - 1, :, :, start:stop].transpose(1, 2)
+            cache.store(layer, start, k, v)
+    cache.advance()
+    return cache, values
+
+
+@pytest.mark.parametrize("blocks", [ADJACENT, TWO_RUNS, SCATTERED], ids=str)
+def test_rows_are_where_they_were_stored(blocks: Sequence[int]) -> None:
+    cache, values = filled(blocks, 90)
+    for rows in (Span(0, 90), Span(15, 17), Span(16, 48), Span(89, 90)):
+        pieces = cache.keys_and_values(2, rows)
+        for index, parts in enumerate(zip(*pieces, strict=True)):
+            assert torch.equal(torch.cat(parts, dim=1), values[1, index, :, slice(*rows)])
+        part = CacheBlock(Span(2, 3), Span(1, 2))
+        assert torch.equal(cache.rows(part, rows), values[1:2, :, 1:2, slice(*rows)])
+        cache.fill(part, rows, cache.rows(part, rows) + 1)
+        values[1:2, :, 1:2, slice(*rows)] += 1
+
+
+@pytest.mark.parametrize("num_queries", [1, 9])
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_over_scattered_blocks_equals_attention_over_adjacent_ones(
+    num_queries: int, window: int | None
+) -> None:
+    spec = SPEC.model_copy(update={"causal": True, "sliding_window": window})
+    q = torch.randn(num_queries, spec.q_width(8), generator=torch.Generator().manual_seed(5))
+    found = []
+    for blocks in (ADJACENT, TWO_RUNS, SCATTERED):
+        cache, values = filled(blocks, 90)
+        cache.num_rows = 90 - num_queries
+        packed = compute.pack_rows(
+            spec.model_copy(update={"rotary": None}), torch.zeros(num_queries, dtype=torch.int64),
+            [Span(0, num_queries)], [cache], torch.device("cpu"),
+        )  # fmt: skip
+        found.append(compute.attention(spec, 1, q, q, q, packed, Span(0, num_queries)))
+    for head in range(8):
+        k, v = values[0, :, head // 4]
+        scores = q[:, head * 8 : (head + 1) * 8] @ k.T / 8**0.5
+        distance = torch.arange(90 - num_queries, 90)[:, None] - torch.arange(90)
+        scores[(distance < 0) | (distance >= (window or 90))] = -torch.inf
+        for attended in found:
+            torch.testing.assert_close(attended[:, head * 8 : (head + 1) * 8], scores.softmax(-1) @ v)
+
+
+def test_rows_beyond_the_blocks_are_refused() -> None:
+    cache, _ = filled(ADJACENT, 90)
+    cache.extend(range(6 * KV_BLOCK_TOKENS - 90))
+    with pytest.raises(StepFailed, match="97 tokens in a KV cache for 96"):
+        cache.extend([1])
+    with pytest.raises(StepFailed, match="no block 10"):
+        cache.add_blocks([10])
