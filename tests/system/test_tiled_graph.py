@@ -50,7 +50,7 @@ def test_tiles_run_where_no_device_holds_the_model_and_survive_a_restart_and_a_l
         with running.serving("ab", "--min-devices", "2", "--strategy", "local") as home:
             plan = home.status().plan
             assert is_graph_plan(plan)
-            limit = plan.devices[0].memory.total - _WEIGHT_BYTES // 4
+            limit = plan.devices[0].memory.total - _WEIGHT_BYTES
         limits = [f"--limit={name}={limit}" for name in "ab"]
         running.start_coordinator("--min-devices", "2", *limits)
         with running.connect() as home:

@@ -33,8 +33,11 @@ class ClusterDevice:
     store_room_bytes: int | None = None
 
     def room_bytes(self, graph_bytes: int) -> int:
-        """Room for weights, in bytes as they are in the file; `graph_bytes` is the weight size of the whole graph."""
-        factor = max(self.load_bytes / graph_bytes, 1.0) if graph_bytes else 1.0
+        """Room for weights, in bytes as they are in the file; `graph_bytes` is the weight size of the whole graph.
+
+        Loading them takes memory in proportion to what is loaded at once: at most all weights of the device.
+        """
+        factor = max(self.load_bytes / graph_bytes, 1.0) + self.loading_bytes / graph_bytes if graph_bytes else 1.0
         return int(max(self.budget_bytes - self.reserved_bytes, 0) / factor)
 
 

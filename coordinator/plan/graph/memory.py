@@ -60,10 +60,7 @@ def memory_by_rank(
 
 
 def reserved_bytes(spec: GraphSpec, cluster: GraphCluster) -> tuple[int, ...]:
-    """By device, a first estimate of the bytes not available for weights, before operators are placed."""
+    """By device, a first estimate of the bytes not available for weights and loading them, before operators are placed."""
     if not cluster.measured:
         return (0,) * len(cluster.devices)
-    return tuple(
-        device.process_bytes + device.loading_bytes + device.run_bytes + MAX_GRAPH_CHUNK_BYTES
-        for device in cluster.devices
-    )
+    return tuple(device.process_bytes + device.run_bytes + MAX_GRAPH_CHUNK_BYTES for device in cluster.devices)

@@ -151,6 +151,22 @@ def test_all_bytes_of_a_worker_count_on_profiled_devices() -> None:
     )  # cluster from a file
 
 
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_loading_takes_memory_for_what_a_device_holds(objective: Any) -> None:
+    """Loading the whole graph takes more memory than either device has; each holds half of it."""
+    spec = chain(1, [10] * 8, weights=[1 << 20] * 8)
+    needed = (4 << 20) + (12 << 20) // 2 + (8 << 20) + 1000  # weights, loading, a chunk, tensors
+    for missing, num_ranks in ((0, 2), (1 << 20, None)):
+        cluster = cluster_of(spec, [1.0, 1.0], 1e9, needed - missing, load_bytes=8 << 20, loading_bytes=12 << 20)
+        try:
+            plan = plan_graph(GraphRequest(spec, cluster, objective), time.monotonic).plan
+        except ModelDoesNotFit:
+            assert num_ranks is None
+        else:
+            assert plan.num_ranks == num_ranks
+            assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
+
+
 def test_planning_is_repeated_if_activations_do_not_fit() -> None:
     spec = chain(1, [1000] * 8, weights=[1 << 20] * 8)
     budget = (8 << 20) + (5 << 20)
