@@ -43,6 +43,7 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
             model_dir=str(model.resolve()),
             accuracy_budget=_accuracy_budget(options),
             kv_copies=not options["no_kv_copies"],
+            shared_prefixes=bool(options.get("shared_prefixes")),  # `plan` lacks this option
             **{name: options[name] for name in ("seq_len", "context", "sequences", "weights")},
             **common,
         )

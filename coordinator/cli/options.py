@@ -119,6 +119,14 @@ NoKvCopiesOption = Annotated[
         "computed again. Default: copies, if every device has memory for them.",
     ),
 ]
+SharedPrefixesOption = Annotated[
+    bool,
+    typer.Option(
+        "--shared-prefixes",
+        help="(decoder) Share the KV cache of equal beginnings of prompts between apps, too. By the time to the first token, "
+        "an app can then tell whether another one has sent a prompt. Default: only between requests of one key.",
+    ),
+]
 WireOption = Annotated[
     str,
     typer.Option(
@@ -189,7 +197,10 @@ _KIND_TITLES: Mapping[ModelFileKind, str] = {
 }
 # Options of `plan` and `serve` that apply to some kinds of MODEL only, by parameter name. All others apply to every kind.
 OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
-    **dict.fromkeys(("seq_len", "context", "sequences", "no_kv_copies", "weights", "accuracy_budget"), _TRANSFORMER),
+    **dict.fromkeys(
+        ("seq_len", "context", "sequences", "no_kv_copies", "shared_prefixes", "weights", "accuracy_budget"),
+        _TRANSFORMER,
+    ),
     **dict.fromkeys(("dim", "cluster", "tiles", "learn", "no_learn"), _GRAPH),
     **dict.fromkeys(("objective", "time_limit", "no_congestion", "picture"), _GRAPH | _INSTANCE),
     **dict.fromkeys(("compare", "rounds", "timeline", "save_profile", "load_profile"), _TRANSFORMER | _GRAPH),
@@ -198,7 +209,7 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
 # Options of `serve` that require MODEL.
 MODEL_OPTIONS = (
     "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "tiles", "seq_len", "context",
-    "sequences", "no_kv_copies", "weights", "wire", "lz4", "accuracy_budget", "exclude", "limit",
+    "sequences", "no_kv_copies", "shared_prefixes", "weights", "wire", "lz4", "accuracy_budget", "exclude", "limit",
     "learn", "no_learn",
 )  # fmt: skip
 

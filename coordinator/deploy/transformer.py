@@ -144,11 +144,13 @@ class TransformerDeployment(Deployment):
         first_index: int,
         timeout_seconds: float,
         stream_name: str = "",
+        prefix_scope: str = "",
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         """Stream rank 0's continuation of a prompt [T] int32: tokens, then the end. Closing early drops the sequence.
 
         `timeout_seconds` bounds the wait for each reply. `stream_name` is the same when the answer continues on the next
-        deployment. Raises as `run` does; except for errors of scope `request`, a failure ends all running sequences.
+        deployment. Requests of one `prefix_scope` share the KV cache of equal prefixes. Raises as `run` does; except for errors
+        of scope `request`, a failure ends all running sequences.
         """
         self.check_may_run()
         request = GenerateTokens(
@@ -158,6 +160,7 @@ class TransformerDeployment(Deployment):
             stop_ids=tuple(stop_ids),
             first_index=first_index,
             stream=stream_name,
+            prefix_scope=prefix_scope,
         )
         first = self.plan.devices[0].device_id
         stream = self._fleet.stream(first, request, pack_array(token_ids), GenerationEnded, timeout_seconds)

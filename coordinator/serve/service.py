@@ -425,6 +425,8 @@ class Service:
             queued_requests=requests.admission.num_waiting,
             served_requests=requests.num_served,
             failed_requests=requests.num_failed,
+            num_prompt_tokens=requests.num_prompt_tokens,
+            num_cached_tokens=requests.num_cached_tokens,
             last_error=requests.last_error,
             last_latency_seconds=requests.last_latency_seconds,
             wire=deployment.wire if deployment else wire.WireStats(),

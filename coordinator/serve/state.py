@@ -48,6 +48,7 @@ class TransformerGoal(_Goal):
     context: int | None = Field(default=None, ge=1, le=1 << 24)
     sequences: int | None = Field(default=None, ge=1, le=4096)
     kv_copies: bool = True  # whether devices with room keep copies of each other's KV caches
+    shared_prefixes: bool = False  # whether apps share the KV cache of equal prefixes
     weights: WeightFormat = "float32"  # format of matrices in the devices' memory
     # Largest relative error that lossy activation formats may cause; None: use the format in `wire`.
     accuracy_budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)

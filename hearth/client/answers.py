@@ -58,6 +58,7 @@ class Usage(NamedTuple):
     first_token_seconds: float  # from sending the request, as measured by the client; includes the time in the queue
     queued_seconds: float
     decode_seconds: float  # for all tokens after the first
+    num_cached_tokens: int = 0  # of the prompt's: their keys and values were there from earlier requests
 
     @property
     def tokens_per_second(self) -> float:
@@ -188,7 +189,13 @@ def stream_parts(message: Message, seconds: float, first_token_seconds: float) -
         return [*(Token("", token_id, seconds) for token_id in others), Token(message.text, last, seconds)]
     end = expect_message(message, TextEnded, "the coordinator")
     usage = Usage(
-        end.num_prompt_tokens, end.num_tokens, end.reason, first_token_seconds, end.queued_seconds, end.decode_seconds
+        end.num_prompt_tokens,
+        end.num_tokens,
+        end.reason,
+        first_token_seconds,
+        end.queued_seconds,
+        end.decode_seconds,
+        end.num_cached_tokens,
     )
     return [*([Token(end.text, None, seconds)] if end.text else []), usage]
 

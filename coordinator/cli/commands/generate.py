@@ -67,8 +67,9 @@ def usage_line(usage: Usage) -> str:
     """Token counts, finish reason and rates, in one line."""
     ended = "length limit reached" if usage.finish_reason == "length" else "stopped"
     rate = f", then {usage.tokens_per_second:.1f} tokens/s" if usage.tokens_per_second else ""
+    cached = f" ({usage.num_cached_tokens} cached)" if usage.num_cached_tokens else ""
     return (
-        f"{usage.num_prompt_tokens} tokens in, {usage.num_tokens} out ({ended}); "
+        f"{usage.num_prompt_tokens} tokens in{cached}, {usage.num_tokens} out ({ended}); "
         f"first token after {format_seconds(usage.first_token_seconds)}{rate}"
     )
 

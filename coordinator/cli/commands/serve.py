@@ -44,6 +44,7 @@ def serve(
     context: options.ContextOption = None,
     sequences: options.SequencesOption = None,
     no_kv_copies: options.NoKvCopiesOption = False,
+    shared_prefixes: options.SharedPrefixesOption = False,
     weights: options.WeightsOption = "float32",
     wire: options.WireOption = "exact",
     lz4: options.Lz4Option = "auto",

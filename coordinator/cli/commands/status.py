@@ -73,6 +73,11 @@ def status(
     print_line(
         f"requests: {now.served_requests} served, {now.failed_requests} failed, {now.queued_requests} waiting{latency}"
     )
+    if now.num_prompt_tokens:
+        share = now.num_cached_tokens / now.num_prompt_tokens
+        print_line(
+            f"prompts: {now.num_prompt_tokens} tokens, {now.num_cached_tokens} ({share:.0%}) found in the KV cache"
+        )
     if now.wire.num_tiles:
         saved = 1 - now.wire.sent_bytes / max(now.wire.raw_bytes, 1)
         print_line(

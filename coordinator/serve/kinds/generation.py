@@ -30,6 +30,7 @@ _MAX_STOP_CHARACTERS = 1000  # of a stop text: bounds the search at every token;
 # A deployment is silent after this many times the longest wait of its workers for a peer, which is 20 times the prediction of a
 # step. A worker that is dead or stopped is found much sooner, by its agent.
 _SILENCE_FACTOR = 2
+_ALL_APPS = "all apps"  # the scope of prefixes that are shared; no public key is that short
 _PROBE_TOKENS = 8  # of the prompt of a probe: short, but several rows to share
 _PROBE_SECONDS = 120.0  # timeout of a probe's answer: the first step also pages the weights in and loads the kernels
 
@@ -94,10 +95,16 @@ class GenerationRunner:
     """All generation requests, at most `limit` at once. They run concurrently: rank 0 batches them."""
 
     def __init__(
-        self, requests: Requests[TransformerDeployment], limit: int, threads: TextThreads | None = None
+        self,
+        requests: Requests[TransformerDeployment],
+        limit: int,
+        threads: TextThreads | None = None,
+        shared_prefixes: bool = False,
     ) -> None:
+        """`shared_prefixes`: apps share the KV cache of equal prefixes, so that each can measure what others have asked."""
         self.num_running = 0
         self._threads = threads or TextThreads()
+        self._shared_prefixes = shared_prefixes
         self._activity: _Activity | None = None  # of the newest deployment
         self.limit = min(limit, _MAX_CONCURRENT)
         self._requests = requests
@@ -116,7 +123,8 @@ class GenerationRunner:
             if self.num_running > self.limit:
                 raise QueueFull(limit=self.limit)
             prompt = await self._in_thread(ticket, request, partial(model.prompt_ids, request, token_ids))
-            generation = _RunningGeneration(model, request, prompt, ticket.deadline - request.timeout_seconds)
+            scope = _ALL_APPS if self._shared_prefixes else ticket.place.caller
+            generation = _RunningGeneration(model, request, prompt, ticket.deadline - request.timeout_seconds, scope)
             generation.remaining_tokens(model.spec.max_positions)  # refuse early a prompt that can never fit
             if request.generated:
                 await self._in_thread(ticket, request, generation.replay)
@@ -125,6 +133,7 @@ class GenerationRunner:
                     yield message
             end_message = generation.end_message()
             yield end_message
+            self._requests.count_prompt(end_message.num_prompt_tokens, end_message.num_cached_tokens)
             self._requests.count_served(end_message.first_token_seconds + end_message.decode_seconds)
         except HearthError as error:
             self._requests.count_failed(error)
@@ -228,7 +237,9 @@ class _StreamWatch:
 class _RunningGeneration:
     """One request and its generated tokens. Times are those of the event loop's clock, in seconds."""
 
-    def __init__(self, model: TextModel, request: wire.Generate, prompt: list[int], began: float) -> None:
+    def __init__(
+        self, model: TextModel, request: wire.Generate, prompt: list[int], began: float, prefix_scope: str
+    ) -> None:
         self.model = model
         self.request = request
         self.reason: wire.FinishReason | None = None  # None while it runs
@@ -242,6 +253,7 @@ class _RunningGeneration:
         self._began_at = began
         # One client's id may be another's: the workers compare the tokens too.
         self._stream_name = request.request_id or secrets.token_hex(8)
+        self._prefix_scope = prefix_scope
         self._num_deployments = 0
         self._sent_at = self._first_token_at = self._last_token_at = began
 
@@ -279,6 +291,7 @@ class _RunningGeneration:
             first_index=len(self._tokens),
             timeout_seconds=deadline - self._clock() + REPLY_MARGIN_SECONDS,
             stream_name=self._stream_name,
+            prefix_scope=self._prefix_scope,
         )
 
     def replay(self) -> None:
@@ -307,10 +320,11 @@ class _RunningGeneration:
         if self._text_stream is not None:
             text = self._stop_filter.push(self._text_stream.flush()) + self._stop_filter.flush()
         queued, first = self._sent_at - self._began_at, self._first_token_at - self._sent_at
-        others = self._last_token_at - self._first_token_at
+        others, num_cached = self._last_token_at - self._first_token_at, 0
         if self.worker_end is not None and self._num_deployments == 1:  # rank 0 measured its own queueing more exactly
             queued += self.worker_end.queued_seconds
             first, others = self.worker_end.prefill_seconds, self.worker_end.decode_seconds
+            num_cached = min(self.worker_end.num_kept_rows, len(self._prompt))
         return wire.TextEnded(
             text=text,
             reason="stop" if self._stop_filter.found else self.reason,
@@ -319,6 +333,7 @@ class _RunningGeneration:
             queued_seconds=queued,
             first_token_seconds=max(first, 0.0),
             decode_seconds=others,
+            num_cached_tokens=num_cached,
         )
 
 

@@ -72,7 +72,9 @@ class TransformerKind:
             assert not isinstance(tokenizer, SentenceTokenizer)
             self._text_model = TextModel(self.model.spec, tokenizer, self.model.defaults)
         self._threads = TextThreads()
-        self._generation_runner = GenerationRunner(requests, services.settings.queue_limit, self._threads)
+        self._generation_runner = GenerationRunner(
+            requests, services.settings.queue_limit, self._threads, goal.shared_prefixes
+        )
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,8 @@ class Requests(Generic[D]):
         self.admission: Admission[D] = Admission(queue_limit)
         self.num_served = 0
         self.num_failed = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0  # of the prompts', found in the KV cache
         self.last_error = ""
         self.last_latency_seconds: float | None = None
         self._on_loss = on_loss
@@ -121,6 +123,11 @@ class Requests(Generic[D]):
         if ticket.place.alone:
             ticket.place.alone = False
             self.admission.share()
+
+    def count_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """Count the tokens of a prompt that was answered."""
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached_tokens
 
     def count_served(self, latency_seconds: float) -> None:
         """Count a request as served."""

@@ -143,6 +143,7 @@ class TextEnded(Message):
     queued_seconds: Annotated[float, Field(ge=0)]
     first_token_seconds: Annotated[float, Field(ge=0)]
     decode_seconds: Annotated[float, Field(ge=0)]
+    num_cached_tokens: Annotated[int, Field(ge=0)] = 0  # of the prompt's, found in the KV cache of earlier requests
 
 
 # ---- graphs -------------------------------------------------------------------------------------------------------
@@ -307,6 +308,8 @@ class Status(Message):
     redundancy: Text = ""  # whether the deployment survives the loss of any one device, as a sentence for users
     losses: tuple[PreparedLoss, ...] = Field(default=(), max_length=4096)  # of each device of the plan, while it serves
     learning: Learning | None = None  # None: this deployment does not learn
+    num_prompt_tokens: int = 0  # of the prompts that were answered
+    num_cached_tokens: int = 0  # of these, found in the KV cache
 
 
 class AddApp(ClientRequest):

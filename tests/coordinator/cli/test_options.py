@@ -20,7 +20,7 @@ VALUES = {
     "sequences": "2", "weights": "int8", "wire": "int8", "lz4": "on", "accuracy_budget": "0.1", "exclude": "attic",
     "limit": "attic=1GiB", "rounds": "3", "learn": "30s",
 }  # fmt: skip
-FLAGS = {"no_congestion", "no_kv_copies", "no_learn", "compare"}
+FLAGS = {"no_congestion", "no_kv_copies", "shared_prefixes", "no_learn", "compare"}
 
 
 def parameters(command: str) -> set[str]:

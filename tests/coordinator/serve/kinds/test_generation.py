@@ -35,6 +35,7 @@ from coordinator.serve.kinds import generation
 from coordinator.serve.kinds.generation import GenerationRunner, TextModel, max_context_tokens, probe
 from coordinator.serve.kinds.prompts import GenerationDefaults, StopTextFilter, TextTokenizer
 from coordinator.serve.planning.drift import MIN_PRESENCE_SECONDS
+from coordinator.serve.requests.admission import CALLER
 from coordinator.serve.requests.runner import Requests
 from coordinator.serve.state import TransformerGoal
 from hearth.client.answers import Token
@@ -115,6 +116,7 @@ class Request:
     max_tokens: int
     stop_ids: tuple[int, ...]
     first_index: int
+    prefix_scope: str = ""
 
 
 @dataclass
@@ -125,6 +127,7 @@ class Script:
     fails: list[tuple[int, HearthError]] = field(default_factory=list)
     tokens: Sequence[int] = ()  # used in place of the scripted model's, if given
     at_once: int = 1  # tokens per message
+    num_cached: int = 0  # tokens of every prompt in the KV cache
     silent_after: int | None = None  # tokens after which it gives no more
     silence_ended: bool = False  # set: it goes on
     requests: list[Request] = field(default_factory=list)
@@ -140,11 +143,12 @@ class Script:
         first_index: int,
         timeout_seconds: float,
         stream_name: str = "",
+        prefix_scope: str = "",
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         assert token_ids.dtype == np.int32
         assert timeout_seconds > 0
         ids, reason = token_ids.tolist(), "length"
-        self.requests.append(Request(list(ids), sampling, max_tokens, tuple(stop_ids), first_index))
+        self.requests.append(Request(list(ids), sampling, max_tokens, tuple(stop_ids), first_index, prefix_scope))
         limit, error = self.fails.pop(0) if self.fails else (None, None)
         self.open_now += 1
         count, batch = 0, []
@@ -171,7 +175,7 @@ class Script:
                 raise error
             yield GenerationEnded(
                 reason=reason, num_prompt_tokens=len(token_ids), num_tokens=count, queued_seconds=0.5,
-                prefill_seconds=0.25, decode_seconds=0.125,
+                prefill_seconds=0.25, decode_seconds=0.125, num_kept_rows=min(self.num_cached, len(token_ids)),
             )  # fmt: skip
         finally:
             self.open_now -= 1
@@ -473,6 +477,30 @@ def test_lost_end_message_causes_no_new_request(tokens: list[int], reason: str) 
     first, second = Script(tokens=tokens, fails=[(count, DIED)]), Script()
     found = asyncio.run(ask(Host(first, second), max_tokens=3))
     assert (found.tokens, found.end.reason, second.requests) == (tokens[:count], reason, [])
+
+
+@pytest.mark.parametrize(("shared", "scopes"), [(False, ["lamp", "heating"]), (True, ["all apps"] * 2)])
+def test_apps_share_no_prefixes_unless_allowed(shared: bool, scopes: list[str]) -> None:
+    async def ask_as(name: str, generations: GenerationRunner) -> Outcome:
+        CALLER.set(name)
+        return await read(generations, MODEL, (1, 2, 3), max_tokens=2)
+
+    async def main() -> None:
+        script = Script(num_cached=2)
+        host = Host(script)
+        generations = GenerationRunner(host, 9, shared_prefixes=shared)
+        for name in ("lamp", "heating"):
+            found = await asyncio.create_task(ask_as(name, generations))
+            assert found.end.num_cached_tokens == 2
+        assert [request.prefix_scope for request in script.requests] == scopes
+        assert (host.num_prompt_tokens, host.num_cached_tokens) == (6, 4)
+
+    asyncio.run(main())
+
+
+def test_rows_kept_over_a_change_of_plan_are_not_counted_as_cached() -> None:
+    found = asyncio.run(ask(Host(Script(fails=[(2, DIED)]), Script(num_cached=4)), max_tokens=4))
+    assert found.end.num_cached_tokens == 0
 
 
 def test_smaller_plan_limits_the_length() -> None:
