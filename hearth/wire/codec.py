@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +21,14 @@ from hearth.transport.base import Buffer
 from hearth.wire.messages import WireStats
 
 Array = np.ndarray[Any, Any]
-Layout = list[tuple[np.dtype[Any], tuple[int, ...]]]  # dtype and shape of each buffer of a tile
+Layout = tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]  # dtype and shape of each buffer of a tile
 
 SAMPLE_BYTES = 64 << 10  # of a tile; `auto` compresses them to measure ratio and speed: a small part of a large tile
 SAMPLE_EVERY = 64  # `auto` measures the first tile of each kind, then one in this many, so that sampling costs little
 # Weight of a second of compute against a second on the link. Measured: with 1, lz4 made four devices at 270 Mbit/s a quarter
 # slower in fp16.
 _COMPUTE_WEIGHT = 3.0
+_MAX_CACHED_LAYOUTS = 256  # a decoding step has a few; a prefill, some for each number of rows
 _LZ4_MAX_RATIO = 255  # a byte of an lz4 block adds at most 255 bytes of output, as one more byte of a match length
 
 
@@ -208,6 +210,7 @@ def decode_array(
     return _CONVERSIONS[values].from_wire(planes, dtype, casts)
 
 
+@lru_cache(_MAX_CACHED_LAYOUTS)
 def wire_layout(values: ValueFormat, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
     """Dtype and shape of each buffer of a tile in this value format."""
     return _CONVERSIONS[values].layout(dtype, shape)
@@ -230,7 +233,7 @@ class _Exact:
 
     def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
         """Dtype and shape of each buffer of a tile."""
-        return [(dtype, shape)]
+        return ((dtype, shape),)
 
     def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
         """Encode to buffers; None if the format cannot represent the values."""
@@ -243,7 +246,7 @@ class _Exact:
 
 class _Bf16(_Exact):
     def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
-        return [(np.dtype("<u2"), shape)]
+        return ((np.dtype("<u2"), shape),)
 
     def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
         return [casts.to_bf16(array)]
@@ -254,7 +257,7 @@ class _Bf16(_Exact):
 
 class _Fp16(_Exact):
     def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
-        return [(np.dtype("<f2"), shape)]
+        return ((np.dtype("<f2"), shape),)
 
     def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
         half = casts.to_fp16(array)
@@ -271,7 +274,7 @@ class _Int8(_Exact):
     """int8 with one scale per row (last axis): the row's largest absolute value / 127."""
 
     def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
-        return [(np.dtype("i1"), shape), (np.dtype("<f4"), shape[:-1])]
+        return (np.dtype("i1"), shape), (np.dtype("<f4"), shape[:-1])
 
     def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
         largest = np.abs(array).max(axis=-1, initial=0.0)

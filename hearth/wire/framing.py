@@ -11,6 +11,7 @@ import hmac
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +28,15 @@ TOKEN_BYTES = 16  # length of the plan token: 128 random bits cannot be guessed
 MAX_DIMS = 8  # enough for vision models, whose operators split axes into windows and heads
 _HEADER_VERSION = 3  # of the headers below: a change of their layout takes the next number
 _COMPRESSED = 0x80  # flag in the encoding byte: the buffers are in lz4
-# Version, dtype, encoding, number of axes, phase; epoch, step, layer, tile, source, chunk; shape.
-_HEADER = struct.Struct(f"<5BxxxQIHHHH{MAX_DIMS}I")
-_HEADER_BYTES = TOKEN_BYTES + _HEADER.size
+# A tile's header after the plan token: version, dtype, encoding, number of axes, phase; epoch, step, layer, tile, source,
+# chunk; shape.
+_KIND = struct.Struct("<5Bxxx")
+_KEY = struct.Struct("<QIHHHH")
+_DIMS = struct.Struct(f"<{MAX_DIMS}I")
+_KIND_END = TOKEN_BYTES + _KIND.size
+_KEY_END = _KIND_END + _KEY.size
+_HEADER_BYTES = _KEY_END + _DIMS.size
+_MAX_CACHED_FORMS = 256  # a decoding step has a few; a prefill, some for each number of rows
 _MAX_SINGLE_FRAME_BYTES = 32 << 10  # for larger buffers, copying costs more than a second frame
 _ARRAY_HEADER = struct.Struct(f"<3Bx{MAX_DIMS}I")
 
@@ -61,25 +68,20 @@ def encode_tile(token: bytes, key: TileKey, array: Array, link_codec: Codec) -> 
 
     Raises FrameTooLarge if the peer would have to refuse the tile, ValueError for a dtype that tiles cannot have.
     """
-    array, dtype_code = _for_wire(array, _tile_dtypes(key.phase))
-    encoded = link_codec.encode(key.phase.name, array, verbatim=key.phase.verbatim)
-    header = _HEADER.pack(
-        _HEADER_VERSION,
-        dtype_code,
-        encoded.values.code | (_COMPRESSED if encoded.compressed else 0),
-        array.ndim,
-        key.phase,
-        key.epoch,
-        key.step,
-        key.layer,
-        key.tile,
-        key.source,
-        key.chunk,
-        *_padded(array.shape),
+    phase = key.phase
+    dtype, dtype_code, dims = _wire_form(array.dtype, array.shape, phase)
+    array = array.astype(dtype, copy=False)
+    encoded = link_codec.encode(phase.name, array, verbatim=phase.verbatim)
+    encoding = encoded.values.code | (_COMPRESSED if encoded.compressed else 0)
+    header = (
+        token,
+        _KIND.pack(_HEADER_VERSION, dtype_code, encoding, array.ndim, phase),
+        _KEY.pack(key.epoch, key.step, key.layer, key.tile, key.source, key.chunk),
+        dims,
     )
     if len(encoded.buffers) == 1 and 0 < len(encoded.buffers[0]) <= _MAX_SINGLE_FRAME_BYTES:
-        return [b"".join((token, header, encoded.buffers[0]))]
-    return [token + header, *encoded.buffers]
+        return [b"".join((*header, encoded.buffers[0]))]
+    return [b"".join(header), *encoded.buffers]
 
 
 def split_frames(frames: Sequence[Buffer]) -> Sequence[Buffer]:
@@ -105,7 +107,8 @@ def decode_body(header: TileHeader, frames: Sequence[Buffer], casts: Casts = NUM
 
 def pack_array(array: Array) -> list[Buffer]:
     """Encode an array as two payload frames of a message. Raises FrameTooLarge, ValueError for an unsupported dtype."""
-    array, dtype_code = _for_wire(array, _DTYPES)
+    dtype, dtype_code = _for_wire(array.dtype, array.shape, _DTYPES)
+    array = array.astype(dtype, copy=False)
     header = _ARRAY_HEADER.pack(_HEADER_VERSION, dtype_code, array.ndim, *_padded(array.shape))
     return [header, memoryview(np.ascontiguousarray(array).data).cast("B") if array.size else b""]
 
@@ -149,24 +152,46 @@ def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
 
     All checks that need no values are made here, because a rank may forward a tile without decoding its values.
     """
-    frames = split_frames(frames)
-    if not frames or len(frames[0]) != _HEADER_BYTES:
+    num_buffers = len(frames) - 1
+    if num_buffers == 0 and len(frames[0]) > _HEADER_BYTES:  # a small tile, see `split_frames`
+        num_buffers = 1
+    elif num_buffers < 0 or len(frames[0]) != _HEADER_BYTES:
         raise BadMessage(reason="a tile begins with a header")
-    head = bytes(frames[0])
+    head = bytes(memoryview(frames[0])[:_HEADER_BYTES])
     if not hmac.compare_digest(head[:TOKEN_BYTES], token):
         raise BadMessage(reason="a tile carries another plan's token")
-    version, dtype_code, encoding, num_dims, phase, *rest = _HEADER.unpack_from(head, TOKEN_BYTES)
-    epoch, step, layer, tile, source, chunk, *dims = rest
+    form = _read_form(head[TOKEN_BYTES:_KIND_END], head[_KEY_END:])
+    if num_buffers != form.num_buffers:
+        raise BadMessage(reason=f"{num_buffers} buffers for a tile of {form.num_buffers}")
+    epoch, step, layer, tile, source, chunk = _KEY.unpack_from(head, _KIND_END)
+    key = TileKey(epoch, step, layer, form.phase, tile, source, chunk)
+    return TileHeader(key, form.dtype, form.values, form.compressed, form.shape)
+
+
+class _Form(NamedTuple):
+    """What a tile's header says except its key: the same for many tiles."""
+
+    phase: Phase
+    dtype: np.dtype[Any]
+    values: ValueFormat
+    compressed: bool
+    shape: tuple[int, ...]
+    num_buffers: int
+
+
+@lru_cache(_MAX_CACHED_FORMS)
+def _read_form(packed_kind: bytes, packed_dims: bytes) -> _Form:
+    version, dtype_code, encoding, num_dims, phase_number = _KIND.unpack(packed_kind)
     if version != _HEADER_VERSION or dtype_code >= len(_DTYPES):
         raise BadMessage(reason=f"unknown tile header (version {version}, dtype {dtype_code})")
     try:
-        key = TileKey(epoch, step, layer, Phase(phase), tile, source, chunk)
+        phase = Phase(phase_number)
     except ValueError:
-        raise BadMessage(reason=f"unknown phase {phase}") from None
+        raise BadMessage(reason=f"unknown phase {phase_number}") from None
     dtype = _DTYPES[dtype_code]
-    if dtype not in _tile_dtypes(key.phase):
-        raise BadMessage(reason=f"{key.phase.name} tiles are not of {dtype}")
-    shape = _checked_shape(num_dims, dims, dtype)
+    if dtype not in _tile_dtypes(phase):
+        raise BadMessage(reason=f"{phase.name} tiles are not of {dtype}")
+    shape = _checked_shape(num_dims, _DIMS.unpack(packed_dims), dtype)
     try:
         values = format_by_code(encoding & ~_COMPRESSED)
     except KeyError:
@@ -174,9 +199,13 @@ def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
     if values is not EXACT and (dtype != _DTYPES[0] or not shape):
         raise BadMessage(reason=f"a tile of {dtype} cannot be in {values.name}")
     num_buffers = len(codec.wire_layout(values, dtype, shape))
-    if len(frames) != 1 + num_buffers:
-        raise BadMessage(reason=f"{len(frames) - 1} buffers for a tile of {num_buffers}")
-    return TileHeader(key, dtype, values, bool(encoding & _COMPRESSED), shape)
+    return _Form(phase, dtype, values, bool(encoding & _COMPRESSED), shape, num_buffers)
+
+
+@lru_cache(_MAX_CACHED_FORMS)
+def _wire_form(dtype: np.dtype[Any], shape: tuple[int, ...], phase: Phase) -> tuple[np.dtype[Any], int, bytes]:
+    """The little-endian dtype of a tile, its code, and the packed shape. Raises ValueError, FrameTooLarge."""
+    return *_for_wire(dtype, shape, _tile_dtypes(phase)), _DIMS.pack(*_padded(shape))
 
 
 def _tile_dtypes(phase: Phase) -> tuple[np.dtype[Any], ...]:
@@ -198,17 +227,17 @@ def _check_size(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         raise FrameTooLarge(num_bytes=num_bytes, cap_bytes=MAX_PAYLOAD_FRAME_BYTES)
 
 
-def _for_wire(array: Array, allowed: Sequence[np.dtype[Any]]) -> tuple[Array, int]:
-    """Convert an array to little-endian; also return the code of its dtype. Raises ValueError, FrameTooLarge."""
-    dtype = array.dtype
-    if dtype not in allowed:
-        dtype = dtype.newbyteorder("<")
-    if dtype not in allowed:
-        raise ValueError(f"{array.dtype} is none of {', '.join(str(each) for each in allowed)}")
-    if array.ndim > MAX_DIMS:
-        raise ValueError(f"a tensor of {array.ndim} dimensions, at most {MAX_DIMS} are allowed")
-    _check_size(array.shape, dtype)
-    return array.astype(dtype, copy=False), _DTYPE_CODES[dtype]
+def _for_wire(
+    dtype: np.dtype[Any], shape: tuple[int, ...], allowed: Sequence[np.dtype[Any]]
+) -> tuple[np.dtype[Any], int]:
+    """The little-endian dtype of an array, and its code. Raises ValueError, FrameTooLarge."""
+    wire_dtype = dtype if dtype in allowed else dtype.newbyteorder("<")
+    if wire_dtype not in allowed:
+        raise ValueError(f"{dtype} is none of {', '.join(str(each) for each in allowed)}")
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"a tensor of {len(shape)} dimensions, at most {MAX_DIMS} are allowed")
+    _check_size(shape, wire_dtype)
+    return wire_dtype, _DTYPE_CODES[wire_dtype]
 
 
 def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:

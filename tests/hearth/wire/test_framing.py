@@ -71,6 +71,22 @@ def test_small_tile_in_one_frame_is_validated(array: np.ndarray, wire: WireForma
             decode_tile(TOKEN, [damaged])
 
 
+@given(tiles, wires, keys, keys, st.binary(min_size=16, max_size=16))
+def test_headers_that_differ_in_key_or_token_alone_are_told_apart(
+    array: np.ndarray, wire: WireFormat, key: TileKey, second: TileKey, token: bytes
+) -> None:
+    codec = Codec(wire, 1e6, lambda: 0.0)
+    second = second._replace(phase=key.phase)
+    for each in (key, second, key):
+        frames = encode_tile(TOKEN, each, array, codec)
+        header = read_header(TOKEN, frames)
+        assert header.key == each
+        assert header.shape == array.shape
+        if token != TOKEN:
+            with pytest.raises(BadMessage, match="another plan's token"):
+                read_header(token, frames)
+
+
 def test_exact_tiles_are_not_copied() -> None:
     array = np.arange(10_000, dtype=np.float32)
     frames = encode_tile(TOKEN, KEY, array, Codec(WireFormat(lz4="off"), 1e6, lambda: 0.0))
