@@ -68,13 +68,10 @@ class _Link:
         """Send a message, and keep it for the case that it is lost."""
         kept = [frame if len(frame) > self._copied_bytes else bytes(frame) for frame in frames]
         now = time.monotonic()
-        if background:
-            self.recent_background.add(kept, now)
-        elif sum(map(len, kept)) > MAX_BYTES:
+        if not background and sum(map(len, kept)) > MAX_BYTES:
             return self._send_large(kept, now)
-        else:
-            self.recent.add(kept, now)
-        self._write(kept, self._copied_bytes)
+        self._write(kept, self._copied_bytes)  # first, since the peer waits
+        (self.recent_background if background else self.recent).add(kept, now)
 
     def send_again(self, broken_at: float) -> None:
         """Send what may be lost with the connection that broke then."""
@@ -195,7 +192,10 @@ class SocketTransport:
         if timeout_ms != self._receive_timeout_ms:
             self._pull.rcvtimeo = self._receive_timeout_ms = timeout_ms
         try:
-            frames = self._pull.recv_multipart(copy=False)
+            # Not `recv_multipart`, which asks the socket again whether there are more frames.
+            frames = [self._pull.recv(copy=False)]
+            while frames[-1].more:
+                frames.append(self._pull.recv(copy=False))
         except zmq.Again:
             return None
         return None if self._closed.is_set() else self._read(frames)
