@@ -1,4 +1,4 @@
-"""Conversions for the activation codec in torch: several times faster than in numpy, with the same results."""
+"""Conversions for the activation codec in torch: for many values several times faster than in numpy, with the same results."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from hearth.wire.codec import Array, Casts
 
 # Received frames are read-only, which is safe, since nothing here writes to its input.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+# Up to this many values, as in decoding, calling torch's operators takes longer than numpy's pass over the values: 3.2 and 1.2
+# microseconds for 2048 values.
+_FEW_VALUES = 8192
 
 
 class TorchCasts(Casts):
-    """The conversions of `Casts` in torch."""
+    """The conversions of `Casts`, in torch where that is faster."""
 
     def to_fp16(self, array: Array) -> Array:
         half: Array = torch.from_numpy(array).half().numpy()
@@ -28,5 +31,7 @@ class TorchCasts(Casts):
         return bits.view("<u2")
 
     def from_bf16(self, array: Array) -> Array:
+        if array.size <= _FEW_VALUES:
+            return super().from_bf16(array)
         full: Array = torch.from_numpy(array.view("<i2")).view(torch.bfloat16).float().numpy()
         return full

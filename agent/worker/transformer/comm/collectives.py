@@ -152,7 +152,7 @@ class Collectives:
         chunks = self._chunks(into)
         keys = self._keys(layer, phase, self.rank, source, len(chunks))
         for chunk, tile in zip(chunks, self._communicator.receive(keys), strict=True):
-            self._write_tile(tile, into[slice(*chunk)], add)
+            self._write_tile(tile, into if chunk.size == into.shape[0] else into[slice(*chunk)], add)
 
     def has_arrived(self, layer: int, phase: Phase, source: int, into: Tensor) -> bool:
         """Whether `receive_rows` would return without waiting."""
@@ -162,7 +162,8 @@ class Collectives:
     def _send(self, target: int, layer: int, phase: Phase, tile: int, rows: Tensor) -> None:
         for index, chunk in enumerate(self._chunks(rows)):
             key = self._communicator.key(layer, phase, tile, self.rank, index, self._step)
-            staged = self._staging.to_wire(rows[slice(*chunk)])
+            # Slicing is not free: a decoding step sends few rows, many times.
+            staged = self._staging.to_wire(rows if chunk.size == rows.shape[0] else rows[slice(*chunk)])
             self._communicator.when_ready(staged, partial(self._communicator.send, target, key))
 
     def _reduce(self, layer: int, phase: Phase, tile: int, sums: Tensor) -> None:

@@ -1,0 +1,128 @@
+"""Exchange of a decoding step's partial sums: in-memory transport and real sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from support.memory_transport import MemoryHub
+
+from hearth.errors import StepFailed
+from hearth.plan.geometry import spans
+from hearth.plan.parts import WireFormat
+from hearth.plan.phases import Phase
+from hearth.plan.value_formats import ValueFormatName
+from hearth.platform.curve import new_keypair
+from hearth.transport.base import Transport
+from hearth.transport.sockets import SocketTransport
+from hearth.wire.codec import Codec
+from hearth.wire.messages import Peer
+
+torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+
+from agent.worker.tracing import Recorder  # noqa: E402 (needs torch)
+from agent.worker.transformer.comm.casts import TorchCasts  # noqa: E402 (needs torch)
+from agent.worker.transformer.comm.collectives import Collectives  # noqa: E402 (needs torch)
+from agent.worker.transformer.comm.communicator import Communicator  # noqa: E402 (needs torch)
+from agent.worker.transformer.comm.staging import CpuStaging  # noqa: E402 (needs torch)
+
+NUM_RANKS, NUM_LAYERS, HIDDEN = 3, 4, 96
+
+
+@contextmanager
+def memory() -> Iterator[Sequence[Transport]]:
+    hub = MemoryHub(NUM_RANKS)
+    yield [hub.transport(rank) for rank in range(NUM_RANKS)]
+    hub.close()
+
+
+@contextmanager
+def sockets() -> Iterator[Sequence[Transport]]:
+    made = [SocketTransport(rank, NUM_RANKS, "127.0.0.1", (0, 0), new_keypair()) for rank in range(NUM_RANKS)]
+    peers = [
+        Peer(rank=rank, host="127.0.0.1", port=each.port, public_key=each.public_key, bytes_per_second=1e9)
+        for rank, each in enumerate(made)
+    ]
+    for rank, transport in enumerate(made):
+        transport.connect([peer for peer in peers if peer.rank != rank])
+    yield made
+    for transport in made:
+        transport.close()
+        transport.release()
+
+
+TRANSPORTS = {"memory": memory, "sockets": sockets}
+
+
+@contextmanager
+def communicators(
+    transports: Sequence[Transport], values: ValueFormatName = "exact", inline: bool = True
+) -> Iterator[list[Communicator]]:
+    wire = WireFormat(values=values)
+    made = []
+    for rank, transport in enumerate(transports):
+        codecs = {peer: Codec(wire, 1e9, time.perf_counter, TorchCasts()) for peer in range(NUM_RANKS) if peer != rank}
+        made.append(Communicator(transport, 0, bytes(16), codecs))
+        made[-1].start()
+        made[-1].begin_step(1, 10.0, Recorder(enabled=False))
+        made[-1].set_inline_receiving(inline)
+    yield made
+    for communicator in made:
+        communicator.close()
+
+
+def sums(communicator: Communicator, batch: int) -> np.ndarray:
+    """One rank's sums of all layers; rank 1 has nothing to add."""
+    rank = communicator.rank
+    collectives = Collectives(communicator, CpuStaging(), spans([batch] + [0] * (NUM_RANKS - 1)), overlap=True)
+    random = torch.Generator().manual_seed(rank)
+    like_BH = torch.zeros(batch, HIDDEN)
+    found = []
+    for layer in range(NUM_LAYERS):
+        own_BH = None if rank == 1 else torch.randn(batch, HIDDEN, generator=random)
+        found.append(collectives.one_shot_all_reduce(layer, Phase.SUM_MLP, own_BH, (0, 2), like_BH).numpy())
+    return np.stack(found)
+
+
+def on_all_ranks(made: Sequence[Communicator], act: Callable[[Communicator], np.ndarray]) -> list[np.ndarray]:
+    with ThreadPoolExecutor(NUM_RANKS) as pool:
+        return list(pool.map(act, made))
+
+
+@pytest.mark.parametrize("values", ["exact", "bf16", "int8"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sums_do_not_depend_on_the_thread_that_receives(values: ValueFormatName, batch: int) -> None:
+    results = []
+    for transport in TRANSPORTS.values():
+        for inline in (False, True):
+            with transport() as transports, communicators(transports, values, inline) as made:
+                results.append(on_all_ranks(made, lambda each: sums(each, batch)))
+                assert [each.dropped for each in made] == [0] * NUM_RANKS
+    for ranks in results:
+        for found, expected in zip(ranks, results[0], strict=True):
+            assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_missing_sums_are_reported_at_the_deadline(transport: str) -> None:
+    with TRANSPORTS[transport]() as transports, communicators(transports) as made:
+        made[0].begin_step(2, 0.2, Recorder(enabled=False))
+        key = made[0].key(0, Phase.SUM_MLP, 0, 2)
+        began = time.monotonic()
+        with pytest.raises(StepFailed, match="did not arrive from rank 2"):
+            made[0].receive([key])
+        assert 0.2 <= time.monotonic() - began < 5
+
+
+def test_received_bf16_values_equal_those_of_numpy() -> None:
+    from hearth.wire.codec import NUMPY_CASTS
+
+    every = np.arange(1 << 16, dtype=np.uint16)  # with NaN, infinities and subnormals
+    for size in (1 << 10, 1 << 16):  # below and above the size from which torch converts
+        parts = every.reshape(-1, size)
+        found = np.concatenate([TorchCasts().from_bf16(part) for part in parts])
+        np.testing.assert_array_equal(found.view(np.uint32), NUMPY_CASTS.from_bf16(every).view(np.uint32))
