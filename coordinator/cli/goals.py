@@ -13,7 +13,7 @@ from coordinator.plan.limits import parse_limit
 from coordinator.plan.registry import REGISTRY
 from coordinator.serve.state import MAX_TILES, Goal, GraphGoal, TileCount, TransformerGoal
 from hearth.errors import BadSetting
-from hearth.plan.model_spec import WeightFormat
+from hearth.plan.model_spec import KvFormat, WeightFormat
 from hearth.plan.value_formats import VALUE_FORMAT_NAMES
 from hearth.platform.units import parse_seconds
 
@@ -21,6 +21,7 @@ _CHOICES: Mapping[str, Sequence[str]] = {
     "wire": VALUE_FORMAT_NAMES,
     "lz4": ("auto", "on", "off"),
     "weights": get_args(WeightFormat),
+    "kv_cache": get_args(KvFormat),
 }
 
 
@@ -30,7 +31,9 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
     REGISTRY["transformer" if kind == "transformer" else "graph"].check(options["strategy"], objective)
     for name, allowed in _CHOICES.items():
         if options[name] not in allowed:
-            raise BadSetting(setting=f"--{name}", reason=f"'{options[name]}' is none of {', '.join(allowed)}")
+            raise BadSetting(
+                setting=f"--{name.replace('_', '-')}", reason=f"'{options[name]}' is none of {', '.join(allowed)}"
+            )
     common: dict[str, Any] = {
         "strategy": options["strategy"],
         "wire": {"values": options["wire"], "lz4": options["lz4"]},
@@ -44,7 +47,7 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
             accuracy_budget=_accuracy_budget(options),
             kv_copies=not options["no_kv_copies"],
             shared_prefixes=bool(options.get("shared_prefixes")),  # `plan` lacks this option
-            **{name: options[name] for name in ("seq_len", "context", "sequences", "weights")},
+            **{name: options[name] for name in ("seq_len", "context", "sequences", "weights", "kv_cache")},
             **common,
         )
     return GraphGoal(

@@ -119,6 +119,15 @@ NoKvCopiesOption = Annotated[
         "computed again. Default: copies, if every device has memory for them.",
     ),
 ]
+KvCacheOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache",
+        help="(decoder) Number format of keys and values: float32, bfloat16 (half the memory) or int8 (about a quarter). "
+        "They are converted in every step, so a long context is slower than in float32.",
+        metavar="FORMAT",
+    ),
+]
 SharedPrefixesOption = Annotated[
     bool,
     typer.Option(
@@ -198,7 +207,16 @@ _KIND_TITLES: Mapping[ModelFileKind, str] = {
 # Options of `plan` and `serve` that apply to some kinds of MODEL only, by parameter name. All others apply to every kind.
 OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
     **dict.fromkeys(
-        ("seq_len", "context", "sequences", "no_kv_copies", "shared_prefixes", "weights", "accuracy_budget"),
+        (
+            "seq_len",
+            "context",
+            "sequences",
+            "no_kv_copies",
+            "kv_cache",
+            "shared_prefixes",
+            "weights",
+            "accuracy_budget",
+        ),
         _TRANSFORMER,
     ),
     **dict.fromkeys(("dim", "cluster", "tiles", "learn", "no_learn"), _GRAPH),
@@ -209,7 +227,7 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
 # Options of `serve` that require MODEL.
 MODEL_OPTIONS = (
     "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "tiles", "seq_len", "context",
-    "sequences", "no_kv_copies", "shared_prefixes", "weights", "wire", "lz4", "accuracy_budget", "exclude", "limit",
+    "sequences", "no_kv_copies", "kv_cache", "shared_prefixes", "weights", "wire", "lz4", "accuracy_budget", "exclude", "limit",
     "learn", "no_learn",
 )  # fmt: skip
 

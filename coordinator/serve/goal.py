@@ -51,7 +51,7 @@ def open_model(goal: Goal) -> TransformerModel | GraphFile:
 def open_transformer(goal: TransformerGoal) -> TransformerModel:
     """Read config and tokenizer. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
     directory = Path(goal.model_dir)
-    spec = read_spec(directory).model_copy(update={"weights": goal.weights})
+    spec = read_spec(directory).model_copy(update={"weights": goal.weights, "kv_cache": goal.kv_cache})
     generation = _generation_request(goal, spec)
     max_seq_len = generation.context if generation else spec.max_positions
     seq_len = min(goal.seq_len or DEFAULT_SEQ_LEN, max_seq_len)
@@ -66,8 +66,13 @@ def open_transformer(goal: TransformerGoal) -> TransformerModel:
 
 def _generation_request(goal: TransformerGoal, spec: ModelSpec) -> GenerationRequest | None:
     if not spec.causal:
-        for option, value in (("--context", goal.context), ("--sequences", goal.sequences)):
-            if value is not None:
+        given = (
+            ("--context", goal.context),
+            ("--sequences", goal.sequences),
+            ("--kv-cache", goal.kv_cache != "float32"),
+        )
+        for option, value in given:
+            if value:
                 raise BadSetting(setting=option, reason=f"{spec.name} generates no text")
         return None
     context = goal.context or min(spec.max_positions, DEFAULT_CONTEXT)

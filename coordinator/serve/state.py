@@ -12,7 +12,7 @@ from coordinator.devices.quorum import latest
 from coordinator.plan.limits import MemoryLimit
 from coordinator.serve.durable_file import DurableFile
 from hearth.plan.graph import Objective
-from hearth.plan.model_spec import WeightFormat
+from hearth.plan.model_spec import KvFormat, WeightFormat
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import Plan, migrate
 from hearth.protocol import DEFAULT_DEPLOYMENT
@@ -48,6 +48,7 @@ class TransformerGoal(_Goal):
     context: int | None = Field(default=None, ge=1, le=1 << 24)
     sequences: int | None = Field(default=None, ge=1, le=4096)
     kv_copies: bool = True  # whether devices with room keep copies of each other's KV caches
+    kv_cache: KvFormat = "float32"  # format of keys and values in the KV cache
     shared_prefixes: bool = False  # whether apps share the KV cache of equal prefixes
     weights: WeightFormat = "float32"  # format of matrices in the devices' memory
     # Largest relative error that lossy activation formats may cause; None: use the format in `wire`.

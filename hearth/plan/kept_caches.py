@@ -31,8 +31,8 @@ class CacheBlock(NamedTuple):
         return all(own.start <= part.start and part.stop <= own.stop for own, part in zip(self, other, strict=True))
 
     def num_bytes(self, spec: ModelSpec, num_rows: int = 1) -> int:
-        """Bytes of the keys and values of `num_rows` tokens, in float32."""
-        return 2 * self.size * spec.head_dim * 4 * num_rows
+        """Bytes of the keys and values of `num_rows` tokens."""
+        return 2 * self.size * spec.kv_row_bytes * num_rows
 
 
 class HeldBlock(NamedTuple):

@@ -11,6 +11,9 @@ from hearth.plan.rotary import RotarySpec
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Activation = Literal["gelu", "gelu_new", "relu", "silu"]
 WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+KvFormat = Literal[
+    "float32", "bfloat16", "int8"
+]  # of keys and values in the KV cache; int8 has a scale per row and head
 INT4_DEVICES = ("cpu",)  # compute devices for which the worker has an int4 kernel
 # Bytes per weight. int4 includes a scale and a zero point of 2 bytes each for every 32 weights.
 _MATRIX_BYTES: dict[WeightFormat, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.625}
@@ -52,6 +55,7 @@ class ModelSpec(BaseModel, frozen=True):
     tied_head: bool = True  # the head uses the word embedding's weights
 
     weights: WeightFormat = "float32"  # of matrices in a device's memory; the user's choice, independent of `dtype`
+    kv_cache: KvFormat = "float32"  # the user's choice, too
 
     @property
     def bytes_per_weight(self) -> int:
@@ -93,6 +97,11 @@ class ModelSpec(BaseModel, frozen=True):
     def window(self, layer: int) -> int | None:
         """The attention window of a layer in tokens, the token itself included; None: no window."""
         return None if layer < self.full_attention_layers else self.sliding_window
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes in the KV cache of the key, or of the value, of one token and head."""
+        return {"float32": 4 * self.head_dim, "bfloat16": 2 * self.head_dim, "int8": self.head_dim + 4}[self.kv_cache]
 
     @property
     def has_separate_head(self) -> bool:

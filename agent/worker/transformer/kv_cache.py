@@ -1,7 +1,7 @@
 """KV caches on one rank that outlive sequences: copies of another rank's, and those kept of earlier plans, in host memory.
 
-Rows of some layers and KV heads (`CacheBlock`) have the shape [layers, 2, kv heads, rows, head_dim], keys before values, in
-float32.
+Rows of some layers and KV heads (`CacheBlock`) have the shape [layers, 2, kv heads, rows, d], keys before values, in the format
+of the cache (`paged_cache.to_format`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.paged_cache import part_of
+from agent.worker.transformer.paged_cache import part_of, stored_row
 from hearth.errors import BadMessage, StepFailed
 from hearth.plan.geometry import Span
 from hearth.plan.kept_caches import CacheBlock
@@ -82,7 +82,9 @@ class CacheCopies:
 
     def __init__(self, spec: ModelSpec, block: CacheBlock, max_tokens: int) -> None:
         """`max_tokens` is the memory that the plan reserves, in tokens of all sequences together."""
-        self._shape = (block.layers.size, 2, block.heads.size, spec.head_dim)
+        width, dtype = stored_row(spec)
+        self._dtype = torch.empty(0, dtype=dtype).numpy().dtype
+        self._shape = (block.layers.size, 2, block.heads.size, width)
         self._block = block
         self._max_tokens = max_tokens
         self._copies: dict[int, CopiedRows] = {}
@@ -93,7 +95,7 @@ class CacheCopies:
     def accept(self, sequence: int, first_row: int, piece: Array) -> None:
         """Take rows of a sequence; those of one that has ended are ignored. Raises BadMessage."""
         if (
-            piece.dtype != np.float32
+            piece.dtype != self._dtype
             or piece.ndim != 5
             or not piece.size
             or (*piece.shape[:3], piece.shape[4]) != self._shape

@@ -1,5 +1,6 @@
 """The paged KV cache of one rank: the memory, and the sequences whose rows are in it.
 
+Rows have the shape [layers, 2, kv heads, rows, d] in the cache's format: d = head_dim in float32, else bytes (`to_format`).
 Memory is taken in blocks of KV_BLOCK_TOKENS rows of all of the rank's layers and KV heads. Rank 0 allocates them
 (`generation.block_pool`), and names them in step orders; they have the same numbers on all ranks.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 from hearth.errors import StepFailed
 from hearth.plan.geometry import Span
 from hearth.plan.kept_caches import CacheBlock
-from hearth.plan.model_spec import ModelSpec
+from hearth.plan.model_spec import KvFormat, ModelSpec
 from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.wire.messages import NewSequence
 
@@ -31,17 +32,47 @@ def part_of(within: CacheBlock, block: CacheBlock) -> tuple[slice, slice, slice]
     return layers, slice(None), heads
 
 
-class PagedRows:
-    """The memory of a rank's KV caches: `num_blocks` blocks of rows of `part`, its layers and KV heads.
+def stored_row(spec: ModelSpec) -> tuple[int, torch.dtype]:
+    """The number and type of elements in which the cache holds the key, or the value, of one token and head."""
+    return (spec.head_dim, torch.float32) if spec.kv_cache == "float32" else (spec.kv_row_bytes, torch.uint8)
 
-    One tensor [layers, 2, kv heads, rows of all blocks, head_dim]. A CPU's pages become resident when first used.
+
+def to_format(rows: Tensor, kind: KvFormat) -> Tensor:
+    """Convert keys or values [..., head_dim] in float32 to the cache's format.
+
+    Other formats are bytes, so that rows can be copied and sent as they are: bfloat16, or int8 with a float32 scale per row.
+    """
+    if kind == "float32":
+        return rows
+    if kind == "bfloat16":
+        return rows.to(torch.bfloat16).contiguous().view(torch.uint8)
+    scales = rows.abs().amax(-1, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+    return torch.cat([(rows / scales).round_().to(torch.int8).view(torch.uint8), scales.view(torch.uint8)], dim=-1)
+
+
+def from_format(stored: Tensor, kind: KvFormat) -> Tensor:
+    """Convert rows back to float32."""
+    if kind == "float32":
+        return stored
+    if kind == "bfloat16":
+        return stored.view(torch.bfloat16).float()
+    values, scales = stored[..., :-4], stored[..., -4:].contiguous().view(torch.float32)
+    return values.view(torch.int8) * scales
+
+
+class PagedRows:
+    """The memory of a rank's KV caches: `num_blocks` blocks of rows of `part`, its layers and KV heads, in one tensor.
+
+    On a CPU, pages become resident when they are first used.
     """
 
     def __init__(self, spec: ModelSpec, part: CacheBlock, num_blocks: int, device: torch.device) -> None:
-        shape = (part.layers.size, 2, part.heads.size, num_blocks * KV_BLOCK_TOKENS, spec.head_dim)
+        width, dtype = stored_row(spec)
+        shape = (part.layers.size, 2, part.heads.size, num_blocks * KV_BLOCK_TOKENS, width)
         self.part = part
+        self.format = spec.kv_cache
         self.num_blocks = num_blocks
-        self.values = torch.empty(shape, dtype=torch.float32, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
 
 
 class SequenceCache:
@@ -90,21 +121,24 @@ class SequenceCache:
         values, first = self._memory.values[layer - self.block.layers.start], 0
         for run in self._slices(Span(start, start + k_skd.shape[0])):
             rows = slice(first, first + run.size)
-            values[0, :, slice(*run)] = k_skd[rows].transpose(0, 1)
-            values[1, :, slice(*run)] = v_skd[rows].transpose(0, 1)
+            values[0, :, slice(*run)] = to_format(k_skd[rows], self._memory.format).transpose(0, 1)
+            values[1, :, slice(*run)] = to_format(v_skd[rows], self._memory.format).transpose(0, 1)
             first = rows.stop
 
     def keys_and_values(self, layer: int, rows: Span) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of the rows: pairs of [kv heads, some rows, d], which follow each other.
+        """Keys and values of the rows in float32: pairs of [kv heads, some rows, head_dim], which follow each other.
 
-        They are views of the memory, unless many blocks are scattered.
+        They are views of a memory in float32, unless many blocks are scattered.
         """
         keys, values = self._memory.values[layer - self.block.layers.start]
         runs = self._slices(rows)
         if rows.size < len(runs) * _MIN_ROWS_OF_VIEW and len(runs) > 1:
             index = torch.cat([torch.arange(*run) for run in runs]).to(keys.device)
-            return [(keys.index_select(1, index), values.index_select(1, index))]
-        return [(keys[:, slice(*run)], values[:, slice(*run)]) for run in runs]
+            pairs = [(keys.index_select(1, index), values.index_select(1, index))]
+        else:
+            pairs = [(keys[:, slice(*run)], values[:, slice(*run)]) for run in runs]
+        kind = self._memory.format
+        return [(from_format(k, kind), from_format(v, kind)) for k, v in pairs]
 
     def rows(self, block: CacheBlock, rows: Span) -> Tensor:
         """Some rows of a part of the block, copied if they are not in adjacent blocks."""

@@ -59,6 +59,7 @@ def plan(
     context: options.ContextOption = None,
     sequences: options.SequencesOption = None,
     no_kv_copies: options.NoKvCopiesOption = False,
+    kv_cache: options.KvCacheOption = "float32",
     weights: options.WeightsOption = "float32",
     wire: options.WireOption = "exact",
     lz4: options.Lz4Option = "auto",

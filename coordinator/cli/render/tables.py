@@ -217,6 +217,7 @@ def generation_lines(plan: TransformerPlan) -> list[str]:
     room = (
         f"KV cache: {generation.kv_tokens} tokens: {generation.kv_tokens // context} concurrent sequences of {context}"
     )
+    room += f", in {plan.model.kv_cache}" if plan.model.kv_cache != "float32" else ""
     copies = ["each device also holds a copy of the KV cache of the one before it"] if generation.kv_copies else []
     if rate := decoding_rate(plan):
         return [

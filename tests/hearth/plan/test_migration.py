@@ -46,7 +46,7 @@ def test_v1_transformer_plan_keeps_its_shares(name: str) -> None:
     for field in _OF_PIPELINES if staged else _OF_TENSOR_PARALLELISM:
         assert body[field] == old["body"][field]
     assert body["exact_links"] == old["body"]["exact_links"]
-    assert (new["model"], body["seq_len"]) == (old["model"], old["seq_len"])
+    assert (new["model"], body["seq_len"]) == ({**old["model"], "kv_cache": "float32"}, old["seq_len"])
     limits = dict(old["generation"]) if old["generation"] else None
     assert new["predicted"]["decode_seconds"] == (limits.pop("decode_seconds") if limits else 0.0)
     assert body["generation"] == (limits and {**limits, "kv_copies": False})

@@ -10,14 +10,13 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from agent.worker.transformer.comm.communicator import Communicator
 from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.kv_cache import CacheCopies, CopiedRows, KeptCaches, KeptStream
-from agent.worker.transformer.paged_cache import SequenceCache
+from agent.worker.transformer.paged_cache import SequenceCache, stored_row
 from hearth.errors import BadMessage
 from hearth.plan.geometry import Span
 from hearth.plan.kept_caches import CacheTransfer, cached_block, copied_block, keeper_of
@@ -149,11 +148,11 @@ class CacheExchange:
                 cache.fill(transfer.block, rows, kept.rows(transfer.block, rows))
                 continue
             (tile,) = self._communicator.receive([key])
-            layers, heads = transfer.block
-            shape = (layers.size, 2, heads.size, rows.size, self._spec.head_dim)
-            if tile.shape != shape or tile.dtype != np.float32:
+            width, dtype = stored_row(self._spec)
+            shape = (transfer.block.layers.size, 2, transfer.block.heads.size, rows.size, width)
+            received = torch.empty(shape, dtype=dtype, device=self._staging.device)
+            if tile.shape != shape or tile.itemsize != received.itemsize:
                 raise BadMessage(reason=f"rows of a KV cache have the shape {tile.shape}")
-            received = torch.empty(shape, device=self._staging.device)
             self._staging.from_wire(tile, received)
             cache.fill(transfer.block, rows, received)
 

@@ -3,7 +3,8 @@
 Galaxy's memory constraint counts weights only; this one counts activations, the KV cache and the worker process too.
 
 Shape letters: S rows of a step, H hidden size, w = heads * head_dim of a rank, q its QKV width (3w without grouped
-queries), c its MLP columns, V its share of the vocabulary, B sequences decoded in one step, L tokens of one sequence.
+queries), k its key width, c its MLP columns, V its share of the vocabulary, B sequences decoded in one step, L tokens of one
+sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits, LayerShar
 # Measured on x86-64: a worker process that has imported torch, numpy and zmq and run its first GEMM, and holds no shard,
 # has 239 MiB resident (psutil, torch 2.13 CPU); rounded up for the allocator's slack and its threads' stacks.
 WORKER_PROCESS_BYTES = 288 << 20
-COMPUTE_BYTES = 4  # float32: workers compute in it, and store keys and values in it
+COMPUTE_BYTES = 4  # float32: workers compute in it
 # float32 values held per candidate while a sequence is sampled, one sequence at a time: ids and logits, sorted, partly float64.
 VALUES_PER_CANDIDATE = 12
 
@@ -59,7 +60,8 @@ def layer_bytes(spec: ModelSpec, held: LayerShare) -> int:
 
 def kv_bytes(spec: ModelSpec, heads: int, limits: GenerationLimits) -> int:
     """Bytes of the KV cache for `heads` query heads in all layers and all reserved tokens."""
-    return 2 * spec.kv_width(heads) * spec.num_layers * limits.num_kv_blocks * KV_BLOCK_TOKENS * COMPUTE_BYTES
+    num_heads = heads // spec.group_size
+    return 2 * num_heads * spec.kv_row_bytes * spec.num_layers * limits.num_kv_blocks * KV_BLOCK_TOKENS
 
 
 def step_rows(seq_len: int, limits: GenerationLimits | None) -> int:
@@ -72,13 +74,15 @@ def attention_values(spec: ModelSpec, heads: int, seq_len: int, limits: Generati
 
     Encoder: QKV [S,3w], context [S,w], and the scores of one sequence [heads,S,S], of which a fused kernel needs only a part.
     Decoder: QKV [S,q] and as much again for rotary embedding, context [S,w]. The fused kernel computes scores block by
-    block, so only the mask [S,L] grows with the sequence; it counts twice, since it is made from another one.
+    block, so only the mask [S,L] grows with the sequence; it counts twice, since it is made from another one. A KV cache in
+    another format than float32 is converted for one sequence and layer at a time: keys and values [L,k] each.
     """
     S = step_rows(seq_len, limits)
     if not spec.causal:
         return S * (spec.qkv_width(heads) + spec.q_width(heads)) + heads * S * S
     length = (limits.context or limits.kv_tokens) if limits else S
-    return S * (2 * spec.qkv_width(heads) + spec.q_width(heads)) + 2 * S * length
+    converted = 2 * length * spec.kv_width(heads) if spec.kv_cache != "float32" else 0
+    return S * (2 * spec.qkv_width(heads) + spec.q_width(heads)) + 2 * S * length + converted
 
 
 def mlp_values(spec: ModelSpec, columns: int, seq_len: int, limits: GenerationLimits | None) -> int:

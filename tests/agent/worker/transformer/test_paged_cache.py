@@ -9,6 +9,7 @@ import pytest
 from hearth.errors import StepFailed
 from hearth.plan.geometry import Span
 from hearth.plan.kept_caches import CacheBlock
+from hearth.plan.model_spec import KvFormat
 from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.wire.messages import NewSequence, Sampling
 
@@ -17,17 +18,17 @@ torch = pytest.importorskip("torch", reason="torch has no wheel for this Python 
 from support.plans import LLAMA_1B  # noqa: E402
 
 from agent.worker.transformer import blocks as compute  # noqa: E402 (needs torch)
-from agent.worker.transformer.paged_cache import PagedRows, SequenceCache  # noqa: E402
+from agent.worker.transformer.paged_cache import PagedRows, SequenceCache, from_format, stored_row, to_format  # noqa: E402
 
 PART = CacheBlock(Span(1, 3), Span(0, 2))  # layers and KV heads
 SPEC = LLAMA_1B.model_copy(update={"num_heads": 8, "num_kv_heads": 2, "head_dim": 8})
 ADJACENT, TWO_RUNS, SCATTERED = range(6), (7, 8, 9, 1, 2, 3), (5, 0, 9, 2, 7, 3)
 
 
-def filled(blocks: Sequence[int], length: int) -> tuple[SequenceCache, torch.Tensor]:
+def filled(blocks: Sequence[int], length: int, kind: KvFormat = "float32") -> tuple[SequenceCache, torch.Tensor]:
     """A cache with `length` random rows, and these rows."""
-    memory = PagedRows(SPEC, PART, 10, torch.device("cpu"))
-    memory.values.fill_(torch.nan)
+    memory = PagedRows(SPEC.model_copy(update={"kv_cache": kind}), PART, 10, torch.device("cpu"))
+    memory.values.fill_(torch.nan if kind == "float32" else 255)
     cache = SequenceCache(memory, NewSequence(blocks=tuple(blocks[:2]), num_prompt_tokens=1, sampling=Sampling()))
     cache.add_blocks(blocks[2:])
     values = torch.randn(2, 2, 2, length, SPEC.head_dim, generator=torch.Generator().manual_seed(3))
@@ -76,6 +77,35 @@ def test_attention_over_scattered_blocks_equals_attention_over_adjacent_ones(
         scores[(distance < 0) | (distance >= (window or 90))] = -torch.inf
         for attended in found:
             torch.testing.assert_close(attended[:, head * 8 : (head + 1) * 8], scores.softmax(-1) @ v)
+
+
+# Largest error, relative to the largest value of a row: half a unit in the last place.
+FORMATS: list[tuple[KvFormat, int, float]] = [("float32", 32, 0.0), ("bfloat16", 16, 2**-8), ("int8", 12, 0.51 / 127)]
+
+
+@pytest.mark.parametrize(("kind", "row_bytes", "error"), FORMATS)
+def test_formats_take_their_bytes_and_keep_their_precision(kind: KvFormat, row_bytes: int, error: float) -> None:
+    spec = SPEC.model_copy(update={"kv_cache": kind})
+    width, dtype = stored_row(spec)
+    rows = torch.randn(50, 2, SPEC.head_dim, generator=torch.Generator().manual_seed(7)) * 20
+    rows[3] = 0
+    stored = to_format(rows, kind)
+    assert (stored.shape[-1], stored.dtype, stored[0, 0].nbytes) == (width, dtype, row_bytes)
+    assert PART.num_bytes(spec) == 2 * PART.size * row_bytes
+    loaded = from_format(stored, kind)
+    assert ((loaded - rows).abs() <= error * rows.abs().amax(-1, keepdim=True)).all()
+    assert torch.equal(from_format(to_format(loaded, kind), kind), loaded) or kind == "int8"
+    assert torch.equal(from_format(stored.transpose(0, 1)[:, 5:9], kind), loaded.transpose(0, 1)[:, 5:9])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_rows_of_other_formats_are_moved_as_they_are(kind: KvFormat) -> None:
+    caches = [filled(blocks, 90, kind)[0] for blocks in (TWO_RUNS, SCATTERED)]
+    caches[1].fill(PART, Span(0, 90), caches[0].rows(PART, Span(0, 90)))
+    for cache in caches:
+        ((k, v),) = cache.keys_and_values(1, Span(30, 31))
+        assert torch.equal(k, caches[0].keys_and_values(1, Span(30, 31))[0][0])
+        assert k.dtype == v.dtype == torch.float32
 
 
 def test_rows_beyond_the_blocks_are_refused() -> None:

@@ -24,6 +24,7 @@ from coordinator.plan.simulator import transfer_resources
 from coordinator.plan.transformer.auto import plan_strategy
 from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
 from coordinator.plan.transformer.cost.layout import PlanLayout
+from coordinator.plan.transformer.cost.memory import kv_bytes
 from coordinator.plan.transformer.cost.predict import predict, request_seconds
 from coordinator.plan.transformer.explain import bottleneck, candidate_as_json, why_lost, why_won
 from coordinator.plan.transformer.make import plan_transformer
@@ -36,7 +37,7 @@ from coordinator.serve.kinds.prompts import TextTokenizer
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.geometry import largest_remainder
-from hearth.plan.model_spec import ModelSpec
+from hearth.plan.model_spec import KvFormat, ModelSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan, plan_from_json
@@ -91,6 +92,14 @@ def test_memory_of_a_small_llama_equals_hand_count() -> None:
         decoding = 2 * 4 * 96 + sampling
         assert use.activations == (7 * 32 * 96 + max(attention, 3 * 32 * columns) + decoding) * 4
     assert first.total == first.weights + first.embeddings + first.activations + first.workspace + first.kv_cache
+
+
+@pytest.mark.parametrize(("kind", "row_bytes"), [("float32", 64), ("bfloat16", 32), ("int8", 20)])
+def test_memory_of_the_kv_cache_depends_on_its_format_and_is_in_whole_blocks(kind: KvFormat, row_bytes: int) -> None:
+    spec = SMALL.model_copy(update={"kv_cache": kind})
+    limits = LIMITS.model_copy(update={"kv_tokens": 250})
+    use = rank_memory(spec, with_seq_len(make_plan(spec, "local", (1,)).body, 32, limits), 0)
+    assert use.kv_cache == 2 * 2 * 2 * 256 * row_bytes == kv_bytes(spec, 8, limits)
 
 
 def test_tied_ungated_and_smaller_limits_take_less_memory() -> None:
@@ -495,9 +504,10 @@ def test_goal_sets_context_and_sequences(tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match=f"at most {spec.max_positions}"):
         open_transformer(asked.model_copy(update={"context": spec.max_positions + 1}))
     encoder = write_model(tmp_path / "encoder")
-    for option in ("context", "sequences"):
+    for option, value in (("context", 2), ("sequences", 2), ("kv_cache", "int8")):
         with pytest.raises(BadSetting, match="generates no text"):
-            open_transformer(TransformerGoal.model_validate({"model_dir": str(encoder), option: 2}))
+            open_transformer(TransformerGoal.model_validate({"model_dir": str(encoder), option: value}))
+    assert open_transformer(asked.model_copy(update={"kv_cache": "int8"})).spec.kv_cache == "int8"
     with pytest.raises(ValidationError):
         TransformerGoal(model_dir="/m", sequences=0)
 

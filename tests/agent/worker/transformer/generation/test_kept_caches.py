@@ -14,6 +14,7 @@ from support.plans import make_plan, with_generation
 from agent.daemon.store import ShardStore
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
+from hearth.plan.model_spec import KvFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits, Strategy
 from hearth.wire.framing import pack_array
@@ -158,6 +159,19 @@ def test_stream_continues_with_its_kv_cache_after_a_loss(
     assert tokens + rest == whole
     # The copy lags behind by less than one piece, and by what is computed while the plan ends.
     assert len(PROMPT) + BREAK - 20 <= num_kept < len(PROMPT) + BREAK
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_stream_continues_with_a_cache_in_another_format(home: Home, kind: KvFormat) -> None:
+    home.spec = home.spec.model_copy(update={"kv_cache": kind})
+    home.deploy(NAMES[:2], home.plan("hmp", (1, 1)))
+    whole, _ = home.generate(PROMPT, COUNT, GREEDY, stream="whole")
+    tokens, _ = home.generate(PROMPT, COUNT, GREEDY, stop_after=BREAK)
+    home.home.kill(NAMES[1])
+    home.deploy(NAMES[:1], home.plan("local", (1,)))
+    rest, num_kept = home.go_on(tokens, GREEDY)
+    assert tokens + rest == whole
+    assert num_kept > len(PROMPT)
 
 
 def test_stream_is_replayed_where_no_copy_was_kept(home: Home) -> None:
