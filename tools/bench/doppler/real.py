@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter
 
 from coordinator.models.graph_file import GraphFile, read_graph_file
-from coordinator.plan.graph.auto import build_plan
+from coordinator.plan.graph.build import build_plan
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.learning.correlation import rank_correlation
 from coordinator.plan.graph.methods import LOCAL

@@ -40,7 +40,7 @@ def test_recovery_asks_doppler_alone() -> None:
 
 def test_recovery_limits_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[str, float]] = []
-    run = auto._try_method
+    run = auto.try_method
 
     def recorded(
         request: GraphRequest, method: Method, options: SearchOptions, home: HomePolicy | None
@@ -50,8 +50,8 @@ def test_recovery_limits_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
             return Candidate(method.name, method.name, reason="none")
         return run(request, method, options, home)
 
-    monkeypatch.setattr(auto, "_try_method", recorded)
-    monkeypatch.setattr(auto, "_local_candidates", lambda request: iter(()))
+    monkeypatch.setattr(auto, "try_method", recorded)
+    monkeypatch.setattr(auto, "local_candidates", lambda request: iter(()))
     with pytest.raises(Exception, match="auto"):
         plan_graph(replace(REQUEST, recovering=True), StepClock(0.01))
     assert limits[0] == ("doppler", 0.4)

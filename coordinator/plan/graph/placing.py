@@ -1,0 +1,114 @@
+"""Assignments of a graph's operators to devices, by one strategy each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from coordinator.plan.graph.cluster import GraphCluster
+from coordinator.plan.graph.latency.coarsening import coarsen
+from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
+from coordinator.plan.graph.learning.measured_plans import MeasuredPlacement, measured_placements
+from coordinator.plan.graph.rebalance import rebalance
+from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.graph.stored import held_devices
+from coordinator.plan.graph.tasks import coordinator_cpu_seconds, lone_cpu_seconds
+from coordinator.plan.graph.throughput.planners import plan_pipeline
+from coordinator.plan.graph.wire import with_wire_sizes
+from coordinator.plan.methods import Method
+from coordinator.plan.solution import OperatorAssignment, SearchOptions, Solution
+from hearth.plan.graph_spec import GraphSpec
+
+if TYPE_CHECKING:
+    from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
+
+
+def place_operators(
+    request: GraphRequest, method: Method, options: SearchOptions, policy: HomePolicy | None
+) -> Solution[OperatorAssignment]:
+    """Assign operators to devices with one strategy.
+
+    For latency, operators that onnxruntime fuses are placed together, and bounds hold for such placements only.
+    Raises ModelDoesNotFit and NoPlacement.
+    """
+    spec, cluster, rates = request.spec, request.cluster, request.cluster.bytes_per_second
+    weights = spec.parameter_bytes(range(spec.num_operators))
+    rooms = [device.room_bytes(weights) for device in cluster.devices]
+    spec = with_wire_sizes(spec, request.wire.values)
+    if request.objective == "throughput":
+        solution = plan_pipeline(
+            spec, _with_coordinator_transfers(request.spec, cluster), rooms, rates, method.name, options
+        )
+        return rebalance(request, solution, rooms) if method.rebalances and cluster.measured else solution
+    coarse = coarsen(spec)
+    seconds = coarse.group_seconds(cluster.seconds)
+    problem = placement_problem(
+        coarse.spec,
+        seconds,
+        rooms,
+        rates,
+        cluster.latency_seconds,
+        request.congestion,
+        partial(lone_cpu_seconds, cluster),
+    )
+    held = held_devices(request)
+    pins = {index: held[group[0]] for index, group in enumerate(coarse.groups) if group[0] in held}
+    ids = [device.device_id for device in cluster.devices]
+    measured = measured_placements(request.measured, ids, coarse.groups)
+    solution = solve_placement(problem, method.name, options, pins, policy, measured)
+    devices = coarse.expand_assignment(solution.assignment.devices)
+    starts = coarse.operator_starts(solution.assignment.starts, devices, cluster.seconds)
+    return solution.with_assignment(OperatorAssignment(devices, starts))
+
+
+def _with_coordinator_transfers(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
+    """[n][K]: seconds of each operator on each device.
+
+    On live devices, operators that consume the graph's inputs or produce its outputs also pay for the transfer from or
+    to the coordinator.
+    """
+    seconds = [list(row) for row in cluster.seconds]
+    if cluster.measured:
+        transfers = [(min(tensor.consumers), tensor) for tensor in spec.inputs if tensor.consumers]
+        transfers += [(tensor.source, tensor) for tensor in spec.outputs if tensor.source is not None]
+        for operator, tensor in transfers:
+            for device in range(len(cluster.devices)):
+                seconds[operator][device] += coordinator_cpu_seconds(cluster, device, tensor.num_bytes)
+    return seconds
+
+
+def solve_placement(
+    problem: PlacementProblem,
+    strategy: str,
+    options: SearchOptions,
+    held: Mapping[int, int] | None = None,
+    policy: HomePolicy | None = None,
+    measured: Sequence[MeasuredPlacement] = (),
+) -> Solution[OperatorAssignment]:
+    """Solve a placement problem with one latency strategy. `held`: the devices of operators in the deployed plan.
+
+    Solvers are imported on first use, since the import takes half a second. Raises ModelDoesNotFit and NoPlacement.
+    """
+    if strategy == "moirai":
+        from coordinator.plan.graph.latency.moirai import solve_moirai
+
+        solution = solve_moirai(problem, options.time_limit_seconds, options.clock)
+    elif strategy == "doppler":
+        from coordinator.plan.graph.latency.doppler.planner import solve_doppler
+        from coordinator.plan.graph.latency.doppler.starts import repaired
+
+        starts = repaired(problem, held) if held else ()
+        if policy is None:
+            solution = solve_doppler(problem, options, starts)
+        else:
+            solution = policy.solve(problem, options, starts, measured)
+    elif strategy == "placeto":
+        from coordinator.plan.graph.latency.placeto import solve_placeto
+
+        solution = solve_placeto(problem, options)
+    else:
+        from coordinator.plan.graph.latency.baselines import solve_baseline
+
+        solution = solve_baseline(strategy, problem, options)
+    return solution.with_assignment(OperatorAssignment(solution.assignment.assignment, solution.assignment.starts))
