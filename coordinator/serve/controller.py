@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from coordinator.deploy.deployment import Deployment, loss_error
 from coordinator.deploy.graph import GraphDeployment
+from coordinator.deploy.warm_workers import one_of_each_machine, warm_workers
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from coordinator.plan.limits import limit_violation, unknown_names
@@ -43,7 +44,7 @@ from hearth.errors import (
 from hearth.plan.plan import Plan, plan_hash
 from hearth.platform.asyncio_tools import cancel_all, first_result, loop_time, with_timeout
 from hearth.platform.units import format_bytes
-from hearth.wire.messages import PhaseEntered, PreparedLoss
+from hearth.wire.messages import PhaseEntered, PreparedLoss, WorkerLibrary
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Controller:
         self.plan: Plan | None = None  # of the current deployment, or of the last one
         self.deployment: Deployment | None = None  # the current one; None once it is retired or its workers are stopped
         self._retired: list[Deployment] = []  # previous ones, oldest first, whose workers the next plan may keep
-        self._closing: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()  # awaited at the end: each takes seconds
         self.keep_workers = False  # whether to leave the workers to another coordinator at the end
         self._goal_set = cycle.GoalSet(plan, running)
         services.fleet.running_epoch = running.epoch if running is not None else 0
@@ -160,7 +161,7 @@ class Controller:
                 self.deployment = None
             await self._witnesses.close()
             await self._stop_workers()
-            await asyncio.gather(*self._closing, return_exceptions=True)
+            await asyncio.gather(*self._background, return_exceptions=True)
             await self.requests.close()
 
     def stop(self) -> None:
@@ -281,9 +282,14 @@ class Controller:
                     services.report(describe_cause(event))
                 return event
             case "settle":
+                if not state.has_served:
+                    services.spare_planners.keep(self.kind.planner, at_once=True)
                 return await self._settle(state.has_served, state.error)
             case "profile":
-                return cycle.DevicesProfiled(await self.kind.profile(state.devices, self._held_plan))
+                cluster = await self.kind.profile(state.devices, self._held_plan)
+                if not state.has_served:  # later, workers run, and `prepared` has others prepare for theirs
+                    self._warm_workers(device.device_id for device in one_of_each_machine(state.devices))
+                return cycle.DevicesProfiled(cluster)
             case "make_plan":
                 plan = await self.kind.plan(state.cluster, state.has_served, self._held_plan)
                 self._replanner.record_best_plan(state.devices, plan)
@@ -294,6 +300,8 @@ class Controller:
                 services.state.save(self.name, SavedDeployment(goal=self.goal, plan=plan), plan.epoch)
                 self.plan = plan
                 self.deployment = deployment = self.kind.deployment(plan, self.name)
+                if not state.has_served:
+                    self._warm_workers(device.device_id for device in plan.devices)
                 prepared, self._prepared = self._prepared, None
                 if prepared is not None and prepared.parts and prepared.plan.with_epoch(plan.epoch) == plan:
                     deployment.parts = prepared.parts
@@ -330,9 +338,7 @@ class Controller:
                     self._retired.append(deployment)
             case "release_workers":
                 for retired in self._retired:  # a worker that goes on has the new epoch, and this does not concern it
-                    closing = asyncio.create_task(self._unload(retired))
-                    self._closing.add(closing)
-                    closing.add_done_callback(self._closing.discard)
+                    self._start_in_background(self._unload(retired))
                 self._retired = []
             case "stop_workers":
                 await self._stop_workers()
@@ -345,6 +351,16 @@ class Controller:
             case _:
                 raise AssertionError(f"cannot {action} in {state}")
         return None
+
+    def _warm_workers(self, device_ids: Iterable[str]) -> None:
+        """Have devices import in the background what their workers need."""
+        library: WorkerLibrary = "onnxruntime" if self.kind.planner == "graph" else "torch"
+        self._start_in_background(warm_workers(self._services.fleet, list(device_ids), library))
+
+    def _start_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     @property
     def _held_plan(self) -> Plan | None:

@@ -13,10 +13,11 @@ from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_instance
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
-from coordinator.serve.planning import planner_process
+from coordinator.serve.planning import planner_process, spare_planners
 from coordinator.serve.planning.learnt_policies import plan_with_policy
 from hearth.errors import HearthError
 from hearth.plan.plan import TransformerPlan
+from hearth.platform.child import Child
 
 
 def plan_for(request: PlanRequest) -> TransformerPlan:
@@ -54,5 +55,11 @@ def in_process_planning(clock: Callable[[], float] = time.monotonic) -> Iterator
                 results.append(error)
         return results
 
-    with mock.patch.object(planner_process, "_plan_in_child", plan_all):
+    async def start_none(kind: str) -> Child:
+        raise OSError("plans are made in this process")
+
+    with (
+        mock.patch.object(planner_process, "_plan_in_child", plan_all),
+        mock.patch.object(spare_planners, "start_planner", start_none),
+    ):
         yield

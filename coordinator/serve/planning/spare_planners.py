@@ -45,16 +45,16 @@ class SparePlanners:
         self._starting: dict[PlannerKind, asyncio.Task[None]] = {}
         self._kept: set[PlannerKind] = set()
 
-    def keep(self, kind: PlannerKind) -> None:
-        """Keep a process of this kind from now on."""
+    def keep(self, kind: PlannerKind, at_once: bool = False) -> None:
+        """Keep a process of this kind from now on. `at_once`: start it now, since a plan is needed soon."""
         self._kept.add(kind)
-        self.replace(kind)
+        self.replace(kind, at_once)
 
-    def replace(self, kind: PlannerKind) -> None:
+    def replace(self, kind: PlannerKind, at_once: bool = False) -> None:
         """Start the next process in a while, if this kind is kept and has none that lives."""
         starting, ready = self._starting.get(kind), self._ready.get(kind)
         if kind in self._kept and (starting is None or starting.done()) and (ready is None or not ready.runs):
-            self._starting[kind] = asyncio.create_task(self._start(kind))
+            self._starting[kind] = asyncio.create_task(self._start(kind, 0.0 if at_once else _REST_SECONDS))
 
     def take(self, kind: PlannerKind) -> Child | None:
         """The idle process of this kind, for one plan of the caller's; None if none is ready."""
@@ -69,8 +69,8 @@ class SparePlanners:
         self._ready.clear()
         await asyncio.gather(*(child.kill() for child in children))
 
-    async def _start(self, kind: PlannerKind) -> None:
-        await asyncio.sleep(_REST_SECONDS)
+    async def _start(self, kind: PlannerKind, rest_seconds: float) -> None:
+        await asyncio.sleep(rest_seconds)
         child = None
         try:
             child = await start_planner(kind)

@@ -234,6 +234,25 @@ def test_stop_ends_requests_that_exceed_the_drain_timeout(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("kind", "library"), [("transformer", "torch"), ("graph", "onnxruntime")])
+def test_agents_import_what_workers_need_while_the_first_plan_is_made(
+    kind: str, library: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case = Case(kind, tmp_path, graph)
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal):
+            messages = [each for _, each in case.fleet.asked]
+            pushed = next(index for index, each in enumerate(messages) if isinstance(each, FindMissing) and each.verify)
+            prepared = [
+                device
+                for device, each in case.fleet.asked[:pushed]
+                if isinstance(each, FindMissing) and each.prepare_worker == library
+            ]
+            assert set(prepared) == set(case.fleet.devices)
+
+    asyncio.run(main())
+
+
 def test_controller_that_leaves_its_workers_to_another_one_loads_nothing_for_running_requests(
     tmp_path: Path, graph: GraphFile
 ) -> None:
@@ -617,7 +636,7 @@ def test_chunks_that_were_sent_ahead_are_read_into_memory_ahead(
 
             def read_ahead() -> list[tuple[str, tuple[str, ...]]]:
                 asked = [(device, each) for device, each in case.fleet.asked if isinstance(each, FindMissing)]
-                assert all((each.prepare_worker is not None) is each.read_ahead for _, each in asked)
+                assert all((each.prepare_worker is not None) is each.read_ahead for _, each in asked if each.hashes)
                 return [(device, each.hashes) for device, each in asked if each.read_ahead]
 
             first = read_ahead()

@@ -69,6 +69,20 @@ async def ready(spares: SparePlanners, kind: spare_planners.PlannerKind = "trans
     return spares._ready[kind]
 
 
+def test_first_plan_waits_for_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spare_planners, "_REST_SECONDS", 1e9)
+
+    async def main() -> None:
+        spares = SparePlanners()
+        spares.keep("transformer", at_once=True)
+        try:
+            assert (await ready(spares)).runs
+        finally:
+            await spares.close()
+
+    asyncio.run(main())
+
+
 def test_idle_process_makes_one_plan_and_is_replaced(fresh: list[str]) -> None:
     async def main() -> None:
         async with kept() as spares:

@@ -1,0 +1,34 @@
+"""Which devices start the process from which workers are forked before there is a plan."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from support.devices import ready_device
+from support.fleets import TransformerFleet
+
+from coordinator.deploy.warm_workers import one_of_each_machine, warm_workers
+from coordinator.devices.registry import Device
+from hearth.wire.messages import FindMissing
+
+
+def on_machine(name: str, host: str) -> Device:
+    device = ready_device(name)
+    assert device.telemetry is not None
+    return replace(device, telemetry=device.telemetry.model_copy(update={"host_id": host}))
+
+
+@pytest.mark.parametrize(("hosts", "chosen"), [("xyz", "abc"), ("xxxxx", "a"), ("xyxyz", "abe"), ("", "")])
+def test_first_device_of_each_machine(hosts: str, chosen: str) -> None:
+    devices = [on_machine(name, host) for name, host in zip("abcde", hosts, strict=False)]
+    assert "".join(sorted(device.name for device in one_of_each_machine(devices))) == chosen
+
+
+def test_device_that_does_not_answer_stops_no_other() -> None:
+    fleet = TransformerFleet("abc")
+    fleet.kill("a")
+    asyncio.run(warm_workers(fleet, "abc", "torch"))  # type: ignore[arg-type]
+    asked = [(name, each.prepare_worker) for name, each in fleet.asked if isinstance(each, FindMissing)]
+    assert sorted(asked) == [("a", "torch"), ("b", "torch"), ("c", "torch")]
