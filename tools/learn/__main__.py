@@ -13,7 +13,7 @@ import torch
 import typer
 
 from coordinator.cli.output import handles_errors, out
-from coordinator.plan.graph.latency.doppler.policy import random_policy
+from coordinator.plan.graph.latency.doppler.policy import heft_policy
 from coordinator.plan.graph.latency.doppler.weights import policy_bytes
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.serve.planning.shipped_policy import SHIPPED_POLICY
@@ -85,9 +85,9 @@ def train_published(
 def train_home(
     out_path: Annotated[Path, typer.Option("--out", help="The file to write.", dir_okay=False)] = SHIPPED_POLICY,
     instances: Annotated[int, typer.Option(min=1, help="Random graphs on random homes to learn from.")] = 240,
-    moves: Annotated[int, typer.Option(min=0, help="Annealing moves of each teacher.")] = 8000,
-    imitation: Annotated[int, typer.Option(min=0, help="Gradient steps of stage I: imitate the teachers.")] = 6000,
-    steps: Annotated[int, typer.Option(min=0, help="Steps of stage II: policy gradient, 16 episodes each.")] = 2000,
+    moves: Annotated[int, typer.Option(min=0, help="Annealing moves of each teacher.")] = 0,
+    imitation: Annotated[int, typer.Option(min=0, help="Gradient steps of stage I: imitate the teachers.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of stage II: policy gradient, 16 episodes each.")] = 2500,
     seed: Annotated[int, typer.Option(help="Of instances; of weights and samples, the next one.")] = 1,
 ) -> None:
     """Train one policy for any graph on any home, and write the file that the planner `doppler` reads."""
@@ -96,9 +96,10 @@ def train_home(
     lessons = make_lessons(np.random.default_rng(seed), instances, moves)
     out.print(f"{instances} instances and their teachers: {time.process_time() - began:.0f} processor seconds")
     rng = np.random.default_rng(seed + 1)
-    trainer = HomeTrainer(random_policy(rng), lessons, rng)
-    _report("imitation: loss per operator", trainer.imitate(imitation))
-    trainer.sharpen()
+    trainer = HomeTrainer(heft_policy(rng), lessons, rng)
+    if imitation:
+        _report("imitation: loss per operator", trainer.imitate(imitation))
+        trainer.sharpen()
     makespans = _report("policy gradient: makespans over the best known", trainer.reinforce(steps))
     figures = {
         "seed": str(seed),

@@ -18,7 +18,6 @@ from coordinator.plan.graph.latency.doppler.rollout import MAX_LOGIT_SPREAD, Rol
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from tools.learn.home.network import GraphTensors, HomeNetwork
-from tools.learn.losses import entropy
 
 
 class Episodes(NamedTuple):
@@ -42,10 +41,6 @@ class Decisions(NamedTuple):
         operators_BT1 = self.operators_BTn.gather(2, episodes.operators_BT[..., None])
         devices_BT1 = self.devices_BTK.gather(2, episodes.devices_BT[..., None])
         return (operators_BT1 + devices_BT1).sum((1, 2))
-
-    def entropies(self) -> Tensor:
-        """The sum of the entropies of each episode's steps [B]."""
-        return entropy(self.operators_BTn).sum(1) + entropy(self.devices_BTK).sum(1)
 
 
 def taught_episodes(problem: ProblemFeatures, schedules: Sequence[Schedule]) -> Episodes:

@@ -1,5 +1,9 @@
 """Training of the policy for a home on many instances: imitation of searched schedules (stage I), policy gradient (II).
 
+Stage II alone, from weights that begin as HEFT with contention, gives the better policy: after stage I for 16 seconds, the
+best of 64 samples is 1.014 of the best list schedule (40 instances), after stage II for 150 seconds 0.964. An imitator that
+strays once spoils the rest of its episode, most of all where links are slow.
+
 Identical devices, and tiles that nothing tells apart, have equal logits: a teacher's choice among them changes the loss by a
 constant and its gradient not at all, so teachers' devices need no renaming.
 """
@@ -7,6 +11,7 @@ constant and its gradient not at all, so teachers' devices need no renaming.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +26,7 @@ from coordinator.plan.graph.latency.evaluator import Evaluator
 from coordinator.plan.graph.latency.policy_gradient import advantages
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
+from hearth.errors import NoPlacement
 from tools.learn.home.instances import random_instance
 from tools.learn.home.network import GraphTensors, HomeNetwork, graph_tensors
 from tools.learn.home.replay import Episodes, decisions, episodes_of, taught_episodes
@@ -28,9 +34,9 @@ from tools.learn.home.teacher import taught_schedules
 
 BATCH = 16  # episodes of one gradient step
 IMITATION_RATES = (2e-3, 2e-4)  # first and last; linear
-RATES = (3e-4, 3e-5)  # of the policy gradient
-ENTROPY_WEIGHTS = (1e-2, 1e-3)
-ELITE_WEIGHT = 0.3  # of the imitation of the teachers while the policy gradient goes on
+# Of the policy gradient. At 1e-3 it learns nothing, with 48 episodes in a batch no more per step, and less when it imitates the
+# teachers meanwhile. There is no entropy bonus: the samples stay different.
+RATES = (3e-4, 3e-5)
 _SHARPENING = 2.0
 _MOST_GRADIENT = 1.0  # greater norms are scaled down
 
@@ -43,7 +49,7 @@ class Lesson:
     graph: GraphTensors
     evaluator: Evaluator
     taught: Episodes
-    taught_makespan: float
+    best_makespan: float  # of the teachers and of all samples
 
     @classmethod
     def of(cls, problem: PlacementProblem, taught: Sequence[Schedule]) -> Lesson:
@@ -78,11 +84,11 @@ class Trainer:
     def reinforce(self, num_steps: int) -> Iterator[float]:
         """Stage II: policy gradient on simulated makespans, with a batch of one instance in each step.
 
-        The best sample of a batch becomes its instance's teacher when it is shorter. Yields the mean makespan of each
-        batch, relative to that of the teacher.
+        Yields the mean makespan of each batch, relative to the shortest schedule that the instance is known to have.
         """
         for step, lesson in self._shuffled(num_steps):
-            yield self._reinforce(lesson, step / num_steps)
+            with suppress(NoPlacement):  # no episode of the batch found room for all operators
+                yield self._reinforce(lesson, step / num_steps)
 
     def sharpen(self) -> None:
         """Multiply all logits, after imitation: one stray choice of an imitator spoils what follows in its episode.
@@ -99,18 +105,13 @@ class Trainer:
         rollouts = roll_out(lesson.features, self.network.policy, sampling_noise(problem, BATCH, self._rng))
         kept = rollouts.complete
         pairs = zip(rollouts.assignments[kept].tolist(), orders_by_start(rollouts)[kept].tolist(), strict=True)
-        relative_B = np.array([lesson.evaluator.makespan(*pair) for pair in pairs]) / lesson.taught_makespan
+        makespans_B = np.array([lesson.evaluator.makespan(*pair) for pair in pairs])
+        lesson.best_makespan = min(lesson.best_makespan, float(makespans_B.min()))
         episodes = episodes_of(problem, rollouts)
-        found = decisions(self.network, lesson.graph, episodes)
-        gain_B = torch.from_numpy(advantages(relative_B).astype(np.float32))
-        entropy_weight = _between(ENTROPY_WEIGHTS, done)
-        loss = -(gain_B * found.of(episodes) + entropy_weight * found.entropies()).mean() / problem.num_operators
-        self._descend(loss + ELITE_WEIGHT * self._imitation(lesson), _between(RATES, done))
-        best = int(relative_B.argmin())
-        if relative_B[best] < 1:
-            lesson.taught = Episodes(*(each[best : best + 1] for each in episodes))
-            lesson.taught_makespan *= float(relative_B[best])
-        return float(relative_B.mean())
+        gain_B = torch.from_numpy(advantages(makespans_B).astype(np.float32))
+        logs_B = decisions(self.network, lesson.graph, episodes).of(episodes)
+        self._descend(-(gain_B * logs_B).mean() / problem.num_operators, _between(RATES, done))
+        return float(makespans_B.mean()) / lesson.best_makespan
 
     def _imitation(self, lesson: Lesson) -> Tensor:
         found = decisions(self.network, lesson.graph, lesson.taught).of(lesson.taught)

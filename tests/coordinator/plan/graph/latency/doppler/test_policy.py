@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save
 from support.placement_problems import random_problem
 
+from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.doppler.features import (
     HOME,
     PUBLISHED,
@@ -20,6 +21,7 @@ from coordinator.plan.graph.latency.doppler.features import (
 from coordinator.plan.graph.latency.doppler.policy import (
     NUM_ROUNDS,
     Policy,
+    heft_policy,
     parameter_shapes,
     path_means,
     random_policy,
@@ -104,6 +106,14 @@ def test_path_means_of_long_and_short_paths() -> None:
     values = np.arange(7, dtype=np.float32)[:, None]
     path = np.array([2, 2, 3, 4, 5, 7, 7])  # 0 and 1 join; 6 is alone
     assert path_means(values, path)[:, 0] == pytest.approx([14 / 5, 3, 14 / 4, 4, 4.5, 5, 6])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_training_begins_as_heft_with_contention(seed: int) -> None:
+    problem = random_problem(np.random.default_rng(seed))
+    noise = draw_noise(problem, 0, np.random.default_rng(0))
+    greedy = roll_out(problem_features(problem), heft_policy(np.random.default_rng(seed), 0.0), noise)
+    assert tuple(greedy.assignments[0].tolist()) == contended_heft(problem).assignment
 
 
 def test_the_policy_is_small() -> None:
