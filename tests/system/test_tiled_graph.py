@@ -1,4 +1,4 @@
-"""A graph served in tiles by real processes: equal to onnxruntime after a restart and a loss, and larger than a device."""
+"""A graph served in tiles by real processes: right after a restart, a loss and a takeover, and larger than a device."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.home import TestHome
+from support.home import LOOPBACK, TestHome
 from support.onnx_models import graph, node, saved, value, weight
+from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 
-from hearth.client.sync import Home
+from hearth.client.sync import Home, connect
 from hearth.plan.plan import GraphPlan, is_graph_plan
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime has no wheel for this Python here")
@@ -72,3 +73,24 @@ def test_tiles_run_where_no_device_holds_the_model_and_survive_a_restart_and_a_l
             running.kill("b")
             wait_for("a plan for the device that is left", lambda: home.ready() and tiled_plan(home).num_ranks == 1)
             assert_right(home, model, 2)
+
+
+def test_standby_takes_over_tiles(model: Path, profiles: MeasuredProfiles, tmp_path: Path) -> None:
+    with TestHome(tmp_path, model, profiles) as running:
+        for name in "ab":
+            running.start_agent(name)
+        running.start_coordinator("--min-devices", "2", "--tiles", "2", "--strategy", "enumerative")
+        with running.ready() as home:
+            plan = tiled_plan(home)
+            assert plan.num_ranks == 2
+        leader = f"{LOOPBACK}:{running.port('coordinator')}"
+        running.start_coordinator("--standby", "--leader", leader, model=False, name="standby")
+        wait_for("the copy of the state", lambda: "the standby of coordinator\n" in running.log("standby"))
+        workers = [running.worker_pid(name) for name in "ab"]
+        running.kill("coordinator")
+        wait_for("the takeover", lambda: "took over from coordinator" in running.log("standby"))
+        with connect(f"{LOOPBACK}:{running.port('standby')}", key=running.key) as home:
+            home.wait_ready(30.0)
+            assert tiled_plan(home) == plan  # with its epoch
+            assert_right(home, model, 3)
+        assert [running.worker_pid(name) for name in "ab"] == workers
