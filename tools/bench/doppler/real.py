@@ -42,6 +42,7 @@ _NEAR = 1.5  # a plan is near the best one if it takes at most this many times a
 _FAR = 5.0  # slower plans are not measured
 _ATTEMPTS_PER_VARIATION = 50
 _SEED = 1  # of the variations
+_SIZES = {"quarter": 0.25, "half": 0.5, "home": 1.0, "double": 2.0}
 
 
 class DopplerReal(Experiment):
@@ -50,7 +51,7 @@ class DopplerReal(Experiment):
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(Served)
 
     graph: GraphName = "chain-mm"
-    scale: Literal[1, 2, 4] = 1  # divides the sizes, for trials
+    sizes: Literal["quarter", "half", "home", "double"] = "home"  # double: computing grows more than transfers do
     speeds: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)  # of the devices, relative to `cores`
     cores: float = Field(0.45, gt=0, le=1)  # CPU share of a device of speed 1, of one core
     mbit: float = Field(940.0, ge=0.1)  # real rate of every link
@@ -62,7 +63,7 @@ class DopplerReal(Experiment):
     far: int = Field(8, ge=0)  # slower variations
 
     def measure(self, context: Context) -> Iterator[Served]:
-        sizes = _scaled(self.scale)
+        sizes = _sized(self.sizes)
         graph = tensor_graph(self.graph, sizes)
         model = write_onnx(graph, context.folder / f"{self.graph}.onnx")
         expected = result_blocks(graph, expected_result(graph, sizes, seed=0))
@@ -123,7 +124,7 @@ class DopplerReal(Experiment):
 
     def summary(self, rows: Sequence[Served]) -> Summary:
         title = f"{self.graph} on devices of {self.cores:g} core x {self.speeds}, {self.mbit:g} Mbit/s"
-        on_target = self.scale == 1 and len(set(self.speeds)) == 1 and self.mbit >= _TARGET_MBIT
+        on_target = self.sizes == "home" and len(set(self.speeds)) == 1 and self.mbit >= _TARGET_MBIT
         findings = findings_of(rows, _TARGET_GAINS.get(self.graph, 1.0) if on_target else 1.0)
         return summarise(title, findings, served_table(f"{self.graph}; seconds of one request alone", rows))
 
@@ -174,16 +175,17 @@ def varied_assignments(
     return [*found[True], *found[False]]
 
 
-def _scaled(scale: int) -> GraphSizes:
+def _sized(sizes: str) -> GraphSizes:
+    factor = _SIZES[sizes]
     chain, ffnn, llama = HOME
     return GraphSizes(
-        ChainSizes(chain.rows // scale),
-        FfnnSizes(ffnn.batch // scale, ffnn.features, ffnn.hidden // scale),
+        ChainSizes(round(chain.rows * factor)),
+        FfnnSizes(round(ffnn.batch * factor), ffnn.features, round(ffnn.hidden * factor)),
         LlamaSizes(
-            llama.rows // scale,
-            llama.hidden // scale,
+            round(llama.rows * factor),
+            round(llama.hidden * factor),
             llama.heads,
-            llama.feed_forward // scale,
-            llama.vocabulary // scale,
+            round(llama.feed_forward * factor),
+            round(llama.vocabulary * factor),
         ),
     )
