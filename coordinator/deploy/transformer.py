@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
 from hearth.errors import BadCheckpoint, BadMessage, DeviceLost, HearthError, StepFailed
 from hearth.plan.chunks import LAYER_CHUNK_KINDS
+from hearth.plan.kernels import KernelChoice
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import Link
 from hearth.plan.value_formats import ValueFormatName
@@ -43,8 +45,16 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def shard_weights(model_dir: Path, plan: TransformerPlan, cache_dir: Path) -> AsyncIterator[Weights]:
-    """The weight chunks of every rank's shard. The checkpoint is open inside the context. Raises BadCheckpoint, DiskHung."""
+async def shard_weights(
+    model_dir: Path,
+    plan: TransformerPlan,
+    cache_dir: Path,
+    kernels: Mapping[str, tuple[KernelChoice, ...]] = MappingProxyType({}),
+) -> AsyncIterator[Weights]:
+    """The weight chunks of every rank's shard, and its kernels (by device id; without: the worker's defaults).
+
+    The checkpoint is open inside the context. Raises BadCheckpoint, DiskHung.
+    """
 
     def opened() -> tuple[Checkpoint, int, bool]:
         checkpoint = Checkpoint(model_dir)
@@ -63,7 +73,11 @@ async def shard_weights(model_dir: Path, plan: TransformerPlan, cache_dir: Path)
             return Chunk(ref.hash, ref.num_bytes, read, str(model_dir))
 
         yield Weights(
-            [list(map(chunk, rank_refs)) for rank_refs in refs], [ShardParts(chunks=rank_refs) for rank_refs in refs]
+            [list(map(chunk, rank_refs)) for rank_refs in refs],
+            [
+                ShardParts(chunks=rank_refs, kernels=kernels.get(device.device_id, ()))
+                for device, rank_refs in zip(plan.devices, refs, strict=True)
+            ],
         )
 
 

@@ -9,15 +9,19 @@ from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.devices.workload import Workload
 from hearth.errors import UnsupportedWeights
+from hearth.plan.kernels import KernelChoice, choose_kernels, chosen_bytes_per_weight
 from hearth.plan.model_spec import INT4_DEVICES, ModelSpec
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile
 from hearth.wire.messages import BlocksOf, Profile
 
+# Memory of onnxruntime in a worker: 37 MiB were measured for the library, onnx and one session (onnxruntime 1.31).
+_ONNXRUNTIME_BYTES = 40 << 20
+_KERNELS_VERSION = 1  # part of the cache key: profiles without times of kernels are measured again
 _PROFILE_SECONDS = 140.0  # timeout on the device: a slow one has to import torch and time the blocks of a wide layer
 
 
-def block_workload(spec: ModelSpec, seq_len: int) -> Workload[BlockProfile]:
-    """The workload: the blocks of a layer, with up to `seq_len` rows."""
+def block_workload(spec: ModelSpec, seq_len: int, deterministic: bool = False) -> Workload[BlockProfile]:
+    """The workload: the blocks of a layer, with up to `seq_len` rows. `deterministic`: as in `BlocksOf`."""
 
     def check(device: Device) -> None:
         if device.telemetry and spec.weights == "int4" and device.telemetry.compute_device not in INT4_DEVICES:
@@ -30,10 +34,12 @@ def block_workload(spec: ModelSpec, seq_len: int) -> Workload[BlockProfile]:
     shape = spec.model_dump(exclude={"name", "vocab_size", "dtype"} | depth)
     return Workload(
         title=spec.name,
-        request=Profile(subject=BlocksOf(model=spec, seq_len=seq_len), timeout_seconds=_PROFILE_SECONDS),
+        request=Profile(
+            subject=BlocksOf(model=spec, seq_len=seq_len, deterministic=deterministic), timeout_seconds=_PROFILE_SECONDS
+        ),
         result=BlockProfile,
         cache_prefix="blocks",
-        cache_key=(shape, seq_len),
+        cache_key=(shape, seq_len, _KERNELS_VERSION, deterministic),
         total_seconds=lambda blocks: blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size),
         check=check,
         shared=True,
@@ -46,12 +52,13 @@ async def block_cluster(
     """Measure the devices and smooth their profiles. Raises as `Profiler.measure` does."""
     measured = await profiler.measure(devices, workload)
     blocks = smooth_profiles(measured.results)
+    subject = _subject(workload)
     return ClusterProfile(
         devices=tuple(
             DeviceProfile(
                 device_id=device.device_id,
                 name=device.name,
-                budget_bytes=device.budget_bytes,
+                budget_bytes=budget_for_layouts(device.budget_bytes, subject, measured.results[device.device_id]),
                 blocks=blocks[device.device_id].scaled(profiler.slowdown(device.device_id)),
                 store_room_bytes=device.store_room_bytes,
             )
@@ -59,3 +66,27 @@ async def block_cluster(
         ),
         links=tuple(measured.links.values()),
     )
+
+
+def chosen_kernels(cluster: ClusterProfile, workload: Workload[BlockProfile]) -> dict[str, tuple[KernelChoice, ...]]:
+    """The kernels with which each device was profiled, by device id."""
+    single = _subject(workload).deterministic
+    return {device.device_id: choose_kernels(device.blocks.kernels, single) for device in cluster.devices}
+
+
+def _subject(workload: Workload[BlockProfile]) -> BlocksOf:
+    subject = workload.request.subject
+    assert isinstance(subject, BlocksOf)
+    return subject
+
+
+def budget_for_layouts(budget_bytes: int, subject: BlocksOf, blocks: BlockProfile) -> int:
+    """The budget for a plan, whose matrices count `ModelSpec.matrix_bytes`, although the chosen layouts take more.
+
+    Never too much: all other memory counts as if it grew with the matrices.
+    """
+    choices = choose_kernels(blocks.kernels, subject.deterministic)
+    if not any(choice.layout == "onnxruntime" for choice in choices):
+        return budget_bytes
+    growth = max(chosen_bytes_per_weight(blocks.kernels, choices) / subject.model.matrix_bytes, 1.0)
+    return max(int((budget_bytes - _ONNXRUNTIME_BYTES) / growth), 0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Annotated
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, Field
 
@@ -50,38 +51,51 @@ class KernelChoice(BaseModel, frozen=True):
 def choose_kernels(times: Iterable[KernelTime], single: bool = False) -> tuple[KernelChoice, ...]:
     """The choice for each measured shape. `single`: one kernel for all numbers of rows.
 
-    The layout has the least mean ratio to the fastest time over the numbers of rows; a layout that takes more memory is
-    chosen only if it lowers that mean by `_MIN_SAVING`.
+    All shapes have the same layout, so that a disturbed measurement is outvoted: the one with the least geometric mean of
+    the ratios to the fastest times. A layout that takes more memory is chosen only if it lowers the mean by `_MIN_SAVING`.
     """
-    by_shape: defaultdict[tuple[int, int], list[KernelTime]] = defaultdict(list)
+    options: defaultdict[tuple[str, str], dict[_Cell, KernelTime]] = defaultdict(dict)
+    fastest: dict[_Cell, float] = {}
     for time in times:
-        by_shape[time.num_outputs, time.num_inputs].append(time)
-    return tuple(_choose(shape, measured, single) for shape, measured in by_shape.items())
+        option, cell = options[time.layout, time.kernel if single else ""], _Cell.of(time)
+        if cell not in option or time.seconds < option[cell].seconds:
+            option[cell] = time
+        fastest[cell] = min(fastest.get(cell, math.inf), time.seconds)
+    complete = [option for option in options.values() if len(option) == len(fastest)]
+    if not complete:
+        return ()
 
-
-def _choose(shape: tuple[int, int], times: Sequence[KernelTime], single: bool) -> KernelChoice:
-    rows = sorted({time.rows for time in times})
-    fastest = {count: min(time.seconds for time in times if time.rows == count) for count in rows}
-    options: defaultdict[tuple[str, str], dict[int, KernelTime]] = defaultdict(dict)
-    for time in times:
-        option = options[time.layout, time.kernel if single else ""]
-        if time.rows not in option or time.seconds < option[time.rows].seconds:
-            option[time.rows] = time
-    complete = [option for option in options.values() if len(option) == len(rows)]
-
-    def ratio(option: dict[int, KernelTime]) -> float:
-        return sum(option[count].seconds / fastest[count] for count in rows) / len(rows)
+    def ratio(option: Mapping[_Cell, KernelTime]) -> float:
+        return math.exp(fmean(math.log(option[cell].seconds / fastest[cell]) for cell in fastest))
 
     least = min(map(ratio, complete))
     good = [option for option in complete if ratio(option) * (1 - _MIN_SAVING) <= least]
-    best = min(good, key=lambda option: (option[rows[0]].bytes_per_weight, ratio(option)))
-    return KernelChoice(
-        num_outputs=shape[0],
-        num_inputs=shape[1],
-        layout=best[rows[0]].layout,
-        rows=tuple(rows),
-        kernels=tuple(best[count].kernel for count in rows),
+    best = min(good, key=lambda option: (fmean(time.bytes_per_weight for time in option.values()), ratio(option)))
+    by_shape: defaultdict[tuple[int, int], list[KernelTime]] = defaultdict(list)
+    for cell in sorted(fastest):
+        by_shape[cell.num_outputs, cell.num_inputs].append(best[cell])
+    return tuple(
+        KernelChoice(
+            num_outputs=num_outputs,
+            num_inputs=num_inputs,
+            layout=chosen[0].layout,
+            rows=tuple(time.rows for time in chosen),
+            kernels=tuple(time.kernel for time in chosen),
+        )
+        for (num_outputs, num_inputs), chosen in by_shape.items()
     )
+
+
+class _Cell(NamedTuple):
+    """A measured shape and number of rows."""
+
+    num_outputs: int
+    num_inputs: int
+    rows: int
+
+    @classmethod
+    def of(cls, time: KernelTime) -> _Cell:
+        return cls(time.num_outputs, time.num_inputs, time.rows)
 
 
 def nearest_choice(choices: Iterable[KernelChoice], num_outputs: int, num_inputs: int) -> KernelChoice | None:

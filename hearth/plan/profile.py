@@ -8,6 +8,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, field_validator
 
+from hearth.plan.kernels import KernelTime
+
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -151,6 +153,8 @@ class BlockProfile(BaseModel, frozen=True):
     wire: WireCost = WireCost()
     decode_seconds_per_byte: Seconds = 0.0
     decode_layer_seconds: Seconds = 0.0
+    # The kernels that could multiply the layer's matrices; all other times are those with `choose_kernels` of them.
+    kernels: tuple[KernelTime, ...] = Field(default=(), max_length=1024)
 
     def attention(self, heads: float) -> float:
         """Seconds of the attention block for this number of heads: L(MHA, a, d)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -76,7 +76,9 @@ def rank_refs(plan: TransformerPlan, rank: int) -> tuple[ChunkRef, ...]:
 
 
 @asynccontextmanager
-async def shard_weights(model_dir: Path, plan: TransformerPlan, cache_dir: Path) -> AsyncIterator[Weights]:
+async def shard_weights(
+    model_dir: Path, plan: TransformerPlan, cache_dir: Path, kernels: Mapping[str, Any]
+) -> AsyncIterator[Weights]:
     """Stands for `coordinator.deploy.transformer.shard_weights`."""
     refs = [rank_refs(plan, rank) for rank in range(plan.num_ranks)]
     yield Weights(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.graph_plans import make_graph_plan
 from support.plans import BERT_LARGE, device_profile, make_plan
 
+from hearth.plan.kernels import KernelChoice, KernelTime
 from hearth.plan.phases import Phase, Work
 from hearth.plan.profile import Link
 from hearth.wire import messages as m
@@ -23,7 +24,19 @@ _EVENT = m.TraceEvent(lane="compute", kind=Work.QKV, layer=3, tile=1, start_seco
 _SENT = m.TraceEvent(lane="send", kind=Phase.TENSOR, layer=0, peer=1, tensor="a", start_seconds=1.0, end_seconds=1.0)
 _WIRE = m.WireStats(num_tiles=2, raw_bytes=100, sent_bytes=50, lz4_tiles=1)
 _PLAN = make_plan(BERT_LARGE, "hmp", (2, 1))
-_LOAD = m.Load(holder="c", plan=_PLAN, rank=1, parts=m.ShardParts(chunks=(_CHUNK,)), plan_token=bytes(range(16)))
+_KERNELS = KernelChoice(
+    num_outputs=64, num_inputs=32, layout="torch", rows=(1, 64), kernels=("torch", "expand-bfloat16")
+)
+_KERNEL_TIME = KernelTime(
+    num_outputs=64, num_inputs=32, rows=4, layout="torch", kernel="torch", seconds=1e-4, bytes_per_weight=0.625
+)
+_LOAD = m.Load(
+    holder="c",
+    plan=_PLAN,
+    rank=1,
+    parts=m.ShardParts(chunks=(_CHUNK,), kernels=(_KERNELS,)),
+    plan_token=bytes(range(16)),
+)
 _GRAPH_PLAN = make_graph_plan([(0, ("x",), ("t",)), (1, ("t",), ("y",))], inputs=("x",), outputs=("y",))
 _LOAD_GRAPH = m.Load(
     holder="c",
@@ -78,7 +91,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.LinkMeasured(bytes_per_second=1e7, round_trip_seconds=0.001, num_bytes=1 << 20, stable=True),
     _PROFILE,
     m.Profile(subject=m.OperatorsOf(), timeout_seconds=60.0),
-    m.Profiled(result=device_profile(0, 1.0).blocks),
+    m.Profiled(result=device_profile(0, 1.0).blocks.model_copy(update={"kernels": (_KERNEL_TIME,)})),
     m.FindMissing(holder="c", hashes=(_HASH,)),
     m.ChunksMissing(hashes=(_HASH,)),
     m.PutChunk(holder="c", hash=_HASH),

@@ -21,16 +21,24 @@ from agent.worker.profiling import serve_one
 from agent.worker.transformer import blocks
 from agent.worker.transformer.comm.casts import TorchCasts
 from agent.worker.transformer.comm.staging import make_staging
-from agent.worker.transformer.matrices import Matrix, empty_matrix
+from agent.worker.transformer.kernel_times import measure_kernels
+from agent.worker.transformer.matrices import Matrix
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
-from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm, empty_embedding, empty_layer
+from agent.worker.transformer.random_weights import (
+    layer_matrices,
+    neutral_embedding,
+    random_layer,
+    random_matrix,
+    without_matrices,
+)
+from agent.worker.transformer.shard import LayerShard
 from agent.worker.wire_cost import measure_wire_cost
 from hearth.errors import BadRequest
 from hearth.plan.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
 from hearth.plan.kept_caches import CacheBlock
-from hearth.plan.model_spec import ModelSpec, WeightFormat
+from hearth.plan.kernels import KernelChoice, choose_kernels
+from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspicious_point
-from hearth.plan.transformer import LayerShare
 from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
 from hearth.wire.messages import BlocksOf, ComputeDevice, NewSequence, Sampling, StartProfile
 
@@ -51,25 +59,33 @@ _DECODE_WEIGHT_BYTES = 256 << 20
 _MIN_READ_FRACTION = 0.01
 
 
-def profile_blocks(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: ComputeDevice) -> BlockProfile:
-    """Measure one layer's blocks. Each point is the median of several samples after a warm-up run."""
+def profile_blocks(
+    spec: ModelSpec, seq_len: int, num_threads: int, compute_device: ComputeDevice, deterministic: bool = False
+) -> BlockProfile:
+    """Measure kernels, then one layer's blocks with the chosen ones.
+
+    Each point of a block is the median of several samples after a warm-up run.
+    """
     torch.set_num_threads(num_threads)
     device = make_staging(compute_device).device
     S = seq_len
     H, d = spec.hidden_size, spec.head_dim
     synchronise = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     measure = _BlockMeter(_SAMPLE_SECONDS, synchronise)
-    # Measured first, while nothing else is in memory: a device may hold little more than these copies.
     with torch.inference_mode():
-        per_byte, per_layer = _measure_decoding(spec, measure, device) if spec.causal else (0.0, 0.0)
+        times = measure_kernels(spec, seq_len, device)
+        give_back_freed_buffers()
+        kernels = choose_kernels(times, single=deterministic)
+        # Measured while nothing else is in memory: a device may hold little more than these copies.
+        per_byte, per_layer = _measure_decoding(spec, measure, device, kernels) if spec.causal else (0.0, 0.0)
     give_back_freed_buffers()
-    layers = [_without_matrices(random_layer(spec, device), device)] * _num_copies(spec)
-    embedding = _neutral_embedding(spec, device)
+    layers = [without_matrices(random_layer(spec, device), device)] * _num_copies(spec)
+    embedding = neutral_embedding(spec, device)
     x_TH = torch.randn(S, H, device=device)
     all_rows = Span(0, S)
 
     def gemm(x_sk: Tensor) -> Callable[[], object]:
-        copies = cycle([_random_matrix(H, x_sk.shape[1], device, spec.weights) for _ in layers])
+        copies = cycle([random_matrix(H, x_sk.shape[1], device, spec.weights, kernels) for _ in layers])
         return lambda: next(copies).matmul(x_sk)
 
     def qkv(heads: int) -> Callable[[], object]:
@@ -77,7 +93,11 @@ def profile_blocks(spec: ModelSpec, seq_len: int, num_threads: int, compute_devi
         width = spec.qkv_width(heads)
         copies = cycle(
             [
-                replace(layer, qkv_blocks=(Span(0, heads),), qkv_weight=_random_matrix(width, H, device, spec.weights))
+                replace(
+                    layer,
+                    qkv_blocks=(Span(0, heads),),
+                    qkv_weight=random_matrix(width, H, device, spec.weights, kernels),
+                )
                 for layer in layers
             ]
         )
@@ -91,7 +111,10 @@ def profile_blocks(spec: ModelSpec, seq_len: int, num_threads: int, compute_devi
         return gemm(torch.randn(S, heads * d, device=device))
 
     def up(columns: int, num_rows: int = S) -> Callable[[], object]:
-        x_sH, copies = x_TH[:num_rows], cycle([_with_columns(spec, layer, columns, device) for layer in layers])
+        x_sH, copies = (
+            x_TH[:num_rows],
+            cycle([_with_columns(spec, layer, columns, device, kernels) for layer in layers]),
+        )
         return lambda: blocks.mlp_up(spec, next(copies), x_sH)
 
     def down(columns: int, num_rows: int = S) -> Callable[[], object]:
@@ -127,15 +150,17 @@ def profile_blocks(spec: ModelSpec, seq_len: int, num_threads: int, compute_devi
         }
     wire = measure_wire_cost(measure.cpu_per_second, TorchCasts())
     return BlockProfile(
-        seq_len=S, wire=wire, decode_seconds_per_byte=per_byte, decode_layer_seconds=per_layer, **curves
+        seq_len=S, wire=wire, decode_seconds_per_byte=per_byte, decode_layer_seconds=per_layer, kernels=times, **curves
     )
 
 
-def _with_columns(spec: ModelSpec, layer: LayerShard, columns: int, device: torch.device) -> LayerShard:
+def _with_columns(
+    spec: ModelSpec, layer: LayerShard, columns: int, device: torch.device, kernels: Sequence[KernelChoice]
+) -> LayerShard:
     """A layer with this number of MLP columns, for `blocks.mlp_up` only."""
 
     def matrix() -> Matrix:
-        return _random_matrix(columns, spec.hidden_size, device, spec.weights)
+        return random_matrix(columns, spec.hidden_size, device, spec.weights, kernels)
 
     def part(bias: Tensor | None) -> Tensor | None:
         return None if bias is None else bias[:columns]
@@ -146,9 +171,11 @@ def _with_columns(spec: ModelSpec, layer: LayerShard, columns: int, device: torc
     )
 
 
-def _measure_decoding(spec: ModelSpec, measure: _BlockMeter, device: torch.device) -> tuple[float, float]:
+def _measure_decoding(
+    spec: ModelSpec, measure: _BlockMeter, device: torch.device, kernels: Sequence[KernelChoice]
+) -> tuple[float, float]:
     """Decoding one row: seconds per byte of weights that it reads, and seconds for the rest of a layer."""
-    layers = [random_layer(spec, device) for _ in range(_num_decode_layers(spec))]
+    layers = [random_layer(spec, device, kernels) for _ in range(_num_decode_layers(spec))]
     # The same calls on a layer so narrow that reading its weights takes almost no time.
     narrow = spec.model_copy(
         update={
@@ -156,22 +183,17 @@ def _measure_decoding(spec: ModelSpec, measure: _BlockMeter, device: torch.devic
             "ffn_size": COLUMN_GRAIN,
         }
     )  # fmt: skip
-    narrow_layer = random_layer(narrow, device)
+    narrow_layer = random_layer(narrow, device, kernels)
     seconds, calls = measure.seconds(_matmuls(layers, device)), measure.seconds(_matmuls([narrow_layer], device))
-    num_bytes = sum(math.prod(matrix.shape) for matrix in _matrices(layers[0])) * spec.matrix_bytes
+    num_bytes = sum(math.prod(matrix.shape) for matrix in layer_matrices(layers[0])) * spec.matrix_bytes
     per_byte = max(seconds - calls, _MIN_READ_FRACTION * seconds) / num_bytes
     return per_byte, measure.seconds(_decode_layer(narrow, narrow_layer, device))
 
 
-def _matrices(layer: LayerShard) -> list[Matrix]:
-    matrices = (layer.qkv_weight, layer.out_weight, layer.gate_weight, layer.up_weight, layer.down_weight)
-    return [matrix for matrix in matrices if matrix is not None]
-
-
 def _matmuls(layers: Sequence[LayerShard], device: torch.device) -> Callable[[], object]:
     """Multiply one row with each matrix of a layer; each call uses the next layer."""
-    copies = cycle([_matrices(layer) for layer in layers])
-    row = {matrix.shape[1]: torch.randn(1, matrix.shape[1], device=device) for matrix in _matrices(layers[0])}
+    copies = cycle([layer_matrices(layer) for layer in layers])
+    row = {matrix.shape[1]: torch.randn(1, matrix.shape[1], device=device) for matrix in layer_matrices(layers[0])}
 
     def run() -> None:
         for matrix in next(copies):
@@ -219,55 +241,6 @@ class _BlockMeter(Meter):
         return statistics.median(self.sample(block) for _ in range(_SAMPLES_PER_POINT))
 
 
-# ---- weights to measure with ----------------------------------------------------------------------------------------
-
-
-def random_layer(spec: ModelSpec, device: torch.device) -> LayerShard:
-    """A whole layer with random matrices, norm weights of 1 and zeros in all other tensors."""
-    heads = Span(0, spec.num_heads)
-    layer = empty_layer(spec, LayerShare(heads, heads, Span(0, spec.ffn_size), True), (heads,), device)
-    for matrix in _matrices(layer):
-        _randomise(matrix, device)
-    _set_neutral_values(layer)
-    return layer
-
-
-def _random_matrix(num_outputs: int, num_inputs: int, device: torch.device, weights: WeightFormat) -> Matrix:
-    matrix = empty_matrix(num_outputs, num_inputs, weights, device)
-    _randomise(matrix, device)
-    return matrix
-
-
-def _randomise(matrix: Matrix, device: torch.device) -> None:
-    """Fill a matrix with identical rows, which is fast; the values do not affect the time of a product."""
-    whole = slice(None)
-    matrix.load(whole, whole, torch.randn(1, matrix.shape[1], device=device).mul(0.02).expand(matrix.shape))
-
-
-def _neutral_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:
-    embedding = empty_embedding(spec, Span(0, 0), device)
-    _set_neutral_values(embedding)
-    return embedding
-
-
-def _set_neutral_values(part: LayerShard | EmbeddingShard | Norm) -> None:
-    """Set norm weights to 1 and all other tensors to 0."""
-    for name in part.__dataclass_fields__:
-        value = getattr(part, name)
-        if isinstance(value, Norm):
-            _set_neutral_values(value)
-            value.weight.fill_(1.0)
-        elif isinstance(value, Tensor):
-            value.zero_()
-
-
-def _without_matrices(layer: LayerShard, device: torch.device) -> LayerShard:
-    """A copy of the layer with empty matrices; each measurement brings its own."""
-    none = empty_matrix(0, 0, "float32", device)
-    gate = None if layer.gate_weight is None else none
-    return replace(layer, qkv_weight=none, out_weight=none, gate_weight=gate, up_weight=none, down_weight=none)
-
-
 def _layer_bytes(spec: ModelSpec) -> int:
     widths = spec.qkv_width(spec.num_heads) + spec.q_width(spec.num_heads) + (3 if spec.gated else 2) * spec.ffn_size
     return round(spec.matrix_bytes * spec.hidden_size * widths)
@@ -291,7 +264,9 @@ def _profile_request(start: StartProfile) -> BlockProfile:
     subject = start.profile.subject
     if not isinstance(subject, BlocksOf):
         raise BadRequest(reason="this profiler measures blocks of transformers")
-    return profile_blocks(subject.model, subject.seq_len, start.num_threads, start.compute_device)
+    return profile_blocks(
+        subject.model, subject.seq_len, start.num_threads, start.compute_device, subject.deterministic
+    )
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ class TransformerRuntime:
             self._staging.device,
             held,
             is_given_up,
+            self._parts.kernels,
         )
         self._held = None
         if not is_first:

@@ -26,6 +26,7 @@ from agent.worker.transformer.matrices import Matrix, empty_matrix
 from hearth.errors import ChunkCorrupt
 from hearth.plan.chunks import LAYER_CHUNK_KINDS, chunk_slices
 from hearth.plan.geometry import Span, spans
+from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import LayerShare
@@ -117,12 +118,13 @@ class Shard:
 class _Allocator:
     """Allocates uninitialised weights; weights that are not in the rank's chunks are never read."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, device: torch.device, kernels: Sequence[KernelChoice]) -> None:
         self._spec = spec
         self._device = device
+        self._kernels = kernels
 
     def matrix(self, num_outputs: int, num_inputs: int, partition: Partition | None = None) -> Matrix:
-        return empty_matrix(num_outputs, num_inputs, self._spec.weights, self._device, partition)
+        return empty_matrix(num_outputs, num_inputs, self._spec.weights, self._device, partition, self._kernels)
 
     def tensor(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
@@ -141,13 +143,14 @@ def empty_layer(
     device: torch.device,
     out_parts: tuple[Span, ...] = (),
     mlp_parts: tuple[Span, ...] = (),
+    kernels: Sequence[KernelChoice] = (),
 ) -> LayerShard:
     """Allocate a layer.
 
     `out_parts` are groups of heads whose outputs are projected separately, `mlp_parts` groups of columns that are used
-    separately; if empty, the matrices are used as a whole.
+    separately; if empty, the matrices are used as a whole. `kernels`: the measured choice.
     """
-    new = _Allocator(spec, device)
+    new = _Allocator(spec, device, kernels)
     H, d, c = spec.hidden_size, spec.head_dim, held.columns.size
     qkv = _partition(0, qkv_blocks, spec.qkv_width)
     out = _partition(1, out_parts or (held.out,), lambda heads: heads * d)
@@ -180,17 +183,22 @@ def _partition(axis: int, parts: tuple[Span, ...], width: Callable[[int], int] =
 
 
 def empty_embedding(
-    spec: ModelSpec, vocabulary: Span, device: torch.device, with_norm_and_positions: bool = True
+    spec: ModelSpec,
+    vocabulary: Span,
+    device: torch.device,
+    with_norm_and_positions: bool = True,
+    kernels: Sequence[KernelChoice] = (),
 ) -> EmbeddingShard:
     """Allocate the word embedding and the head; positions, types and norm only with `with_norm_and_positions`."""
-    new = _Allocator(spec, device)
+    new = _Allocator(spec, device, kernels)
     H = spec.hidden_size
     num_positions = spec.max_positions + spec.position_offset if with_norm_and_positions else 0
     word_type = getattr(torch, spec.weights) if spec.weights in ("float32", "float16") else torch.bfloat16
     word = torch.empty(vocabulary.size, H, dtype=word_type, device=device)
     head: Matrix | None = None
     if spec.causal:
-        head = new.matrix(vocabulary.size, H) if spec.has_separate_head else FloatMatrix(word)
+        whole = Partition(0, (0, vocabulary.size)) if kernels else None
+        head = new.matrix(vocabulary.size, H, whole) if spec.has_separate_head else FloatMatrix(word)
     return EmbeddingShard(
         vocabulary=vocabulary,
         word=word,
@@ -317,11 +325,13 @@ def load_shard(
     device: torch.device,
     held: HeldWeights | None = None,
     is_given_up: Callable[[], bool] = lambda: False,
+    kernels: Sequence[KernelChoice] = (),
 ) -> Shard:
     """Load a shard layer by layer: what is `held` from memory, the rest from the store. The result is the same.
 
     Peak memory is the shard and one chunk; with `held`, which is used up, that of the larger of both shards and of a layer or
-    the embedding. Raises ChunkCorrupt, and LoadGivenUp once `is_given_up()`; `held` then has what was loaded, too.
+    the embedding. `kernels` applies to what is not held. Raises ChunkCorrupt, and LoadGivenUp once `is_given_up()`; `held` then
+    has what was loaded, too.
     """
     spec, own = plan.model, plan.body.layers_of(rank, plan.model.num_layers)
     of_part = _by_part(chunks)
@@ -334,7 +344,7 @@ def load_shard(
             layout = _embedding_layout(plan, rank) if index is None else _layer_layout(plan, rank, index)
             part = held.take(index, layout, frozenset(of_part[index]))
             if part is None:
-                part = _empty_part(spec, layout, device)
+                part = _empty_part(spec, layout, device, kernels)
                 _fill(spec, part, of_part[index], path_of, held, is_given_up)
                 held.free(index)
             loaded[index] = _HeldPart(part, layout, frozenset(of_part[index]))
@@ -349,11 +359,14 @@ def load_shard(
 
 
 def _empty_part(
-    spec: ModelSpec, layout: _LayerLayout | _EmbeddingLayout, device: torch.device
+    spec: ModelSpec,
+    layout: _LayerLayout | _EmbeddingLayout,
+    device: torch.device,
+    kernels: Sequence[KernelChoice],
 ) -> LayerShard | EmbeddingShard:
     if isinstance(layout, _EmbeddingLayout):
-        return empty_embedding(spec, layout.vocabulary, device, layout.with_norm_and_positions)
-    return empty_layer(spec, layout.held, layout.qkv_blocks, device, layout.out_parts, layout.mlp_parts)
+        return empty_embedding(spec, layout.vocabulary, device, layout.with_norm_and_positions, kernels)
+    return empty_layer(spec, layout.held, layout.qkv_blocks, device, layout.out_parts, layout.mlp_parts, kernels)
 
 
 def _fill(

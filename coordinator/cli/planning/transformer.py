@@ -15,7 +15,7 @@ from coordinator.cli.planning.live import LiveDevices
 from coordinator.cli.render import tables
 from coordinator.deploy.deployment import Weights
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights
-from coordinator.devices.block_profiling import block_cluster, block_workload
+from coordinator.devices.block_profiling import block_cluster, block_workload, chosen_kernels
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profile_file import SavedTransformerProfile, read_transformer_profile
 from coordinator.plan.redundancy import Loss
@@ -32,6 +32,7 @@ from coordinator.serve.kinds.generation import max_context_tokens
 from coordinator.serve.kinds.sentences import pack_sequences
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import HearthError, StepFailed
+from hearth.plan.kernels import KernelChoice
 from hearth.plan.parts import PlannedDevice
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
@@ -113,6 +114,8 @@ class TransformerPlanning:
     def __init__(self, goal: TransformerGoal) -> None:
         self.goal = goal
         self.model = open_transformer(goal)
+        self._workload = block_workload(self.model.spec, self.model.seq_len)
+        self._kernels: dict[str, tuple[KernelChoice, ...]] = {}  # by device id; of devices that were profiled
 
     def cluster_from_files(self, profile: Path | None = None, devices: Path | None = None) -> ClusterProfile | None:
         """The cluster of a saved profile; None: measure live devices. Raises BadSetting."""
@@ -120,7 +123,9 @@ class TransformerPlanning:
 
     async def profile(self, live: LiveDevices) -> ClusterProfile:
         """The cluster of live devices. Raises NoDevices, ..."""
-        return await block_cluster(live.profiler, live.devices, block_workload(self.model.spec, self.model.seq_len))
+        cluster = await block_cluster(live.profiler, live.devices, self._workload)
+        self._kernels |= chosen_kernels(cluster, self._workload)
+        return cluster
 
     def saved_profile(self, cluster: ClusterProfile) -> SavedTransformerProfile:
         return SavedTransformerProfile(devices=cluster.devices, links=cluster.links, model=self.model.spec)
@@ -136,7 +141,7 @@ class TransformerPlanning:
         return TransformerDeployment(fleet, plan)
 
     def weights(self, plan: TransformerPlan, cache_dir: Path) -> AbstractAsyncContextManager[Weights]:
-        return shard_weights(self.model.directory, plan, cache_dir)
+        return shard_weights(self.model.directory, plan, cache_dir, self._kernels)
 
     async def measure_seconds(self, deployment: TransformerDeployment, rounds: int) -> tuple[float, ...]:
         """Seconds of each step (decoder: request) on random tokens, after one warm-up run."""

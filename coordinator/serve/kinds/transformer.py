@@ -11,7 +11,7 @@ import numpy as np
 
 from coordinator.deploy.deployment import RunResult, Weights
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights
-from coordinator.devices.block_profiling import block_cluster, block_workload
+from coordinator.devices.block_profiling import block_cluster, block_workload, chosen_kernels
 from coordinator.devices.registry import Device
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
@@ -27,6 +27,7 @@ from coordinator.serve.requests.runner import ComputedReply, Requests
 from coordinator.serve.standby.replica import transformer_files
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, TextTooLong
+from hearth.plan.kernels import KernelChoice
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.value_formats import ValueFormatName
@@ -71,6 +72,7 @@ class TransformerKind:
             tokenizer = self.model.tokenizer
             assert not isinstance(tokenizer, SentenceTokenizer)
             self._text_model = TextModel(self.model.spec, tokenizer, self.model.defaults)
+        self._kernels: dict[str, tuple[KernelChoice, ...]] = {}  # by device id; of devices that were profiled
         self._threads = TextThreads()
         self._generation_runner = GenerationRunner(
             requests, services.settings.queue_limit, self._threads, goal.shared_prefixes
@@ -102,7 +104,9 @@ class TransformerKind:
     async def profile(
         self, devices: Sequence[Device], deployed: Plan | None = None, joined: bool = False
     ) -> ClusterProfile:
-        return await block_cluster(self._services.profiler, devices, self.workload)
+        cluster = await block_cluster(self._services.profiler, devices, self.workload)
+        self._kernels |= chosen_kernels(cluster, self.workload)
+        return cluster
 
     async def plan(self, cluster: ClusterProfile, recovering: bool, held: Plan | None = None) -> Plan:
         request = self._request(cluster, held)
@@ -130,7 +134,8 @@ class TransformerKind:
 
     def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
         assert is_transformer_plan(plan)
-        return shard_weights(self.model.directory, plan, self._services.settings.state_dir / "manifests")
+        manifests = self._services.settings.state_dir / "manifests"
+        return shard_weights(self.model.directory, plan, manifests, self._kernels)
 
     def deployment(self, plan: Plan, name: str) -> TransformerDeployment:
         assert is_transformer_plan(plan)

@@ -220,6 +220,7 @@ class BlocksOf(WireModel):
     kind: Literal["blocks"] = "blocks"
     model: ModelSpec
     seq_len: Annotated[int, Field(ge=1, le=1 << 20)]
+    deterministic: bool = False  # whether each matrix has one kernel for all numbers of rows
 
 
 class OperatorsOf(WireModel):

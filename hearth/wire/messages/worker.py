@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, StringConstraints, model_validator
 
 from hearth.plan.kept_caches import CacheBlock, CacheTransfer
+from hearth.plan.kernels import KernelChoice
 from hearth.plan.phases import Phase, Work
 from hearth.plan.plan import Plan, is_graph_plan
 from hearth.plan.value_formats import ValueFormatName
@@ -55,10 +56,11 @@ class SegmentFiles(WireModel):
 
 
 class ShardParts(WireModel):
-    """The chunks of one rank's shard of a transformer."""
+    """The chunks of one rank's shard of a transformer, and the kernels that were measured to be the fastest there."""
 
     kind: Literal["shard"] = "shard"
     chunks: tuple[ChunkRef, ...] = Field(max_length=50_000, fail_fast=True)
+    kernels: tuple[KernelChoice, ...] = Field(default=(), max_length=256)  # empty: the defaults of the worker
 
     @property
     def hashes(self) -> tuple[Hash, ...]:

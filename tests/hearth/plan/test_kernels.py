@@ -47,14 +47,22 @@ def test_a_layout_that_was_not_measured_for_all_rows_is_not_chosen() -> None:
     assert choice.layout == "torch"
 
 
+def test_a_disturbed_measurement_is_outvoted_by_the_other_shapes() -> None:
+    disturbed = times(("torch", "torch", 0.625, {1: 9.0, 256: 60.0}), PACKED, shape=(64, 64))
+    quiet = [time for inputs in (128, 256, 512) for time in times(NATIVE, EXPAND, PACKED, shape=(64, inputs))]
+    choices = choose_kernels([*disturbed, *quiet])
+    assert [choice.layout for choice in choices] == ["torch"] * 4
+
+
 def test_nearest_shape_and_mean_memory() -> None:
-    measured = times(NATIVE, shape=(4096, 1024)) + times(PACKED, shape=(1024, 1024))
+    measured = times(NATIVE, shape=(4096, 1024)) + times(EXPAND, shape=(1024, 1024))
     choices = choose_kernels(measured)
-    assert [choice.layout for choice in choices] == ["torch", "ort"]
-    for shape, layout in (((2500, 900), "torch"), ((64, 1024), "ort")):
+    for shape, kernel in (((2500, 900), "torch"), ((64, 1024), "expand")):
         nearest = nearest_choice(choices, *shape)
         assert nearest is not None
-        assert nearest.layout == layout
+        assert nearest.kernels[0] == kernel
     assert nearest_choice(choices, 0, 32) is nearest_choice((), 8, 8) is None
-    assert chosen_bytes_per_weight(measured, choices) == pytest.approx((4 * 0.625 + 0.94) / 5)
+    larger = [time.model_copy(update={"bytes_per_weight": 0.9}) for time in measured[:2]]
+    assert chosen_bytes_per_weight(larger + measured[2:], choices) == pytest.approx((4 * 0.9 + 0.625) / 5)
     assert chosen_bytes_per_weight((), ()) == 0
+    assert choose_kernels(()) == ()

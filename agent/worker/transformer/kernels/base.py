@@ -38,7 +38,6 @@ class KernelMatrix(ABC):
     kernels: ClassVar[tuple[str, ...]]
     shape: tuple[int, int]
     choice: KernelChoice | None = None
-    bytes_per_weight: ClassVar[float]
 
     @property
     @abstractmethod

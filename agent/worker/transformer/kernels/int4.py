@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ class Int4Matrix(QuantisedMatrix):
 
     layout = "torch"
     kernels = ("torch", "expand-bfloat16", "expand-float32") if can_expand() else ("torch",)
-    bytes_per_weight: ClassVar[float] = 0.625
 
     def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
         super().__init__(num_outputs, num_inputs, device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own custom)
 from torch import Tensor
@@ -21,7 +19,6 @@ class Int8Matrix(QuantisedMatrix):
 
     layout = "torch"
     kernels = ("torch", "expand-bfloat16", "expand-float32")
-    bytes_per_weight: ClassVar[float] = 1.0
 
     def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
         super().__init__(num_outputs, num_inputs, device)

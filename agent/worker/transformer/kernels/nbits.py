@@ -87,7 +87,6 @@ class Int4NBitsMatrix(NBitsMatrix):
     """int4: onnxruntime multiplies steps and scales; the zero points multiply sums of 32 activations."""
 
     bits = 4
-    bytes_per_weight: ClassVar[float] = 0.5 + _BLOCK_BYTES / INT4_GROUP_SIZE + 2 / INT4_GROUP_SIZE
     _zeros: Tensor  # [n, k / 32] bfloat16
 
     @property
@@ -115,7 +114,6 @@ class Int8NBitsMatrix(NBitsMatrix):
     """int8: all blocks of an output have its scale."""
 
     bits = 8
-    bytes_per_weight: ClassVar[float] = 1.0 + _BLOCK_BYTES / _INT8_BLOCKS[0]
 
     @property
     def _block(self) -> int:

@@ -79,11 +79,10 @@ def test_plain_float32_is_used_where_it_was_chosen() -> None:
     assert empty_matrix(640, 640, "float32", CPU, whole, [plain]).layout == "plain"
 
 
-@pytest.mark.parametrize("weights", ["int4", "int8"])
-def test_memory_of_onnxruntime_is_counted(weights: WeightFormat) -> None:
+@pytest.mark.parametrize(("weights", "bytes_per_weight"), [("int4", 0.9375), ("int8", 1.09375)])
+def test_memory_of_onnxruntime_is_counted(weights: WeightFormat, bytes_per_weight: float) -> None:
+    """The size of the packed weights is that of the growth of a process (onnxruntime 1.31)."""
     layouts = loaded((64, 256), weights)
     if "onnxruntime" not in layouts:
         pytest.skip("onnxruntime has no such kernel here")
-    for matrix in layouts.values():
-        num_bytes = sum(dict(matrix.memory).values())
-        assert num_bytes == pytest.approx(matrix.bytes_per_weight * 64 * 256, rel=0.02)
+    assert sum(dict(layouts["onnxruntime"].memory).values()) == bytes_per_weight * 64 * 256

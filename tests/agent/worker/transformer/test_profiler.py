@@ -12,13 +12,16 @@ pytest.importorskip("psutil")
 import pytest
 from support.plans import BERT_LARGE, LLAMA_1B
 
+from hearth.plan.kernels import choose_kernels
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile
 from hearth.wire.messages import BlocksOf, Profile, Profiled, StartProfile, decode, encode
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from agent.worker.transformer.profiler import profile_blocks, random_layer
+from agent.worker.transformer.kernel_times import layer_shapes, measure_kernels
+from agent.worker.transformer.profiler import profile_blocks
+from agent.worker.transformer.random_weights import layer_matrices, random_layer
 
 SMALL = LLAMA_1B.model_copy(
     update={
@@ -45,6 +48,23 @@ def test_decoder_blocks_and_decoding_are_profiled(spec: ModelSpec) -> None:
     assert all(seconds > 0 for curve in curves for seconds in curve.seconds)
     assert 0 < blocks.decode_seconds_per_byte < 1e-6
     assert blocks.decode_layer_seconds > 0
+
+
+def test_kernels_are_measured_for_every_shape_and_number_of_rows() -> None:
+    import torch
+
+    spec = SMALL.model_copy(update={"weights": "int8"})
+    times = measure_kernels(spec, 20, torch.device("cpu"))
+    assert {(time.num_outputs, time.num_inputs) for time in times} == set(layer_shapes(spec))
+    assert {time.rows for time in times} == {1, 4, 16}
+    assert {time.kernel for time in times} >= {"torch", "expand-bfloat16", "expand-float32"}
+    choices = choose_kernels(times)
+    layer = random_layer(spec, torch.device("cpu"), choices)
+    assert {matrix.layout for matrix in layer_matrices(layer)} == {choice.layout for choice in choices}
+    encoder = spec.model_copy(update={"causal": False})
+    assert {time.rows for time in measure_kernels(encoder, 20, torch.device("cpu"))} == {16}
+    plain = spec.model_copy(update={"weights": "bfloat16"})
+    assert measure_kernels(plain, 20, torch.device("cpu")) == ()  # nothing to choose
 
 
 def test_random_layer_has_shapes_of_grouped_queries_and_gate() -> None:

@@ -1,0 +1,97 @@
+"""Times of the kernels that can multiply a model's matrices on this device; the profiler chooses by them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from agent.worker.transformer.kernels.base import Partition
+from agent.worker.transformer.matrices import Matrix, layouts_to_measure
+from agent.worker.transformer.random_weights import randomise
+from hearth.plan.kernels import KERNEL_ROWS, KernelTime
+from hearth.plan.model_spec import ModelSpec, WeightFormat
+
+# Elements of a measured matrix at most; of a larger one, a part of the outputs is measured, which computes at the same speed.
+_MAX_ELEMENTS = 12 << 20
+_OUTPUT_MULTIPLE = 64  # outputs of a measured part: every layout has whole blocks of them
+_MIN_DECODE_ROWS = 16  # rows; below it a product is bound by memory, so that the weights must not be in a cache
+_EVICT_BYTES = 32 << 20  # read before such a product: more than the caches of one core of a home's computers
+_MIN_TURNS, _MAX_TURNS = 2, 6  # samples, of which the least counts: load, and the pauses of a CPU quota, only add time
+_MAX_SECONDS = 0.5  # of all samples of a product beyond `_MIN_TURNS`: slow devices take few
+_HOPELESS = 3.0  # times the fastest kernel's time: such a kernel gets no further turns
+
+
+def measure_kernels(spec: ModelSpec, seq_len: int, device: torch.device) -> tuple[KernelTime, ...]:
+    """Seconds of a product for each shape of a layer, number of rows, and kernel. Empty where there is no choice.
+
+    A decoder decodes few rows and prefills many; an encoder only computes many.
+    """
+    if device.type != "cpu":
+        return ()
+    fewest = 1 if spec.causal else min(_MIN_DECODE_ROWS, seq_len)
+    rows = [count for count in KERNEL_ROWS if fewest <= count <= max(seq_len, fewest)] or [seq_len]
+    shapes = dict.fromkeys(_measured_part(*shape) for shape in layer_shapes(spec))
+    evicted = torch.zeros(_EVICT_BYTES // 4)
+    return tuple(time for shape in shapes for time in _times_of_shape(shape, spec.weights, rows, device, evicted))
+
+
+def layer_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Outputs and inputs of a layer's matrices."""
+    hidden, ffn, width = spec.hidden_size, spec.ffn_size, spec.q_width(spec.num_heads)
+    return [(spec.qkv_width(spec.num_heads), hidden), (hidden, width), (ffn, hidden), (hidden, ffn)]
+
+
+def _measured_part(num_outputs: int, num_inputs: int) -> tuple[int, int]:
+    most = max(_MAX_ELEMENTS // num_inputs // _OUTPUT_MULTIPLE * _OUTPUT_MULTIPLE, _OUTPUT_MULTIPLE)
+    return min(num_outputs, most), num_inputs
+
+
+def _times_of_shape(
+    shape: tuple[int, int], weights: WeightFormat, rows: Iterable[int], device: torch.device, evicted: Tensor
+) -> list[KernelTime]:
+    layouts = layouts_to_measure(*shape, weights, device, Partition(0, (0, shape[0])))
+    options = [(matrix, kernel) for matrix in layouts for kernel in matrix.kernels]
+    if len(options) == 1:
+        return []
+    for matrix in layouts:
+        randomise(matrix, device)
+    num_bytes = {matrix.layout: sum(dict(matrix.memory).values()) for matrix in layouts}
+    return [
+        KernelTime(
+            num_outputs=shape[0],
+            num_inputs=shape[1],
+            rows=count,
+            layout=matrix.layout,
+            kernel=kernel,
+            seconds=seconds,
+            bytes_per_weight=num_bytes[matrix.layout] / math.prod(shape),
+        )
+        for count in rows
+        for (matrix, kernel), seconds in zip(options, _least_seconds(options, count, evicted), strict=True)
+    ]
+
+
+def _least_seconds(options: Sequence[tuple[Matrix, str]], rows: int, evicted: Tensor) -> list[float]:
+    """The least time of each kernel. They take turns, so that load in the background disturbs all of them."""
+    x_sk = torch.randn(rows, options[0][0].shape[1])
+    least = [math.inf] * len(options)
+    total = 0.0
+    for turn in range(_MAX_TURNS + 1):
+        for index, (matrix, kernel) in enumerate(options):
+            if turn > 1 and least[index] > _HOPELESS * min(least):
+                continue
+            if rows < _MIN_DECODE_ROWS:
+                evicted.add_(1.0)
+            start = time.perf_counter()
+            matrix.product(kernel, x_sk)
+            seconds = time.perf_counter() - start
+            total += seconds
+            if turn or seconds > _MAX_SECONDS:  # the first turn warms up
+                least[index] = min(least[index], seconds)
+        if turn >= _MIN_TURNS and total > _MAX_SECONDS:
+            break
+    return least
