@@ -16,7 +16,7 @@ from hearth.plan.kernels import KERNEL_ROWS, KernelTime
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 
 # Elements of a measured matrix at most; of a larger one, a part of the outputs is measured, which computes at the same speed.
-_MAX_ELEMENTS = 12 << 20
+_MAX_ELEMENTS = 4 << 20
 _OUTPUT_MULTIPLE = 64  # outputs of a measured part: every layout has whole blocks of them
 _MIN_DECODE_ROWS = 16  # rows; below it a product is bound by memory, so that the weights must not be in a cache
 _EVICT_BYTES = 32 << 20  # read before such a product: more than the caches of one core of a home's computers

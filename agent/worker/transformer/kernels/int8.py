@@ -66,8 +66,8 @@ class Int8Matrix(QuantisedMatrix):
         y_sn = x_sk.new_empty(x_sk.shape[0], num_outputs)
         for start in range(0, num_outputs, size):
             tile = slice(start, start + size)
-            y_sn[:, tile] = F.linear(x, values[tile].to(dtype))
-        return y_sn.mul_(self._scales)
+            y_sn[:, tile] = F.linear(x, values[tile].to(dtype)) * self._scales[tile].to(dtype)
+        return y_sn
 
     def _native_is_safe(self) -> bool:
         """Whether torch's int8 kernel is safe: for other numbers of inputs it reads past the end of the weights."""
