@@ -17,6 +17,7 @@ from torch import Tensor
 from agent.worker.transformer.kernels.base import QuantisedMatrix, add_bias
 from agent.worker.transformer.kernels.int4 import INT4_GROUP_SIZE, dequantise_int4, quantise_int4
 from agent.worker.transformer.kernels.int8 import quantise_int8
+from agent.worker.transformer.kernels.plain import FloatMatrix
 from hearth.errors import StepFailed
 
 _ACCURACY_LEVEL = 4  # int8 products: the other levels expand the weights to floats in each run
@@ -29,7 +30,7 @@ _PROBE_TOLERANCE = 0.05  # relative error; int8 activations cause 0.01
 
 
 class NBitsMatrix(QuantisedMatrix):
-    """A matrix in a session of onnxruntime that consists of one `MatMulNBits`. There are no views of its parts."""
+    """A matrix in a session of onnxruntime that consists of one `MatMulNBits`. There are no views of parts."""
 
     layout = "onnxruntime"
     kernels = ("onnxruntime",)
@@ -58,16 +59,20 @@ class NBitsMatrix(QuantisedMatrix):
         fits = num_outputs > 0 and num_inputs > 0 and num_outputs % 16 == 0 and num_inputs % INT4_GROUP_SIZE == 0
         return device.type == "cpu" and fits and _is_available(cls)
 
-    def rows(self, part: slice) -> NBitsMatrix:
-        return self._require_whole(part, self.shape[0])
+    def rows(self, part: slice) -> NBitsMatrix | FloatMatrix:
+        return self._view(0, part)
 
-    def columns(self, part: slice) -> NBitsMatrix:
-        return self._require_whole(part, self.shape[1])
+    def columns(self, part: slice) -> NBitsMatrix | FloatMatrix:
+        return self._view(1, part)
 
-    def _require_whole(self, part: slice, size: int) -> NBitsMatrix:
-        if len(range(size)[part]) != size:
+    def _view(self, axis: int, part: slice) -> NBitsMatrix | FloatMatrix:
+        """The whole matrix, or none of it: a rank may hold weights of which it uses none for decoding."""
+        size = len(range(self.shape[axis])[part])
+        if size == self.shape[axis]:
+            return self
+        if size:
             raise StepFailed(device="this device", reason="a matrix of onnxruntime cannot be divided")
-        return self
+        return FloatMatrix(torch.empty([0 if axis == each else self.shape[each] for each in (0, 1)]))
 
     def _product(self, x_sk: Tensor) -> Tensor:
         x_sk = x_sk.contiguous()

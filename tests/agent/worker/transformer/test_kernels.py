@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch", reason="torch has no wheel for this Python 
 
 from agent.worker.transformer.kernels.base import Partition  # noqa: E402 (needs torch)
 from agent.worker.transformer.matrices import Matrix, empty_matrix, layouts_to_measure  # noqa: E402
+from hearth.errors import StepFailed  # noqa: E402
 from hearth.plan.kernels import KernelChoice  # noqa: E402
 from hearth.plan.model_spec import WeightFormat  # noqa: E402
 
@@ -86,3 +87,15 @@ def test_memory_of_onnxruntime_is_counted(weights: WeightFormat, bytes_per_weigh
     if "onnxruntime" not in layouts:
         pytest.skip("onnxruntime has no such kernel here")
     assert sum(dict(layouts["onnxruntime"].memory).values()) == bytes_per_weight * 64 * 256
+
+
+def test_onnxruntime_gives_the_whole_matrix_or_none_of_it() -> None:
+    matrix = loaded((64, 256), "int8").get("onnxruntime")
+    if matrix is None:
+        pytest.skip("onnxruntime has no such kernel here")
+    x = torch.randn(3, 256)
+    assert matrix.rows(ALL) is matrix.columns(slice(0, 256)) is matrix
+    assert matrix.rows(slice(0, 0)).matmul(x).shape == (3, 0)
+    assert not matrix.columns(slice(0, 0)).matmul(x[:, :0]).any()
+    with pytest.raises(StepFailed, match="cannot be divided"):
+        matrix.rows(slice(0, 32))
