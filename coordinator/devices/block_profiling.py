@@ -17,9 +17,8 @@ from hearth.wire.messages import BlocksOf, Profile
 # Memory of onnxruntime in a worker: 37 MiB were measured for the library, onnx and one session (onnxruntime 1.31).
 _ONNXRUNTIME_BYTES = 40 << 20
 _KERNELS_VERSION = 1  # part of the cache key: profiles without times of kernels are measured again
-_PROFILE_SECONDS = (
-    180.0  # timeout on the device: a slow one has to import torch and time kernels and blocks of a wide layer
-)
+# Timeout on the device: a slow one has to import torch, and to time kernels and the blocks of a wide layer.
+_PROFILE_SECONDS = 180.0
 
 
 def block_workload(spec: ModelSpec, seq_len: int, deterministic: bool = False) -> Workload[BlockProfile]:
