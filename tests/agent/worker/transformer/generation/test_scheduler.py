@@ -215,6 +215,17 @@ def test_sequences_run_by_what_they_use_and_the_newest_is_preempted() -> None:
     assert scheduler.num_free_blocks == 4
 
 
+def test_repeated_prompt_of_whole_blocks_computes_the_last_one() -> None:
+    scheduler = Scheduler(GenerationLimits(kv_tokens=200, max_sequences=8, prefill_rows=64))
+    request = GenerateTokens(holder="test", epoch=1, max_tokens=4, prefix_scope="app")
+    prompt = list(range(100, 100 + 2 * KV_BLOCK_TOKENS))
+    for number in (1, 2):
+        scheduler.add(SequenceState(number, request, prompt, len(prompt)))
+    first, second = scheduler.next_order().rows
+    assert (first.token_ids, second.token_ids) == (tuple(prompt), tuple(prompt[KV_BLOCK_TOKENS:]))
+    assert second.new.cached_tokens == tuple(prompt[:KV_BLOCK_TOKENS])
+
+
 def test_equal_prefixes_are_held_once_also_in_one_step() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=64 * KV_BLOCK_TOKENS, max_sequences=9, prefill_rows=512))
     request = GenerateTokens(holder="test", epoch=1, max_tokens=4, prefix_scope="app")
