@@ -36,6 +36,8 @@ _POLL_SECONDS = 1.0  # between looks at whether there is something to learn
 _SAVE_SECONDS = 300.0  # between writes of what was learnt: an SD card wears out, and a restart loses little
 _WORSE = 1.02  # times the latency before: a change of plan that made requests slower than that is taken back
 _MOVED = 1.10  # a device's factor that changes by as much is a reason to plan again
+# Between two searches. The first requests of a deployment may be slower than later ones: plans made ahead take processor time.
+_SEARCH_AGAIN_SECONDS = 15.0
 _MAX_EMPTY_SEARCHES = 3  # in a row, with different seeds; then `hearth learn` has nothing left to try
 
 
@@ -71,7 +73,7 @@ class Learner:
         self._asked_until = 0.0  # time until which a user has asked to learn
         self._seed = 0
         self._num_empty = 0  # searches in a row that found nothing to try
-        self._runner = TrialRunner(kind, services, admission, lambda: self.is_asked)
+        self._runner = TrialRunner(kind, services, admission, lambda: self.is_asked, clock)
         self._trials: Trials | None = None
         self._change: _Change | None = None
         self._misled: frozenset[str] = frozenset()  # devices for which a predicted gain was none: trials decide there
@@ -198,7 +200,7 @@ class Learner:
         if self.is_asked or self._searched is None:
             return True
         at, usable, factors = self._searched
-        if self._clock() - at < REPLAN_SECONDS:
+        if self._clock() - at < _SEARCH_AGAIN_SECONDS:
             return False
         now = self._measured.calibration.device_factors()
         moved = any(not 1 / _MOVED < now[each] / factors.get(each, 1.0) < _MOVED for each in now)

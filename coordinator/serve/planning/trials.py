@@ -23,6 +23,9 @@ from hearth.platform.asyncio_tools import loop_time
 from hearth.wire.messages import PlanTrial, TrialOutcome
 
 MAX_TRIAL_SHARE = 0.05  # of all requests may run on plans under trial, unless a user has asked to learn
+# Time without a request of a client, after which a plan is loaded beside the deployed one, and the requests after which it is
+# unloaded: loading, and a second worker on each device, make requests up to twice as slow (measured).
+_IDLE_SECONDS, _MAX_CLIENT_REQUESTS = 5.0, 3
 _QUEUE_PATIENCE_SECONDS = 5.0  # for which a loaded trial waits while requests queue, before it is unloaded
 _QUEUE_POLL_SECONDS = 0.1
 
@@ -53,7 +56,7 @@ class Trials:
 
 
 class TrialRunner:
-    """Runs trials on the devices. `is_asked()`: whether a user has asked to learn, which lifts the limit of their share."""
+    """Runs trials on the devices. `is_asked()`: whether a user has asked to learn: then the home need not be idle."""
 
     def __init__(
         self,
@@ -61,15 +64,21 @@ class TrialRunner:
         services: SharedServices,
         admission: Admission[GraphDeployment],
         is_asked: Callable[[], bool],
+        clock: Callable[[], float],
     ) -> None:
         self._kind = kind
         self._services = services
         self._admission = admission
         self._is_asked = is_asked
+        self._clock = clock
+        self._idle_since, self._num_requests = clock(), 0  # of clients, until then
 
     def may_begin(self, measured: Measurements) -> bool:
-        """Whether a plan may be loaded now: no request waits, and a first round is allowed."""
-        return not self._admission.num_waiting and self._allows(FIRST_REQUESTS, measured)
+        """Whether a plan may be loaded now: the home is idle, and a first round is allowed."""
+        if measured.num_requests != self._num_requests:
+            self._idle_since, self._num_requests = self._clock(), measured.num_requests
+        is_idle = self._is_asked() or self._clock() - self._idle_since >= _IDLE_SECONDS
+        return is_idle and not self._admission.num_waiting and self._allows(FIRST_REQUESTS, measured)
 
     async def run(self, deployment: GraphDeployment, trials: Trials, measured: Measurements) -> None:
         """Load the plan whose turn it is, and run its requests of this round, as long as the guards allow it.
@@ -78,12 +87,13 @@ class TrialRunner:
         """
         number = trials.halving.next()
         assert number is not None
+        most_requests = measured.num_requests + _MAX_CLIENT_REQUESTS
         measured.paused = True  # loading takes time from requests that run meanwhile
         try:
             async with self._loaded(deployment, trials.elites[number].plan) as trial:
                 await self.timed(trial)  # a warm-up
                 measured.paused = False
-                while trials.halving.next() == number and await self._may_go_on(measured):
+                while trials.halving.next() == number and await self._may_go_on(measured, most_requests):
                     seconds, incumbent_seconds = await self.timed(trial), await self.timed(deployment)
                     measured.count_trial_request(self._is_asked())
                     trials.halving.observe(number, seconds, incumbent_seconds)
@@ -121,8 +131,13 @@ class TrialRunner:
         allowed = MAX_TRIAL_SHARE * measured.num_requests - measured.num_trial_requests
         return self._is_asked() or allowed >= num_requests
 
-    async def _may_go_on(self, measured: Measurements) -> bool:
-        """Whether a loaded trial may run its next request; waits a little while requests of clients queue."""
+    async def _may_go_on(self, measured: Measurements, most_requests: int) -> bool:
+        """Whether a loaded trial may run its next request; waits a little while requests of clients queue.
+
+        Clients may have had `most_requests` until then.
+        """
+        if measured.num_requests > most_requests and not self._is_asked():
+            return False
         until = loop_time() + _QUEUE_PATIENCE_SECONDS
         while self._admission.num_waiting and loop_time() < until:
             await asyncio.sleep(_QUEUE_POLL_SECONDS)

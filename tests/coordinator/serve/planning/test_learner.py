@@ -252,13 +252,20 @@ def test_plan_that_fails_or_is_slower_leaves_the_deployed_one_alone(
         (0, 0, 1, True, False),
     ],
 )
-def test_trials_begin_only_while_no_client_waits_and_within_their_share(
+def test_trials_begin_only_in_an_idle_home_and_within_their_share(
     tmp_path: Path, num_requests: int, num_trial_requests: int, num_waiting: int, is_asked: bool, may_begin: bool
 ) -> None:
     measured = Measurements(tmp_path / "file.json", lambda device: 1.0)
     measured.num_requests, measured.num_trial_requests = num_requests, num_trial_requests
     parts: Any = SimpleNamespace(num_waiting=num_waiting)
-    assert TrialRunner(parts, parts, parts, lambda: is_asked).may_begin(measured) == may_begin
+    now = [0.0]
+    runner = TrialRunner(parts, parts, parts, lambda: is_asked, lambda: now[0])
+    now[0] = 10.0
+    assert runner.may_begin(measured) == (may_begin and is_asked)  # clients have asked since
+    now[0] = 14.9
+    assert runner.may_begin(measured) == (may_begin and is_asked)
+    now[0] = 15.0
+    assert runner.may_begin(measured) == may_begin
 
 
 def test_without_learning_nothing_is_measured(
