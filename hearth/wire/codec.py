@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -67,6 +67,10 @@ class Casts:
 
 
 NUMPY_CASTS = Casts()
+
+
+# The values of one array in the formats of several links, by the format that a link asks for.
+Conversions: TypeAlias = dict[ValueFormat, tuple[ValueFormat, list[Array]]]
 
 
 class EncodedTile(NamedTuple):
@@ -132,13 +136,20 @@ class Codec:
         """Set the value format of the following tiles; None: the plan's."""
         self._values = VALUE_FORMATS[values or self._wire.values]
 
-    def encode(self, kind: str, array: Array, verbatim: bool = False) -> EncodedTile:
+    def encode(
+        self, kind: str, array: Array, verbatim: bool = False, converted: Conversions | None = None
+    ) -> EncodedTile:
         """Encode an array, without a copy if nothing is converted. `kind` identifies tensors that compress alike.
 
-        With `verbatim`, the array is neither converted nor compressed.
+        With `verbatim`, the array is neither converted nor compressed. `converted` collects the conversions of an array that
+        goes to several links.
         """
         array = np.asarray(array, order="C")  # ascontiguousarray would add an axis to a scalar
-        values, planes = _to_wire(array, EXACT if verbatim else self._values, self._casts)
+        wanted = EXACT if verbatim else self._values
+        found = converted.get(wanted) if converted is not None else None
+        values, planes = found if found is not None else _to_wire(array, wanted, self._casts)
+        if converted is not None:
+            converted[wanted] = values, planes
         compress = not verbatim and array.nbytes > 0 and self._wants_lz4((values, kind), planes)
         buffers: list[Buffer] = [memoryview(plane.data).cast("B") if plane.size else b"" for plane in planes]
         if compress:

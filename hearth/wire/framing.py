@@ -22,7 +22,7 @@ from hearth.plan.value_formats import EXACT, ValueFormat, format_by_code
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Buffer
 from hearth.wire import codec
-from hearth.wire.codec import NUMPY_CASTS, Array, Casts, Codec
+from hearth.wire.codec import NUMPY_CASTS, Array, Casts, Codec, Conversions
 
 TOKEN_BYTES = 16  # length of the plan token: 128 random bits cannot be guessed
 MAX_DIMS = 8  # enough for vision models, whose operators split axes into windows and heads
@@ -63,15 +63,19 @@ class TileKey(NamedTuple):
     chunk: int = 0
 
 
-def encode_tile(token: bytes, key: TileKey, array: Array, link_codec: Codec) -> list[Buffer]:
+def encode_tile(
+    token: bytes, key: TileKey, array: Array, link_codec: Codec, converted: Conversions | None = None
+) -> list[Buffer]:
     """Encode one tile for one link. The frames may refer to the array, which must then not change any more.
+
+    For a tile that goes to several links, pass the same `converted`: its values are converted once per format.
 
     Raises FrameTooLarge if the peer would have to refuse the tile, ValueError for a dtype that tiles cannot have.
     """
     phase = key.phase
     dtype, dtype_code, dims = _wire_form(array.dtype, array.shape, phase)
     array = array.astype(dtype, copy=False)
-    encoded = link_codec.encode(phase.name, array, verbatim=phase.verbatim)
+    encoded = link_codec.encode(phase.name, array, phase.verbatim, converted)
     encoding = encoded.values.code | (_COMPRESSED if encoded.compressed else 0)
     header = (
         token,

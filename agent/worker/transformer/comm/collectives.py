@@ -110,8 +110,7 @@ class Collectives:
 
         If it returns None, nothing is sent; the peer must know that and not wait.
         """
-        for offset in range(1, self.num_ranks):
-            target = (self.rank + offset) % self.num_ranks
+        for target in self._targets:
             rows = rows_for_target(target)
             if rows is not None:
                 self._send(target, layer, phase, target, rows)
@@ -122,7 +121,13 @@ class Collectives:
 
     def broadcast(self, layer: int, phase: Phase, rows: Tensor) -> None:
         """Send the same rows to every peer directly."""
-        self.all_to_all_send(layer, phase, lambda target: rows)
+        for index, chunk in enumerate(self._chunks(rows)):
+            keys = {
+                target: self._communicator.key(layer, phase, target, self.rank, index, self._step)
+                for target in self._targets
+            }
+            staged = self._staging.to_wire(self._part(rows, chunk))
+            self._communicator.when_ready(staged, partial(self._communicator.send_to_all, keys))
 
     def one_shot_all_reduce(
         self, layer: int, phase: Phase, own_BH: Tensor | None, sources: Sequence[int], like_BH: Tensor
@@ -143,6 +148,11 @@ class Collectives:
         return total_BH
 
     @property
+    def _targets(self) -> list[int]:
+        """The other ranks, in the order in which this rank sends to them."""
+        return [(self.rank + offset) % self.num_ranks for offset in range(1, self.num_ranks)]
+
+    @property
     def peers(self) -> list[int]:
         """The other ranks, in the order in which their `all_to_all_send` reaches this rank."""
         return [(self.rank - offset) % self.num_ranks for offset in range(1, self.num_ranks)]
@@ -152,7 +162,7 @@ class Collectives:
         chunks = self._chunks(into)
         keys = self._keys(layer, phase, self.rank, source, len(chunks))
         for chunk, tile in zip(chunks, self._communicator.receive(keys), strict=True):
-            self._write_tile(tile, into if chunk.size == into.shape[0] else into[slice(*chunk)], add)
+            self._write_tile(tile, self._part(into, chunk), add)
 
     def has_arrived(self, layer: int, phase: Phase, source: int, into: Tensor) -> bool:
         """Whether `receive_rows` would return without waiting."""
@@ -162,8 +172,7 @@ class Collectives:
     def _send(self, target: int, layer: int, phase: Phase, tile: int, rows: Tensor) -> None:
         for index, chunk in enumerate(self._chunks(rows)):
             key = self._communicator.key(layer, phase, tile, self.rank, index, self._step)
-            # Slicing is not free: a decoding step sends few rows, many times.
-            staged = self._staging.to_wire(rows if chunk.size == rows.shape[0] else rows[slice(*chunk)])
+            staged = self._staging.to_wire(self._part(rows, chunk))
             self._communicator.when_ready(staged, partial(self._communicator.send, target, key))
 
     def _reduce(self, layer: int, phase: Phase, tile: int, sums: Tensor) -> None:
@@ -174,6 +183,10 @@ class Collectives:
 
     def _chunks(self, rows: Tensor) -> tuple[Span, ...]:
         return rings.tile_chunks(rows.shape[0], rows.shape[1] * rows.element_size())
+
+    def _part(self, rows: Tensor, chunk: Span) -> Tensor:
+        # Slicing is not free: a decoding step sends few rows, many times.
+        return rows if chunk.size == rows.shape[0] else rows[slice(*chunk)]
 
     def _keys(self, layer: int, phase: Phase, tile: int, source: int, num_chunks: int) -> list[TileKey]:
         return [self._communicator.key(layer, phase, tile, source, chunk, self._step) for chunk in range(num_chunks)]

@@ -28,7 +28,7 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import EXACT, ValueFormatName
 from hearth.protocol import hung_step_seconds, late_seconds
 from hearth.transport.base import Buffer, Received, Transport
-from hearth.wire.codec import Array, Codec
+from hearth.wire.codec import Array, Codec, Conversions
 from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, read_header
 from hearth.wire.messages import WorkerProgress
 
@@ -207,13 +207,19 @@ class Communicator(DataPlane[Callable[[], None]]):
         """The key of a tile of the running step, or of another step in flight."""
         return TileKey(self._epoch, self._step if step is None else step, layer, phase, tile, source, chunk)
 
-    def send(self, target: int, key: TileKey, tile: Array) -> None:
-        """Encode a tile for the link to `target` and queue it. The array must not change afterwards."""
+    def send(self, target: int, key: TileKey, tile: Array, converted: Conversions | None = None) -> None:
+        """Encode a tile for the link to `target` and queue it. The array must not change afterwards. See `encode_tile`."""
         with self._codec_locks[target]:
-            frames = encode_tile(self._token, key, tile, self._codecs[target])
+            frames = encode_tile(self._token, key, tile, self._codecs[target], converted)
         self._record("send", key, target, frames)
         self._transport.send(target, frames, background=key.phase is Phase.CACHE_COPY)
         self._progressed_at = time.monotonic()
+
+    def send_to_all(self, keys: Mapping[int, TileKey], tile: Array) -> None:
+        """Send the same tile to several ranks, each with its own key. The array must not change afterwards."""
+        converted: Conversions = {}
+        for target, key in keys.items():
+            self.send(target, key, tile, converted)
 
     def reduce(self, key: TileKey, partial: Array) -> None:
         """Add this rank's partial sum to the one from the previous rank, and send the result once both are there.

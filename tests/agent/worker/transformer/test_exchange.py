@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from support.memory_transport import MemoryHub
+from support.waiting import wait_for
 
 from hearth.errors import StepFailed
 from hearth.plan.geometry import spans
@@ -19,7 +20,7 @@ from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.curve import new_keypair
 from hearth.transport.base import Transport
 from hearth.transport.sockets import SocketTransport
-from hearth.wire.codec import Codec
+from hearth.wire.codec import NUMPY_CASTS, Array, Codec
 from hearth.wire.messages import Peer
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -107,11 +108,28 @@ def test_sums_do_not_depend_on_the_thread_that_receives(values: ValueFormatName,
             assert found.tobytes() == expected.tobytes()
 
 
+def test_broadcast_rows_are_converted_once_per_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    converted: list[Array] = []
+
+    def to_bf16(casts: TorchCasts, array: Array) -> Array:
+        converted.append(array)
+        return NUMPY_CASTS.to_bf16(array)
+
+    monkeypatch.setattr(TorchCasts, "to_bf16", to_bf16)
+    with memory() as transports, communicators(transports, "bf16") as made:
+        collectives = Collectives(made[0], CpuStaging(), spans([1, 0, 0]), overlap=True)
+        collectives.broadcast(0, Phase.SUM_MLP, torch.ones(1, HIDDEN))
+        assert len(converted) == 1
+        assert made[0].wire_stats().num_tiles == NUM_RANKS - 1
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_missing_sums_are_reported_at_the_deadline(transport: str) -> None:
     with TRANSPORTS[transport]() as transports, communicators(transports) as made:
         made[0].begin_step(2, 0.2, Recorder(enabled=False))
         key = made[0].key(0, Phase.SUM_MLP, 0, 2)
+        transports[0].interrupt()
+        wait_for("the end of the communication thread's last receive", made[0]._acquire_receiver)
         began = time.monotonic()
         with pytest.raises(StepFailed, match="did not arrive from rank 2"):
             made[0].receive([key])
@@ -119,8 +137,6 @@ def test_missing_sums_are_reported_at_the_deadline(transport: str) -> None:
 
 
 def test_received_bf16_values_equal_those_of_numpy() -> None:
-    from hearth.wire.codec import NUMPY_CASTS
-
     every = np.arange(1 << 16, dtype=np.uint16)  # with NaN, infinities and subnormals
     for size in (1 << 10, 1 << 16):  # below and above the size from which torch converts
         parts = every.reshape(-1, size)
