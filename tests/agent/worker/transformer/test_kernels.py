@@ -12,6 +12,10 @@ from hearth.errors import StepFailed  # noqa: E402
 from hearth.plan.kernels import KernelChoice  # noqa: E402
 from hearth.plan.model_spec import WeightFormat  # noqa: E402
 
+torch.set_num_threads(
+    1
+)  # with more, onnxruntime shares them with all sessions of this process, also those of other tests
+
 CPU = torch.device("cpu")
 ALL = slice(None)
 # Largest relative error in the Euclidean norm against the product in float32: activations, or expanded weights, are rounded

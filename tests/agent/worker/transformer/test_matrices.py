@@ -18,6 +18,10 @@ from agent.worker.transformer.matrices import Matrix, empty_matrix  # noqa: E402
 from hearth.errors import StepFailed, UnsupportedWeights  # noqa: E402
 from hearth.plan.model_spec import WeightFormat  # noqa: E402
 
+torch.set_num_threads(
+    1
+)  # with more, onnxruntime shares them with all sessions of this process, also those of other tests
+
 CPU = torch.device("cpu")
 ALL = slice(None)
 # Relative errors in the Euclidean norm. bfloat16 has 8 significant bits; int8 has 7 bits below the largest weight of a

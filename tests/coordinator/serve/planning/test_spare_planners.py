@@ -23,7 +23,7 @@ from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.planning import planner_process, spare_planners
 from coordinator.serve.planning.planner_process import solve_transformer
-from coordinator.serve.planning.spare_planners import SparePlanners
+from coordinator.serve.planning.spare_planners import SparePlanners, start_planner
 from coordinator.serve.state import TransformerGoal
 from hearth.platform.child import Child
 
@@ -180,6 +180,8 @@ def test_serving_keeps_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     async def main() -> None:
         goal = TransformerGoal(model_dir=str(write_model(tmp_path / "model")), strategy="hmp")
         async with serving(monkeypatch, TransformerFleet("ab"), tmp_path / "state", goal) as home:
+            monkeypatch.setattr(spare_planners, "start_planner", start_planner)  # `serving` starts none
+            home.tools.spare_planners.replace("transformer")  # as after a plan: only what is kept is replaced
             await ready(home.tools.spare_planners)
             await home.tools.spare_planners.close()
 

@@ -255,7 +255,7 @@ def test_preempted_and_shared_sequences_equal_transformers(strategy: str, models
     spec = read_spec(model_dir)
     prefix, *rest = prompts_of(spec, [40, 3, 9, 20])
     prompts = [prefix, *(prefix + each for each in rest)]
-    with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 2), kv_tokens=160, prefill_rows=100)) as cluster:
+    with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 2), kv_tokens=144, prefill_rows=100)) as cluster:
         home = GenerationCluster(cluster)
         requests = [home.submit(prompt, 24, prefix_scope="app") for prompt in prompts]
         home.run()
