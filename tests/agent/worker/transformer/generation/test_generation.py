@@ -255,16 +255,16 @@ def test_preempted_and_shared_sequences_equal_transformers(strategy: str, models
     spec = read_spec(model_dir)
     prefix, *rest = prompts_of(spec, [40, 3, 9, 20])
     prompts = [prefix, *(prefix + each for each in rest)]
-    with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 2), kv_tokens=144, prefill_rows=100)) as cluster:
+    with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 2), kv_tokens=112, prefill_rows=100)) as cluster:
         home = GenerationCluster(cluster)
-        requests = [home.submit(prompt, 24, prefix_scope="app") for prompt in prompts]
+        requests = [home.submit(prompt, 40, prefix_scope="app") for prompt in prompts]
         home.run()
         for request, prompt in zip(requests, prompts, strict=True):
-            assert home.answers[request] == greedy(model_dir, prompt, 24)
+            assert home.answers[request] == greedy(model_dir, prompt, 40)
         assert home.leader._scheduler._num_caches > len(prompts)  # some were preempted
         kept = home.submit(prompts[0], 5, prefix_scope="app")
         home.run()
-        assert home.answers[kept] == greedy(model_dir, prompts[0], 24)[:5]
+        assert home.answers[kept] == greedy(model_dir, prompts[0], 40)[:5]
         assert home.ended[kept].num_kept_rows == (0 if strategy == "sp" else 32)
 
 
