@@ -220,9 +220,13 @@ class Learner:
     async def _learn_policy(self, goal: Goal, deployment: GraphDeployment) -> GraphPlan | None:
         """Let the planner's policy learn on the devices, and keep it. Returns a plan that is clearly faster."""
         devices = allowed_devices(goal, self._services.fleet.usable())
-        self._learnt = (_ids(devices), self._measured.plans)
+        before, self._learnt = self._learnt, (_ids(devices), self._measured.plans)
         self._doing = f"lets the planner learn for {format_seconds(self._kind.learn_seconds)}"
-        found = await self._find(devices, deployment, self._kind.learn_seconds)
+        try:
+            found = await self._find(devices, deployment, self._kind.learn_seconds)
+        except asyncio.CancelledError:  # the deployment ended: it learns in the next one
+            self._learnt = before
+            raise
         self._doing = ""
         if found is None:
             return None
