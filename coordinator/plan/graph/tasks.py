@@ -79,10 +79,7 @@ def request_tasks(
     On devices from a cluster file, the graph's inputs are assumed to be on the devices that use them. `values` is the wire
     format of tensors. A task's `tile` is the number of its request. The coordinator has the rank after the last one.
     """
-    transfers: list[list[TensorTransfer]] = [[] for _ in segments]
-    for transfer in tensor_transfers(spec, segments, values):
-        transfers[transfer.segment].append(transfer)
-    writer = _Writer(spec, segments, cluster, rank_devices, transfers, values)
+    writer = _Writer(spec, segments, cluster, rank_devices, values)
     for request in range(num_requests):
         writer.add_request(request)
     return writer.tasks
@@ -97,12 +94,13 @@ class _Writer:
         segments: Sequence[Segment],
         cluster: GraphCluster,
         rank_devices: Sequence[int],
-        transfers: Sequence[Sequence[TensorTransfer]],
         values: ValueFormatName,
     ) -> None:
         self.tasks: list[Task] = []
-        self._segments, self._cluster, self._rank_devices = segments, cluster, rank_devices
-        self._transfers, self._values = transfers, values
+        self._segments, self._cluster, self._rank_devices, self._values = segments, cluster, rank_devices, values
+        self._transfers: list[list[TensorTransfer]] = [[] for _ in segments]
+        for transfer in tensor_transfers(spec, segments, values):
+            self._transfers[transfer.segment].append(transfer)
         self._inputs, self._outputs = ({tensor.name for tensor in tensors} for tensors in (spec.inputs, spec.outputs))
         self._input_bytes = input_bytes_by_rank(spec, segments, cluster)
         self._output_bytes = output_bytes_by_rank(spec, segments, cluster)
@@ -131,7 +129,7 @@ class _Writer:
         return len(self.tasks) - 1
 
     def _add_transfer(self, request: int, transfer: TensorTransfer, computed: int) -> int:
-        """Returns the task after which the tensor is on the target."""
+        """Add a tensor's transfer. Returns the task after which it is on the target."""
         name, index, sender, peer, num_bytes, _ = transfer
         source, target = self._rank_devices[sender], self._rank_devices[peer]
         sent, received = (
@@ -140,19 +138,21 @@ class _Writer:
         seconds = num_bytes / self._cluster.bytes_per_second[source][target]
         latency, sides = self._cluster.latency_seconds[source][target], transfer_resources(sender, peer)
         after = self._add_cpu(request, sender, sent, (computed,), name)
-        if (
-            self._cluster.measured
-        ):  # small pieces are handled while later ones are in transfer: only segments wait for it
-            for rank, device in ((sender, source), (peer, target)):
-                cost = self._cluster.devices[device].wire.encrypted_seconds_per_byte
-                self._add_cpu(request, rank, (SMALL_READS_FACTOR - 1) * num_bytes * cost, after, name)
+        if self._cluster.measured:
+            # Small pieces are handled while later ones are in transfer. Segments wait for that, the transfer does not.
+            for rank, device, counted in ((sender, source, sent), (peer, target, received)):
+                all_pieces = endpoint_cpu_seconds(self._cluster, device, transfer, self._values, SMALL_READS_FACTOR)
+                self._add_cpu(request, rank, all_pieces - counted, after, name)
         wire = Task(Phase.TENSOR, index, request, peer, sides, seconds, after, latency, num_bytes, name)
         return self._add_cpu(request, peer, received, (self._add(wire),), name)[-1]
 
     def _add_coordinator_transfer(
         self, request: int, rank: int, num_bytes: int, computed: tuple[int, ...] | None
     ) -> int:
-        """The outputs of a rank, after the segments that produce them, or its inputs (None). Returns the last task."""
+        """Add the transfer of a rank's outputs, after the tasks that produce them, or of its inputs (`computed` is None).
+
+        Returns the last task.
+        """
         coordinator, device = len(self._rank_devices), self._rank_devices[rank]
         seconds, latency = _coordinator_link_times(self._cluster, device, num_bytes)
         cpu_seconds = coordinator_cpu_seconds(self._cluster, device, num_bytes, reads_factor=1.0)
@@ -160,10 +160,8 @@ class _Writer:
             sides = transfer_resources(coordinator, rank)
             wire = self._add(Task(Phase.TENSOR, None, request, rank, sides, seconds, (), latency, num_bytes, _INPUTS))
             return self._add_cpu(request, rank, cpu_seconds, (wire,), _INPUTS)[-1]
-        sides, after = (
-            transfer_resources(rank, coordinator),
-            self._add_cpu(request, rank, cpu_seconds, computed, _OUTPUTS),
-        )
+        sides = transfer_resources(rank, coordinator)
+        after = self._add_cpu(request, rank, cpu_seconds, computed, _OUTPUTS)
         return self._add(Task(Phase.TENSOR, None, request, None, sides, seconds, after, latency, num_bytes, _OUTPUTS))
 
     def _add_cpu(self, request: int, rank: int, seconds: float, after: tuple[int, ...], tensor: str) -> tuple[int, ...]:

@@ -141,11 +141,11 @@ def _session(bits: int, block: int, steps: np.ndarray[Any, Any], scales: np.ndar
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    if (num_threads := torch.get_num_threads()) == 1:
+    if torch.get_num_threads() == 1:
         options.intra_op_num_threads = 1  # it computes in the calling thread, without a pool
     else:
         options.use_per_session_threads = False
-        _share_threads(num_threads)
+        _share_threads()
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
     options.log_severity_level = _ERRORS_ONLY
     arrays = {"steps": steps, "scales": scales}
@@ -156,11 +156,11 @@ def _session(bits: int, block: int, steps: np.ndarray[Any, Any], scales: np.ndar
 
 
 @lru_cache(maxsize=1)
-def _share_threads(num_threads: int) -> None:
+def _share_threads() -> None:
     """Create the pool of threads for all sessions. From then on, no session of this process can have threads of its own."""
     import onnxruntime as ort
 
-    ort.set_global_thread_pool_sizes(num_threads, 1)
+    ort.set_global_thread_pool_sizes(torch.get_num_threads(), 1)
 
 
 @lru_cache(maxsize=64)

@@ -150,9 +150,8 @@ async def offer(home: ServedController, monkeypatch: pytest.MonkeyPatch, seconds
 def test_policy_learns_once_for_the_same_devices_and_measured_plans_while_the_first_plan_serves(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[
-        tuple[float, int, int]
-    ] = []  # of each search, the time to learn and the numbers of devices and measured plans
+    # Of each search, the time to learn and the numbers of devices and of measured plans.
+    asked: list[tuple[float, int, int]] = []
 
     async def nothing_found(request: GraphRequest) -> None:
         assert request.policies_dir == str(tmp_path / "state" / POLICIES_FOLDER)
@@ -233,9 +232,8 @@ def test_plan_that_fails_or_is_slower_leaves_the_deployed_one_alone(
                 (trial,) = home.controller.learner.status().trials
                 assert (trial.outcome, trial.num_requests) == (outcome, num_requests)
                 assert (home.plan, home.ready, home.controller.requests.num_failed) == (before, True, 0)
-            assert len(saved(tmp_path / outcome).plans) == (
-                0 if broken else 2
-            )  # nothing is learnt from failed requests
+            # Nothing is learnt from failed requests.
+            assert len(saved(tmp_path / outcome).plans) == (0 if broken else 2)
 
     asyncio.run(main())
 
