@@ -18,8 +18,9 @@ from hearth.plan.transformer import GenerationLimits, TransformerBody
 # Concurrent sequences of full context length; each more takes memory for keys and values on every device.
 DEFAULT_SEQUENCES = 4
 DEFAULT_NEW_TOKENS = 128  # expected length of an answer: a paragraph
-# A step has room for at least this many sequences: there may be many short ones, and each takes only one row.
-_MIN_SEQUENCES_IN_STEP = 16
+# Sequences that may run at once, per one of full length, as far as the KV cache has room: most are shorter than the context.
+_RUNNING_PER_SEQUENCE = 4
+_MIN_RUNNING, _MAX_RUNNING = 16, 4096
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class GenerationRequest:
     def limits(self, seq_len: int) -> GenerationLimits:
         return GenerationLimits(
             kv_tokens=self.context * self.sequences,
-            max_sequences=max(self.sequences, _MIN_SEQUENCES_IN_STEP),
+            max_sequences=min(max(_RUNNING_PER_SEQUENCE * self.sequences, _MIN_RUNNING), _MAX_RUNNING),
             prefill_rows=seq_len,
             context=self.context,
             prompt_tokens=min(self.prompt_tokens or seq_len, self.context),

@@ -6,9 +6,12 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agent.worker.transformer.generation.scheduler import Scheduler
 from agent.worker.transformer.generation.sequence import SequenceState
+from coordinator.plan.transformer.request import GenerationRequest
 from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
 from hearth.wire.messages import GenerateTokens, StepOrder
 
@@ -213,6 +216,26 @@ def test_sequences_run_by_what_they_use_and_the_newest_is_preempted() -> None:
         execute_order(scheduler, order)
     assert preempted[0] == 2
     assert scheduler.num_free_blocks == 4
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    num_whole=st.integers(1, 24), quarter=st.integers(3, 8).map(lambda n: n * KV_BLOCK_TOKENS), share=st.floats(0, 1)
+)
+def test_room_for_n_whole_contexts_runs_3_n_quarters_at_once(num_whole: int, quarter: int, share: float) -> None:
+    count, num_prompt_tokens = 3 * num_whole, 1 + int(share * (quarter - 2))
+    limits = GenerationRequest(4 * quarter, num_whole).limits(seq_len=count * quarter)
+    scheduler = Scheduler(limits)
+    for number in range(count):
+        scheduler.add(sequence(number, num_prompt_tokens, quarter - num_prompt_tokens))
+    execute_order(scheduler, scheduler.next_order())
+    for _ in range(quarter - num_prompt_tokens - 1):
+        assert len(scheduler.running) == count
+        order = scheduler.next_order()
+        assert len(order.rows) == count
+        assert not order.freed  # no sequence is preempted
+        execute_order(scheduler, order)
+    assert not scheduler.running
 
 
 def test_repeated_prompt_of_whole_blocks_computes_the_last_one() -> None:
