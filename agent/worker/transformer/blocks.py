@@ -7,13 +7,14 @@ q = w + 2k, c MLP columns of this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own custom)
 from torch import Tensor
 
+from agent.worker.transformer.causal_attention import causal_attention
 from agent.worker.transformer.paged_cache import SequenceCache
 from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm
 from hearth.plan.geometry import Span
@@ -42,7 +43,6 @@ class PackedRows:
     starts: tuple[int, ...]
     caches: tuple[SequenceCache | None, ...]
     rope_tables: tuple[Tensor, Tensor] | None
-    masks: dict[tuple[int, int, int, int | None], Tensor] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -186,11 +186,9 @@ def attention(
         local = slice(start - span.start, stop - span.start)
         q = q_sw[local].unflatten(-1, (-1, spec.group_size, spec.head_dim)).permute(1, 2, 0, 3)
         if spec.causal:
-            first, window = rows.starts[n] + start - sequence.start, spec.window(index)
-            oldest = 0 if window is None else max(first - window + 1, 0)
-            keys = Span(oldest, first + stop - start)
-            pieces = _keys_and_values(spec, index, n, k_Tk, v_Tk, rows, keys)
-            attended = _causal_attention(q, pieces, first, keys, window, rows.masks)
+            keys_and_values = partial(_keys_and_values, spec, index, n, k_Tk, v_Tk, rows)
+            first = rows.starts[n] + start - sequence.start
+            attended = causal_attention(q, keys_and_values, first, spec.window(index))
         else:
             ((k, v),) = _keys_and_values(spec, index, n, k_Tk, v_Tk, rows, Span(0, sequence.size))
             attended = _grouped_query_attention(q, k, v)
@@ -230,51 +228,10 @@ def _keys_and_values(
     return [(k, v)]
 
 
-def _causal_attention(
-    q: Tensor,
-    pieces: Sequence[tuple[Tensor, Tensor]],
-    first: int,
-    keys: Span,
-    window: int | None,
-    masks: dict[tuple[int, int, int, int | None], Tensor],
-) -> Tensor:
-    """Causal attention of queries [kv heads, group, s, d] at the positions from `first` on to the positions `keys`."""
-    num = q.shape[2]
-    oldest, length = keys
-    if num == 1:
-        return _attention_of_one_row(q, pieces)
-    k, v = pieces[0] if len(pieces) == 1 else (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
-    if first == 0 and (window is None or window >= num):
-        return _grouped_query_attention(q, k, v, causal=True)
-    key = (first, num, oldest, window)
-    if key not in masks:
-        query = torch.arange(first, length, device=q.device)[:, None]
-        key_positions = torch.arange(oldest, length, device=q.device)[None]
-        visible = key_positions <= query
-        if window is not None:
-            visible &= key_positions > query - window
-        masks[key] = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, float("-inf"))
-    return _grouped_query_attention(q, k, v, mask=masks[key])
-
-
-def _attention_of_one_row(q: Tensor, pieces: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention of one query [kv heads, group, 1, d], which sees all keys. Pieces of the KV cache are read where they are."""
-    q = q.squeeze(2) * q.shape[-1] ** -0.5
-    weights = torch.cat([q @ k.transpose(1, 2) for k, _ in pieces], dim=2).softmax(dim=2)
-    parts = weights.split([k.shape[1] for k, _ in pieces], dim=2)
-    context = parts[0] @ pieces[0][1]
-    for part, (_, v) in zip(parts[1:], pieces[1:], strict=True):
-        context.baddbmm_(part, v)
-    return context.unsqueeze(2)
-
-
-def _grouped_query_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
-) -> Tensor:
+def _grouped_query_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Grouped-query attention. Each KV head is expanded to its group of query heads without a copy."""
-    group = q.shape[1]
-    k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v)
 
 
 # ---- MLP and embedding -------------------------------------------------------------------------------------------------

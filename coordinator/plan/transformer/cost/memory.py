@@ -73,16 +73,16 @@ def attention_values(spec: ModelSpec, heads: int, seq_len: int, limits: Generati
     """Peak number of values of attention.
 
     Encoder: QKV [S,3w], context [S,w], and the scores of one sequence [heads,S,S], of which a fused kernel needs only a part.
-    Decoder: QKV [S,q] and as much again for rotary embedding, context [S,w]. The fused kernel computes scores block by
-    block, so only the mask [S,L] grows with the sequence; it counts twice, since it is made from another one. A KV cache in
-    another format than float32 is converted for one sequence and layer at a time: keys and values [L,k] each.
+    Decoder: QKV [S,q] and as much again for rotary embedding; the context [S,w], the queries in the order of heads, and the
+    results for two ranges of keys, which are merged. Scores are computed block by block. A KV cache in another format than
+    float32 is converted for one sequence and layer at a time: keys and values [L,k] each.
     """
     S = step_rows(seq_len, limits)
     if not spec.causal:
         return S * (spec.qkv_width(heads) + spec.q_width(heads)) + heads * S * S
     length = (limits.context or limits.kv_tokens) if limits else S
     converted = 2 * length * spec.kv_width(heads) if spec.kv_cache != "float32" else 0
-    return S * (2 * spec.qkv_width(heads) + spec.q_width(heads)) + 2 * S * length + converted
+    return S * (2 * spec.qkv_width(heads) + 4 * spec.q_width(heads)) + converted
 
 
 def mlp_values(spec: ModelSpec, columns: int, seq_len: int, limits: GenerationLimits | None) -> int:
