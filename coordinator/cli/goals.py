@@ -24,6 +24,8 @@ _CHOICES: Mapping[str, Sequence[str]] = {
     "kv_cache": get_args(KvFormat),
 }
 
+_TRANSFORMER_FIELDS = ("seq_len", "context", "sequences", "weights", "deterministic", "kv_cache")
+
 
 def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, Any]) -> Goal:
     """The goal for MODEL. `options` are the parameters by name, as in `typer.Context.params`. Raises BadSetting."""
@@ -47,7 +49,7 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
             accuracy_budget=_accuracy_budget(options),
             kv_copies=not options["no_kv_copies"],
             shared_prefixes=bool(options.get("shared_prefixes")),  # `plan` lacks this option
-            **{name: options[name] for name in ("seq_len", "context", "sequences", "weights", "kv_cache")},
+            **{name: options[name] for name in _TRANSFORMER_FIELDS},
             **common,
         )
     return GraphGoal(

@@ -148,6 +148,14 @@ WeightsOption = Annotated[
         help="Number format of weight matrices in memory: float32, bfloat16, float16, int8, int4.", metavar="FORMAT"
     ),
 ]
+DeterministicOption = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="Multiply each matrix by one kernel for all numbers of rows, so that an answer does not depend on requests that "
+        "run at the same time. Default: the fastest kernel for each number of rows.",
+    ),
+]
 Lz4Option = Annotated[str, typer.Option(help="Compress activations with lz4: auto, on or off.", metavar="WHEN")]
 ExcludeOption = Annotated[list[str], typer.Option(help="Device not to use. Repeatable.", metavar="NAME")]
 LimitOption = Annotated[
@@ -215,6 +223,7 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
             "kv_cache",
             "shared_prefixes",
             "weights",
+            "deterministic",
             "accuracy_budget",
         ),
         _TRANSFORMER,
@@ -227,8 +236,8 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
 # Options of `serve` that require MODEL.
 MODEL_OPTIONS = (
     "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "tiles", "seq_len", "context",
-    "sequences", "no_kv_copies", "kv_cache", "shared_prefixes", "weights", "wire", "lz4", "accuracy_budget", "exclude", "limit",
-    "learn", "no_learn",
+    "sequences", "no_kv_copies", "kv_cache", "shared_prefixes", "weights", "deterministic", "wire", "lz4", "accuracy_budget",
+    "exclude", "limit", "learn", "no_learn",
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from coordinator.devices.profile_smoothing import smooth_profiles
 from coordinator.devices.profiling import Profiler
@@ -14,6 +14,7 @@ from hearth.plan.model_spec import INT4_DEVICES, ModelSpec
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile
 from hearth.wire.messages import BlocksOf, Profile
 
+BLOCKS_PREFIX = "blocks"  # of the files of cached profiles
 # Memory of onnxruntime in a worker: 37 MiB were measured for the library, onnx and one session (onnxruntime 1.31).
 _ONNXRUNTIME_BYTES = 40 << 20
 _KERNELS_VERSION = 1  # part of the cache key: profiles without times of kernels are measured again
@@ -33,13 +34,13 @@ def block_workload(spec: ModelSpec, seq_len: int, deterministic: bool = False) -
     # Results depend on the shape, not on name or depth. Decoders are an exception: a shallow one may fit in the CPU cache.
     depth = set() if spec.causal else {"num_layers"}
     shape = spec.model_dump(exclude={"name", "vocab_size", "dtype"} | depth)
+    subject = BlocksOf(model=spec, seq_len=seq_len, deterministic=deterministic)
     return Workload(
         title=spec.name,
-        request=Profile(
-            subject=BlocksOf(model=spec, seq_len=seq_len, deterministic=deterministic), timeout_seconds=_PROFILE_SECONDS
-        ),
+        request=Profile(subject=subject, timeout_seconds=_PROFILE_SECONDS),
+        described=subject,
         result=BlockProfile,
-        cache_prefix="blocks",
+        cache_prefix=BLOCKS_PREFIX,
         cache_key=(shape, seq_len, _KERNELS_VERSION, deterministic),
         total_seconds=lambda blocks: blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size),
         check=check,
@@ -73,6 +74,15 @@ def chosen_kernels(cluster: ClusterProfile, workload: Workload[BlockProfile]) ->
     """The kernels with which each device was profiled, by device id."""
     single = _subject(workload).deterministic
     return {device.device_id: choose_kernels(device.blocks.kernels, single) for device in cluster.devices}
+
+
+def known_kernels(
+    profiler: Profiler, devices: Iterable[Device], workload: Workload[BlockProfile]
+) -> dict[str, tuple[KernelChoice, ...]]:
+    """The kernels by earlier measurements, by device id, for a plan that was made without profiling now."""
+    known = {device.device_id: profiler.known_result(device, workload) for device in devices}
+    single = _subject(workload).deterministic
+    return {device_id: choose_kernels(blocks.kernels, single) for device_id, blocks in known.items() if blocks}
 
 
 def _subject(workload: Workload[BlockProfile]) -> BlocksOf:

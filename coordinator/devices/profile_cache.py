@@ -8,7 +8,7 @@ import math
 import time
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from coordinator.devices.registry import Device
 from coordinator.devices.workload import R, Workload
@@ -17,6 +17,15 @@ from hearth.plan.profile import Link
 from hearth.wire.messages import Telemetry
 
 _VERSION = 2  # part of each name: a new version ignores old files
+
+
+class MeasuredOn(BaseModel, frozen=True):
+    """The device on which a result was measured."""
+
+    device: str
+    processor: str
+    num_threads: int
+    compute_device: str
 
 
 class ProfileCache:
@@ -35,10 +44,19 @@ class ProfileCache:
         return _read(path, workload.result) if path is not None else None
 
     def keep_result(self, device: Device, workload: Workload[R], result: R) -> None:
-        """Write a result, also for devices that are equal to this one."""
+        """Write a result, also for devices that are equal to this one.
+
+        Beside its fields stands where and for what it was measured (`MeasuredOn`), which `result` ignores.
+        """
+        content = result.model_dump(mode="json")
+        if workload.described is not None and (t := device.telemetry) is not None:
+            measured_on = MeasuredOn(
+                device=device.name, processor=t.cpu_model, num_threads=t.num_threads, compute_device=t.compute_device
+            )
+            content |= {"measured_on": measured_on.model_dump(), "subject": workload.described.model_dump(mode="json")}
         for path in (self.result_path(device, workload), self._path_of_equals(device, workload)):
             if path is not None:
-                write_cached(path, result.model_dump_json().encode())
+                write_cached(path, json.dumps(content).encode())
 
     def link(self, pair: tuple[str, str], max_age_seconds: float = math.inf) -> Link | None:
         """The link between two device ids, if it is not older than that."""

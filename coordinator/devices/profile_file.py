@@ -23,6 +23,7 @@ class SavedTransformerProfile(ClusterProfile):
     version: Literal[1] = 1
     kind: Literal["transformer"] = "transformer"
     model: ModelSpec | None = None
+    deterministic: bool = False  # as in `BlocksOf`: the times are those of other kernels
 
 
 class SavedGraphProfile(BaseModel):
@@ -58,13 +59,15 @@ def saved_graph_profile(graph: GraphFile, cluster: GraphCluster) -> SavedGraphPr
     )
 
 
-def read_transformer_profile(path: Path, spec: ModelSpec) -> ClusterProfile:
+def read_transformer_profile(path: Path, spec: ModelSpec, deterministic: bool = False) -> ClusterProfile:
     """Read a profile for a model of this shape. Raises BadSetting."""
     profile = _read_profile(path, SavedTransformerProfile)
     if profile.model is not None and _layer_shape(profile.model) != _layer_shape(spec):
         raise _bad_profile(
             path, f"was measured for {profile.model.name}, whose layers have another shape than {spec.name}'s"
         )
+    if profile.deterministic != deterministic:
+        raise _bad_profile(path, f"was measured {'with' if profile.deterministic else 'without'} --deterministic")
     if spec.causal and not all(device.blocks.decode_seconds_per_byte for device in profile.devices):
         raise _bad_profile(path, "has no decode speed for its devices; measure them again")
     return profile

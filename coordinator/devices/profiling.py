@@ -100,6 +100,10 @@ class Profiler:
         self._cache.keep_result(device, workload, result)
         return result
 
+    def known_result(self, device: Device, workload: Workload[R]) -> R | None:
+        """What was measured before on this device, or on an equal one; None: nothing. Asks no device."""
+        return self._cache.result(device, workload) or self._cache.result_of_equals(device, workload)
+
     async def _run_workload(self, device: Device, workload: Workload[R]) -> R:
         frames = await on_disk(workload.path, FILE_SECONDS, workload.frames)
         seconds = workload.request.timeout_seconds + REPLY_MARGIN_SECONDS

@@ -28,4 +28,5 @@ class Workload(Generic[R]):
     frames: Callable[[], Sequence[bytes]] = lambda: ()  # payload of the request; called in a worker thread
     path: Path = Path()  # of the file that `frames` reads
     check: Callable[[Device], None] = lambda device: None  # raises if a device cannot run the model
+    described: BaseModel | None = None  # kept with a result, for those who read it later without the workload
     shared: bool = False  # whether the result of one device may stand for that of an equal one

@@ -51,6 +51,7 @@ class TransformerGoal(_Goal):
     kv_cache: KvFormat = "float32"  # format of keys and values in the KV cache
     shared_prefixes: bool = False  # whether apps share the KV cache of equal prefixes
     weights: WeightFormat = "float32"  # format of matrices in the devices' memory
+    deterministic: bool = False  # whether each matrix has one kernel for all numbers of rows
     # Largest relative error that lossy activation formats may cause; None: use the format in `wire`.
     accuracy_budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,13 +22,19 @@ _MIN_DECODE_ROWS = 16  # rows; below it a product is bound by memory, so that th
 _EVICT_BYTES = 32 << 20  # read before such a product: more than the caches of one core of a home's computers
 _MIN_TURNS, _MAX_TURNS = 2, 6  # samples, of which the least counts: load, and the pauses of a CPU quota, only add time
 _MAX_SECONDS = 0.5  # of all samples of a product beyond `_MIN_TURNS`: slow devices take few
+# Relative difference of a row's product alone and among others, as sums of float32 in another order cause it. Those of
+# bfloat16 differ by up to 4e-5.
+_MAX_ROW_DEPENDENCE = 1e-6
 _HOPELESS = 3.0  # times the fastest kernel's time: such a kernel gets no further turns
 
 
-def measure_kernels(spec: ModelSpec, seq_len: int, device: torch.device) -> tuple[KernelTime, ...]:
+def measure_kernels(
+    spec: ModelSpec, seq_len: int, device: torch.device, deterministic: bool = False
+) -> tuple[KernelTime, ...]:
     """Seconds of a product for each shape of a layer, number of rows, and kernel. Empty where there is no choice.
 
-    A decoder decodes few rows and prefills many; an encoder only computes many.
+    A decoder decodes few rows and prefills many; an encoder only computes many. `deterministic`: only kernels whose results
+    for a row do not depend on the number of rows.
     """
     if device.type != "cpu":
         return ()
@@ -36,7 +42,9 @@ def measure_kernels(spec: ModelSpec, seq_len: int, device: torch.device) -> tupl
     rows = [count for count in KERNEL_ROWS if fewest <= count <= max(seq_len, fewest)] or [seq_len]
     shapes = dict.fromkeys(_measured_part(*shape) for shape in layer_shapes(spec))
     evicted = torch.zeros(_EVICT_BYTES // 4)
-    return tuple(time for shape in shapes for time in _times_of_shape(shape, spec.weights, rows, device, evicted))
+    return tuple(
+        time for shape in shapes for time in _times_of_shape(shape, spec.weights, rows, device, evicted, deterministic)
+    )
 
 
 def layer_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
@@ -51,14 +59,23 @@ def _measured_part(num_outputs: int, num_inputs: int) -> tuple[int, int]:
 
 
 def _times_of_shape(
-    shape: tuple[int, int], weights: WeightFormat, rows: Iterable[int], device: torch.device, evicted: Tensor
+    shape: tuple[int, int],
+    weights: WeightFormat,
+    rows: Sequence[int],
+    device: torch.device,
+    evicted: Tensor,
+    deterministic: bool,
 ) -> list[KernelTime]:
     layouts = layouts_to_measure(*shape, weights, device, Partition(0, (0, shape[0])))
     options = [(matrix, kernel) for matrix in layouts for kernel in matrix.kernels]
     if len(options) == 1:
         return []
     for matrix in layouts:
-        randomise(matrix, device)
+        randomise(matrix, device, identical_rows=not deterministic)
+    if deterministic:
+        dependence = {option: _row_dependence(*option, max(rows)) for option in options}
+        most = max(_MAX_ROW_DEPENDENCE, min(dependence.values()))
+        options = [option for option in options if dependence[option] <= most]
     num_bytes = {matrix.layout: sum(dict(matrix.memory).values()) for matrix in layouts}
     return [
         KernelTime(
@@ -73,6 +90,15 @@ def _times_of_shape(
         for count in rows
         for (matrix, kernel), seconds in zip(options, _least_seconds(options, count, evicted), strict=True)
     ]
+
+
+def _row_dependence(matrix: Matrix, kernel: str, rows: int) -> float:
+    """Largest relative difference between a product's first rows and the product of these rows alone."""
+    x_sk = torch.randn(rows, matrix.shape[1], generator=torch.Generator().manual_seed(0))
+    together = matrix.product(kernel, x_sk)
+    counts = [count for count in KERNEL_ROWS if count < rows]
+    parts = [(matrix.product(kernel, x_sk[:count]), together[:count]) for count in counts]
+    return max((float((alone - part).norm() / part.norm()) for alone, part in parts), default=0.0)
 
 
 def _least_seconds(options: Sequence[tuple[Matrix, str]], rows: int, evicted: Tensor) -> list[float]:

@@ -73,7 +73,7 @@ def profile_blocks(
     synchronise = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     measure = _BlockMeter(_SAMPLE_SECONDS, synchronise)
     with torch.inference_mode():
-        times = measure_kernels(spec, seq_len, device)
+        times = measure_kernels(spec, seq_len, device, deterministic)
         give_back_freed_buffers()
         kernels = choose_kernels(times, single=deterministic)
         # Measured while nothing else is in memory: a device may hold little more than these copies.

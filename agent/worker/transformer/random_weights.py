@@ -72,7 +72,8 @@ def layer_matrices(layer: LayerShard) -> list[Matrix]:
     return [matrix for matrix in matrices if matrix is not None]
 
 
-def randomise(matrix: Matrix, device: torch.device) -> None:
-    """Fill a matrix with identical rows, which is fast; the values do not affect the time of a product."""
+def randomise(matrix: Matrix, device: torch.device, identical_rows: bool = True) -> None:
+    """Fill a matrix; with identical rows, which is fast. The values do not affect the time of a product."""
     whole = slice(None)
-    matrix.load(whole, whole, torch.randn(1, matrix.shape[1], device=device).mul(0.02).expand(matrix.shape))
+    num_rows = 1 if identical_rows else matrix.shape[0]
+    matrix.load(whole, whole, torch.randn(num_rows, matrix.shape[1], device=device).mul(0.02).expand(matrix.shape))

@@ -13,8 +13,10 @@ import typer
 
 from coordinator.cli.options import AsJsonOption, DevicesOption, InterfacesOption, KeyPathOption, interface_list
 from coordinator.cli.output import out, print_json, report
+from coordinator.cli.render.kernels import kernel_table
 from coordinator.cli.render.tables import device_table, link_table
 from coordinator.devices.fleet import Fleet
+from coordinator.devices.kernel_tables import kept_kernel_tables
 from coordinator.devices.profiling import Profiler
 from coordinator.serve.clients.key_registry import device_keys
 from coordinator.serve.config import load_coordinator_settings
@@ -41,8 +43,27 @@ async def _left_out_of_plans(
     return {device.device_id: device.reason for device in listed.devices if device.state == "alive" and device.reason}
 
 
+def _show_kernels(as_json: bool) -> None:
+    """The kernels of all classes of devices that a coordinator of this computer, or `hearth plan`, has profiled."""
+    tables = kept_kernel_tables(load_coordinator_settings({}).state_dir / "profiles")
+    if as_json:
+        print_json({"kernels": [table.as_json() for table in tables]})
+        return
+    for table in tables:
+        out.print(kernel_table(table), "")
+    if not tables:
+        out.print("no kernels are known here yet: `hearth plan MODEL --weights int4` measures them, for example")
+
+
 def devices(
     measure: Annotated[bool, typer.Option("--measure", help="Also measure the links (needs the home key).")] = False,
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels",
+            help="Instead, show the times of the kernels in the profiles on this computer, and which are chosen.",
+        ),
+    ] = False,
     wait: Annotated[
         float, typer.Option(help="Stop the search after this many seconds without a new device.", min=0.1)
     ] = 1.5,
@@ -52,6 +73,9 @@ def devices(
     as_json: AsJsonOption = False,
 ) -> None:
     """Show the devices of this home: processor, memory, temperature, GPU, and with --measure the links between them."""
+    if kernels:
+        _show_kernels(as_json)
+        return
     credential = resolve_credential(key)
     if measure and not isinstance(credential, HomeKey):
         raise NotAuthorised(role=credential.kind, action="measure links")

@@ -61,6 +61,7 @@ def plan(
     no_kv_copies: options.NoKvCopiesOption = False,
     kv_cache: options.KvCacheOption = "float32",
     weights: options.WeightsOption = "float32",
+    deterministic: options.DeterministicOption = False,
     wire: options.WireOption = "exact",
     lz4: options.Lz4Option = "auto",
     exclude: options.ExcludeOption = [],  # noqa: B006

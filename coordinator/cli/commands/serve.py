@@ -47,6 +47,7 @@ def serve(
     kv_cache: options.KvCacheOption = "float32",
     shared_prefixes: options.SharedPrefixesOption = False,
     weights: options.WeightsOption = "float32",
+    deterministic: options.DeterministicOption = False,
     wire: options.WireOption = "exact",
     lz4: options.Lz4Option = "auto",
     accuracy_budget: Annotated[

@@ -114,12 +114,14 @@ class TransformerPlanning:
     def __init__(self, goal: TransformerGoal) -> None:
         self.goal = goal
         self.model = open_transformer(goal)
-        self._workload = block_workload(self.model.spec, self.model.seq_len)
+        self._workload = block_workload(self.model.spec, self.model.seq_len, goal.deterministic)
         self._kernels: dict[str, tuple[KernelChoice, ...]] = {}  # by device id; of devices that were profiled
 
     def cluster_from_files(self, profile: Path | None = None, devices: Path | None = None) -> ClusterProfile | None:
         """The cluster of a saved profile; None: measure live devices. Raises BadSetting."""
-        return read_transformer_profile(profile, self.model.spec) if profile is not None else None
+        if profile is None:
+            return None
+        return read_transformer_profile(profile, self.model.spec, self.goal.deterministic)
 
     async def profile(self, live: LiveDevices) -> ClusterProfile:
         """The cluster of live devices. Raises NoDevices, ..."""
@@ -128,7 +130,12 @@ class TransformerPlanning:
         return cluster
 
     def saved_profile(self, cluster: ClusterProfile) -> SavedTransformerProfile:
-        return SavedTransformerProfile(devices=cluster.devices, links=cluster.links, model=self.model.spec)
+        return SavedTransformerProfile(
+            devices=cluster.devices,
+            links=cluster.links,
+            model=self.model.spec,
+            deterministic=self.goal.deterministic,
+        )
 
     async def plan(self, cluster: ClusterProfile) -> PlannedTransformer:
         """The best plan under the user's limits. Raises ModelDoesNotFit, ..."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from coordinator.deploy.deployment import RunResult, Weights
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights
-from coordinator.devices.block_profiling import block_cluster, block_workload, chosen_kernels
+from coordinator.devices.block_profiling import block_cluster, block_workload, chosen_kernels, known_kernels
 from coordinator.devices.registry import Device
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
@@ -53,7 +53,7 @@ class TransformerKind:
         requests: Requests[TransformerDeployment],
     ) -> None:
         self.model = model
-        self.workload = block_workload(self.model.spec, self.model.seq_len)
+        self.workload = block_workload(self.model.spec, self.model.seq_len, goal.deterministic)
         self.handlers: Mapping[type[wire.Message], RequestHandler] = {
             wire.Embed: self.embed,
             wire.GetHiddenStates: self.hidden_states,
@@ -135,7 +135,10 @@ class TransformerKind:
     def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
         assert is_transformer_plan(plan)
         manifests = self._services.settings.state_dir / "manifests"
-        return shard_weights(self.model.directory, plan, manifests, self._kernels)
+        fleet, profiler = self._services.fleet, self._services.profiler
+        ids = {device.device_id for device in plan.devices} & fleet.devices.keys() - self._kernels.keys()
+        known = known_kernels(profiler, [fleet.devices[device_id] for device_id in ids], self.workload)
+        return shard_weights(self.model.directory, plan, manifests, self._kernels | known)
 
     def deployment(self, plan: Plan, name: str) -> TransformerDeployment:
         assert is_transformer_plan(plan)

@@ -9,10 +9,13 @@ import pytest
 import typer
 from support.checkpoints import write_model
 from support.graphs import save_graph, two_branches
+from support.plans import device_profile
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
 from coordinator.cli.options import MODEL_OPTIONS, OPTION_KINDS
+from coordinator.devices.profile_file import SavedTransformerProfile
+from coordinator.models.checkpoint.families import read_spec
 from hearth.platform.security import new_home_key, save_credential
 
 VALUES = {
@@ -20,7 +23,7 @@ VALUES = {
     "sequences": "2", "weights": "int8", "kv_cache": "int8", "wire": "int8", "lz4": "on", "accuracy_budget": "0.1",
     "exclude": "attic", "limit": "attic=1GiB", "rounds": "3", "learn": "30s",
 }  # fmt: skip
-FLAGS = {"no_congestion", "no_kv_copies", "shared_prefixes", "no_learn", "compare"}
+FLAGS = {"no_congestion", "no_kv_copies", "shared_prefixes", "deterministic", "no_learn", "compare"}
 
 
 def parameters(command: str) -> set[str]:
@@ -68,3 +71,13 @@ def test_no_learn_excludes_a_time_to_learn(tmp_path: Path) -> None:
     common = ("--key", str(tmp_path / "key"), "--state-dir", str(tmp_path), "--strategy", "doppler")
     message = error("serve", str(tmp_path / "graph.json"), *common, "--learn", "30s", "--no-learn")
     assert "--learn cannot be used: it cannot be combined with --no-learn" in message
+
+
+def test_deterministic_plans_need_times_of_deterministic_kernels(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    profile = SavedTransformerProfile(devices=(device_profile(0, 1.0),), model=read_spec(model))
+    (tmp_path / "profile.json").write_text(profile.model_dump_json())
+    load = ("plan", str(model), "--load-profile", str(tmp_path / "profile.json"))
+    assert "was measured without --deterministic" in error(*load, "--deterministic")
+    (tmp_path / "profile.json").write_text(profile.model_copy(update={"deterministic": True}).model_dump_json())
+    assert "was measured with --deterministic" in error(*load)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+from support.devices import ready_device
+from support.fleets import TransformerFleet
 from support.plans import LLAMA_1B, cluster, device_profile
 
-from coordinator.devices.block_profiling import block_workload, budget_for_layouts, chosen_kernels
+from coordinator.devices.block_profiling import block_workload, budget_for_layouts, chosen_kernels, known_kernels
+from coordinator.devices.profile_cache import ProfileCache
+from coordinator.devices.profiling import Profiler
 from hearth.plan.kernels import KernelTime
 from hearth.wire.messages import BlocksOf
 
@@ -32,6 +39,22 @@ def test_each_device_computes_with_the_kernels_of_its_profile() -> None:
     assert [[choice.layout for choice in chosen[f"id{index}"]] for index in range(3)] == [
         ["onnxruntime"], ["torch"], [],
     ]  # fmt: skip
+
+
+def test_kernels_are_known_from_the_profile_of_an_equal_device(tmp_path: Path) -> None:
+    """A plan that is not made now, such as a saved one, runs with measured kernels too."""
+    workload, telemetry = block_workload(SPEC, 64), ready_device("a").telemetry
+    assert telemetry is not None
+    a, b, other = (
+        replace(ready_device(name), telemetry=telemetry.model_copy(update={"cpu_model": processor}))
+        for name, processor in (("a", "N100"), ("b", "N100"), ("c", "A76"))
+    )
+    measured = device_profile(0, 1.0, SPEC).blocks.model_copy(update={"kernels": kernel_times(0.5)})
+    ProfileCache(tmp_path).keep_result(a, workload, measured)
+    known = known_kernels(Profiler(TransformerFleet("abc"), tmp_path), [a, b, other], workload)  # type: ignore[arg-type]
+    assert {name: [choice.layout for choice in choices] for name, choices in known.items()} == {
+        "a": ["onnxruntime"], "b": ["onnxruntime"],
+    }  # fmt: skip
 
 
 def test_packed_layouts_and_their_library_lower_the_memory_limit() -> None:

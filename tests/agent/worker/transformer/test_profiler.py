@@ -21,7 +21,7 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from agent.worker.transformer.kernel_times import layer_shapes, measure_kernels
 from agent.worker.transformer.profiler import profile_blocks
-from agent.worker.transformer.random_weights import layer_matrices, random_layer
+from agent.worker.transformer.random_weights import layer_matrices, random_layer, random_matrix
 
 SMALL = LLAMA_1B.model_copy(
     update={
@@ -65,6 +65,20 @@ def test_kernels_are_measured_for_every_shape_and_number_of_rows() -> None:
     assert {time.rows for time in measure_kernels(encoder, 20, torch.device("cpu"))} == {16}
     plain = spec.model_copy(update={"weights": "bfloat16"})
     assert measure_kernels(plain, 20, torch.device("cpu")) == ()  # nothing to choose
+
+
+def test_deterministic_kernels_compute_a_row_alone_as_among_others() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    wide = SMALL.model_copy(update={"weights": "int8", "hidden_size": 1024, "ffn_size": 1024, "num_heads": 16})
+    (choice, *_) = choose_kernels(measure_kernels(wide, 20, torch.device("cpu"), deterministic=True), single=True)
+    assert len(set(choice.kernels)) == 1
+    matrix = random_matrix(1024, 1024, torch.device("cpu"), "int8", [choice])
+    x = torch.randn(20, 1024)
+    together = matrix.matmul(x)
+    for rows in (1, 4, 7):
+        assert (matrix.matmul(x[:rows]) - together[:rows]).norm() <= 1e-6 * together[:rows].norm()
 
 
 def test_random_layer_has_shapes_of_grouped_queries_and_gate() -> None:
