@@ -13,6 +13,8 @@ WALL_CLOCK = {
     "agent/daemon/store.py",  # use of chunks: tests/agent/daemon/test_store.py
     "coordinator/cli/doctor_checks.py",
     "coordinator/devices/profile_cache.py",  # age of measured links: tests/coordinator/devices/test_profiling.py
+    "coordinator/http/ollama/lines.py",  # when an answer was made, as Ollama's API shows it
+    "coordinator/http/openai/sampling.py",  # the same in OpenAI's
     "coordinator/serve/kinds/prompts.py",  # today's date in a chat template
     "hearth/platform/socket_folder.py",  # age of a folder whose lock is free: the lock decides, a wrong clock only delays
 }

@@ -21,11 +21,12 @@ from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.config import load_coordinator_settings as load_coordinator
 
 UNITS = Path(__file__).parents[1] / "systemd"
-SERVICES = ("hearth-agent", "hearth-coordinator")
+DAEMONS = ("hearth-agent", "hearth-coordinator")  # they hold the home key and keep state
+SERVICES = (*DAEMONS, "hearth-gateway")
 # From 0 (safest) to 10. A plain service has 9.6.
 MAX_EXPOSURE = 3.0
 # Command-line arguments that the unit passes on, not settings.
-OPTIONS = {"HEARTH_SERVE_OPTIONS"}
+OPTIONS = {"hearth-coordinator": {"HEARTH_SERVE_OPTIONS"}, "hearth-gateway": {"HEARTH_GATEWAY_OPTIONS"}}
 
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed here (package systemd)"
@@ -82,7 +83,8 @@ def test_service_has_its_own_user_and_a_key_credential(service: str) -> None:
     directives = unit(service)
     users = re.findall(r"^u (\S+)", (UNITS / "hearth.sysusers").read_text(), re.MULTILINE)
     assert directives["User"] == users
-    assert directives["LoadCredential"] == ["home.key:/etc/hearth/home.key"]
+    name = "home" if service in DAEMONS else "gateway"
+    assert directives["LoadCredential"] == [f"{name}.key:/etc/hearth/{name}.key"]
     assert directives["NoNewPrivileges"] == ["yes"]
     assert directives["CapabilityBoundingSet"] == [""]
 
@@ -91,13 +93,18 @@ def test_service_has_its_own_user_and_a_key_credential(service: str) -> None:
 def test_service_restarts_automatically(service: str) -> None:
     """After a crash, a hang, or a worker killed for lack of memory; the state is kept."""
     directives = unit(service)
-    assert directives["Type"] == ["notify"]
     assert directives["Restart"] == ["on-failure"]
-    assert int(directives["WatchdogSec"][0]) > 0
     assert directives["OOMPolicy"] == ["continue"]
-    assert directives["StateDirectory"] == [service]
     assert directives["StartLimitIntervalSec"] == ["0"]  # systemd never gives up
     assert directives["RestartSec"] == ["1"]  # part of the pause after a crash
+
+
+@pytest.mark.parametrize("service", DAEMONS)
+def test_daemon_is_watched_and_keeps_its_state(service: str) -> None:
+    directives = unit(service)
+    assert directives["Type"] == ["notify"]
+    assert int(directives["WatchdogSec"][0]) > 0
+    assert directives["StateDirectory"] == [service]
 
 
 def test_agent_may_use_the_gpu_and_executable_memory() -> None:
@@ -142,7 +149,9 @@ def test_unit_allows_socket_families_of_multicast_dns(service: str) -> None:
 def test_settings_file_lists_exactly_the_settings(
     service: str, prefix: str, settings: type[AgentSettings | CoordinatorSettings]
 ) -> None:
-    assert set(variables(service)) - OPTIONS == {prefix + name.upper() for name in settings.model_fields}
+    assert set(variables(service)) - OPTIONS.get(service, set()) == {
+        prefix + name.upper() for name in settings.model_fields
+    }
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -161,7 +170,8 @@ def test_example_values_are_valid() -> None:
     assert coordinator.encrypt_data_plane
 
 
-def test_settings_file_lists_options_passed_by_the_unit() -> None:
-    (command,) = unit("hearth-coordinator")["ExecStart"]
-    assert set(re.findall(r"\$(\w+)", command)) == OPTIONS
-    assert set(variables("hearth-coordinator")) >= OPTIONS
+@pytest.mark.parametrize("service", OPTIONS)
+def test_settings_file_lists_options_passed_by_the_unit(service: str) -> None:
+    (command,) = unit(service)["ExecStart"]
+    assert set(re.findall(r"\$(\w+)", command)) == OPTIONS[service]
+    assert set(variables(service)) >= OPTIONS[service]

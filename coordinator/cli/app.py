@@ -12,6 +12,7 @@ from coordinator.cli.commands.demo import demo
 from coordinator.cli.commands.devices import devices
 from coordinator.cli.commands.doctor import doctor
 from coordinator.cli.commands.embed import embed
+from coordinator.cli.commands.gateway import gateway
 from coordinator.cli.commands.generate import generate
 from coordinator.cli.commands.infer import bench_model, infer
 from coordinator.cli.commands.key import key_app
@@ -45,7 +46,7 @@ def _main(
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s %(levelname)s %(message)s")
 
 
-for command in (devices, plan, serve, embed, generate, chat, infer, bench_model, learn, status, doctor, demo):
+for command in (devices, plan, serve, embed, generate, chat, infer, bench_model, learn, status, gateway, doctor, demo):
     # systemd does not restart `hearth serve` after exit status 2 (RestartPreventExitStatus).
     app.command()(handles_errors(command, contradiction_status=2 if command is serve else 1))
 app.add_typer(key_app, name="key")

@@ -303,6 +303,8 @@ class Service:
                 ready=controller.lifecycle.phase == "serving",
                 state=controller.state,
                 model=controller.goal.path[-256:],
+                answers=controller.kind.answers,
+                context_tokens=controller.kind.context_tokens,
             )
         if isinstance(message, wire.ModelRequest):
             if self._leadership.may_be_replaced:

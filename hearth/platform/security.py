@@ -25,6 +25,7 @@ from hearth.platform.curve import KeyPair, new_keypair
 
 Role = Literal["agent", "coordinator", "admin"]
 
+_TOKEN_PREFIX = "hearth_"
 _CHECKSUM_BYTES = 4  # of the SHA-256 of a credential's text: misses one typing error in 2^32
 
 
@@ -112,7 +113,7 @@ def admin_key(home: HomeKey) -> AdminKey:
 def format_credential(credential: Credential) -> str:
     """Format a credential as one line: `hearth-<kind>-1:<base64 of the JSON fields and a checksum>`."""
     body = credential.model_dump_json(exclude={"kind"}).encode()
-    checksum = hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]
+    checksum = _checksum(body)
     return f"hearth-{credential.kind}-1:{base64.urlsafe_b64encode(body + checksum).decode()}"
 
 
@@ -127,11 +128,33 @@ def parse_credential(text: str, source: str) -> Credential:
     try:
         data = base64.b64decode(encoded, altchars=b"-_", validate=True)
         body, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
-        if hashlib.sha256(body).digest()[:_CHECKSUM_BYTES] != checksum:
+        if _checksum(body) != checksum:
             raise BadKey(source=source, reason="its checksum is wrong: a character was mistyped or is missing")
         return kind.model_validate_json(body)
     except ValueError:
         raise BadKey(source=source, reason="it is damaged or was cut short") from None
+
+
+def format_token(app: AppKey) -> str:
+    """Format an app's secret key as a bearer token for HTTP: `hearth_<base64 of the secret key and a checksum>`."""
+    secret = z85.decode(app.secret.encode())
+    return _TOKEN_PREFIX + base64.urlsafe_b64encode(secret + _checksum(secret)).decode()
+
+
+def parse_token(text: str, coordinator_public: str) -> AppKey:
+    """Parse a bearer token of a home with this public key. Raises BadKey; its text never contains the token."""
+    try:
+        data = base64.b64decode(text.removeprefix(_TOKEN_PREFIX).encode(), altchars=b"-_", validate=True)
+    except ValueError:
+        data = b""
+    secret, checksum = data[:32], data[32:]
+    if not text.startswith(_TOKEN_PREFIX) or len(secret) != 32 or checksum != _checksum(secret):
+        raise BadKey(source="the token", reason="it is damaged or was cut short")
+    return AppKey(name="token", secret=z85.encode(secret).decode(), coordinator_public=coordinator_public)
+
+
+def _checksum(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:_CHECKSUM_BYTES]
 
 
 def default_key_path(environ: Mapping[str, str]) -> Path:

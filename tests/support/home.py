@@ -82,6 +82,13 @@ class TestHome:
             "--state-dir", str(self.folder / name), "--mdns-interfaces", LOOPBACK, *options,
         )  # fmt: skip
 
+    def start_gateway(self, *options: str, name: str = "gateway") -> None:
+        """An HTTP gateway of the running coordinator, on any free port."""
+        self._start(
+            name, "hearth", "gateway", "--key", str(self.key), "--port", "0",
+            "--address", f"{LOOPBACK}:{self.port('coordinator')}", *options,
+        )  # fmt: skip
+
     def connect(self, key: Credential | None = None, seconds: float = 30.0, found: bool = False) -> Home:
         """A client of the coordinator: at its address, or `found` over mDNS, which takes a second longer."""
         address = None if found else f"{LOOPBACK}:{self.port('coordinator')}"
@@ -146,7 +153,7 @@ class TestHome:
 
     def port(self, name: str) -> int:
         """The port that a program listens on, according to its log; after a restart, the new one."""
-        pattern = r"(?:control|listening on) port (\d+)"
+        pattern = r"(?:control port|listening on port|listening on https?://[\w.\[\]:]+:)\s*(\d+)"
 
         def found() -> list[str]:
             output = self.log_of_run(name)

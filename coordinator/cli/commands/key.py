@@ -114,6 +114,10 @@ def add_app(
     address: AddressOption = None,
     mdns_interfaces: InterfacesOption = None,
     key: KeyPathOption = None,
+    token: Annotated[
+        bool,
+        typer.Option("--token", help="Print a bearer token for the HTTP gateway instead of a key for the library."),
+    ] = False,
     as_json: AsJsonOption = False,
 ) -> None:
     """Create a key for an app, for inference requests only. Needs an admin or home key and the running coordinator."""
@@ -124,9 +128,13 @@ def add_app(
     home_public = security.coordinator_access(credential).server_public
     app = security.AppKey(name=name, secret=pair.secret, coordinator_public=home_public)
     _warn(warning)
-    line = security.format_credential(app)
+    line = security.format_token(app) if token else security.format_credential(app)
     if as_json:
-        print_json({"name": name, "key": line, "fingerprint": fingerprint(pair.public)})
+        print_json({"name": name, "token" if token else "key": line, "fingerprint": fingerprint(pair.public)})
+        return
+    if token:
+        report(f"The token is shown only once. Give it to {name} as its API key; `hearth gateway` answers it:")
+        typer.echo(line)
         return
     report(f"The key is shown only once. Give it to {name} in the file that $HEARTH_KEY names, or as connect(key=...):")
     typer.echo(line)

@@ -36,6 +36,7 @@ from hearth.platform.units import format_seconds
 from hearth.wire.codec import Array
 from hearth.wire.framing import pack_arrays, unpack_arrays
 from hearth.wire.messages import (
+    AnswerKind,
     ArrayInfo,
     ChunksMissing,
     FindMissing,
@@ -69,6 +70,8 @@ class GraphKind:
     """A `ModelKind`. Raises BadModelFile, BadSetting."""
 
     usage = "the model is a graph of operators; ask it with `hearth infer` or home.infer()"
+    answers: AnswerKind = "arrays"
+    context_tokens = 0
     planner: PlannerKind = "graph"
 
     def __init__(

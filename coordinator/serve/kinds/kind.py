@@ -20,7 +20,7 @@ from coordinator.serve.planning.spare_planners import PlannerKind, SparePlanners
 from coordinator.serve.state import StateFile
 from hearth.errors import HearthError
 from hearth.plan.plan import Plan
-from hearth.wire.messages import Message
+from hearth.wire.messages import AnswerKind, Message
 from hearth.wire.rpc import Response
 
 D = TypeVar("D", bound=Deployment)
@@ -51,6 +51,8 @@ class ModelKind(Protocol[D]):
     """An opened model, with the planning, deployment and request handlers of its kind."""
 
     usage: str  # tells a client that sent a request of another kind which requests the model answers
+    answers: AnswerKind
+    context_tokens: int  # of a prompt and its answer, or of a text to embed; 0: it takes no text
     planner: PlannerKind  # the process that makes its plans
     workload: Workload[Any]  # measured on each device before planning
     handlers: Mapping[type[Message], RequestHandler]  # by type of request

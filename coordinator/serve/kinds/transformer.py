@@ -34,6 +34,7 @@ from hearth.plan.value_formats import ValueFormatName
 from hearth.wire import messages as wire
 from hearth.wire.codec import Array
 from hearth.wire.framing import pack_array, unpack_array
+from hearth.wire.messages import AnswerKind
 from hearth.wire.rpc import Reply
 
 _PROBE_TOKENS = 8  # of the probe of an encoder: short, but several rows to share
@@ -53,6 +54,8 @@ class TransformerKind:
         requests: Requests[TransformerDeployment],
     ) -> None:
         self.model = model
+        self.answers: AnswerKind = "text" if model.generation is not None else "vectors"
+        self.context_tokens = model.generation.context if model.generation is not None else model.seq_len
         self.workload = block_workload(self.model.spec, self.model.seq_len, goal.deterministic)
         self.handlers: Mapping[type[wire.Message], RequestHandler] = {
             wire.Embed: self.embed,

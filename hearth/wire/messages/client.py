@@ -45,6 +45,9 @@ class ModelRequest(ClientRequest, abstract=True):
     """A request to the served model. Apps may send only these and GetReadiness."""
 
 
+AnswerKind: TypeAlias = Literal["", "text", "vectors", "arrays"]  # what a model answers with; empty: there is none
+
+
 class GetReadiness(ClientRequest):
     """Ask whether a model is ready. The answer is `Readiness`."""
 
@@ -56,6 +59,8 @@ class Readiness(Message):
     ready: bool
     state: Text
     model: Name
+    answers: AnswerKind = ""
+    context_tokens: Annotated[int, Field(ge=0)] = 0  # of a prompt and its answer, or of a text to embed; 0: not known
 
 
 # ---- transformers -------------------------------------------------------------------------------------------------

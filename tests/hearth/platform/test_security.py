@@ -33,10 +33,12 @@ from hearth.platform.security import (
     default_key_path,
     derive_keypair,
     format_credential,
+    format_token,
     load_credential,
     new_device_key,
     new_home_key,
     parse_credential,
+    parse_token,
     save_credential,
 )
 from hearth.wire.messages import Done, GetReadiness
@@ -109,6 +111,16 @@ def test_key_file_that_was_cut_short_or_overwritten_is_named(credential: Credent
     path.mkdir()
     with pytest.raises(BadKey, match="cannot be read"):
         load_credential(path)
+
+
+def test_token_stands_for_its_app_and_a_typing_error_is_noticed() -> None:
+    app = next(each for each in credentials() if isinstance(each, AppKey))
+    token = format_token(app)
+    assert parse_token(token, app.coordinator_public).secret == app.secret
+    for damaged in (token[:-1], token[:9] + ("A" if token[9] != "A" else "B") + token[10:], token[7:], "", "hearth_é"):
+        with pytest.raises(BadKey) as raised:
+            parse_token(damaged, app.coordinator_public)
+        assert not damaged or damaged not in str(raised.value)
 
 
 def test_missing_key_error_names_the_command(tmp_path: Path) -> None:

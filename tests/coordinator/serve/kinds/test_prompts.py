@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.chat_models import SPECIAL, TEMPLATE, save_byte_level, write_config
 
 from coordinator.serve.kinds.prompts import (
     GenerationDefaults,
@@ -21,33 +22,6 @@ from coordinator.serve.kinds.prompts import (
 )
 from hearth.errors import BadCheckpoint, BadRequest
 from hearth.wire.messages import ChatMessage, Sampling, SamplingChoice
-
-SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}\n    {% if message['role'] == 'system' %}{% continue %}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' }}{{ message['content'] | trim }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-
-
-def save_byte_level(directory: Path, adds_bos: bool = True) -> Path:
-    """A GPT-2-like tokenizer: every byte is a token, a few merges, four special tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w")]
-    vocabulary = {text: index for index, text in enumerate([*letters, *(a + b for a, b in merges)])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    if adds_bos:
-        bos = tokenizer.token_to_id("<s>")
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
-    tokenizer.enable_truncation(5)
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
 
 
 def save_metaspace(directory: Path) -> Path:
@@ -82,11 +56,6 @@ def token_ids_of(directory: Path, *texts: str) -> list[int]:
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     return [tokenizer.token_to_id(text) for text in texts]
-
-
-def write_config(directory: Path, **config: Any) -> Path:
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
 
 
 # ---- tokens to text -------------------------------------------------------------------------------------------------

@@ -1,0 +1,93 @@
+"""`hearth gateway`: the HTTP gateway, for software that speaks OpenAI's or Ollama's API."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.cli.options import AddressOption, InterfacesOption, KeyPathOption, interface_list
+from coordinator.cli.output import report
+from coordinator.http.settings import HTTP_PORT, HttpSettings
+from hearth.client.sync import connect
+from hearth.errors import BadRequest, BadSetting, KeyMissing
+from hearth.platform import security
+from hearth.platform.curve import new_keypair
+
+
+def gateway(
+    listen: Annotated[str, typer.Option(help="Local address to listen on; 0.0.0.0 or :: for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="TCP port (0: any free port).", min=0, max=65535)] = HTTP_PORT,
+    allow_host: Annotated[
+        list[str],
+        typer.Option(help="A name under which clients ask for this gateway, if it is not a local one.", metavar="NAME"),
+    ] = [],  # noqa: B006 (typer's form of an empty default)
+    certificate: Annotated[Path | None, typer.Option(help="PEM file: speak TLS. Needs --private-key.")] = None,
+    private_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
+    address: AddressOption = None,
+    mdns_interfaces: InterfacesOption = None,
+    key: KeyPathOption = None,
+) -> None:
+    """Answer OpenAI's and Ollama's APIs over HTTP until stopped. Clients need a token: `hearth key add-app NAME --token`."""
+    if find_spec("uvicorn") is None or find_spec("starlette") is None:
+        raise BadSetting(setting="gateway", reason="it needs more packages: pip install 'hearth[gateway]'")
+    if (certificate is None) != (private_key is None):
+        raise BadSetting(setting="--certificate", reason="--certificate and --private-key belong together")
+    for option, path in (("--certificate", certificate), ("--private-key", private_key)):
+        if path is not None and not os.access(path, os.R_OK):
+            raise BadSetting(setting=option, reason=f"{path} cannot be read")
+    interfaces = interface_list(mdns_interfaces)
+    app = _app_key(key or security.default_key_path(os.environ), address, interfaces)
+    settings = HttpSettings(
+        host=listen, port=port, key=security.format_credential(app), address=address,
+        interfaces=tuple(interfaces) if interfaces else None, allowed_hosts=tuple(name.lower() for name in allow_host),
+        certificate=str(certificate) if certificate else None, private_key=str(private_key) if private_key else None,
+    )  # fmt: skip
+    if listen not in ("127.0.0.1", "::1", "localhost") and certificate is None:
+        report(
+            "[yellow]warning:[/] clients send their tokens unencrypted; use this on a trusted network only, or --certificate"
+        )
+    _become_gateway(settings)
+
+
+def _app_key(path: Path, address: str | None, interfaces: list[str] | None) -> security.AppKey:
+    """The app key in this file. Next to an admin or home key, a key for the gateway is kept, and made the first time."""
+    credential = security.resolve_credential(path)
+    if isinstance(credential, security.AppKey):
+        return credential
+    own = path.with_name(f"{path.name}.gateway")
+    coordinator_public = security.coordinator_access(credential).server_public
+    try:
+        kept = security.load_credential(own)
+        if isinstance(kept, security.AppKey) and kept.coordinator_public == coordinator_public:
+            return kept
+    except KeyMissing:
+        pass
+    pair = new_keypair()
+    name = "http-" + (re.sub("[^a-z0-9-]", "-", socket.gethostname().lower())[:27] or "gateway")
+    with connect(address, credential, interfaces=interfaces) as home:
+        try:
+            home.add_app(name, pair.public)
+        except BadRequest:  # an earlier key, whose file is gone
+            home.revoke_app(name)
+            home.add_app(name, pair.public)
+    made = security.AppKey(name=name, secret=pair.secret, coordinator_public=coordinator_public)
+    security.save_credential(own, made, force=True)
+    report(f"made the key of the app {name} for this gateway, in {own}")
+    return made
+
+
+def _become_gateway(settings: HttpSettings) -> None:
+    """Replace this process, which may have read the home key, by the gateway."""
+    reading, writing = os.pipe()
+    os.write(writing, settings.model_dump_json().encode())
+    os.close(writing)
+    os.dup2(reading, 0)
+    os.close(reading)
+    os.execv(sys.executable, [sys.executable, "-m", "coordinator.http"])

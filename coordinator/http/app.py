@@ -1,0 +1,214 @@
+"""The gateway as an ASGI application: checks of every request, routes, and how answers are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coordinator.http import hosts
+from coordinator.http.call import Call, EventStream, Handler
+from coordinator.http.failures import Failure, failure
+from coordinator.http.homes import Homes
+from coordinator.http.ollama import embeddings as ollama_embeddings
+from coordinator.http.ollama import library, texts
+from coordinator.http.openai import models
+from coordinator.http.openai.chat import chat_completion
+from coordinator.http.openai.completions import completion
+from coordinator.http.openai.embeddings import embeddings
+from coordinator.http.parts import while_connected
+from hearth.errors import HearthError
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 << 20  # a chat that fills the longest contexts has a tenth of it
+_HEALTH_SECONDS = 2.0  # for the coordinator's answer
+_OPEN_PATHS = frozenset({"/", "/health", "/api/version"})  # without a token; they tell nothing of the home
+
+_HANDLERS: Mapping[tuple[str, str], Handler] = {
+    ("POST", "/v1/chat/completions"): chat_completion,
+    ("POST", "/v1/completions"): completion,
+    ("POST", "/v1/embeddings"): embeddings,
+    ("GET", "/v1/models"): models.models,
+    ("GET", "/v1/models/{model:path}"): models.model,
+    ("GET", "/api/tags"): library.tags,
+    ("GET", "/api/ps"): library.running,
+    ("POST", "/api/show"): library.show,
+    ("POST", "/api/pull"): library.pull,
+    ("POST", "/api/chat"): texts.chat,
+    ("POST", "/api/generate"): texts.generate,
+    ("POST", "/api/embed"): ollama_embeddings.embed,
+    ("POST", "/api/embeddings"): ollama_embeddings.embed_one,
+}
+
+
+def http_app(homes: Homes, allowed_hosts: tuple[str, ...] = ()) -> Starlette:
+    """The application. It closes no connection of `homes`."""
+
+    async def health(request: Request) -> Response:
+        try:
+            async with homes.served(None) as served:
+                ready = served.readiness.ready
+        except HearthError:
+            ready = False
+        return JSONResponse({"status": "ok"} if ready else {"status": "not ready"}, 200 if ready else 503)
+
+    async def bounded_health(request: Request) -> Response:
+        try:
+            return await asyncio.wait_for(health(request), _HEALTH_SECONDS)
+        except asyncio.TimeoutError:
+            return JSONResponse({"status": "not ready"}, 503)
+
+    routes = [
+        Route("/", _root),
+        Route("/health", bounded_health),
+        Route("/api/version", _version),
+        *(Route(path, _endpoint(handler), methods=[method]) for (method, path), handler in _HANDLERS.items()),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(_Guard, homes=homes, allowed_hosts=allowed_hosts)],
+        exception_handlers={
+            Failure: _failed, HearthError: _failed, HTTPException: _refused, ClientDisconnect: _gone, Exception: _broken,
+        },
+    )  # fmt: skip
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Guard:
+    """Refuses a request under a foreign host name, or without a token; puts what its token sees into its state."""
+
+    def __init__(self, app: ASGIApp, homes: Homes, allowed_hosts: tuple[str, ...]) -> None:
+        self._app = app
+        self._homes = homes
+        self._allowed_hosts = allowed_hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        try:
+            if not hosts.is_allowed(request.headers.get("host", ""), self._allowed_hosts):
+                reason = "This gateway does not know the name under which it was asked. Allow it with --allow-host."
+                raise Failure(403, reason, "permission_error")
+            if scope["path"] in _OPEN_PATHS:
+                await self._app(scope, receive, send)
+                return
+            async with self._homes.served(_token(request)) as served:
+                scope.setdefault("state", {})["served"] = served
+                await self._app(scope, receive, send)
+        except (Failure, HearthError) as error:
+            await _failed(request, error)(scope, receive, send)
+
+
+def _token(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        reason = "This needs a token: `Authorization: Bearer TOKEN`. Make one with `hearth key add-app NAME --token`."
+        raise Failure(401, reason, "authentication_error", code="invalid_api_key")
+    return token.strip()
+
+
+# ---- answers ----------------------------------------------------------------------------------------------------------
+
+
+def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        body = await _json_body(request) if request.method == "POST" else None
+        answer = await handler(Call(request.state.served, request.receive, body, request.path_params))
+        if isinstance(answer, EventStream):
+            # Whatever fails before the first piece has its own status.
+            return _Pieces(answer, await while_connected(request.receive, anext(answer.events)))
+        return JSONResponse(answer)
+
+    return endpoint
+
+
+class _Pieces(Response):
+    """Sends the pieces of a stream as they come, and ends it if the client goes away."""
+
+    def __init__(self, stream: EventStream, first: bytes) -> None:
+        super().__init__(media_type=stream.media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._stream, self._first = stream, first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._stream.events):
+            try:
+                await while_connected(receive, self._send_all(send))
+            except ClientDisconnect:
+                return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        try:
+            async for piece in self._stream.events:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except (Failure, HearthError) as error:
+            piece = self._stream.failed(error if isinstance(error, Failure) else failure(error))
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+
+async def _json_body(request: Request) -> object:
+    """The body of a request. Raises Failure if it is too large, or no JSON."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise Failure(413, f"The body has more than {MAX_BODY_BYTES} bytes.")
+    try:
+        value: object = from_json(bytes(body), allow_inf_nan=False)
+    except ValueError as error:
+        raise Failure(400, f"The body is not valid JSON: {error}.") from None
+    return value
+
+
+async def _root(request: Request) -> Response:
+    return PlainTextResponse("Hearth is running")
+
+
+async def _version(request: Request) -> Response:
+    return JSONResponse({"version": library.API_VERSION})
+
+
+# ---- failures ---------------------------------------------------------------------------------------------------------
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    shown = error if isinstance(error, Failure) else failure(error) if isinstance(error, HearthError) else _BROKEN
+    content: dict[str, Any] = shown.ollama() if request.url.path.startswith("/api/") else shown.openai()
+    return JSONResponse(content, shown.status, shown.headers)
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    """A path or a method that there is not."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    return _failed(request, Failure(error.status_code, f"There is no {method} {path} here.", code="unknown_url"))
+
+
+def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+_BROKEN = Failure(500, "Internal error in the gateway. Please report it, with its log.", "server_error")
+
+
+def _broken(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _failed(request, _BROKEN)

@@ -1,0 +1,139 @@
+"""Connections to the coordinator, one for each token in use."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import PurePath
+from typing import NamedTuple
+
+from coordinator.http.settings import HttpSettings
+from hearth.client.home import AsyncHome, connect_async
+from hearth.errors import AppRevoked, BadKey, DeadlineExceeded, NotServing, WrongKey
+from hearth.platform.security import AppKey, parse_credential, parse_token
+from hearth.wire import messages as wire
+
+_MAX_IDLE = 32  # connections without a request that are kept open; each takes a socket and about 100 kB
+_OPENING_AT_ONCE = 4  # unknown tokens cost the coordinator a handshake each
+_OPEN_SECONDS = 10.0
+_ASK_SECONDS = 5.0
+# For a token that the coordinator has refused, without asking it again. A new app's token was never refused.
+_REFUSED_SECONDS = 5.0
+_MAX_REFUSED = 1024
+
+
+class Served(NamedTuple):
+    """The home as one token sees it: a connection, and what it serves now."""
+
+    home: AsyncHome
+    readiness: wire.Readiness
+
+    @property
+    def model(self) -> str:
+        """The name of the served model; empty if there is none."""
+        return PurePath(self.readiness.model).name
+
+
+class _Connection:
+    def __init__(self) -> None:
+        self.home: AsyncHome | None = None
+        self.num_users = 0
+        self.opening = asyncio.Lock()
+
+
+class Homes:
+    """Opens a connection when a token is first used and closes those that are idle longest."""
+
+    def __init__(self, settings: HttpSettings) -> None:
+        """Raises BadKey unless the gateway's own key is an app's."""
+        own = parse_credential(settings.key, "the gateway's settings")
+        if not isinstance(own, AppKey):
+            raise BadKey(source="the gateway's settings", reason="this needs an app key")
+        self._own = own
+        self._settings = settings
+        self._connections: OrderedDict[str, _Connection] = OrderedDict()  # by secret; the latest used last
+        self._refused: OrderedDict[bytes, float] = OrderedDict()  # by hash of the secret: time of the refusal
+        self._opening = asyncio.Semaphore(_OPENING_AT_ONCE)
+
+    @asynccontextmanager
+    async def served(self, token: str | None) -> AsyncIterator[Served]:
+        """Ask the coordinator, as the app of this token (None: as the gateway), what it serves.
+
+        Raises BadKey for a text that is no token, WrongKey or AppRevoked if the coordinator refuses it, Unreachable, ...
+        """
+        key = parse_token(token, self._own.coordinator_public) if token is not None else self._own
+        self._raise_if_refused(key)
+        connection = self._connections.setdefault(key.secret, _Connection())
+        self._connections.move_to_end(key.secret)
+        connection.num_users += 1
+        try:
+            try:
+                home = await self._open(connection, key)
+                readiness = await home.readiness(_ASK_SECONDS)
+            except (AppRevoked, WrongKey):
+                self._note_refusal(key)
+                raise
+            yield Served(home, readiness)
+        finally:
+            connection.num_users -= 1
+            await self._close_idle()
+
+    async def close(self) -> None:
+        """Close all connections; their requests end."""
+        connections, self._connections = list(self._connections.values()), OrderedDict()
+        for each in connections:
+            if each.home is not None:
+                await each.home.close()
+
+    async def _open(self, connection: _Connection, key: AppKey) -> AsyncHome:
+        async with connection.opening:
+            if connection.home is None:
+                settings = self._settings
+                async with self._opening:
+                    connection.home = await connect_async(
+                        settings.address, key, _OPEN_SECONDS, list(settings.interfaces) if settings.interfaces else None
+                    )
+            return connection.home
+
+    async def _close_idle(self) -> None:
+        """Close connections that failed to open, and idle ones beyond the limit, the longest unused first."""
+        unused = [(secret, each) for secret, each in self._connections.items() if not each.num_users]
+        excess = len(unused) - _MAX_IDLE
+        for number, (secret, each) in enumerate(unused):
+            if each.home is None or number < excess or self._is_refused(secret):
+                del self._connections[secret]
+                if each.home is not None:
+                    await each.home.close()
+
+    # ---- refused tokens -------------------------------------------------------------------------------------------
+
+    def _raise_if_refused(self, key: AppKey) -> None:
+        if self._is_refused(key.secret):
+            raise WrongKey(endpoint="the coordinator")
+
+    def _is_refused(self, secret: str) -> bool:
+        refused_at = self._refused.get(_digest(secret))
+        return refused_at is not None and asyncio.get_running_loop().time() - refused_at < _REFUSED_SECONDS
+
+    def _note_refusal(self, key: AppKey) -> None:
+        self._refused[_digest(key.secret)] = asyncio.get_running_loop().time()
+        if len(self._refused) > _MAX_REFUSED:
+            self._refused.popitem(last=False)
+
+
+async def wait_until_ready(served: Served, seconds: float) -> Served:
+    """`served` once the home is ready: a plan that replaces a lost device takes a moment. Raises NotServing."""
+    if served.readiness.ready:
+        return served
+    try:
+        await served.home.wait_ready(seconds)
+    except DeadlineExceeded:
+        raise NotServing(state=served.readiness.state) from None
+    return served._replace(readiness=await served.home.readiness(_ASK_SECONDS))
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()

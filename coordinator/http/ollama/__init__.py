@@ -1,0 +1,1 @@
+"""Ollama's API: version, tags, show, ps, pull, chat, generate and embeddings."""

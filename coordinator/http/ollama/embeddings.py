@@ -1,0 +1,62 @@
+"""`POST /api/embed` and, as in earlier versions, `POST /api/embeddings`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from coordinator.http.call import Answer, Call
+from coordinator.http.fields import Body, Texts
+from coordinator.http.openai.embeddings import shortened
+from coordinator.http.parts import while_connected
+
+_EMBED_SECONDS = 600.0
+
+
+class Embed(Body):
+    """The body of `/api/embed`."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"truncate": (True, False)}
+
+    model: str
+    input: Annotated[Texts, Field(max_length=4096)] = ()
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class EmbedOne(Body):
+    """The body of `/api/embeddings`."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
+
+    model: str
+    prompt: str = ""
+
+
+async def embed(call: Call) -> Answer:
+    """Embed texts; vectors have length 1."""
+    asked, began = Embed.read(call.body), time.monotonic()
+    served = await call.ready(asked.model)
+    if not asked.input:
+        return {"model": asked.model, "embeddings": []}
+    result = await while_connected(call.receive, served.home.request_embeddings(list(asked.input), _EMBED_SECONDS))
+    return {
+        "model": asked.model,
+        "embeddings": shortened(result.vectors, asked.dimensions).tolist(),
+        "total_duration": round((time.monotonic() - began) * 1e9),
+        "load_duration": 0,
+        "prompt_eval_count": result.num_tokens,
+    }
+
+
+async def embed_one(call: Call) -> Answer:
+    """Embed one text."""
+    asked = EmbedOne.read(call.body)
+    served = await call.ready(asked.model)
+    if not asked.prompt:
+        return {"embedding": []}
+    result = await while_connected(call.receive, served.home.request_embeddings([asked.prompt], _EMBED_SECONDS))
+    return {"embedding": result.vectors[0].tolist()}

@@ -1,0 +1,89 @@
+"""What is there: `/api/version`, `/api/tags`, `/api/show`, `/api/ps`, `/api/pull`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from coordinator.http.call import Answer, Call, EventStream, is_name_of
+from coordinator.http.failures import unknown_model
+from coordinator.http.fields import Body
+from coordinator.http.homes import Served
+from coordinator.http.ollama.lines import NDJSON, failed_line, line
+
+# The version of Ollama whose API this is. Clients refuse versions that they think too old.
+API_VERSION = "0.12.6"
+_EPOCH = "1970-01-01T00:00:00Z"
+_CAPABILITIES = {"text": ["completion"], "vectors": ["embedding"]}
+
+
+class Named(Body):
+    """A request that names a model, in the field of today or in the one of earlier clients."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"verbose", "insecure", "username", "password"})
+
+    model: str = Field(default="", validation_alias="model")
+    name: str = ""
+    stream: bool | None = None
+
+    def served(self, served: Served) -> str:
+        """The name of the model. Raises Failure if it is not served."""
+        if not served.model or not is_name_of(self.model or self.name, served.model):
+            raise unknown_model(self.model or self.name, served.model)
+        return served.model
+
+
+async def tags(call: Call) -> Answer:
+    """List the models that can be asked."""
+    return {"models": [_entry(call.served)] if call.served.readiness.ready else []}
+
+
+async def running(call: Call) -> Answer:
+    """List the models that are loaded: the served one stays loaded."""
+    entries = [_entry(call.served)] if call.served.readiness.ready else []
+    return {"models": [{**entry, "expires_at": "2318-01-01T00:00:00Z", "size_vram": 0} for entry in entries]}
+
+
+async def show(call: Call) -> Answer:
+    """Describe a model."""
+    Named.read(call.body).served(call.served)
+    readiness = call.served.readiness
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": "",
+        "details": _DETAILS,
+        "model_info": {
+            "general.architecture": "hearth",
+            **({"hearth.context_length": readiness.context_tokens} if readiness.context_tokens else {}),
+        },
+        "capabilities": _CAPABILITIES.get(readiness.answers, []),
+        "modified_at": _EPOCH,
+    }
+
+
+async def pull(call: Call) -> Answer:
+    """Succeed for a model that is served, since there is nothing to fetch. Raises Failure for others."""
+    asked = Named.read(call.body)
+    asked.served(call.served)
+    if asked.stream is False:
+        return {"status": "success"}
+    return EventStream(NDJSON, _pulled(), failed_line)
+
+
+async def _pulled() -> AsyncGenerator[bytes, None]:
+    for status in ("pulling manifest", "success"):
+        yield line({"status": status})
+
+
+_DETAILS: Mapping[str, Any] = {
+    "parent_model": "", "format": "safetensors", "family": "hearth", "families": ["hearth"], "parameter_size": "",
+    "quantization_level": "",
+}  # fmt: skip
+
+
+def _entry(served: Served) -> dict[str, Any]:
+    name = f"{served.model}:latest"
+    return {"name": name, "model": name, "modified_at": _EPOCH, "size": 0, "digest": "", "details": _DETAILS}

@@ -1,0 +1,95 @@
+"""`POST /v1/completions`: prompts that no chat template wraps."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from coordinator.http.call import Answer, Call, EventStream
+from coordinator.http.failures import Failure
+from coordinator.http.openai.sampling import (
+    DONE,
+    MAX_CHOICES,
+    SIGN_OF_LIFE,
+    Sampled,
+    event,
+    failed_event,
+    new_id,
+    now,
+    usage_fields,
+)
+from coordinator.http.parts import parts_of, while_connected, whole
+from hearth.client.answers import AsyncGeneration, Usage
+
+
+class Completion(Sampled):
+    """The body of the request."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "echo": (False,), "suffix": ("",), "best_of": (1,), "logprobs": (), "logit_bias": ({},), "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+    }  # fmt: skip
+
+    prompt: str | tuple[str, ...] | tuple[int, ...] | tuple[tuple[int, ...], ...]
+
+    def prompts(self) -> list[dict[str, Any]]:
+        """The prompts, each as an argument of `generate`. Raises Failure."""
+        given = self.prompt
+        single = isinstance(given, str) or not given or isinstance(given[0], int)
+        prompts = [
+            {"prompt": each} if isinstance(each, str) else {"token_ids": list(each)}  # type: ignore[arg-type]
+            for each in ([given] if single else given)
+        ]
+        if len(prompts) * (self.n or 1) > MAX_CHOICES:
+            raise Failure(400, f"At most {MAX_CHOICES} answers can be asked for at once.", param="prompt")
+        return prompts
+
+
+async def completion(call: Call) -> Answer:
+    """Continue prompts, as a whole or as a stream of chunks."""
+    asked = Completion.read(call.body)
+    prompts, shows_usage, num_choices = asked.prompts(), asked.shows_usage, asked.n or 1
+    served = await call.ready(asked.model)
+    generations = [
+        asked.generate(served.home, number, asked.max_tokens, **prompt)
+        for prompt in prompts
+        for number in range(num_choices)
+    ]
+    head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": served.model}
+    if asked.stream:
+        return EventStream("text/event-stream", _chunks(head, generations, num_choices, shows_usage), failed_event)
+    return await while_connected(call.receive, _whole(head, generations, num_choices))
+
+
+async def _whole(head: dict[str, Any], generations: Sequence[AsyncGeneration], num_choices: int) -> dict[str, Any]:
+    texts, usages = await whole(generations)
+    choices = [
+        {"index": index, "text": text, "logprobs": None, "finish_reason": usage.finish_reason}
+        for index, (text, usage) in enumerate(zip(texts, usages, strict=True))
+    ]
+    return {**head, "choices": choices, "usage": usage_fields(usages, num_choices)}
+
+
+async def _chunks(
+    head: dict[str, Any], generations: Sequence[AsyncGeneration], num_choices: int, shows_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    ends: dict[int, Usage] = {}
+
+    def chunk(index: int, text: str, reason: str | None = None) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        return event({**head, "choices": [choice], **({"usage": None} if shows_usage else {})})
+
+    async for part in parts_of(generations):
+        if part is None:
+            yield SIGN_OF_LIFE
+            continue
+        if part.token is not None and part.token.text:
+            yield chunk(part.number, part.token.text)
+        if part.usage is not None:
+            ends[part.number] = part.usage
+            yield chunk(part.number, "", part.usage.finish_reason)
+    if shows_usage:
+        yield event(
+            {**head, "choices": [], "usage": usage_fields([ends[index] for index in sorted(ends)], num_choices)}
+        )
+    yield DONE

@@ -1,0 +1,261 @@
+"""The HTTP application over ASGI, in front of a home that answers from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("starlette")
+
+from coordinator.http.app import MAX_BODY_BYTES, http_app
+from coordinator.http.homes import Served
+from hearth.client.answers import AsyncGeneration, Token, Usage
+from hearth.client.home import Result
+from hearth.errors import AppRevoked, HearthError, QueueFull, StepFailed
+from hearth.wire.messages import Readiness
+
+USAGE = Usage(7, 3, "stop", 0.5, 0.1, 0.2, 4)
+POSTS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/api/chat", "/api/generate", "/api/embed",
+    "/api/embeddings", "/api/show", "/api/pull",
+)  # fmt: skip
+
+
+class ScriptedHome:
+    """Says three words, or fails before or after the first."""
+
+    def __init__(self, error: HearthError | None = None, words_before: int = 0, silent: bool = False) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.ended = 0
+        self._error, self._words_before, self._silent = error, words_before, silent
+
+    def generate(self, **asked: Any) -> AsyncGeneration:
+        self.asked.append(asked)
+        return AsyncGeneration(self._parts())
+
+    async def _parts(self) -> AsyncGenerator[Token | Usage, None]:
+        try:
+            for number, word in enumerate(("It ", "is ", "on")):
+                if self._error is not None and number == self._words_before:
+                    raise self._error
+                yield Token(word, number, 0.1)
+                if self._silent:
+                    await asyncio.Event().wait()
+            yield USAGE
+        finally:
+            self.ended += 1
+
+    async def request_embeddings(self, texts: list[str], seconds: float) -> Result:
+        return Result(np.tile(np.float32([0.6, 0.8, 0.0]), (len(texts), 1)), 0.1, 5, ())
+
+
+class ScriptedHomes:
+    def __init__(self, home: ScriptedHome, readiness: Readiness, refusal: HearthError | None = None) -> None:
+        self._served, self._refusal = Served(home, readiness), refusal  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def served(self, token: str | None) -> AsyncIterator[Served]:
+        if self._refusal is not None:
+            raise self._refusal
+        yield self._served
+
+
+READY = Readiness(ready=True, state="serving", model="tiny", answers="text", context_tokens=64)
+
+
+class Answered(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    pieces: list[bytes]
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+async def asked(
+    homes: ScriptedHomes, method: str, path: str, body: bytes = b"", *, token: bool = True, host: str = "localhost:47880",
+    leaves: bool = False,
+) -> Answered:  # fmt: skip
+    """One request. `leaves`: the client goes away when the first piece has come."""
+    headers = [(b"host", host.encode("latin-1")), *([(b"authorization", b"Bearer t")] if token else [])]
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": method,
+        "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers, "scheme": "http", "root_path": "",
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 47880),
+    }  # fmt: skip
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[Any] = []
+    gone = asyncio.Event()
+
+    async def receive() -> Any:
+        if incoming:
+            return incoming.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if leaves and message.get("body"):
+            gone.set()
+
+    app = http_app(homes)  # type: ignore[arg-type]
+    await asyncio.wait_for(app(scope, receive, send), 10)
+    start, *rest = sent
+    headers_sent = {name.decode(): value.decode() for name, value in start["headers"]}
+    return Answered(start["status"], headers_sent, [each["body"] for each in rest if each.get("body")])
+
+
+def ask(path: str, body: object = None, home: ScriptedHome | None = None, **options: Any) -> Answered:
+    homes = ScriptedHomes(home or ScriptedHome(), options.pop("readiness", READY), options.pop("refusal", None))
+    data = json.dumps(body).encode() if body is not None else b""
+    method = options.pop("method", "POST" if body is not None else "GET")
+    return asyncio.run(asked(homes, method, path, data, **options))
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Light?"}]}
+
+
+def test_chat_in_both_forms() -> None:
+    home = ScriptedHome()
+    parts = [{"type": "text", "text": "Li"}, {"type": "text", "text": "ght?"}]
+    messages = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": parts}]
+    answer = ask(
+        "/v1/chat/completions", {**CHAT, "messages": messages, "max_completion_tokens": 9, "stop": "x"}, home
+    ).json
+    assert answer["choices"][0]["message"]["content"] == "It is on"
+    assert answer["usage"] == {
+        "prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4},
+    }  # fmt: skip
+    (given,) = home.asked
+    assert given["messages"] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Light?"}]
+    assert (given["max_tokens"], given["stop"]) == (9, ("x",))
+
+    streamed = ask("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    first, *middle, end, usage, done = [piece.removeprefix(b"data: ") for piece in streamed.pieces]
+    assert json.loads(first)["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [json.loads(piece)["choices"][0]["delta"]["content"] for piece in middle] == ["It ", "is ", "on"]
+    assert json.loads(end)["choices"][0]["finish_reason"] == "stop"
+    assert (json.loads(usage)["choices"], json.loads(usage)["usage"]["total_tokens"]) == ([], 10)
+    assert done == b"[DONE]\n\n"
+
+
+def test_ollama_streams_lines_unless_told_otherwise() -> None:
+    lines = [json.loads(piece) for piece in ask("/api/chat", {**CHAT, "keep_alive": -1.0}).pieces]
+    assert "".join(line["message"]["content"] for line in lines) == "It is on"
+    assert [line["done"] for line in lines] == [False, False, False, True]
+    assert lines[-1]["prompt_eval_duration"] == 400_000_000
+    home = ScriptedHome()
+    options = {"num_ctx": 8192.0, "num_predict": -1.0, "temperature": 0.5}
+    asked = {"model": "tiny:latest", "prompt": "Light?", "system": "Be kind.", "stream": False, "options": options}
+    assert ask("/api/generate", asked, home).json["response"] == "It is on"
+    assert home.asked[0]["messages"][0] == {"role": "system", "content": "Be kind."}
+    assert home.asked[0]["temperature"] == 0.5
+    assert ask("/api/generate", {"model": "tiny"}).json["done_reason"] == "load"
+
+
+def test_embeddings_in_both_encodings() -> None:
+    asked = {"model": "tiny", "input": ["a", "b"]}
+    floats = ask("/v1/embeddings", asked).json["data"]
+    packed = ask("/v1/embeddings", {**asked, "encoding_format": "base64", "dimensions": 1}).json["data"]
+    assert floats[1] == {"object": "embedding", "index": 1, "embedding": pytest.approx([0.6, 0.8, 0.0])}
+    assert np.frombuffer(base64.b64decode(packed[0]["embedding"]), "<f4").tolist() == [1.0]
+    assert ask("/v1/embeddings", {**asked, "dimensions": 4}).status == 400
+    assert len(ask("/api/embed", asked).json["embeddings"]) == 2
+    assert ask("/api/embeddings", {"model": "tiny", "prompt": "a"}).json["embedding"] == pytest.approx([0.6, 0.8, 0.0])
+
+
+def test_only_three_paths_need_no_token() -> None:
+    for path in ("/", "/health", "/api/version"):
+        assert ask(path, token=False).status == 200
+    for path in ("/v1/models", "/api/tags", "/nothing"):
+        answer = ask(path, token=False)
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+    assert ask("/v1/models", refusal=AppRevoked(app="x")).status == 401
+    assert ask("/health", readiness=READY.model_copy(update={"ready": False})).status == 503
+
+
+def test_foreign_host_names_are_refused() -> None:
+    assert ask("/v1/models", host="attacker.example").status == 403
+    assert ask("/", host="attacker.example", token=False).status == 403
+    assert ask("/v1/models", host="[fe80::1]:47880").status == 200
+
+
+def test_errors_before_the_answer_have_a_status_and_later_ones_an_event() -> None:
+    full = ask("/v1/chat/completions", {**CHAT, "stream": True}, ScriptedHome(QueueFull(limit=4)))
+    assert (full.status, full.headers["retry-after"], full.json["error"]["type"]) == (429, "1", "rate_limit_error")
+    failing = ScriptedHome(StepFailed(device="attic", reason="r"), words_before=1)
+    broken = ask("/v1/chat/completions", {**CHAT, "stream": True}, failing)
+    assert broken.status == 200
+    assert "Try again" in json.loads(broken.pieces[-1].removeprefix(b"data: "))["error"]["message"]
+    assert "Try again" in json.loads(ask("/api/chat", CHAT, failing).pieces[-1])["error"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
+def test_client_that_goes_away_ends_the_answer(path: str) -> None:
+    home = ScriptedHome(silent=True)
+    ask(path, {**CHAT, "stream": True}, home, leaves=True)
+    assert home.ended == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "field"),
+    [
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools"),
+        ("/v1/chat/completions", {**CHAT, "n": 99}, 400, "n"),
+        ("/v1/chat/completions", {**CHAT, "top_logprob": 1}, 400, "top_logprob"),
+        ("/v1/chat/completions", {**CHAT, "model": "other"}, 404, "model"),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
+         "messages.0.content.0"),
+        ("/v1/completions", {"model": "tiny", "prompt": "x", "echo": True}, 400, "echo"),
+        ("/v1/embeddings", {"model": "tiny", "input": [[1, 2]]}, 400, "input"),
+        ("/v1/embeddings", [1], 400, None),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field(path: str, body: object, status: int, field: str | None) -> None:
+    answer = ask(path, body)
+    assert (answer.status, answer.json["error"]["param"]) == (status, field)
+
+
+def test_sizes_and_forms_of_bodies() -> None:
+    homes = ScriptedHomes(ScriptedHome(), READY)
+    for body, status in (
+        (b"[" * 100_000, 400),
+        (b'"\\ud800"', 400),
+        (b"\xff", 400),
+        (b" " * (MAX_BODY_BYTES + 1), 413),
+    ):
+        assert asyncio.run(asked(homes, "POST", "/v1/completions", body)).status == status
+    assert asyncio.run(asked(homes, "PUT", "/v1/completions")).status == 405
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("tiny"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+_FIELDS = st.sampled_from(
+    ["model", "messages", "prompt", "input", "n", "stream", "options", "max_tokens", "stop", "seed", "temperature", "system",
+     "role", "content", "dimensions", "stream_options", "tools", "raw", "name"]
+)  # fmt: skip
+
+
+@given(st.sampled_from(POSTS), st.dictionaries(_FIELDS, _VALUES, max_size=6), st.booleans())
+def test_no_request_breaks_the_gateway(path: str, fields: dict[str, Any], plausible: bool) -> None:
+    body = {**(CHAT if plausible else {}), **fields}
+    answer = ask(path, body)
+    assert answer.status in (200, 400, 404)

@@ -1,0 +1,180 @@
+"""The HTTP gateway in front of a home of real processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
+from typing import Any
+
+import pytest
+from support.chat_models import TEMPLATE, save_byte_level, write_config
+from support.home import LOOPBACK, TestHome, home_of
+from support.models import endless_decoder, save_random_model
+from support.profiles import MeasuredProfiles
+from support.waiting import wait_for
+
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+pytest.importorskip("uvicorn")
+
+from hearth.platform.curve import new_keypair
+from hearth.platform.security import AppKey, HomeKey, coordinator_access, format_token, load_credential
+
+pytestmark = pytest.mark.processes
+
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def home(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    model_dir = save_random_model(
+        tmp_path_factory.mktemp("models") / "tiny", endless_decoder(vocab_size=512), generates=True
+    )
+    write_config(save_byte_level(model_dir), chat_template=TEMPLATE, bos_token="<s>", eos_token="</s>")
+    with home_of("a", tmp_path_factory.mktemp("home"), model_dir, profiles, "--context", "320") as home:
+        home.ready().close()
+        home.start_gateway()
+        wait_for("the gateway", lambda: ask(home, "GET", "/health").status == 200)
+        yield home
+
+
+@pytest.fixture(scope="module")
+def token(home: TestHome) -> str:
+    return new_token(home, "kitchen")
+
+
+def new_token(home: TestHome, name: str) -> str:
+    credential = load_credential(home.key)
+    assert isinstance(credential, HomeKey)
+    pair = new_keypair()
+    with home.connect() as client:
+        client.add_app(name, pair.public)
+    public = coordinator_access(credential).server_public
+    return format_token(AppKey(name=name, secret=pair.secret, coordinator_public=public))
+
+
+@contextmanager
+def asked(
+    home: TestHome, method: str, path: str, token: str | None = None, body: object = None
+) -> Iterator[HTTPResponse]:
+    connection = HTTPConnection(LOOPBACK, home.port("gateway"), timeout=60)
+    headers = {"authorization": f"Bearer {token}"} if token is not None else {}
+    try:
+        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        yield connection.getresponse()
+    finally:
+        connection.close()
+
+
+class Answer:
+    def __init__(self, response: HTTPResponse) -> None:
+        self.status, self.headers, self.text = response.status, response.headers, response.read().decode()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+def ask(home: TestHome, method: str, path: str, token: str | None = None, body: object = None) -> Answer:
+    with asked(home, method, path, token, body) as response:
+        return Answer(response)
+
+
+def events(text: str) -> list[Any]:
+    """The data of the events of a stream, without the end mark."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_chat_is_answered_as_by_the_library(home: TestHome, token: str) -> None:
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 12}
+    answer = ask(home, "POST", "/v1/chat/completions", token, body).json
+    with home.connect() as client:
+        generation = client.generate(messages=CHAT, max_tokens=12)
+        text, usage = generation.text(), generation.usage
+    assert usage is not None
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "length")
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (usage.num_prompt_tokens, 12)
+
+    streamed = events(
+        ask(
+            home,
+            "POST",
+            "/v1/chat/completions",
+            token,
+            {**body, "stream": True, "stream_options": {"include_usage": True}},
+        ).text
+    )
+    pieces = [choice["delta"].get("content", "") for chunk in streamed for choice in chunk["choices"]]
+    assert "".join(pieces) == text
+    assert streamed[-1]["usage"]["completion_tokens"] == 12
+
+    lines = ask(
+        home, "POST", "/api/chat", token, {"model": "tiny:latest", "messages": CHAT, "options": {"num_predict": 12}}
+    )
+    said = [json.loads(line) for line in lines.text.splitlines()]
+    assert "".join(line["message"]["content"] for line in said) == text
+    assert (said[-1]["done"], said[-1]["eval_count"], said[-1]["done_reason"]) == (True, 12, "length")
+
+
+def test_several_choices_and_prompts(home: TestHome, token: str) -> None:
+    body = {"model": "tiny", "prompt": ["he", "ll"], "max_tokens": 20, "n": 2, "seed": 7, "temperature": 1.0}
+    first, second = (ask(home, "POST", "/v1/completions", token, body).json for _ in range(2))
+    assert [choice["text"] for choice in first["choices"]] == [choice["text"] for choice in second["choices"]]
+    assert len({choice["text"] for choice in first["choices"]}) == 4
+    assert first["usage"]["completion_tokens"] == 80
+
+
+def test_tokens_are_checked_at_every_request(home: TestHome) -> None:
+    for path in ("/v1/models", "/api/tags", "/nothing"):
+        assert ask(home, "GET", path).status == 401
+        assert ask(home, "GET", path, "hearth_wrong").status == 401
+    unknown = format_token(AppKey(name="x", secret=new_keypair().secret, coordinator_public=new_keypair().public))
+    assert ask(home, "GET", "/v1/models", unknown).status == 401
+    passing = new_token(home, "guest")
+    assert ask(home, "GET", "/v1/models", passing).json["data"][0]["id"] == "tiny"
+    assert ask(home, "GET", "/nothing", passing).status == 404
+    with home.connect() as client:
+        client.revoke_app("guest")
+    answer = ask(home, "GET", "/v1/models", passing)
+    assert (answer.status, answer.json["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_client_that_goes_away_ends_its_answer(home: TestHome, token: str) -> None:
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 290, "stream": True, "n": 2}
+    with home.connect() as client:
+        before = client.status().served_requests
+    with asked(home, "POST", "/v1/chat/completions", token, body) as response:
+        response.read(200)
+    with home.connect() as client:
+        wait_for("the end of the requests", lambda: client.status().queued_requests == 0)
+        assert client.status().served_requests <= before + 2
+    # the home answers the next one at once
+    assert (
+        ask(home, "POST", "/v1/chat/completions", token, {**body, "max_tokens": 1, "stream": False, "n": 1}).status
+        == 200
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"model": "other", "messages": CHAT}, 404, "model"),
+        ({"model": "tiny", "messages": CHAT, "logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ({"model": "tiny", "messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+        ({"model": "tiny", "messages": [{"role": "user", "content": "hello " * 500}]}, 400, None),
+    ],
+)
+def test_refusals_name_the_field(home: TestHome, token: str, body: object, status: int, param: str | None) -> None:
+    answer = ask(home, "POST", "/v1/chat/completions", token, body)
+    assert (answer.status, answer.json["error"]["param"]) == (status, param)
+
+
+def test_model_of_another_kind_is_refused(home: TestHome, token: str) -> None:
+    answer = ask(home, "POST", "/v1/embeddings", token, {"model": "tiny", "input": "text"})
+    assert answer.status == 400
+    show = ask(home, "POST", "/api/show", token, {"model": "tiny"}).json
+    assert (show["capabilities"], show["model_info"]["hearth.context_length"]) == (["completion"], 320)
