@@ -28,6 +28,9 @@ SAMPLE_EVERY = 64  # `auto` measures the first tile of each kind, then one in th
 # Weight of a second of compute against a second on the link. Measured: with 1, lz4 made four devices at 270 Mbit/s a quarter
 # slower in fp16.
 _COMPUTE_WEIGHT = 3.0
+# lz4 saves at most 15 % of a transfer this short: less than `_COMPUTE_WEIGHT` times the 0.1 ms that it costs in a decoding
+# step.
+_RAW_TRANSFER_SECONDS = 2e-3
 _MAX_CACHED_LAYOUTS = 256  # a decoding step has a few; a prefill, some for each number of rows
 _LZ4_MAX_RATIO = 255  # a byte of an lz4 block adds at most 255 bytes of output, as one more byte of a match length
 
@@ -128,6 +131,11 @@ class Codec:
         return self._link_bytes_per_second
 
     @property
+    def values(self) -> ValueFormat:
+        """The current value format."""
+        return self._values
+
+    @property
     def is_lossy(self) -> bool:
         """Whether the current value format loses precision."""
         return self._values is not EXACT
@@ -135,6 +143,18 @@ class Codec:
     def set_values(self, values: ValueFormatName | None) -> None:
         """Set the value format of the following tiles; None: the plan's."""
         self._values = VALUE_FORMATS[values or self._wire.values]
+
+    def skips_lz4(self, num_bytes: int) -> bool:
+        """Whether lz4 cannot pay for a tile of this size, so that it need not be tried."""
+        return self._lz4 == "off" or (
+            self._lz4 == "auto" and num_bytes < _RAW_TRANSFER_SECONDS * self._link_bytes_per_second
+        )
+
+    def count(self, raw_bytes: int, sent_bytes: int) -> None:
+        """Count a tile that was encoded elsewhere, without lz4."""
+        self._num_tiles += 1
+        self._raw_bytes += raw_bytes
+        self._sent_bytes += sent_bytes
 
     def encode(
         self, kind: str, array: Array, verbatim: bool = False, converted: Conversions | None = None
@@ -156,9 +176,7 @@ class Codec:
             smaller = self._compressed((values, kind), planes, sum(map(len, buffers)))
             compress = smaller is not None
             buffers = smaller or buffers
-        self._num_tiles += 1
-        self._raw_bytes += array.nbytes
-        self._sent_bytes += sum(len(buffer) for buffer in buffers)
+        self.count(array.nbytes, sum(len(buffer) for buffer in buffers))
         self._lz4_tiles += compress
         return EncodedTile(values, compress, buffers)
 

@@ -36,8 +36,9 @@ _DIMS = struct.Struct(f"<{MAX_DIMS}I")
 _KIND_END = TOKEN_BYTES + _KIND.size
 _KEY_END = _KIND_END + _KEY.size
 _HEADER_BYTES = _KEY_END + _DIMS.size
+_ENCODING = TOKEN_BYTES + 2  # offset of the encoding byte
 _MAX_CACHED_FORMS = 256  # a decoding step has a few; a prefill, some for each number of rows
-_MAX_SINGLE_FRAME_BYTES = 32 << 10  # for larger buffers, copying costs more than a second frame
+MAX_SINGLE_FRAME_BYTES = 32 << 10  # for larger buffers, copying costs more than a second frame
 _ARRAY_HEADER = struct.Struct(f"<3Bx{MAX_DIMS}I")
 
 _DTYPES = tuple(
@@ -73,19 +74,38 @@ def encode_tile(
     Raises FrameTooLarge if the peer would have to refuse the tile, ValueError for a dtype that tiles cannot have.
     """
     phase = key.phase
-    dtype, dtype_code, dims = _wire_form(array.dtype, array.shape, phase)
+    dtype, _, _ = _wire_form(array.dtype, array.shape, phase)
     array = array.astype(dtype, copy=False)
     encoded = link_codec.encode(phase.name, array, phase.verbatim, converted)
-    encoding = encoded.values.code | (_COMPRESSED if encoded.compressed else 0)
-    header = (
-        token,
-        _KIND.pack(_HEADER_VERSION, dtype_code, encoding, array.ndim, phase),
-        _KEY.pack(key.epoch, key.step, key.layer, key.tile, key.source, key.chunk),
-        dims,
-    )
-    if len(encoded.buffers) == 1 and 0 < len(encoded.buffers[0]) <= _MAX_SINGLE_FRAME_BYTES:
-        return [b"".join((*header, encoded.buffers[0]))]
-    return [b"".join(header), *encoded.buffers]
+    header = encode_header(token, key, dtype, array.shape, encoded.values, encoded.compressed)
+    if len(encoded.buffers) == 1 and 0 < len(encoded.buffers[0]) <= MAX_SINGLE_FRAME_BYTES:
+        return [b"".join((header, encoded.buffers[0]))]
+    return [header, *encoded.buffers]
+
+
+def encode_header(
+    token: bytes,
+    key: TileKey,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    values: ValueFormat,
+    compressed: bool = False,
+) -> bytes:
+    """Encode the header of a tile. Raises FrameTooLarge, ValueError for a dtype that tiles cannot have."""
+    _, dtype_code, dims = _wire_form(dtype, shape, key.phase)
+    encoding = values.code | (_COMPRESSED if compressed else 0)
+    kind = _KIND.pack(_HEADER_VERSION, dtype_code, encoding, len(shape), key.phase)
+    return b"".join((token, kind, _pack_key(key), dims))
+
+
+def write_key(header: bytearray, key: TileKey) -> None:
+    """Replace the key in an encoded header, or at the beginning of a frame. The phase must be the same."""
+    header[_KIND_END:_KEY_END] = _pack_key(key)
+
+
+def format_code(frame: Buffer) -> int | None:
+    """The code of the value format that a frame's header states, of a tile that is not in lz4. Nothing is checked."""
+    return frame[_ENCODING] if len(frame) > _HEADER_BYTES else None
 
 
 def split_frames(frames: Sequence[Buffer]) -> Sequence[Buffer]:
@@ -210,6 +230,10 @@ def _read_form(packed_kind: bytes, packed_dims: bytes) -> _Form:
 def _wire_form(dtype: np.dtype[Any], shape: tuple[int, ...], phase: Phase) -> tuple[np.dtype[Any], int, bytes]:
     """The little-endian dtype of a tile, its code, and the packed shape. Raises ValueError, FrameTooLarge."""
     return *_for_wire(dtype, shape, _tile_dtypes(phase)), _DIMS.pack(*_padded(shape))
+
+
+def _pack_key(key: TileKey) -> bytes:
+    return _KEY.pack(key.epoch, key.step, key.layer, key.tile, key.source, key.chunk)
 
 
 def _tile_dtypes(phase: Phase) -> tuple[np.dtype[Any], ...]:

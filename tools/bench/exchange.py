@@ -79,7 +79,8 @@ class _Sums:
         codec = Codec(wire, _BYTES_PER_SECOND, time.perf_counter, TorchCasts())
         self._communicator = Communicator(transport, 0, bytes(16), {1 - rank: codec})
         self._communicator.start()
-        self._collectives = Collectives(self._communicator, CpuStaging(), spans([1, 0]), overlap=True)
+        self._staging = CpuStaging()
+        self._collectives = Collectives(self._communicator, self._staging, spans([1, 0]), overlap=True)
         self._peer = 1 - rank
         self._own_1H = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(rank))
         self._sum_1H = torch.zeros(1, hidden_size)
@@ -89,11 +90,18 @@ class _Sums:
         self._communicator.set_inline_receiving(True)
 
     def send(self, index: int) -> None:
-        self._collectives.send_rows(self._peer, index, Phase.SUM_MLP, self._own_1H)
+        # A direct tile carries the number of the rank that gets it.
+        key = self._communicator.key(index, Phase.SUM_MLP, self._peer, self._communicator.rank)
+        if not self._communicator.send_inline({self._peer: key}, self._own_1H):
+            self._collectives.send_rows(self._peer, index, Phase.SUM_MLP, self._own_1H)
 
     def receive(self, index: int) -> None:
-        # A direct tile carries the number of the rank that gets it.
-        self._collectives.receive_rows(index, Phase.SUM_MLP, self._peer, self._sum_1H, add=True)
+        key = self._communicator.key(index, Phase.SUM_MLP, self._communicator.rank, self._peer)
+        if self._communicator.exchanges_inline(self._sum_1H):
+            tile = self._communicator.receive_inline({self._peer: key}, self._sum_1H.shape)[self._peer]
+            self._staging.add_from_wire(tile, self._sum_1H)
+        else:
+            self._collectives.receive_rows(index, Phase.SUM_MLP, self._peer, self._sum_1H, add=True)
 
     def exchange(self, index: int) -> None:
         self._collectives.one_shot_all_reduce(index, Phase.SUM_ATTENTION, self._own_1H, (0, 1), self._own_1H)

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agent.worker.transformer.comm.communicator import Communicator
-from agent.worker.transformer.comm.staging import Staging, WireTile
+from agent.worker.transformer.comm.staging import CpuStaging, Staging, WireTile
 from hearth.errors import BadMessage
 from hearth.plan import rings
 from hearth.plan.geometry import Span
@@ -137,6 +138,8 @@ class Collectives:
         For few rows, link latency dominates, so a ring would be slower. Partial sums are added in rank order, so that all
         ranks have identical results. `own_BH` is None if this rank is not a source; the result has the shape of `like_BH`.
         """
+        if isinstance(self._staging, CpuStaging) and self._communicator.exchanges_inline(like_BH):
+            return self._all_reduce_inline(layer, phase, own_BH, sources, like_BH)
         if own_BH is not None:
             self.broadcast(layer, phase, own_BH)
         total_BH = torch.empty_like(like_BH)
@@ -145,6 +148,30 @@ class Collectives:
                 self.receive_rows(layer, phase, source, total_BH, add=index > 0)
             elif own_BH is not None:
                 (total_BH.add_ if index else total_BH.copy_)(own_BH)
+        return total_BH
+
+    def _all_reduce_inline(
+        self, layer: int, phase: Phase, own_BH: Tensor | None, sources: Sequence[int], like_BH: Tensor
+    ) -> Tensor:
+        """`one_shot_all_reduce` in this thread alone. Once the sums have arrived, they only have to be added."""
+        key, rank = self._communicator.key, self.rank
+        if own_BH is not None:
+            keys = {target: key(layer, phase, target, rank) for target in self._targets}
+            if not self._communicator.send_inline(keys, own_BH):
+                self.broadcast(layer, phase, own_BH)
+        awaited = {source: key(layer, phase, rank, source) for source in sources if source != rank}
+        total_BH = torch.empty_like(like_BH)
+        total, own = total_BH.numpy(), own_BH.numpy() if own_BH is not None else None
+        terms = self._communicator.receive_inline(awaited, total.shape)
+        for term in terms.values():
+            _check_shape(term, total.shape)
+        if own is not None:
+            terms[rank] = own
+        sums = terms[sources[0]]
+        for source in sources[1:]:
+            sums = np.add(sums, terms[source], out=total)
+        if sums is not total:
+            np.copyto(total, sums)
         return total_BH
 
     @property
@@ -192,8 +219,7 @@ class Collectives:
         return [self._communicator.key(layer, phase, tile, source, chunk, self._step) for chunk in range(num_chunks)]
 
     def _write_tile(self, tile: WireTile, into: Tensor, add: bool = False) -> None:
-        if tile.shape != tuple(into.shape):
-            raise BadMessage(reason=f"a tile has the shape {tile.shape}, {tuple(into.shape)} was expected")
+        _check_shape(tile, tuple(into.shape))
         (self._staging.add_from_wire if add else self._staging.from_wire)(tile, into)
 
     def _arrivals(self, layer: int, phase: Phase, gathered_TH: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -208,3 +234,8 @@ class Collectives:
             for chunk, array in zip(chunks[tile], arrived, strict=True):
                 self._write_tile(array, rows[tile][slice(*chunk)])
             yield tile, rows[tile]
+
+
+def _check_shape(tile: WireTile, shape: tuple[int, ...]) -> None:
+    if tile.shape != shape:
+        raise BadMessage(reason=f"a tile has the shape {tile.shape}, {shape} was expected")

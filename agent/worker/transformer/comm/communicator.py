@@ -17,20 +17,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from torch import Tensor
 
 from agent.worker.data_plane import DataPlane
 from agent.worker.tracing import Recorder, TransferEvent
 from agent.worker.transformer.comm.casts import TorchCasts
+from agent.worker.transformer.comm.small_tiles import SmallTiles
 from hearth.errors import BadMessage, HearthError, StepFailed
 from hearth.plan import rings
 from hearth.plan.phases import Phase, Route
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.value_formats import EXACT, ValueFormatName
+from hearth.plan.value_formats import EXACT, ValueFormat, ValueFormatName
 from hearth.protocol import hung_step_seconds, late_seconds
 from hearth.transport.base import Buffer, Received, Transport
 from hearth.wire.codec import Array, Codec, Conversions
 from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, read_header
 from hearth.wire.messages import WorkerProgress
+from hearth.wire.prepared_tile import PreparedTile
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +96,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._changed = threading.Condition()
         self._failure: HearthError | None = None
         self._keep_copy: Callable[[int, int, Array], None] | None = None
+        self._small_tiles = SmallTiles(token)  # of the compute thread
         self._inline = False
         self._resume = threading.Event()  # cleared: the communication thread pauses
         self._resume.set()
@@ -221,6 +225,52 @@ class Communicator(DataPlane[Callable[[], None]]):
         for target, key in keys.items():
             self.send(target, key, tile, converted)
 
+    def exchanges_inline(self, rows: Tensor) -> bool:
+        """Whether the compute thread may exchange tiles of this shape by `send_inline` and `receive_inline`."""
+        return self._inline and SmallTiles.fit(rows) and not self._recorder.enabled and self._acquire_receiver()
+
+    def send_inline(self, keys: Mapping[int, TileKey], rows: Tensor) -> bool:
+        """As `send_to_all`, in prepared messages; False if a link's format does not allow that, and nothing was sent."""
+        written: dict[ValueFormat, PreparedTile | None] = {}
+        for target, key in keys.items():
+            codec = self._codecs[target]
+            if codec.values not in written:
+                written[codec.values] = self._small_tiles.write(key.phase, rows, codec.values)
+            if written[codec.values] is None or not codec.skips_lz4(rows.nbytes):
+                return False
+        for target, key in keys.items():
+            codec = self._codecs[target]
+            tile = written[codec.values]
+            assert tile is not None
+            self._transport.send(target, (tile.message(key),))
+            codec.count(rows.nbytes, tile.values.nbytes)
+        self._progressed_at = time.monotonic()
+        return True
+
+    def receive_inline(self, keys: Mapping[int, TileKey], shape: tuple[int, ...]) -> dict[int, Array]:
+        """Wait for one tile of each source, and return their values; `keys` are by source. Raises as `receive`.
+
+        Each message is first compared with the tile that is expected of its source; others are processed as ever.
+        """
+        began = time.monotonic()
+        found: dict[int, Array] = {}
+        for source, key in keys.items():
+            while source not in found:
+                if key in self._arrived:
+                    found[source] = self._arrived.pop(key)
+                    break
+                received = self._receive_awaiting(key, began)
+                if received is None:
+                    continue
+                expected = keys.get(received.source) if received.source not in found else None
+                tile = self._small_tiles.read(expected, shape, received.frames) if expected is not None else None
+                if tile is None:
+                    self._accept_or_drop(received)
+                else:
+                    found[received.source] = tile
+        self._end_inline_wait(began)
+        return found
+
     def reduce(self, key: TileKey, partial: Array) -> None:
         """Add this rank's partial sum to the one from the previous rank, and send the result once both are there.
 
@@ -319,19 +369,25 @@ class Communicator(DataPlane[Callable[[], None]]):
     def _receive_inline(self, keys: Sequence[TileKey]) -> list[Array]:
         """As `receive`, if only this thread receives: without locks, since decoding waits here twice per layer and token."""
         began = time.monotonic()
-        deadline = began + self._timeout_seconds
         for key in keys:
             while key not in self._arrived:
-                self._inline_wait = began, key
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or self._failure is not None:
-                    self._inline_wait = None
-                    self._release_receiver()
-                    raise self._failure or self._timeout_error(key)
-                self._accept_or_drop(self._transport.receive(min(remaining, _INLINE_SLICE_SECONDS)))
+                self._accept_or_drop(self._receive_awaiting(key, began))
+        self._end_inline_wait(began)
+        return [self._arrived.pop(key) for key in keys]
+
+    def _receive_awaiting(self, key: TileKey, began: float) -> Received | None:
+        """Receive a message in this thread, which has waited for a tile since `began`; None after a slice of the timeout."""
+        self._inline_wait = began, key
+        remaining = began + self._timeout_seconds - time.monotonic()
+        if remaining <= 0 or self._failure is not None:
+            self._inline_wait = None
+            self._release_receiver()
+            raise self._failure or self._timeout_error(key)
+        return self._transport.receive(min(remaining, _INLINE_SLICE_SECONDS))
+
+    def _end_inline_wait(self, began: float) -> None:
         self._inline_wait, self._progressed_at = None, time.monotonic()
         self.waited_seconds += self._progressed_at - began
-        return [self._arrived.pop(key) for key in keys]
 
     def _timeout_error(self, key: TileKey) -> StepFailed:
         return StepFailed(

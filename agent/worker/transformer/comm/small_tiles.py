@@ -1,0 +1,76 @@
+"""Tiles of a few rows in prepared messages, for the one thread that exchanges them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agent.worker.transformer.comm.casts import TorchCasts
+from hearth.plan.phases import Phase
+from hearth.plan.value_formats import BF16, EXACT, FP16, ValueFormat
+from hearth.transport.base import Buffer
+from hearth.wire.codec import Array
+from hearth.wire.framing import MAX_SINGLE_FRAME_BYTES, TileKey, format_code
+from hearth.wire.prepared_tile import PreparedTile
+
+_CASTS = TorchCasts()
+# By code: the format, and its conversion to float32. int8 is not among them, since its scales are a buffer of their own.
+_FORMATS: dict[int, tuple[ValueFormat, Callable[[Array], Array]]] = {
+    EXACT.code: (EXACT, lambda values: values),
+    BF16.code: (BF16, _CASTS.from_bf16),
+    FP16.code: (FP16, _CASTS.from_fp16),
+}
+_MAX_FORMS = 64  # of messages: two phases, by the number of rows that running sequences add up to
+
+
+class _Form(NamedTuple):
+    tile: PreparedTile
+    values: Tensor  # the tile's values, as a tensor
+    to_float32: Callable[[Array], Array]
+    may_overflow: bool
+
+
+class SmallTiles:
+    """The messages of float32 tiles of one plan, by phase, shape and value format. Not thread-safe."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token = token
+        self._form = lru_cache(_MAX_FORMS)(self._new_form)
+
+    @staticmethod
+    def fit(rows: Tensor) -> bool:
+        """Whether one frame holds these rows, in any format."""
+        return rows.dtype is torch.float32 and 0 < rows.nbytes <= MAX_SINGLE_FRAME_BYTES
+
+    def write(self, phase: Phase, rows: Tensor, values: ValueFormat) -> PreparedTile | None:
+        """Convert rows for the following messages; None if the format needs several frames, or cannot hold a value."""
+        if values.code not in _FORMATS:
+            return None
+        form = self._form(int(phase), rows.shape, values.code)
+        form.values.copy_(rows)
+        if form.may_overflow and not np.isfinite(form.tile.values).all():
+            return None
+        return form.tile
+
+    def read(self, key: TileKey, shape: tuple[int, ...], frames: Sequence[Buffer]) -> Array | None:
+        """The values of a received message in float32; None if it is not exactly this tile."""
+        code = format_code(frames[0])
+        if code not in _FORMATS:
+            return None
+        form = self._form(int(key.phase), shape, code)
+        values = form.tile.read(key, frames)
+        return None if values is None else form.to_float32(values)
+
+    def _new_form(self, phase: int, shape: tuple[int, ...], code: int) -> _Form:
+        values, to_float32 = _FORMATS[code]
+        tile = PreparedTile(self._token, Phase(phase), tuple(shape), values)
+        array = tile.values if values is not BF16 else tile.values.view(np.int16)
+        with torch.inference_mode(False):  # else only code in inference mode could write to it
+            tensor = torch.from_numpy(array)
+            tensor = tensor.view(torch.bfloat16) if values is BF16 else tensor
+        return _Form(tile, tensor, to_float32, values is FP16)
