@@ -59,6 +59,7 @@ class Prediction(BaseModel, frozen=True):
     transfer_seconds: float = Field(ge=0)  # of the busiest sending or receiving side of a network interface
     # Per request of a full pipeline: of the busiest device, or sending or receiving side of a network interface.
     bottleneck_seconds: float = Field(ge=0)
+    prompt_seconds: float = Field(default=0.0, ge=0)  # the expected prompt of a decoder, in steps
     decode_seconds: float = Field(default=0.0, ge=0)  # one token of one sequence of a decoder
     bound_seconds: float | None = Field(default=None, ge=0)  # lower bound of the planner's objective, if known
     proven_optimal: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.plan.transformer.cost.layout import PlanLayout
-from coordinator.plan.transformer.cost.predict import predict
+from coordinator.plan.transformer.cost.predict import predict, prompt_seconds
 from coordinator.plan.transformer.ring import best_ring
 from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body
 from hearth.plan.model_spec import ModelSpec
@@ -124,7 +124,8 @@ def build_plan(
     predicted, busy = predict(layout)
     if request.generation is not None:
         seconds = strategy_of_body(body).decode_seconds(layout, request.num_cached_tokens)
-        predicted = predicted.model_copy(update={"decode_seconds": seconds})
+        prompt = prompt_seconds(layout, predicted.latency_seconds)
+        predicted = predicted.model_copy(update={"prompt_seconds": prompt, "decode_seconds": seconds})
     devices = tuple(
         PlannedDevice(
             device_id=device.device_id,

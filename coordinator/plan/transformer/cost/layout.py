@@ -10,6 +10,7 @@ from typing import Generic
 from typing_extensions import TypeVar
 
 from hearth.plan import rings
+from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.profile import BlockProfile, ClusterProfile, Link, WireCost
@@ -64,3 +65,18 @@ def wire_seconds(cost: WireCost, num_values: float, format_: ValueFormatName, co
         + num_values * converted * cost.convert_seconds_per_value.get(format_, 0.0)
         + num_chunks * cost.seconds_per_message
     )
+
+
+def attention_ratio(spec: ModelSpec, rows: Span, seq_len: int) -> float:
+    """Ratio of the time of attention for these rows of a sequence to that for its first `seq_len` rows, which was profiled.
+
+    A decoder's row attends to the rows before it, up to the window of the profiled layer.
+    """
+    window = spec.window(0)
+
+    def attended(end: int) -> int:
+        """Twice the number of pairs of query and key among the first rows."""
+        width = end if window is None else min(end, window)
+        return width * (2 * end - width)
+
+    return (attended(rows.stop) - attended(rows.start)) / attended(seq_len)

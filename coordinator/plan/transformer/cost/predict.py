@@ -26,16 +26,24 @@ def predict(layout: PlanLayout) -> tuple[Prediction, tuple[float, ...]]:
     return prediction, compute
 
 
-def request_seconds(plan: TransformerPlan) -> float:
-    """The seconds by which plans are compared: one step, or, for a decoder, a whole request of the expected length.
+def prompt_seconds(layout: PlanLayout, step_seconds: float) -> float:
+    """Seconds to prefill the expected prompt of a decoder; `step_seconds` is the time of its first step.
 
-    The time for a prompt is that of a step, scaled by the prompt's length.
+    Each step attends to the rows of the steps before it, so their times grow about linearly from the first to the last.
     """
-    generation = plan.body.generation
-    if generation is None:
+    rows, limits = layout.body.seq_len, layout.body.generation
+    num_tokens = (limits.prompt_tokens if limits else 0) or rows
+    if num_tokens > rows:
+        last_seconds, _ = strategy_of_body(layout.body).timing(layout, num_tokens - rows)
+        step_seconds = (step_seconds + last_seconds) / 2
+    return step_seconds * num_tokens / rows
+
+
+def request_seconds(plan: TransformerPlan) -> float:
+    """The seconds by which plans are compared: one step, or, for a decoder, a whole request of the expected length."""
+    if plan.body.generation is None:
         return plan.predicted.latency_seconds
-    prompt_tokens = generation.prompt_tokens or plan.body.seq_len
-    return plan.predicted.latency_seconds * prompt_tokens / plan.body.seq_len + decoding_seconds(plan)
+    return plan.predicted.prompt_seconds + decoding_seconds(plan)
 
 
 def decoding_seconds(plan: TransformerPlan) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from coordinator.plan.simulator import Task, compute_resources, transfer_resources
-from coordinator.plan.transformer.cost.layout import PlanLayout
+from coordinator.plan.transformer.cost.layout import PlanLayout, attention_ratio
 from hearth.plan import rings
 from hearth.plan.geometry import Span, rows_per_rank
 from hearth.plan.phases import Phase, TaskKind, Work
@@ -37,8 +37,7 @@ class RingTasks:
         self._sides_of = {ends: transfer_resources(*ends) for ends in layout.links}
         # A profile measured at another sequence length is scaled by the rows; planning profiles at the request's length.
         self.scale = [part.size / blocks.seq_len for blocks in self.blocks]
-        attended = part.stop**2 - part.start**2
-        self.core_scale = [attended / blocks.seq_len**2 for blocks in self.blocks]
+        self.core_scale = [attention_ratio(self.spec, part, blocks.seq_len) for blocks in self.blocks]
         self._tile_factor = [[blocks.tile_factor(rows) for rows in self.rows] for blocks in self.blocks]
 
     # ---- seconds ----------------------------------------------------------------------------------------------------

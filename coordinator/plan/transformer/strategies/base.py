@@ -48,8 +48,11 @@ class TransformerStrategy(ABC, Generic[B]):
         """The task graph of one step, all layers."""
 
     @abstractmethod
-    def timing(self, layout: PlanLayout[B]) -> Timing:
-        """The timing of one step; equal layers need not all be simulated."""
+    def timing(self, layout: PlanLayout[B], first_row: int = 0) -> Timing:
+        """The timing of one step; equal layers need not all be simulated.
+
+        `first_row`: the position of its first row; the rows before it are in the KV cache.
+        """
 
     @abstractmethod
     def decode_seconds(self, layout: PlanLayout[B], num_tokens: float) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from coordinator.plan.simulator import Task, compute_resources, simulate, transfer_resources
 from coordinator.plan.transformer.cost import decode
-from coordinator.plan.transformer.cost.layout import PlanLayout
+from coordinator.plan.transformer.cost.layout import PlanLayout, attention_ratio
 from coordinator.plan.transformer.strategies.base import Timing, TransformerStrategy
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
@@ -30,7 +30,7 @@ def layer_seconds(spec: ModelSpec, blocks: BlockProfile, rows: Span) -> float:
     share = rows.size / blocks.seq_len
     heads, columns = spec.num_heads, spec.ffn_size
     gemms = blocks.qkv(heads) + blocks.out(heads) + blocks.up(columns) + blocks.down(columns)
-    core = blocks.core(heads) * (rows.stop**2 - rows.start**2) / blocks.seq_len**2
+    core = blocks.core(heads) * attention_ratio(spec, rows, blocks.seq_len)
     return gemms * share * blocks.tile_factor(rows.size) + core + 2 * blocks.connective(rows.size)
 
 
@@ -49,8 +49,8 @@ class PipelineStrategy(TransformerStrategy[Pipeline]):
         """
         return _PipelineTasks(layout).tasks
 
-    def timing(self, layout: PlanLayout[Pipeline]) -> Timing:
-        timeline = simulate(self.tasks(layout))
+    def timing(self, layout: PlanLayout[Pipeline], first_row: int = 0) -> Timing:
+        timeline = simulate(_PipelineTasks(layout, first_row).tasks)
         return timeline.makespan, timeline.busy_seconds
 
     def decode_seconds(self, layout: PlanLayout[Pipeline], num_tokens: float) -> float:
@@ -79,17 +79,18 @@ PIPELINE = PipelineStrategy("pipeline", "whole layers on each device, one device
 
 
 class _PipelineTasks:
-    def __init__(self, layout: PlanLayout[Pipeline]) -> None:
+    def __init__(self, layout: PlanLayout[Pipeline], first_row: int = 0) -> None:
         self.tasks: list[Task] = []
         self._layout = layout
         spec, body, blocks = layout.spec, layout.body, layout.blocks
         depth, last = body.max_steps_in_flight, len(blocks) - 1
         ended: list[int] = []  # the last stage's task of each chunk
         for number, rows in enumerate(prompt_chunks(body.seq_len, body.chunk_rows)):
+            positions = Span(first_row + rows.start, first_row + rows.stop)
             after = () if number < depth else (ended[number - depth],)
             task = self._compute(Work.EMBEDDING, None, number, 0, blocks[0].embedding(rows.size), after)
             for rank, stage in enumerate(spans(body.layers)):
-                seconds = stage.size * layer_seconds(spec, blocks[rank], rows)
+                seconds = stage.size * layer_seconds(spec, blocks[rank], positions)
                 task = self._compute(Work.LAYERS, stage.start, number, rank, seconds, (task,))
                 if rank < last:
                     task = self._hop(Phase.STAGE_ROWS, stage.start, number, (rank, rank + 1), rows.size, task)

@@ -40,24 +40,24 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
         return self.step_tasks(layout)[0]
 
     def step_tasks(
-        self, layout: PlanLayout[TensorParallel], modes: Sequence[LayerMode] | None = None
+        self, layout: PlanLayout[TensorParallel], modes: Sequence[LayerMode] | None = None, first_row: int = 0
     ) -> tuple[list[Task], list[list[int]]]:
         """The tasks of a step with all its micro-batches, and the indices of the tasks of each layer.
 
-        `modes` replace the plan's own, to simulate fewer layers. A later micro-batch attends once the keys and values of
-        those before it have been computed.
+        `modes` replace the plan's own, to simulate fewer layers; `first_row` is as in `timing`. A later micro-batch attends
+        once the keys and values of those before it have been computed.
         """
         modes = _modes(layout) if modes is None else modes
         seq_len, count = layout.body.seq_len, layout.body.micro_batches
         if count == 1:
-            whole, layers = self._part_tasks(layout, Span(0, seq_len), modes)
+            whole, layers = self._part_tasks(layout, Span(first_row, first_row + seq_len), modes, has_head=True)
             return whole, [list(range(*span)) for span in layers]
-        edges = [seq_len * index // count for index in range(count + 1)]
+        edges = [first_row + seq_len * index // count for index in range(count + 1)]
         tasks: list[Task] = []
         by_layer: list[list[int]] = [[] for _ in modes]
         previous_qkv: dict[tuple[int, int], list[int]] = {}  # by layer and rank: QKV tasks of the previous micro-batch
         for part in map(Span, edges, edges[1:]):
-            of_part, layers = self._part_tasks(layout, part, modes)
+            of_part, layers = self._part_tasks(layout, part, modes, has_head=part.stop == edges[-1])
             offset, current_qkv = len(tasks), dict[tuple[int, int], list[int]]()
             tasks += [task._replace(after=tuple(index + offset for index in task.after)) for task in of_part]
             for layer, (first, end) in enumerate(layers):
@@ -73,9 +73,9 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
         return tasks, by_layer
 
     def _part_tasks(
-        self, layout: PlanLayout[TensorParallel], part: Span, modes: Sequence[LayerMode]
+        self, layout: PlanLayout[TensorParallel], part: Span, modes: Sequence[LayerMode], has_head: bool
     ) -> tuple[list[Task], list[tuple[int, int]]]:
-        """The tasks of some rows of the step, and the span of tasks of each layer. The last part includes the output head."""
+        """The tasks of some rows of the step, and the span of tasks of each layer. `has_head`: with a decoder's output head."""
         ring = RingTasks(layout, part)
         ring.embedding([part.size] * len(ring.ranks) if layout.body.traits.replicates_rows else ring.rows)
         layers = []
@@ -84,21 +84,21 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
             self.add_layer(ring, mode)
             layers.append((start, len(ring.tasks)))
         ring.layer = None
-        if layout.spec.causal and part.stop == layout.body.seq_len:
+        if layout.spec.causal and has_head:
             ring.head()
         return ring.tasks, layers
 
-    def timing(self, layout: PlanLayout[TensorParallel]) -> Timing:
+    def timing(self, layout: PlanLayout[TensorParallel], first_row: int = 0) -> Timing:
         """Simulate only a few layers of each run of equal layers, and add the time of the last one for each of the others.
 
         The layers of a run differ only at its ends.
         """
         modes = _modes(layout)
         if layout.body.micro_batches > 1:
-            return self._timing_of_micro_batches(layout, modes)
+            return self._timing_of_micro_batches(layout, modes, first_row)
         runs = [(mode, len(list(same))) for mode, same in groupby(modes)]
         simulated_modes = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
-        tasks, by_layer = self.step_tasks(layout, simulated_modes)
+        tasks, by_layer = self.step_tasks(layout, simulated_modes, first_row)
         timeline = simulate(tasks)
         total, extra, last = timeline.makespan, dict.fromkeys(timeline.busy_seconds, 0.0), -1
         for _, count in runs:
@@ -114,7 +114,9 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
                         extra[resource] += repeats * task.seconds
         return total, {resource: seconds + extra[resource] for resource, seconds in timeline.busy_seconds.items()}
 
-    def _timing_of_micro_batches(self, layout: PlanLayout[TensorParallel], modes: Sequence[LayerMode]) -> Timing:
+    def _timing_of_micro_batches(
+        self, layout: PlanLayout[TensorParallel], modes: Sequence[LayerMode], first_row: int
+    ) -> Timing:
         """With micro-batches, extrapolate from a few layers after the first ones.
 
         An early micro-batch runs layers ahead of a late one, so each layer adds the same time only after a few layers.
@@ -122,10 +124,11 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
         """
         num_simulated = 2 * _LAYERS_TO_SETTLE
         if len(set(modes)) > 1 or len(modes) <= num_simulated:
-            timeline = simulate(self.step_tasks(layout, modes)[0])
+            timeline = simulate(self.step_tasks(layout, modes, first_row)[0])
             return timeline.makespan, timeline.busy_seconds
         short, long = (
-            simulate(self.step_tasks(layout, modes[:count])[0]) for count in (num_simulated // 2, num_simulated)
+            simulate(self.step_tasks(layout, modes[:count], first_row)[0])
+            for count in (num_simulated // 2, num_simulated)
         )
         repeats = (len(modes) - num_simulated) / _LAYERS_TO_SETTLE
         busy = {

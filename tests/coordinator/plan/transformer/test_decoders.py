@@ -353,7 +353,8 @@ def test_plans_are_compared_by_the_expected_request() -> None:
     plan = plan_for(request([1.0], generation=GenerationRequest(2048, prompt_tokens=1024, new_tokens=10)))
     assert plan.body.generation is not None
     assert (plan.body.generation.prompt_tokens, plan.body.generation.new_tokens) == (1024, 10)
-    expected = 2 * plan.predicted.latency_seconds + 10 * plan.predicted.decode_seconds
+    later = 16 * 2 * 0.014  # the second step attends to three times as many pairs of rows
+    expected = 2 * plan.predicted.latency_seconds + later + 10 * plan.predicted.decode_seconds
     assert request_seconds(plan) == pytest.approx(expected)
     default = plan_for(request([1.0]))
     assert default.body.generation is not None
