@@ -47,6 +47,7 @@ PURE_MODULES = (
     "coordinator.models.onnx.flops",
     "coordinator.models.onnx.tiling.space",
     "coordinator.models.ordering",
+    "coordinator.serve.kinds.answer_reader",
     "coordinator.serve.planning.drift",
     "coordinator.serve.requests.fairness",
     "coordinator.serve.requests.retry",

@@ -304,6 +304,7 @@ class Service:
                 state=controller.state,
                 model=controller.goal.path[-256:],
                 answers=controller.kind.answers,
+                takes_tools=controller.kind.takes_tools,
                 context_tokens=controller.kind.context_tokens,
             )
         if isinstance(message, wire.ModelRequest):

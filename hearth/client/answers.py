@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from hearth.errors import BadRequest, HearthError
 from hearth.validation import first_error
-from hearth.wire.messages import ChatMessage, Message, TextEnded, TextGenerated, expect_message
+from hearth.wire.messages import ChatMessage, Message, TextEnded, TextGenerated, ToolCall, expect_message
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +22,7 @@ _CLOSE_SECONDS = 10.0  # longest wait of `Generation.close` for the event loop: 
 
 _M = TypeVar("_M", bound=BaseModel)
 
-Chat = Sequence[ChatMessage | Mapping[str, str]]  # {"role": "user", "content": "..."}
+Chat = Sequence[ChatMessage | Mapping[str, Any]]  # {"role": "user", "content": "..."}
 RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -38,7 +38,7 @@ class SamplingSettings(TypedDict, total=False):
 
 
 class Token(NamedTuple):
-    """One generated token and the text that it adds.
+    """One generated token and the text that it adds; with tools, also the reasoning and the complete calls.
 
     `text` is empty while a character, or a possible stop text, is incomplete. If text is still held back when the answer
     ends, it comes last, with `token_id` None.
@@ -47,6 +47,8 @@ class Token(NamedTuple):
     text: str
     token_id: int | None
     seconds: float  # from sending the request to receiving this token
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class Usage(NamedTuple):
@@ -69,11 +71,13 @@ class Usage(NamedTuple):
 class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncIterator[Token]):
     """Iterator over the tokens of one answer. The request is sent when the first token is awaited; closing cancels it.
 
-    `token_ids` holds the tokens received so far; `usage` is set when the answer has ended.
+    `token_ids`, `tool_calls` and `reasoning` hold what was received so far; `usage` is set when the answer has ended.
     """
 
     def __init__(self, parts: AsyncGenerator[Token | Usage, None]) -> None:
         self.token_ids: list[int] = []
+        self.tool_calls: list[ToolCall] = []
+        self.reasoning = ""
         self.usage: Usage | None = None
         self._parts = parts
         self._texts: list[str] = []
@@ -87,6 +91,8 @@ class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncItera
             await self._parts.aclose()
             raise StopAsyncIteration
         self._texts.append(part.text)
+        self.reasoning += part.reasoning
+        self.tool_calls += part.tool_calls
         if part.token_id is not None:
             self.token_ids.append(part.token_id)
         return part
@@ -123,6 +129,16 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
     def token_ids(self) -> list[int]:
         """The token ids received so far."""
         return self._answer.token_ids
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls of tools received so far."""
+        return self._answer.tool_calls
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning received so far, if the answer's parts were asked for."""
+        return self._answer.reasoning
 
     @property
     def usage(self) -> Usage | None:
@@ -186,7 +202,8 @@ def stream_parts(message: Message, seconds: float, first_token_seconds: float) -
     """Convert one message of a stream. The text of a message with several tokens is given to the last of them."""
     if isinstance(message, TextGenerated):
         *others, last = message.token_ids or (None,)
-        return [*(Token("", token_id, seconds) for token_id in others), Token(message.text, last, seconds)]
+        newest = Token(message.text, last, seconds, message.reasoning, message.tool_calls)
+        return [*(Token("", token_id, seconds) for token_id in others), newest]
     end = expect_message(message, TextEnded, "the coordinator")
     usage = Usage(
         end.num_prompt_tokens,
@@ -197,16 +214,37 @@ def stream_parts(message: Message, seconds: float, first_token_seconds: float) -
         end.decode_seconds,
         end.num_cached_tokens,
     )
-    return [*([Token(end.text, None, seconds)] if end.text else []), usage]
+    held_back = Token(end.text, None, seconds, end.reasoning, end.tool_calls)
+    return [*([held_back] if end.text or end.reasoning or end.tool_calls else []), usage]
 
 
-def chat_message(message: ChatMessage | Mapping[str, str]) -> ChatMessage:
-    """Convert one message of a chat. Raises BadRequest."""
+def chat_message(message: ChatMessage | Mapping[str, Any]) -> ChatMessage:
+    """Convert one message of a chat, also with calls of tools in the form of OpenAI's API. Raises BadRequest."""
     if isinstance(message, ChatMessage):
         return message
     if not isinstance(message, Mapping):
         raise BadRequest(reason="each message of a chat needs a role and a content")
-    return valid(ChatMessage, **message)
+    calls = message.get("tool_calls") or ()
+    content = message.get("content")
+    return valid(
+        ChatMessage,
+        **{
+            **message,
+            "content": "" if content is None and calls else content,
+            "tool_calls": tuple(map(_tool_call, calls)),
+        },
+    )
+
+
+def _tool_call(call: ToolCall | Mapping[str, Any]) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    try:
+        function = call["function"]
+        return valid(ToolCall, id=call.get("id") or "", name=function["name"], arguments=function["arguments"])
+    except (KeyError, TypeError, AttributeError):
+        reason = 'each of tool_calls must be {"id": ..., "function": {"name": ..., "arguments": a JSON text}}'
+        raise BadRequest(reason=reason) from None
 
 
 def token_frames(token_ids: Sequence[int] | np.ndarray[Any, Any]) -> Sequence[Any]:

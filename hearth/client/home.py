@@ -11,8 +11,9 @@ coordinator cannot serve, the call is repeated until its timeout, on another coo
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -115,6 +116,9 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         token_ids: Sequence[int] | np.ndarray[Any, Any] | None = None,
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, bool | int | float | str] | None = None,
+        takes_parts: bool = False,
         timeout_seconds: float = 600.0,
         **sampling: Unpack[answers.SamplingSettings],
     ) -> answers.AsyncGeneration:
@@ -125,6 +129,9 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         `sampling` takes temperature, top_k, top_p, min_p, repetition_penalty and seed. `timeout_seconds` bounds the whole
         answer.
 
+        `tools`, as in OpenAI's API, go to the chat template with `template_options` (such as enable_thinking). With tools or
+        `takes_parts`, the reasoning and the calls of tools are parts of the answer's tokens, and not in its text.
+
         Raises BadRequest at once for a value out of range; while iterating, ContextTooLong, NotServing, QueueFull,
         DeadlineExceeded, ConnectionLost, WorkerDied, ...
         """
@@ -134,6 +141,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             wire.Generate, prompt=prompt, messages=tuple(answers.chat_message(message) for message in messages or ()),
             sampling=answers.valid(wire.SamplingChoice, **sampling), max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            tools=tuple(json.dumps(tool) for tool in tools), template_options=dict(template_options or {}),
+            takes_parts=takes_parts,
             **_request_fields(timeout_seconds),
         )  # fmt: skip
         if [prompt is not None, bool(messages), token_ids is not None].count(True) != 1:

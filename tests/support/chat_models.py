@@ -37,3 +37,54 @@ def save_byte_level(directory: Path, adds_bos: bool = True) -> Path:
 def write_config(directory: Path, **config: Any) -> Path:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
+
+
+# ---- a model that says what a test wants ----------------------------------------------------------------------------
+
+TOOL_TEMPLATE = (
+    "{{ bos_token }}{% if tools %}<|tools|>{{ tools | tojson }}{% endif %}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' }}{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ eos_token }}{% endfor %}"
+    "{{ '<|answer|>' if messages[-1]['role'] == 'tool' else '<|call|>' if tools else '<|assistant|>' }}"
+)
+
+
+def save_scripted_chat(directory: Path, call: str, answer: str) -> Path:
+    """A Llama whose weights map each token to the next one of a script.
+
+    With tools it calls one (`call` is the JSON), after a tool's result it says `answer`, and without tools "hello".
+    """
+    import torch
+    from support.models import save_random_model, small_decoder
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import LlamaForCausalLM
+
+    save_byte_level(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    marks = ["<|tools|>", "<|system|>", "<|tool|>", "<|call|>", "<|answer|>"]
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in marks])
+    tokenizer.add_tokens([AddedToken(text) for text in ("<tool_call>", call, "</tool_call>", answer)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_config(directory, chat_template=TOOL_TEMPLATE, bos_token="<s>", eos_token="</s>")
+    script = [
+        ("<|call|>", "<tool_call>"), ("<tool_call>", call), (call, "</tool_call>"), ("</tool_call>", "</s>"),
+        ("<|answer|>", answer), (answer, "</s>"), ("<|assistant|>", "hello"), ("hello", "</s>"),
+    ]  # fmt: skip
+    end = tokenizer.token_to_id("</s>")
+    save_random_model(
+        directory, small_decoder("llama", vocab_size=512, eos_token_id=end, tie_word_embeddings=False), generates=True
+    )
+    model = LlamaForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.norm.weight.fill_(1.0)
+        embedding = model.model.embed_tokens.weight
+        embedding.normal_(0, 1)
+        model.lm_head.weight.zero_()
+        for token, following in script:
+            model.lm_head.weight[tokenizer.token_to_id(following)] += embedding[tokenizer.token_to_id(token)]
+    model.save_pretrained(directory)
+    return directory

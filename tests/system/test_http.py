@@ -9,7 +9,7 @@ from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
 import pytest
-from support.chat_models import TEMPLATE, save_byte_level, write_config
+from support.chat_models import TEMPLATE, save_byte_level, save_scripted_chat, write_config
 from support.home import LOOPBACK, TestHome, home_of
 from support.models import endless_decoder, save_random_model
 from support.profiles import MeasuredProfiles
@@ -164,7 +164,7 @@ def test_client_that_goes_away_ends_its_answer(home: TestHome, token: str) -> No
     [
         ({"model": "other", "messages": CHAT}, 404, "model"),
         ({"model": "tiny", "messages": CHAT, "logit_bias": {"5": 1}}, 400, "logit_bias"),
-        ({"model": "tiny", "messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+        ({"model": "tiny", "messages": [{"role": "judge", "content": "x"}]}, 400, "messages.0.role"),
         ({"model": "tiny", "messages": [{"role": "user", "content": "hello " * 500}]}, 400, None),
     ],
 )
@@ -178,3 +178,51 @@ def test_model_of_another_kind_is_refused(home: TestHome, token: str) -> None:
     assert answer.status == 400
     show = ask(home, "POST", "/api/show", token, {"model": "tiny"}).json
     assert (show["capabilities"], show["model_info"]["hearth.context_length"]) == (["completion"], 320)
+
+
+# ---- tools ------------------------------------------------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "turn_on", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def caller(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    """A home whose model calls a tool."""
+    model_dir = tmp_path_factory.mktemp("models") / "caller"
+    save_scripted_chat(model_dir, '{"name": "turn_on", "arguments": {"name": "kitchen"}}', "The light is on.")
+    with home_of("a", tmp_path_factory.mktemp("home"), model_dir, profiles, "--context", "320") as home:
+        home.ready().close()
+        home.start_gateway()
+        wait_for("the gateway", lambda: ask(home, "GET", "/health").status == 200)
+        yield home
+
+
+def test_tools_are_called_and_their_results_used(caller: TestHome) -> None:
+    token = new_token(caller, "assistant")
+    chat: list[Any] = [{"role": "user", "content": "Light, please."}]
+    body = {"model": "caller", "messages": chat, "tools": [TOOL]}
+    (choice,) = ask(caller, "POST", "/v1/chat/completions", token, body).json["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("turn_on", {"name": "kitchen"})
+
+    streamed = events(ask(caller, "POST", "/v1/chat/completions", token, {**body, "stream": True}).text)
+    deltas = [each for chunk in streamed for each in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert [each["index"] for each in deltas] == [0, 0]
+    assert deltas[0]["function"]["name"] == "turn_on"
+    assert json.loads("".join(each["function"]["arguments"] for each in deltas)) == {"name": "kitchen"}
+    assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+    done = [*chat, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "done"}]
+    (choice,) = ask(caller, "POST", "/v1/chat/completions", token, {**body, "messages": done}).json["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("The light is on.", "stop")
+
+    said = ask(caller, "POST", "/api/chat", token, {**body, "stream": False}).json["message"]
+    assert said["tool_calls"][0]["function"] == {"name": "turn_on", "arguments": {"name": "kitchen"}}
+    done = [*chat, said, {"role": "tool", "tool_name": "turn_on", "content": "done"}]
+    answer = ask(caller, "POST", "/api/chat", token, {**body, "messages": done, "stream": False}).json
+    assert answer["message"]["content"] == "The light is on."
+
+    without = ask(caller, "POST", "/v1/chat/completions", token, {**body, "tool_choice": "none"}).json
+    assert without["choices"][0]["message"]["content"] == "hello"
+    assert ask(caller, "POST", "/api/show", token, {"model": "caller"}).json["capabilities"] == ["completion", "tools"]

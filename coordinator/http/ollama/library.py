@@ -59,7 +59,7 @@ async def show(call: Call) -> Answer:
             "general.architecture": "hearth",
             **({"hearth.context_length": readiness.context_tokens} if readiness.context_tokens else {}),
         },
-        "capabilities": _CAPABILITIES.get(readiness.answers, []),
+        "capabilities": [*_CAPABILITIES.get(readiness.answers, []), *(["tools"] if readiness.takes_tools else [])],
         "modified_at": _EPOCH,
     }
 

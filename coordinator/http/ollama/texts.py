@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Annotated, Any, ClassVar
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,9 +15,10 @@ from coordinator.http.ollama.lines import NDJSON, end, failed_line, head, line
 from coordinator.http.parts import parts_of, while_connected, whole
 from hearth.client.answers import AsyncGeneration
 from hearth.client.home import AsyncHome
+from hearth.wire.messages import ToolCall
 
 _ANSWER_SECONDS = 3600.0  # longest answer; a client that goes away ends it
-_Fields = Callable[[str], dict[str, Any]]  # from a text to the fields that hold it
+_Fields = Callable[..., dict[str, Any]]  # from a text, reasoning and calls of tools to the fields that hold them
 
 
 class Options(Body):
@@ -72,33 +74,53 @@ class _Asked(Body):
 
 
 class ChatLine(Body):
-    """One message of a chat."""
+    """One message of a chat. A call's arguments are an object."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "images": ([],), "tool_calls": ([],), "thinking": ("",), "tool_name": ("",),
-    }  # fmt: skip
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"images": ([],)}
 
-    role: str
-    content: str = ""
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def message(self) -> dict[str, Any]:
+        """The message for the chat template. Raises Failure."""
+        try:
+            functions = [call["function"] for call in self.tool_calls or ()]
+            calls = [{"function": {**each, "arguments": json.dumps(each["arguments"])}} for each in functions]
+        except (KeyError, TypeError):
+            raise unsupported(
+                "messages.tool_calls", 'each must be {"function": {"name": ..., "arguments": {...}}}'
+            ) from None
+        return {
+            "role": self.role, "content": self.content or "", "reasoning": self.thinking or "", "tool_calls": calls,
+            "tool_call_id": self.tool_call_id or "", "name": self.tool_name or "",
+        }  # fmt: skip
 
 
 class Chat(_Asked):
     """The body of `/api/chat`."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],), "format": ("",), "think": (False,), "logprobs": (False,), "top_logprobs": (0,), "truncate": (),
-        "shift": (),
+        "format": ("",), "logprobs": (False,), "top_logprobs": (0,), "truncate": (), "shift": (),
     }  # fmt: skip
 
     messages: tuple[dict[str, Any], ...] = Field(default=(), max_length=4096)
+    tools: Annotated[tuple[dict[str, Any], ...], Field(max_length=256)] | None = None
+    think: bool | None = None
 
-    def chat(self) -> list[dict[str, str]]:
-        """The messages for the chat template. Raises Failure."""
-        lines = [ChatLine.read(each) for each in self.messages]
-        for each in lines:
-            if each.role not in ("system", "user", "assistant"):
-                raise unsupported("messages.role", f"the role '{each.role}' is not supported")
-        return [{"role": each.role, "content": each.content} for each in lines]
+    def prompt(self) -> dict[str, Any] | None:
+        """The arguments of `generate` for this chat; None if it is empty. Raises Failure."""
+        if not self.messages:
+            return None
+        return {
+            "messages": [ChatLine.read(each).message() for each in self.messages],
+            "tools": self.tools or (),
+            "template_options": {} if self.think is None else {"enable_thinking": self.think},
+            "takes_parts": True,
+        }
 
 
 class Prompt(_Asked):
@@ -117,12 +139,23 @@ class Prompt(_Asked):
 async def chat(call: Call) -> Answer:
     """Answer a chat. Without a message, as clients ask to have a model loaded, the answer is empty."""
     asked = Chat.read(call.body)
-    messages = asked.chat()
+    return await _answer(call, asked, _message, asked.prompt())
 
-    def fields(text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
 
-    return await _answer(call, asked, fields, {"messages": messages} if messages else None)
+def _message(text: str, reasoning: str = "", tool_calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["thinking"] = reasoning
+    if tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+            for call in tool_calls
+        ]
+    return {"message": message}
+
+
+def _response(text: str, reasoning: str = "", tool_calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+    return {"response": text, **({"thinking": reasoning} if reasoning else {})}
 
 
 async def generate(call: Call) -> Answer:
@@ -134,7 +167,7 @@ async def generate(call: Call) -> Answer:
     prompt = (
         {"prompt": asked.prompt} if asked.raw else {"messages": [*system, {"role": "user", "content": asked.prompt}]}
     )
-    return await _answer(call, asked, lambda text: {"response": text}, prompt if asked.prompt else None)
+    return await _answer(call, asked, _response, prompt if asked.prompt else None)
 
 
 async def _answer(call: Call, asked: _Asked, fields: _Fields, prompt: dict[str, Any] | None) -> Answer:
@@ -150,14 +183,15 @@ async def _answer(call: Call, asked: _Asked, fields: _Fields, prompt: dict[str, 
 
 async def _whole(model: str, generation: AsyncGeneration, fields: _Fields) -> dict[str, Any]:
     (text,), (usage,) = await whole([generation])
-    return {**head(model), **fields(text), **end(usage)}
+    return {**head(model), **fields(text, generation.reasoning, generation.tool_calls), **end(usage)}
 
 
 async def _lines(model: str, generation: AsyncGeneration, fields: _Fields) -> AsyncGenerator[bytes, None]:
     async for part in parts_of([generation]):
         if part is None:  # the form has no sign of life but a line with an empty text
             yield line({**head(model), **fields(""), "done": False})
-        elif part.token is not None and part.token.text:
-            yield line({**head(model), **fields(part.token.text), "done": False})
+        elif part.token is not None and (part.token.text or part.token.reasoning or part.token.tool_calls):
+            token = part.token
+            yield line({**head(model), **fields(token.text, token.reasoning, token.tool_calls), "done": False})
         elif part.usage is not None:
             yield line({**head(model), **fields(""), **end(part.usage)})

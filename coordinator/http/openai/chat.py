@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,20 +21,23 @@ from coordinator.http.openai.sampling import (
     usage_fields,
 )
 from coordinator.http.parts import parts_of, while_connected, whole
-from hearth.client.answers import AsyncGeneration
+from hearth.client.answers import AsyncGeneration, Token
+from hearth.wire.messages import ToolCall
 
 
 class Message(Body):
     """One message of a chat."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"name"})
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tool_calls": ([],), "refusal": ("",), "audio": (), "function_call": (), "reasoning_content": ("",),
-        "annotations": ([],),
+        "refusal": ("",), "audio": (), "function_call": (), "annotations": ([],),
     }  # fmt: skip
 
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | tuple[TextPart, ...] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+    tool_call_id: str | None = None
 
     def text(self, field: str) -> str:
         """The text of all parts. Raises Failure for a part of another type."""
@@ -52,29 +55,48 @@ class ChatCompletion(Sampled):
     """The body of the request."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+        "functions": ([],), "function_call": ("none", "auto"),
         "response_format": ({"type": "text"},), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
         "presence_penalty": (0,), "frequency_penalty": (0,), "modalities": (["text"],), "audio": (), "prediction": (),
-        "reasoning_effort": ("none",), "verbosity": (), "web_search_options": (), "chat_template_kwargs": ({},),
+        "reasoning_effort": ("none",), "verbosity": (), "web_search_options": (),
     }  # fmt: skip
 
     messages: Annotated[tuple[dict[str, Any], ...], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[tuple[dict[str, Any], ...], Field(max_length=256)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
 
-    def chat(self) -> list[dict[str, str]]:
-        """The messages for the chat template. Raises Failure that names the field."""
-        chat = []
-        for number, given in enumerate(self.messages):
-            field = f"messages.{number}"
-            try:
-                message = Message.read(given)
-            except Failure as failure:
-                raise _within(field, failure) from None
-            if message.role not in ("system", "developer", "user", "assistant"):
-                raise unsupported(f"{field}.role", f"the role '{message.role}' is not supported")
-            role = "system" if message.role == "developer" else message.role
-            chat.append({"role": role, "content": message.text(field)})
-        return chat
+    def prompt(self) -> dict[str, Any]:
+        """The arguments of `generate` for this chat. Raises Failure that names the field."""
+        if self.tool_choice not in (None, "none", "auto"):
+            raise unsupported("tool_choice", "a call cannot be demanded, only 'auto' and 'none' are supported")
+        for number, tool in enumerate(self.tools or ()):
+            if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+                raise unsupported(f"tools.{number}", "only tools of the type 'function' are supported")
+        return {
+            "messages": [self._message(number, given) for number, given in enumerate(self.messages)],
+            "tools": self.tools if self.tools and self.tool_choice != "none" else (),
+            "template_options": self.chat_template_kwargs,
+            "takes_parts": True,
+        }
+
+    def _message(self, number: int, given: dict[str, Any]) -> dict[str, Any]:
+        """A message for the chat template. Raises Failure."""
+        field = f"messages.{number}"
+        try:
+            message = Message.read(given)
+        except Failure as failure:
+            raise _within(field, failure) from None
+        fields: dict[str, Any] = {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": message.text(field),
+            "reasoning": message.reasoning_content or "",
+            "tool_calls": message.tool_calls or (),
+        }
+        if message.role == "tool":
+            fields |= {"tool_call_id": message.tool_call_id or "", "name": message.name or ""}
+        return fields
 
 
 def _within(field: str, failure: Failure) -> Failure:
@@ -87,10 +109,10 @@ def _within(field: str, failure: Failure) -> Failure:
 async def chat_completion(call: Call) -> Answer:
     """Answer a chat, as a whole or as a stream of chunks."""
     asked = ChatCompletion.read(call.body)
-    chat, shows_usage = asked.chat(), asked.shows_usage
+    prompt, shows_usage = asked.prompt(), asked.shows_usage
     served = await call.ready(asked.model)
     most = asked.max_completion_tokens or asked.max_tokens
-    generations = [asked.generate(served.home, number, most, messages=chat) for number in range(asked.n or 1)]
+    generations = [asked.generate(served.home, number, most, **prompt) for number in range(asked.n or 1)]
     head = {"id": new_id("chatcmpl"), "created": now(), "model": served.model}
     if asked.stream:
         return EventStream("text/event-stream", _chunks(head, generations, shows_usage), failed_event)
@@ -99,16 +121,25 @@ async def chat_completion(call: Call) -> Answer:
 
 async def _whole(head: dict[str, Any], generations: Sequence[AsyncGeneration]) -> dict[str, Any]:
     texts, usages = await whole(generations)
-    choices = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": usage.finish_reason,
+    choices = []
+    for index, (text, usage, generation) in enumerate(zip(texts, usages, generations, strict=True)):
+        calls = [_call(call) for call in generation.tool_calls]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not text else text,
+            "refusal": None,
         }
-        for index, (text, usage) in enumerate(zip(texts, usages, strict=True))
-    ]
+        if generation.reasoning:
+            message["reasoning_content"] = generation.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        reason = "tool_calls" if calls else usage.finish_reason
+        choices.append({"index": index, "message": message, "logprobs": None, "finish_reason": reason})
     return {**head, "object": "chat.completion", "choices": choices, "usage": usage_fields(usages)}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 async def _chunks(
@@ -117,6 +148,7 @@ async def _chunks(
     head = {**head, "object": "chat.completion.chunk"}
     started: set[int] = set()
     usages = []
+    num_calls = [0 for _ in generations]
 
     def chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
@@ -129,11 +161,25 @@ async def _chunks(
         if part.number not in started:
             started.add(part.number)
             yield chunk(part.number, {"role": "assistant", "content": ""})
-        if part.token is not None and part.token.text:
-            yield chunk(part.number, {"content": part.token.text})
+        if part.token is not None:
+            for delta in _deltas(part.token, num_calls[part.number]):
+                yield chunk(part.number, delta)
+            num_calls[part.number] += len(part.token.tool_calls)
         if part.usage is not None:
             usages.append(part.usage)
-            yield chunk(part.number, {}, part.usage.finish_reason)
+            yield chunk(part.number, {}, "tool_calls" if num_calls[part.number] else part.usage.finish_reason)
     if shows_usage:
         yield event({**head, "choices": [], "usage": usage_fields(usages)})
     yield DONE
+
+
+def _deltas(token: Token, num_calls: int) -> Iterator[dict[str, Any]]:
+    """What a token adds to its choice, which has this many calls already. A call comes as its name, then its arguments."""
+    if token.reasoning:
+        yield {"reasoning_content": token.reasoning}
+    if token.text:
+        yield {"content": token.text}
+    for index, call in enumerate(token.tool_calls, start=num_calls):
+        shown = _call(call)
+        yield {"tool_calls": [{"index": index, **shown, "function": {"name": call.name, "arguments": ""}}]}
+        yield {"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]}

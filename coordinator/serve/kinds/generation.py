@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from coordinator.deploy.transformer import TransformerDeployment
+from coordinator.serve.kinds.answer_reader import AnswerReader, Piece, joined
 from coordinator.serve.kinds.prompts import GenerationDefaults, StopTextFilter, TextStream, TextTokenizer
 from coordinator.serve.kinds.text_threads import TextThreads
 from coordinator.serve.requests.runner import Requests, Ticket
@@ -53,6 +54,10 @@ class TextModel:
             raise BadRequest(reason="the model has no tokenizer.json; send token ids without stop texts")
         if any(not 0 < len(stop) <= _MAX_STOP_CHARACTERS for stop in request.stop):
             raise BadRequest(reason=f"a stop text must have 1 to {_MAX_STOP_CHARACTERS} characters")
+        if request.tools and not request.messages:
+            raise BadRequest(reason="tools need messages, since the chat template describes them to the model")
+        if request.tools and self.tokenizer is not None and self.tokenizer.form.tools is None:
+            raise BadRequest(reason="the model's chat template has no form for calls of tools that Hearth can read")
         if token_ids is not None:
             if token_ids.ndim != 1 or str(token_ids.dtype) != "int32":
                 raise BadRequest(reason="token ids must be a list of 32-bit integers")
@@ -61,7 +66,7 @@ class TextModel:
             assert self.tokenizer is not None
             ids = self.tokenizer.encode(request.prompt) if request.prompt else []
             if request.messages:
-                ids = self.tokenizer.encode_chat(request.messages)
+                ids = self.tokenizer.encode_chat(request.messages, request.tools, request.template_options)
         if not ids:
             raise BadRequest(reason="the prompt is empty")
         if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
@@ -144,6 +149,7 @@ class GenerationRunner:
     async def _in_thread(self, ticket: Ticket, request: wire.Generate, function: Callable[[], _T]) -> _T:
         """Call `function`, which handles all texts of the request, in a thread. Raises DeadlineExceeded, QueueFull."""
         num_characters = len(request.prompt or "") + sum(len(each.content) for each in request.messages)
+        num_characters += sum(map(len, request.tools))
         seconds = ticket.deadline - asyncio.get_running_loop().time()
         return await self._threads.run(seconds, num_characters + len(request.generated), function)
 
@@ -246,13 +252,19 @@ class _RunningGeneration:
         self.worker_end: wire.GenerationEnded | None = None  # as rank 0 reported it
         self._prompt = prompt
         self._tokens: list[int] = []
-        self._text_stream: TextStream | None = model.tokenizer.stream(prompt) if model.tokenizer is not None else None
+        # One client's id may be another's: the workers compare the tokens too.
+        self._stream_name = request.request_id or secrets.token_hex(8)
+        self._text_stream: TextStream | None = None
+        self._reader: AnswerReader | None = None
+        if model.tokenizer is not None:
+            takes_parts = request.takes_parts or bool(request.tools)
+            self._text_stream = model.tokenizer.stream(prompt, marks=takes_parts)
+            if takes_parts:
+                self._reader = model.tokenizer.reader(prompt, bool(request.tools), self._stream_name)
         self._stop_filter = StopTextFilter(request.stop)
         self._sampling = model.defaults.merged(request.sampling, secrets.randbits(62))
         self._clock = asyncio.get_running_loop().time
         self._began_at = began
-        # One client's id may be another's: the workers compare the tokens too.
-        self._stream_name = request.request_id or secrets.token_hex(8)
         self._prefix_scope = prefix_scope
         self._num_deployments = 0
         self._sent_at = self._first_token_at = self._last_token_at = began
@@ -310,8 +322,10 @@ class _RunningGeneration:
                 text += self._stop_filter.push(self._text_stream.push(token_id))
                 if self._stop_filter.found:
                     self.reason = "stop"
-                    return wire.TextGenerated(token_ids=tuple(token_ids[:count]), text=text)
-        return wire.TextGenerated(token_ids=tuple(token_ids), text=text)
+                    token_ids = token_ids[:count]
+                    break
+        piece = self._reader.push(text) if self._reader is not None else Piece(text)
+        return wire.TextGenerated(token_ids=tuple(token_ids), **piece._asdict())
 
     def end_message(self) -> wire.TextEnded:
         """The end message, with the text that was held back."""
@@ -319,6 +333,9 @@ class _RunningGeneration:
         text = ""
         if self._text_stream is not None:
             text = self._stop_filter.push(self._text_stream.flush()) + self._stop_filter.flush()
+        piece = Piece(text)
+        if self._reader is not None:
+            piece = joined([self._reader.push(text), self._reader.flush()])
         queued, first = self._sent_at - self._began_at, self._first_token_at - self._sent_at
         others, num_cached = self._last_token_at - self._first_token_at, 0
         if self.worker_end is not None and self._num_deployments == 1:  # rank 0 measured its own queueing more exactly
@@ -326,7 +343,7 @@ class _RunningGeneration:
             first, others = self.worker_end.prefill_seconds, self.worker_end.decode_seconds
             num_cached = min(self.worker_end.num_kept_rows, len(self._prompt))
         return wire.TextEnded(
-            text=text,
+            **piece._asdict(),
             reason="stop" if self._stop_filter.found else self.reason,
             num_prompt_tokens=len(self._prompt),
             num_tokens=len(self._tokens),

@@ -71,6 +71,7 @@ class GraphKind:
 
     usage = "the model is a graph of operators; ask it with `hearth infer` or home.infer()"
     answers: AnswerKind = "arrays"
+    takes_tools = False
     context_tokens = 0
     planner: PlannerKind = "graph"
 

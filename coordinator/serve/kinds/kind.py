@@ -52,6 +52,7 @@ class ModelKind(Protocol[D]):
 
     usage: str  # tells a client that sent a request of another kind which requests the model answers
     answers: AnswerKind
+    takes_tools: bool
     context_tokens: int  # of a prompt and its answer, or of a text to embed; 0: it takes no text
     planner: PlannerKind  # the process that makes its plans
     workload: Workload[Any]  # measured on each device before planning

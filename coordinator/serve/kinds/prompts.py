@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.models.checkpoint.families import read_json_object
+from coordinator.serve.kinds.answer_reader import AnswerReader, answer_form
 from coordinator.serve.kinds.sentences import open_tokenizer
 from hearth.errors import BadCheckpoint, BadRequest
 from hearth.validation import first_error
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     import jinja2
 
 _NO_CHARACTER = "\ufffd"  # decoders write it for invalid or incomplete UTF-8
+_TAIL_TOKENS = 8  # of a prompt, in which it may begin the reasoning
 _DEFAULT_MAX_TOKENS = 512  # of an answer without any other limit: enough for a chat, and ends a model that never stops
 
 
@@ -34,15 +37,27 @@ class TextTokenizer:
         config = read_json_object(config_path) if config_path.exists() else {}
         self._special = {name: text for name, value in config.items() if (text := _special_token(name, value))}
         self._template = _chat_template(directory, config)
+        self.form = answer_form(self._template)
+        self._dropped = tuple(
+            added.content
+            for added in self._tokenizer.get_added_tokens_decoder().values()
+            if added.special and added.content not in self.form.marks
+        )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds (usually a beginning-of-text token)."""
         return list(self._tokenizer.encode(text).ids)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[str] = (),
+        options: Mapping[str, object] = MappingProxyType({}),
+    ) -> list[int]:
         """Token ids of a chat for the model to answer. Raises BadRequest if there is no template or it fails.
 
-        As in `transformers`, the only special tokens are those in the template's output.
+        `tools` are JSON objects, `options` further variables of the template. As in `transformers`, the only special tokens
+        are those in the template's output.
         """
         if self._template is None:
             raise BadRequest(
@@ -51,12 +66,17 @@ class TextTokenizer:
             )
         try:
             text = self._compiled.render(
-                messages=[message.model_dump() for message in messages],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._special,
+                **{
+                    **options,
+                    **self._special,
+                    "messages": [_template_message(message) for message in messages],
+                    "add_generation_prompt": True,
+                    "tools": [_tool(tool) for tool in tools] or None,
+                    "documents": None,
+                }
             )
+        except BadRequest:
+            raise
         except Exception as error:  # a template is third-party code and may raise anything
             raise BadRequest(reason=f"the model's chat template does not accept these messages ({error})") from None
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -65,9 +85,21 @@ class TextTokenizer:
         """Text of tokens, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def stream(self, prompt_ids: Sequence[int] = ()) -> TextStream:
+    def decode_with_marks(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, without special tokens other than those that mark parts of an answer."""
+        text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        for special in self._dropped:
+            text = text.replace(special, "")
+        return text
+
+    def stream(self, prompt_ids: Sequence[int] = (), marks: bool = False) -> TextStream:
         """An incremental decoder. The prompt gives it context, for instance to decide on a space between two words."""
-        return TextStream(self.decode, prompt_ids)
+        return TextStream(self.decode_with_marks if marks else self.decode, prompt_ids)
+
+    def reader(self, prompt_ids: Sequence[int], has_tools: bool, name: str) -> AnswerReader:
+        """A reader of the answer to this prompt. `name` makes the ids of its calls."""
+        tail = str(self._tokenizer.decode(list(prompt_ids[-_TAIL_TOKENS:]), skip_special_tokens=False)).rstrip()
+        return AnswerReader(self.form, has_tools, self.form.reasons and tail.endswith("<think>"), name)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -191,6 +223,34 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
         )
     except ValidationError as error:
         raise BadCheckpoint(path=str(path), reason=first_error(error)) from None
+
+
+def _tool(text: str) -> dict[str, Any]:
+    """A tool as the template gets it. Raises BadRequest."""
+    try:
+        tool = json.loads(text)
+    except (ValueError, RecursionError):
+        tool = None
+    if not isinstance(tool, dict):
+        raise BadRequest(reason="each tool must be a JSON object")
+    return tool
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """A message as the template gets it: only the fields that it has. Raises BadRequest."""
+    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _tool(call.arguments)}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.name:
+        shown["name"] = message.name
+    return shown
 
 
 # ---- chat templates -----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from coordinator.serve.goal import TransformerModel, plan_request
 from coordinator.serve.kinds.accuracy import calibrate, choose_format, describe_choice
 from coordinator.serve.kinds.generation import GenerationRunner, TextModel, probe
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
+from coordinator.serve.kinds.prompts import TextTokenizer
 from coordinator.serve.kinds.sentences import SentenceTokenizer, mean_pool, pack_sequences, step_batches
 from coordinator.serve.kinds.text_threads import TextThreads
 from coordinator.serve.planning.planner_process import plans_or_errors, solve_transformer
@@ -55,6 +56,7 @@ class TransformerKind:
     ) -> None:
         self.model = model
         self.answers: AnswerKind = "text" if model.generation is not None else "vectors"
+        self.takes_tools = isinstance(model.tokenizer, TextTokenizer) and model.tokenizer.form.tools is not None
         self.context_tokens = model.generation.context if model.generation is not None else model.seq_len
         self.workload = block_workload(self.model.spec, self.model.seq_len, goal.deterministic)
         self.handlers: Mapping[type[wire.Message], RequestHandler] = {

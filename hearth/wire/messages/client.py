@@ -60,6 +60,7 @@ class Readiness(Message):
     state: Text
     model: Name
     answers: AnswerKind = ""
+    takes_tools: bool = False  # whether its chat template has calls of tools that the coordinator reads
     context_tokens: Annotated[int, Field(ge=0)] = 0  # of a prompt and its answer, or of a text to embed; 0: not known
 
 
@@ -93,11 +94,26 @@ class Vectors(Message):
     traces: tuple[DeviceTrace, ...] = Field(default=(), max_length=MAX_LIST_ITEMS, fail_fast=True)
 
 
+class ToolCall(WireModel):
+    """A model's call of a tool. `arguments` is a JSON object."""
+
+    id: Name
+    name: Name
+    arguments: Text
+
+
 class ChatMessage(WireModel):
-    """One message of a chat; `role` is a role of the chat template, such as "user"."""
+    """One message of a chat; `role` is a role of the chat template, such as "user".
+
+    An assistant's message may have called tools; the result of a call is a message of the role "tool" with its id.
+    """
 
     role: Name
     content: Text
+    reasoning: Text = ""
+    tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=128)
+    tool_call_id: Name = ""
+    name: Name = ""  # of the tool that answers
 
 
 class SamplingChoice(WireModel):
@@ -122,6 +138,10 @@ class Generate(ModelRequest):
     sampling: SamplingChoice = SamplingChoice()
     max_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None  # None: from generation_config.json, else 512
     stop: tuple[Text, ...] = Field(default=(), max_length=16)  # texts that end the answer and are not part of it
+    # Tools that the model may call: JSON objects as in OpenAI's API, which the chat template gets.
+    tools: tuple[Text, ...] = Field(default=(), max_length=256)
+    template_options: dict[Name, bool | int | float | Text] = Field(default={}, max_length=16)  # of the chat template
+    takes_parts: bool = False  # whether reasoning and calls of tools are parts of their own; with tools they always are
     # The tokens of this answer that arrived before the connection broke; the answer continues after them.
     generated: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(default=(), max_length=1 << 20)
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
@@ -132,16 +152,20 @@ class TextGenerated(Message):
 
     token_ids: tuple[int, ...] = Field(max_length=MAX_LIST_ITEMS, fail_fast=True)
     text: Text
+    reasoning: Text = ""
+    tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=128)  # that are complete now
 
 
 class TextEnded(Message):
-    """The end of an answer. `text` is the text that was still held back.
+    """The end of an answer. `text`, `reasoning` and `tool_calls` are what was still held back.
 
     `queued_seconds` is the time in the queue, `first_token_seconds` the time from there to the first token, and
     `decode_seconds` the time for all later tokens.
     """
 
     text: Text
+    reasoning: Text = ""
+    tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=128)
     reason: FinishReason
     num_prompt_tokens: Annotated[int, Field(ge=0)]
     num_tokens: Annotated[int, Field(ge=0)]

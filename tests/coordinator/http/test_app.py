@@ -141,7 +141,10 @@ def test_chat_in_both_forms() -> None:
         "prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4},
     }  # fmt: skip
     (given,) = home.asked
-    assert given["messages"] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Light?"}]
+    assert [(each["role"], each["content"]) for each in given["messages"]] == [
+        ("system", "Be kind."),
+        ("user", "Light?"),
+    ]
     assert (given["max_tokens"], given["stop"]) == (9, ("x",))
 
     streamed = ask("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}})
@@ -215,7 +218,9 @@ def test_client_that_goes_away_ends_the_answer(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "field"),
     [
-        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools"),
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools.0"),
+        ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
+        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
         ("/v1/chat/completions", {**CHAT, "n": 99}, 400, "n"),
         ("/v1/chat/completions", {**CHAT, "top_logprob": 1}, 400, "top_logprob"),
         ("/v1/chat/completions", {**CHAT, "model": "other"}, 404, "model"),
@@ -250,7 +255,7 @@ _VALUES = st.recursive(
 )
 _FIELDS = st.sampled_from(
     ["model", "messages", "prompt", "input", "n", "stream", "options", "max_tokens", "stop", "seed", "temperature", "system",
-     "role", "content", "dimensions", "stream_options", "tools", "raw", "name"]
+     "role", "content", "dimensions", "stream_options", "tools", "tool_choice", "think", "raw", "name"]
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.chat_models import SPECIAL, TEMPLATE, save_byte_level, write_config
+from support.chat_models import SPECIAL, TEMPLATE, TOOL_TEMPLATE, save_byte_level, write_config
 
 from coordinator.serve.kinds.prompts import (
     GenerationDefaults,
@@ -20,6 +20,7 @@ from coordinator.serve.kinds.prompts import (
     TextTokenizer,
     read_generation_defaults,
 )
+from hearth.client.answers import chat_message
 from hearth.errors import BadCheckpoint, BadRequest
 from hearth.wire.messages import ChatMessage, Sampling, SamplingChoice
 
@@ -175,6 +176,26 @@ def test_rendered_chats_equal_transformers(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(tmp_path)
     assert tokenizer.encode_chat(CHAT) == expected
     assert tokenizer.encode("hello world, not cut") == theirs("hello world, not cut")["input_ids"]
+
+
+def test_chats_with_tools_equal_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_config(
+        save_byte_level(tmp_path), chat_template=TOOL_TEMPLATE, bos_token="<s>", eos_token="</s>",
+        tokenizer_class="PreTrainedTokenizerFast",
+    )  # fmt: skip
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"on": True}}}
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "done", "tool_call_id": "1"},
+    ]
+    expected = theirs.apply_chat_template(messages, tools=[tool], add_generation_prompt=True, return_dict=False)
+    written = {**call, "function": {"name": "f", "arguments": '{"on": true}'}}
+    ours = [chat_message({**each, **({"tool_calls": [written]} if "tool_calls" in each else {})}) for each in messages]
+    assert TextTokenizer(tmp_path).encode_chat(ours, [json.dumps(tool)]) == expected
 
 
 @pytest.mark.parametrize(
