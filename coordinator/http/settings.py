@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from pydantic import BaseModel, Field
+
+from hearth.errors import BadSetting
 
 HTTP_PORT = 47880  # default
 
@@ -18,3 +22,9 @@ class HttpSettings(BaseModel, frozen=True):
     allowed_hosts: tuple[str, ...] = ()  # names under which browsers may ask for it, besides those of `hosts`
     certificate: str | None = None  # PEM files: with both, the gateway speaks TLS
     private_key: str | None = None
+
+
+def check_installed() -> None:
+    """Raises BadSetting if the packages of the gateway are not installed."""
+    if find_spec("uvicorn") is None or find_spec("starlette") is None:
+        raise BadSetting(setting="gateway", reason="it needs more packages: pip install 'hearth[gateway]'")

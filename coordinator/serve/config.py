@@ -50,6 +50,9 @@ class CoordinatorSettings(BaseModel):
     # Off: workers exchange activations unencrypted, authenticated only by a random plan token. For measurements.
     encrypt_data_plane: bool = True
 
+    # Address on which an HTTP gateway answers OpenAI's and Ollama's APIs: "host[:port]"; empty: none.
+    http: str = ""
+
     # Follow the leading coordinator of this home, and take over when it is gone.
     standby: bool = False
     # Addresses of coordinators to follow, separated by commas; empty: found over mDNS.

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from coordinator.devices.silences import SilenceFile
 from coordinator.models.graph_file import GraphFile
 from coordinator.serve.clients.client_port import ClientPort
 from coordinator.serve.clients.disclosure import error_for_app, response_for_app
+from coordinator.serve.clients.http_gateway import keep_http_gateway
 from coordinator.serve.clients.key_registry import KeyRegistry
 from coordinator.serve.clients.repeats import RepeatedChanges
 from coordinator.serve.clients.trust import Trust
@@ -146,10 +147,12 @@ class Service:
             proofs = {f"the deployment {name}": each.has_worked for name, each in self._controllers.items()}
             proofs["the client port"] = port.has_worked
             watchdog = asyncio.create_task(notifier.keep_alive(self._status_line, proofs))
-            background = [
+            background: list[Coroutine[Any, Any, object]] = [
                 self._save_later(), self._leadership.run(), self._watch_disk(), self._hand_over.accepted.wait(),
                 self._silences.keep(self._fleet.devices),
             ]  # fmt: skip
+            if self._settings.http:
+                background.append(keep_http_gateway(self._settings, self._trust, port.port, self._services.report))
             futures: set[asyncio.Future[Any]] = {serving, watchdog, *map(asyncio.ensure_future, background)}
             try:
                 done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -151,9 +151,9 @@ class TestHome:
     def wait(self, name: str, seconds: float = 30.0) -> int:
         return self._processes[name].wait(seconds)
 
-    def port(self, name: str) -> int:
+    def port(self, name: str, http: bool = False) -> int:
         """The port that a program listens on, according to its log; after a restart, the new one."""
-        pattern = r"(?:control port|listening on port|listening on https?://[\w.\[\]:]+:)\s*(\d+)"
+        pattern = r"listening on https?://\S+:(\d+)" if http else r"(?:control|listening on) port (\d+)"
 
         def found() -> list[str]:
             output = self.log_of_run(name)

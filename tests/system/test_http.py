@@ -58,13 +58,18 @@ def new_token(home: TestHome, name: str) -> str:
 def asked(
     home: TestHome, method: str, path: str, token: str | None = None, body: object = None
 ) -> Iterator[HTTPResponse]:
-    connection = HTTPConnection(LOOPBACK, home.port("gateway"), timeout=60)
+    connection = HTTPConnection(LOOPBACK, home.port(gateway_of(home), http=True), timeout=60)
     headers = {"authorization": f"Bearer {token}"} if token is not None else {}
     try:
         connection.request(method, path, json.dumps(body) if body is not None else None, headers)
         yield connection.getresponse()
     finally:
         connection.close()
+
+
+def gateway_of(home: TestHome) -> str:
+    """The program whose log has the gateway's port."""
+    return "gateway" if home.runs("gateway") else "coordinator"
 
 
 class Answer:
@@ -190,9 +195,17 @@ def caller(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory)
     """A home whose model calls a tool."""
     model_dir = tmp_path_factory.mktemp("models") / "caller"
     save_scripted_chat(model_dir, '{"name": "turn_on", "arguments": {"name": "kitchen"}}', "The light is on.")
-    with home_of("a", tmp_path_factory.mktemp("home"), model_dir, profiles, "--context", "320") as home:
+    with home_of(
+        "a",
+        tmp_path_factory.mktemp("home"),
+        model_dir,
+        profiles,
+        "--context",
+        "320",
+        "--http",
+        f"{LOOPBACK}:0",
+    ) as home:
         home.ready().close()
-        home.start_gateway()
         wait_for("the gateway", lambda: ask(home, "GET", "/health").status == 200)
         yield home
 

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,7 @@ import typer
 
 from coordinator.cli.options import AddressOption, InterfacesOption, KeyPathOption, interface_list
 from coordinator.cli.output import report
-from coordinator.http.settings import HTTP_PORT, HttpSettings
+from coordinator.http.settings import HTTP_PORT, HttpSettings, check_installed
 from hearth.client.sync import connect
 from hearth.errors import BadRequest, BadSetting, KeyMissing
 from hearth.platform import security
@@ -35,8 +34,7 @@ def gateway(
     key: KeyPathOption = None,
 ) -> None:
     """Answer OpenAI's and Ollama's APIs over HTTP until stopped. Clients need a token: `hearth key add-app NAME --token`."""
-    if find_spec("uvicorn") is None or find_spec("starlette") is None:
-        raise BadSetting(setting="gateway", reason="it needs more packages: pip install 'hearth[gateway]'")
+    check_installed()
     if (certificate is None) != (private_key is None):
         raise BadSetting(setting="--certificate", reason="--certificate and --private-key belong together")
     for option, path in (("--certificate", certificate), ("--private-key", private_key)):

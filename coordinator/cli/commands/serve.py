@@ -13,7 +13,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from coordinator.cli import options
 from coordinator.cli.goals import goal_from_options
 from coordinator.cli.output import err, report
+from coordinator.http.settings import check_installed
 from coordinator.models.file_kinds import read_json_file, why_wrong_kind
+from coordinator.serve.clients.http_gateway import http_address
 from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.roles import run_coordinator
 from coordinator.serve.state import Goal
@@ -62,6 +64,13 @@ def serve(
     limit: options.LimitOption = [],  # noqa: B006
     min_devices: Annotated[int | None, typer.Option(help="Wait until this many devices are present.")] = None,
     port: Annotated[int | None, typer.Option(help="TCP port for clients (default 47830; 0: any free port).")] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            help="Also answer OpenAI's and Ollama's APIs over HTTP at this address, say 127.0.0.1 (port 47880).",
+            metavar="HOST[:PORT]",
+        ),
+    ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Directory of the coordinator's state.")] = None,
     name: Annotated[str | None, typer.Option(help="Display name of the coordinator.")] = None,
     encrypt_data_plane: Annotated[
@@ -85,8 +94,21 @@ def serve(
     key: options.KeyPathOption = None,
 ) -> None:
     """Serve a model on the devices of this home until stopped. Without MODEL, serve the last one again."""
-    own = ("port", "state_dir", "name", "min_devices", "mdns_interfaces", "encrypt_data_plane", "standby", "leader")
+    own = (
+        "port",
+        "http",
+        "state_dir",
+        "name",
+        "min_devices",
+        "mdns_interfaces",
+        "encrypt_data_plane",
+        "standby",
+        "leader",
+    )
     settings = load_coordinator_settings({"devices": static, **{each: command.params[each] for each in own}})
+    if settings.http:
+        check_installed()
+        http_address(settings.http)
     home = resolve_credential(key)
     if not isinstance(home, HomeKey):
         raise BadKey(source=str(key or "the key file"), reason="a coordinator needs the home key")

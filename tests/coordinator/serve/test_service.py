@@ -43,7 +43,8 @@ def service_in(folder: Path) -> Service:
     service._controllers["default"] = cast(
         Any,
         SimpleNamespace(
-            name="default", kind=SimpleNamespace(handlers={type(QUESTION): answer}), state="adopting",
+            name="default", state="adopting",
+            kind=SimpleNamespace(handlers={type(QUESTION): answer}, answers="text", takes_tools=False, context_tokens=64),
             lifecycle=SimpleNamespace(phase="adopting"), goal=SimpleNamespace(path="m"),
         ),
     )  # fmt: skip
