@@ -41,9 +41,12 @@ def prompt_seconds(layout: PlanLayout, step_seconds: float) -> float:
 
 def request_seconds(plan: TransformerPlan) -> float:
     """The seconds by which plans are compared: one step, or, for a decoder, a whole request of the expected length."""
-    if plan.body.generation is None:
-        return plan.predicted.latency_seconds
-    return plan.predicted.prompt_seconds + decoding_seconds(plan)
+    generation, predicted = plan.body.generation, plan.predicted
+    if generation is None:
+        return predicted.latency_seconds
+    # A plan of an earlier version has no time of the prompt: then a multiple of its first step.
+    scaled = predicted.latency_seconds * (generation.prompt_tokens or plan.body.seq_len) / plan.body.seq_len
+    return (predicted.prompt_seconds or scaled) + decoding_seconds(plan)
 
 
 def decoding_seconds(plan: TransformerPlan) -> float:
