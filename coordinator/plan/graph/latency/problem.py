@@ -92,6 +92,10 @@ class PlacementProblem:
     def successors(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(sorted({t for f in flows for t in self.flows[f].targets})) for flows in self.outgoing)
 
+    def contends(self, flow: int) -> bool:
+        """Whether transfers of the flow keep channels busy."""
+        return self.congestion and any(map(any, self.flows[flow].seconds))
+
     def used_bytes(self, assignment: Sequence[int]) -> tuple[int, ...]:
         """Bytes that each device holds."""
         used = [0] * self.num_devices

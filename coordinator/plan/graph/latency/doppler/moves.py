@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from random import Random
 from typing import NamedTuple, TypeVar
@@ -13,11 +13,12 @@ from ortools.graph.python import linear_sum_assignment
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
 
-_NEAR = 30  # positions in the order; operators swap devices, and change their position, within this distance
+_NEAR = 30  # positions in the order; operators swap devices, and items change their position, within this distance
 _POSITION_DRAWS = 4
+_ABSENT = -1  # position of a transfer that the order does not list
 _PROPOSED_SHARE = 0.5  # of devices that are drawn from the given probabilities; the others are uniform
 # How often each move is drawn, relative to the others.
-_ONE, _WITH_NEIGHBOUR, _SWAP, _REORDER = 3, 2, 1, 3
+_ONE, _WITH_NEIGHBOUR, _SWAP, _REORDER = 3, 2, 1, 6
 _GROUP_SHARE = 0.01  # of moves permute a group: they cost as much as ten others
 _COST_STEPS = 1_000_000  # the assignment problem of a group has integer costs
 
@@ -25,15 +26,19 @@ T = TypeVar("T")
 
 
 class Move(NamedTuple):
-    """Some operators change their devices, or one operator its position in the order."""
+    """Some operators change their devices, or one item its position in the order."""
 
-    devices: Sequence[tuple[int, int]]  # operators with their new devices
+    devices: Mapping[int, int]  # operators with their new devices
     order: list[int] | None  # the new order, if it changes
     first: int  # the first position that changes
+    removed: Sequence[int] = ()  # transfers that are in the old order only
 
 
 class MoveGenerator:
-    """The current solution, and random moves from it. Moves keep the order topological; memory is not looked at."""
+    """The current solution, and random moves from it. Moves keep the order topological; memory is not looked at.
+
+    The order lists operators and transfers by their numbers (`numbered`), and a move keeps it complete.
+    """
 
     def __init__(
         self,
@@ -45,7 +50,10 @@ class MoveGenerator:
     ) -> None:
         self.assignment, self.order = assignment, order
         self._problem, self._random = problem, rng.random
-        self._position = [0] * len(order)
+        self._n, self._num_devices = problem.num_operators, problem.num_devices
+        self._contends = [problem.contends(flow) for flow in range(len(problem.flows))]
+        self._has_transfers = any(self._contends)
+        self._position = [_ABSENT] * (self._n + len(problem.flows) * self._num_devices)  # by item
         self._renumber(0)
         self._neighbours = [
             before + after for before, after in zip(problem.predecessors, problem.successors, strict=True)
@@ -65,12 +73,14 @@ class MoveGenerator:
             return self._permute_group()
         return self._choice(self._kinds)()
 
-    def accept(self, assignment: list[int], order: list[int], first: int) -> None:
-        """Replace the solution by one whose order differs only from position `first` on."""
-        changed = order is not self.order
-        self.assignment, self.order = assignment, order
-        if changed:
-            self._renumber(first)
+    def accept(self, assignment: list[int], move: Move) -> None:
+        """Replace the solution by that of the move."""
+        self.assignment = assignment
+        if move.order is not None:
+            for item in move.removed:
+                self._position[item] = _ABSENT
+            self.order = move.order
+            self._renumber(move.first)
 
     def _renumber(self, first: int) -> None:
         for index in range(first, len(self.order)):
@@ -78,6 +88,9 @@ class MoveGenerator:
 
     def _choice(self, items: Sequence[T]) -> T:
         return items[int(self._random() * len(items))]
+
+    def _operator(self) -> int:
+        return int(self._random() * self._n)
 
     def _device(self, operator: int) -> int:
         """A proposed device."""
@@ -87,12 +100,12 @@ class MoveGenerator:
         return int(self._random() * self._problem.num_devices)
 
     def _move_one(self) -> Move | None:
-        operator = self._choice(self.order)
+        operator = self._operator()
         return self._placed((operator,), (self._device(operator),))
 
     def _move_with_neighbour(self) -> Move | None:
         """Move a producer and a consumer to one device."""
-        operator = self._choice(self.order)
+        operator = self._operator()
         if not self._neighbours[operator]:
             return None
         device = self._device(operator)
@@ -100,34 +113,66 @@ class MoveGenerator:
 
     def _swap(self) -> Move | None:
         """Swap the devices of two operators that are near each other in the order."""
-        a = self._choice(self.order)
+        a = self._operator()
         near = self._position[a] + int(self._random() * (2 * _NEAR + 1)) - _NEAR
         b = self.order[min(max(near, 0), len(self.order) - 1)]
+        if b >= self._n:
+            return None
         return self._placed((a, b), (self.assignment[b], self.assignment[a]))
 
     def _reorder(self) -> Move | None:
-        """Move an operator to another position between its predecessors and its successors, if it can to one of its device.
+        """Move an item to another position between those before and after it, if it can to one with the same resource.
 
-        Passing operators of other devices changes the order of transfers at most, and mostly nothing.
+        Passing items of other resources changes nothing.
         """
-        operator = self._choice(self.order)
-        old = self._position[operator]
+        item, position = self._choice(self.order), self._position
+        old = position[item]
         earliest, latest = max(old - _NEAR, 0), min(old + _NEAR, len(self.order) - 1)
-        for before in self._problem.predecessors[operator]:
-            earliest = max(earliest, self._position[before] + 1)
-        for after in self._problem.successors[operator]:
-            latest = min(latest, self._position[after] - 1)
-        if earliest == latest:
+        before, after = self._bounds(item)
+        for each in before:
+            if position[each] >= earliest:
+                earliest = position[each] + 1
+        for each in after:
+            if 0 <= position[each] <= latest:
+                latest = position[each] - 1
+        if earliest >= latest:
             return None
         for _ in range(_POSITION_DRAWS):
             new = earliest + int(self._random() * (latest - earliest))
             new += new >= old
-            if self.assignment[self.order[new]] == self.assignment[operator]:
+            if self._compete(item, self.order[new]):
                 break
         order = self.order[:]
         del order[old]
-        order.insert(new, operator)
-        return Move((), order, min(old, new))
+        order.insert(new, item)
+        return Move({}, order, min(old, new))
+
+    def _bounds(self, item: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The items that must run before this one, and after it; some of them may be absent."""
+        problem, n, num_devices = self._problem, self._n, self._num_devices
+        if item >= n:
+            index, device = divmod(item - n, num_devices)
+            flow = problem.flows[index]
+            return (flow.source,), [target for target in flow.targets if self.assignment[target] == device]
+        before, after = problem.predecessors[item], problem.successors[item]
+        if not self._has_transfers:
+            return before, after
+        device = self.assignment[item]
+        return (
+            [*before, *(n + index * num_devices + device for index in problem.incoming[item])],
+            [*after, *(n + index * num_devices + k for index in problem.outgoing[item] for k in range(num_devices))],
+        )
+
+    def _compete(self, item: int, other: int) -> bool:
+        """Whether both are operators on one device, or transfers with a common side."""
+        n = self._n
+        if item < n or other < n:
+            return item < n and other < n and self.assignment[item] == self.assignment[other]
+        ours, theirs = divmod(item - n, self._num_devices), divmod(other - n, self._num_devices)
+        if ours[1] == theirs[1]:
+            return True
+        flows, assignment = self._problem.flows, self.assignment
+        return assignment[flows[ours[0]].source] == assignment[flows[theirs[0]].source]
 
     def _permute_group(self) -> Move | None:
         """Permute the devices of a group: the least transfer time to and from all others, with random noise."""
@@ -158,14 +203,59 @@ class MoveGenerator:
         return seconds
 
     def _placed(self, operators: Sequence[int], devices: Sequence[int]) -> Move | None:
-        changes = [
-            (operator, device)
+        changes = {
+            operator: device
             for operator, device in zip(operators, devices, strict=True)
             if self.assignment[operator] != device
-        ]
+        }
         if not changes:
             return None
-        return Move(changes, None, min(self._position[operator] for operator, _ in changes))
+        first = min(self._position[operator] for operator in changes)
+        return self._with_transfers(Move(changes, None, first)) if self._has_transfers else Move(changes, None, first)
+
+    def _with_transfers(self, move: Move) -> Move:
+        """The move with the transfers that it needs, in the places of those that it does not need any more."""
+        problem, changes, position, n = self._problem, move.devices, self._position, self._n
+        assignment, num_devices = self.assignment, self._num_devices
+        affected = {
+            f for each in changes for f in (*problem.incoming[each], *problem.outgoing[each]) if self._contends[f]
+        }
+        order, first, removed = self.order, move.first, list[int]()
+        edits: list[tuple[int, int]] = []  # position and the transfer to insert before it; _ABSENT to delete it
+        for index in affected:
+            flow, offset = problem.flows[index], n + index * num_devices
+            source = changes.get(flow.source, assignment[flow.source])
+            consumers: dict[int, int] = {}  # by device, the first position of a consumer
+            for target in flow.targets:
+                device, there = changes.get(target, assignment[target]), position[target]
+                if device != source and there < consumers.get(device, there + 1):
+                    consumers[device] = there
+            listed = [k for k in range(num_devices) if position[offset + k] != _ABSENT]
+            missing = [k for k in consumers if k not in listed]
+            for k in listed:
+                there = position[offset + k]
+                if k in consumers:
+                    if there > consumers[k]:
+                        edits += [(there, _ABSENT), (consumers[k], offset + k)]
+                    continue
+                first = min(first, there)
+                removed.append(offset + k)
+                if missing and there < consumers[missing[-1]]:
+                    if order is self.order:
+                        order = order[:]
+                    order[there] = offset + missing.pop()
+                else:
+                    edits.append((there, _ABSENT))
+            edits += [(consumers[k], offset + k) for k in missing]
+        if edits and order is self.order:
+            order = order[:]
+        for there, item in sorted(edits, reverse=True):
+            if item == _ABSENT:
+                del order[there]
+            else:
+                order.insert(there, item)
+                first = min(first, there)
+        return move._replace(order=order if order is not self.order else None, first=first, removed=removed)
 
 
 def interchangeable_operators(problem: PlacementProblem) -> list[tuple[int, ...]]:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.placement_problems import problems
 
 from coordinator.models.ordering import topological_order
-from coordinator.plan.graph.latency.evaluator import Evaluator, IncrementalEvaluator
+from coordinator.plan.graph.latency.evaluator import Evaluator, IncrementalEvaluator, named, numbered
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.plan.graph.latency.schedule import best_schedule, schedule
+from coordinator.plan.graph.latency.schedule import Send, best_schedule, schedule, with_required_sends
 
 
 def random_solution(problem: PlacementProblem, rng: Random) -> tuple[list[int], list[int]]:
@@ -29,6 +29,12 @@ def test_makespans_equal_those_of_the_schedules(problem: PlacementProblem, rng: 
     evaluator = Evaluator(problem)
     assert evaluator.in_order(assignment, order) == schedule(problem, assignment, order, in_order=True).makespan
     assert evaluator.makespan(assignment, order) == best_schedule(problem, assignment, order).makespan
+    items = with_required_sends(problem, assignment, schedule(problem, assignment, order).order)
+    transfers = numbered(problem, assignment, items)
+    assert evaluator.in_order(assignment, transfers) == schedule(problem, assignment, items, in_order=True).makespan
+    assert named(problem, transfers) == [
+        item for item in items if not isinstance(item, Send) or problem.contends(item.flow)
+    ]
     rng.shuffle(order)  # work-conserving schedules take any order of priorities
     assert evaluator.work_conserving(assignment, order) == schedule(problem, assignment, order).makespan
 

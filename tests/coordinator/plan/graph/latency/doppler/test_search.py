@@ -17,11 +17,12 @@ from support.schedule_checker import violations
 
 from coordinator.plan.graph.latency.doppler.moves import MoveGenerator, interchangeable_operators
 from coordinator.plan.graph.latency.doppler.search import improve
+from coordinator.plan.graph.latency.evaluator import named, numbered
 from coordinator.plan.graph.latency.heft import heft
 from coordinator.plan.graph.latency.memory_ledger import MemoryLedger
 from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import FloatTable, Flow, PlacementProblem
-from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
+from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule
 from hearth.errors import NoPlacement
 
 
@@ -108,31 +109,35 @@ def test_ledger_equals_the_bytes_of_the_assignment(problem: PlacementProblem, rn
 
 @settings(max_examples=10)
 @given(problems(most=6), st.randoms(use_true_random=False))
-def test_moves_keep_the_order_topological(problem: PlacementProblem, rng: Random) -> None:
-    solution = MoveGenerator(problem, [0] * problem.num_operators, list(range(problem.num_operators)), rng)
+def test_moves_keep_the_order_topological_and_list_what_must_be_sent(problem: PlacementProblem, rng: Random) -> None:
+    assignment = [rng.randrange(problem.num_devices) for _ in problem.operators]
+    order = numbered(problem, assignment, range(problem.num_operators))
+    solution = MoveGenerator(problem, assignment, order, rng)
     for _ in range(30):
         move = solution.draw()
         if move is None:
             continue
-        assert all(solution.assignment[operator] != device for operator, device in move.devices)
-        assert move.devices or move.order != solution.order
-        order = solution.order if move.order is None else move.order
-        position = {operator: index for index, operator in enumerate(order)}
-        assert len(position) == problem.num_operators
-        assert all(position[a] < position[b] for b, before in enumerate(problem.predecessors) for a in before)
-        assert order[: move.first] == solution.order[: move.first]
-        assert all(position[operator] >= move.first for operator, _ in move.devices)
-        assignment = list(solution.assignment)
-        for operator, device in move.devices:
+        before, assignment = solution.order, list(solution.assignment)
+        assert all(assignment[operator] != device for operator, device in move.devices.items())
+        assert move.devices or move.order != before
+        for operator, device in move.devices.items():
             assignment[operator] = device
-        solution.accept(assignment, order, move.first)
+        solution.accept(assignment, move)
+        order = solution.order
+        assert order == numbered(problem, assignment, named(problem, order))
+        assert order[: move.first] == before[: move.first]
+        position = {item: index for index, item in enumerate(order)}
+        assert all(position[operator] >= move.first for operator in move.devices)
+        assert all(position[a] < position[b] for b, before in enumerate(problem.predecessors) for a in before)
+        sends = [(item, index) for index, item in enumerate(named(problem, order)) if isinstance(item, Send)]
+        assert all(position[problem.flows[send.flow].source] < index for send, index in sends)
 
 
 def test_devices_are_proposed_with_the_given_probabilities() -> None:
     problem = two_layers(2)
     solution = MoveGenerator(problem, [0] * 4, list(range(4)), Random(0), [[0.0, 1.0], *[[1.0, 0.0]] * 3])
     drawn = [solution.draw() for _ in range(3000)]
-    moved = [move.devices[0][0] for move in drawn if move is not None and len(move.devices) == 1]
+    moved = [next(iter(move.devices)) for move in drawn if move is not None and len(move.devices) == 1]
     # Uniform proposals move each operator to device 1 equally often; operator 0 gets those of the table, too.
     assert moved.count(0) > 1.5 * moved.count(1)
 
@@ -145,7 +150,7 @@ def test_group_is_permuted_to_where_its_inputs_are() -> None:
     for _ in range(2000):
         move = solution.draw()
         if move is not None and len(move.devices) == 4:
-            assert dict(move.devices) in ({0: 1, 1: 0, 2: 1, 3: 0}, {4: 0, 5: 1, 6: 0, 7: 1})
+            assert move.devices in ({0: 1, 1: 0, 2: 1, 3: 0}, {4: 0, 5: 1, 6: 0, 7: 1})
             break
     else:
         raise AssertionError("no group was permuted")
