@@ -110,7 +110,9 @@ def test_search_ends_at_a_proven_optimum() -> None:
 
 def test_same_seed_gives_the_same_runs() -> None:
     starts = lists(UNEVEN)[-1:]
-    first, second = (list(Annealing(UNEVEN, starts, Random(3), lambda: 0.0, NEVER).run(2000)) for _ in range(2))
+    first, second = (
+        list(Annealing(UNEVEN, starts, Random(3), lambda: 0.0, NEVER).explore(2000, NEVER)) for _ in range(2)
+    )
     assert first == second
     assert first[0].makespan < starts[0].makespan
 
@@ -122,14 +124,29 @@ def test_search_ends_at_its_deadline() -> None:
     assert clock.now <= 12
 
 
-def test_annealing_goes_on_from_a_better_schedule_and_leaves_starts_that_are_far_behind() -> None:
-    slow, slower = (Start(best_schedule(UNEVEN, (0, 0, 0, 0, 1, device), range(6))) for device in (1, 0))
-    slower = slower._replace(schedule=best_schedule(UNEVEN, (0,) * 6, range(6)))
+def test_annealing_explores_from_its_starts_again_but_for_those_that_are_far_behind() -> None:
+    slow = Start(best_schedule(UNEVEN, (0, 0, 0, 0, 1, 1), range(6)))
+    slower = Start(best_schedule(UNEVEN, (0,) * 6, range(6)))
     assert slower.makespan == 12.0 > 1.05 * slow.makespan
     annealing = Annealing(UNEVEN, [slower, slow], Random(0), lambda: 0.0, NEVER)
-    optimum = best_schedule(UNEVEN, (0, 0, 1, 1, 1, 0), range(6))
-    annealing.include(optimum)
-    assert list(annealing.run(1)) == [optimum]
+    assert list(annealing.explore(0, NEVER)) == [slower.schedule, slow.schedule]
+    assert list(annealing.explore(0, 9.0)) == [slow.schedule]
+    assert list(annealing.explore(0, 9.0)) == []
+
+
+def test_annealing_refines_a_schedule() -> None:
+    annealing = Annealing(UNEVEN, [], Random(0), lambda: 0.0, NEVER)
+    slow, optimum = (best_schedule(UNEVEN, (0, 0, 1, 1, device, 0), range(6)) for device in (0, 1))
+    assert annealing.refine(slow, 2000).makespan == optimum.makespan == 6.0 < slow.makespan
+    assert annealing.refine(optimum, 1) == optimum
+
+
+def test_runs_share_the_time_that_is_left() -> None:
+    clock = StepClock()
+    starts = lists(UNEVEN)[:2]
+    annealing = Annealing(UNEVEN, starts, Random(0), clock, 90.0)
+    ends = [round(clock.now) for _ in annealing.explore(10**9, NEVER)]
+    assert ends[0] < 40 < ends[1] < 70
 
 
 def test_windows_improve_a_schedule_and_end_when_none_does() -> None:
