@@ -32,7 +32,7 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
     objective = options["objective"] or "latency"
     REGISTRY["transformer" if kind == "transformer" else "graph"].check(options["strategy"], objective)
     for name, allowed in _CHOICES.items():
-        if options[name] not in allowed:
+        if options[name] is not None and options[name] not in allowed:
             raise BadSetting(
                 setting=f"--{name.replace('_', '-')}", reason=f"'{options[name]}' is none of {', '.join(allowed)}"
             )

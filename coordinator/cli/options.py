@@ -120,11 +120,11 @@ NoKvCopiesOption = Annotated[
     ),
 ]
 KvCacheOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--kv-cache",
-        help="(decoder) Number format of keys and values: float32, bfloat16 (half the memory) or int8 (about a quarter). "
-        "They are converted in every step, so a long context is slower than in float32.",
+        help="(decoder) Number format of keys and values: float32, bfloat16 (half the memory) or int8 (about a quarter; "
+        "converted in every step, so a long context is slower). Default: float32 with --weights float32, else bfloat16.",
         metavar="FORMAT",
     ),
 ]

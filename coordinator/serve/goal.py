@@ -51,7 +51,9 @@ def open_model(goal: Goal) -> TransformerModel | GraphFile:
 def open_transformer(goal: TransformerGoal) -> TransformerModel:
     """Read config and tokenizer. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
     directory = Path(goal.model_dir)
-    spec = read_spec(directory).model_copy(update={"weights": goal.weights, "kv_cache": goal.kv_cache})
+    kv_cache = goal.kv_cache or ("float32" if goal.weights == "float32" else "bfloat16")
+    spec = read_spec(directory)
+    spec = spec.model_copy(update={"weights": goal.weights, "kv_cache": kv_cache if spec.causal else "float32"})
     generation = _generation_request(goal, spec)
     max_seq_len = generation.context if generation else spec.max_positions
     seq_len = min(goal.seq_len or DEFAULT_SEQ_LEN, max_seq_len)
@@ -69,7 +71,7 @@ def _generation_request(goal: TransformerGoal, spec: ModelSpec) -> GenerationReq
         given = (
             ("--context", goal.context),
             ("--sequences", goal.sequences),
-            ("--kv-cache", goal.kv_cache != "float32"),
+            ("--kv-cache", goal.kv_cache not in (None, "float32")),
         )
         for option, value in given:
             if value:

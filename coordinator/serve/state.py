@@ -48,7 +48,7 @@ class TransformerGoal(_Goal):
     context: int | None = Field(default=None, ge=1, le=1 << 24)
     sequences: int | None = Field(default=None, ge=1, le=4096)
     kv_copies: bool = True  # whether devices with room keep copies of each other's KV caches
-    kv_cache: KvFormat = "float32"  # format of keys and values in the KV cache
+    kv_cache: KvFormat | None = None  # format of keys and values in the KV cache; None: that of activations
     shared_prefixes: bool = False  # whether apps share the KV cache of equal prefixes
     weights: WeightFormat = "float32"  # format of matrices in the devices' memory
     deterministic: bool = False  # whether each matrix has one kernel for all numbers of rows

@@ -44,7 +44,17 @@ def causal_attention(q_gesd: Tensor, keys_and_values: KeysAndValues, first: int,
 
 
 def _attention_of_one_row(q_ge1d: Tensor, pieces: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention of one query, which sees all keys: [g,e,1,d]. Pieces of the KV cache are read where they are."""
+    """Attention of one query, which sees all keys: [g,e,1,d]. Pieces of the KV cache are read where they are.
+
+    With keys in bfloat16, the query and the softmax's numerators are rounded to bfloat16 too; sums are in float32.
+    """
+    if pieces[0][0].dtype == torch.bfloat16:
+        q_g1ed = q_ge1d.transpose(1, 2).bfloat16()  # as rows of one head, which read its keys and values once
+        (context, lse), *others = (_fused(q_g1ed, k, v) for k, v in pieces)
+        context = context.float()
+        for other, other_lse in others:
+            _merge(context, lse, other.float(), other_lse)
+        return context.transpose(1, 2)
     q = q_ge1d.squeeze(2) * q_ge1d.shape[-1] ** -0.5
     weights = torch.cat([q @ k.transpose(1, 2) for k, _ in pieces], dim=2).softmax(dim=2)
     parts = weights.split([k.shape[1] for k, _ in pieces], dim=2)
@@ -73,11 +83,9 @@ def _attention_of_block(q_gesd: Tensor, keys_and_values: KeysAndValues, first: i
 
 
 def _joined(pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Keys and values [g,n,d] of pieces that follow each other."""
-    if len(pieces) == 1:
-        return pieces[0]
-    k, v = (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
-    return k, v
+    """Keys and values [g,n,d] of pieces that follow each other, in float32."""
+    k, v = pieces[0] if len(pieces) == 1 else (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
+    return k.float(), v.float()
 
 
 def _fused(q_gesd: Tensor, k_gnd: Tensor, v_gnd: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:

@@ -51,11 +51,11 @@ def to_format(rows: Tensor, kind: KvFormat) -> Tensor:
 
 
 def from_format(stored: Tensor, kind: KvFormat) -> Tensor:
-    """Convert rows back to float32."""
+    """Rows as numbers: int8 is converted to float32; other formats stay as they are, without a copy."""
     if kind == "float32":
         return stored
     if kind == "bfloat16":
-        return stored.view(torch.bfloat16).float()
+        return stored.view(torch.bfloat16)
     values, scales = stored[..., :-4], stored[..., -4:].contiguous().view(torch.float32)
     return values.view(torch.int8) * scales
 
@@ -126,9 +126,9 @@ class SequenceCache:
             first = rows.stop
 
     def keys_and_values(self, layer: int, rows: Span) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of the rows in float32: pairs of [kv heads, some rows, head_dim], which follow each other.
+        """Keys and values of the rows: pairs of [kv heads, some rows, head_dim], which follow each other.
 
-        They are views of a memory in float32, unless many blocks are scattered.
+        In bfloat16 if the cache is in it, else in float32. Except of int8, they are views, unless many blocks are scattered.
         """
         keys, values = self._memory.values[layer - self.block.layers.start]
         runs = self._slices(rows)

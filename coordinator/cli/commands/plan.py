@@ -59,7 +59,7 @@ def plan(
     context: options.ContextOption = None,
     sequences: options.SequencesOption = None,
     no_kv_copies: options.NoKvCopiesOption = False,
-    kv_cache: options.KvCacheOption = "float32",
+    kv_cache: options.KvCacheOption = None,
     weights: options.WeightsOption = "float32",
     deterministic: options.DeterministicOption = False,
     wire: options.WireOption = "exact",

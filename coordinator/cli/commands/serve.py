@@ -46,7 +46,7 @@ def serve(
     context: options.ContextOption = None,
     sequences: options.SequencesOption = None,
     no_kv_copies: options.NoKvCopiesOption = False,
-    kv_cache: options.KvCacheOption = "float32",
+    kv_cache: options.KvCacheOption = None,
     shared_prefixes: options.SharedPrefixesOption = False,
     weights: options.WeightsOption = "float32",
     deterministic: options.DeterministicOption = False,

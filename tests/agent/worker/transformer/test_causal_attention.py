@@ -51,3 +51,13 @@ def test_earlier_keys_are_read_in_pieces_of_bounded_size() -> None:
     keys = Keys(3000)
     attention.causal_attention(torch.randn(GROUPS, HEADS, 100, HEAD_DIM), keys, 2900, None)
     assert sorted(keys.read) == [Span(0, 1024), Span(1024, 2048), Span(2048, 2900), Span(2900, 3000)]
+
+
+def test_keys_in_bfloat16_are_attended_to_where_they_are() -> None:
+    keys = Keys(300)
+    q = torch.randn(GROUPS, HEADS, 1, HEAD_DIM, generator=torch.Generator().manual_seed(7))
+    expected = attention.causal_attention(q, keys, 299, None)
+    keys.k, keys.v = keys.k.bfloat16(), keys.v.bfloat16()
+    found = attention.causal_attention(q, keys, 299, None)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)

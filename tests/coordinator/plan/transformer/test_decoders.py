@@ -509,7 +509,19 @@ def test_goal_sets_context_and_sequences(tmp_path: Path) -> None:
     for option, value in (("context", 2), ("sequences", 2), ("kv_cache", "int8")):
         with pytest.raises(BadSetting, match="generates no text"):
             open_transformer(TransformerGoal.model_validate({"model_dir": str(encoder), option: value}))
-    assert open_transformer(asked.model_copy(update={"kv_cache": "int8"})).spec.kv_cache == "int8"
+    expected = {
+        "float32": "float32",
+        "bfloat16": "bfloat16",
+        "float16": "bfloat16",
+        "int8": "bfloat16",
+        "int4": "bfloat16",
+    }
+    for weights, kv_cache in expected.items():
+        chosen = asked.model_copy(update={"weights": weights})
+        assert open_transformer(chosen).spec.kv_cache == kv_cache
+        assert open_transformer(chosen.model_copy(update={"kv_cache": "int8"})).spec.kv_cache == "int8"
+    of_encoder = TransformerGoal(model_dir=str(encoder), weights="int8")
+    assert open_transformer(of_encoder).spec.kv_cache == "float32"
     with pytest.raises(ValidationError):
         TransformerGoal(model_dir="/m", sequences=0)
 
