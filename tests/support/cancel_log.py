@@ -1,4 +1,7 @@
-"""What a rank's debug log says about cancelled sequences: the facts of `agent.worker.transformer.generation.facts`."""
+"""What a rank's debug log says about cancelled sequences and the KV cache.
+
+Read from the facts of `agent.worker.transformer.generation.facts`.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,26 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from agent.worker.transformer.generation.facts import FACT_PREFIX, Fact, SequenceCancelled, SequenceResumed
+from agent.worker.transformer.generation.facts import (
+    FACT_PREFIX,
+    Fact,
+    SchedulerIdle,
+    SequenceCancelled,
+    SequenceResumed,
+)
 
 _FACT: TypeAdapter[Fact] = TypeAdapter(Annotated[Fact, Field(discriminator="fact")])
 
 
 @dataclass
 class CancelLog:
-    """What one rank has logged about cancelled sequences."""
+    """What one rank has logged about cancelled sequences and the KV cache."""
 
     cancelled: dict[int, int] = field(default_factory=dict)  # by sequence: tokens chosen before the cancel
     steps: int = 0
     late_rows: int = 0  # rows computed for a sequence after its cancel or its release
+    num_blocks: int = 0  # of the KV cache; only rank 0 logs it
+    num_free_blocks: int = 0  # when it was last idle
 
 
 def read_cancel_log(lines: Iterable[str]) -> CancelLog:
@@ -36,6 +47,8 @@ def read_cancel_log(lines: Iterable[str]) -> CancelLog:
             ended.add(fact.sequence)
         elif isinstance(fact, SequenceResumed):
             ended.discard(fact.sequence)
+        elif isinstance(fact, SchedulerIdle):
+            log.num_blocks, log.num_free_blocks = fact.num_blocks, fact.num_free_blocks
         else:
             log.steps += 1
             ended.update(fact.freed)

@@ -1,4 +1,4 @@
-"""Concurrent clients for minutes that cancel every third request: answers, memory, and the work for cancelled requests.
+"""Concurrent clients for minutes that cancel every third request: answers, memory, KV cache, and work for cancelled requests.
 
 Real coordinator, agents and workers on emulated devices. Each request of a pool first runs alone; its answers under load must
 be equal. The test prints its findings: `python -m pytest -m slow -s tests/system/test_soak.py`.
@@ -46,6 +46,7 @@ SEED = 20240229  # arbitrary; fixed, so that the requests can be repeated
 MOST_LEFT_BYTES = 16 << 20  # largest accepted growth of a process's memory over the soak: slack of its allocator
 SETTLE_SECONDS = 30.0  # most time to wait for memory to settle; after it, memory counts as kept
 SETTLE_STEP_SECONDS = 2.0  # between two samples: long enough for a process to return freed memory
+FREE_SECONDS = 60.0  # most time until blocks are free: a cancelled stream keeps its own for 30 s
 SETTLED_BYTES = 1 << 20  # a process that shrinks by less between two samples has settled
 
 
@@ -85,11 +86,12 @@ def test_answers_and_memory_hold_under_load_with_cancels(tmp_path: Path) -> None
             outcomes = run_clients(testbed, Load(requests=pool, clients=CLIENTS, seconds=SECONDS, seed=SEED))
             seconds = time.monotonic() - began
             end = settled(watch)
+        logs = logs_with_free_blocks(testbed)
         failed = json.loads(testbed.hearth("status", "--json"))["failed_requests"]
-        logs = [read_cancel_log(testbed.log(f"{name}.log").splitlines()) for name in agent_names(testbed)]
     rows = [ProcessMemory(name, start[name], before[name], watch.peak[name], end[name]) for name in running]
     findings = [
-        *of_answers(pool, alone, outcomes, seconds), *of_cancelled(outcomes, logs), *of_processes(rows),
+        *of_answers(pool, alone, outcomes, seconds), *of_cancelled(outcomes, logs), of_blocks(logs),
+        *of_processes(rows),
         equal("requests that failed, as the coordinator counts", failed, 0, COUNT),
     ]  # fmt: skip
     title = f"{CLIENTS} clients, {DEVICES} devices, {LINK_MBIT:g} Mbit/s"
@@ -130,6 +132,16 @@ def resident_bytes(process: psutil.Process) -> int:
     with suppress(psutil.NoSuchProcess):
         return int(process.memory_info().rss)
     return 0
+
+
+def logs_with_free_blocks(testbed: Testbed) -> list[CancelLog]:
+    """The logs of all ranks once all blocks of the KV cache are free: those of streams that may return are freed later."""
+    until = time.monotonic() + FREE_SECONDS
+    while True:
+        logs = [read_cancel_log(testbed.log(f"{name}.log").splitlines()) for name in agent_names(testbed)]
+        if of_blocks(logs).holds or time.monotonic() >= until:
+            return logs
+        time.sleep(SETTLE_STEP_SECONDS)
 
 
 def settled(watch: MemoryWatch) -> dict[str, int]:
@@ -191,6 +203,12 @@ def of_cancelled(outcomes: Sequence[Outcome], logs: Sequence[CancelLog]) -> Iter
     yield without_target(figure, unseen, COUNT, f"{unseen / max(len(chosen), 1):.1f} of each")
 
 
+def of_blocks(logs: Sequence[CancelLog]) -> Finding:
+    """The blocks of the KV cache that are free at the end, as rank 0 has logged."""
+    free, num_blocks = max((log.num_free_blocks, log.num_blocks) for log in logs)
+    return equal("free blocks of the KV cache at the end", free, max(num_blocks, 1), COUNT)
+
+
 def of_processes(rows: Sequence[ProcessMemory]) -> Iterator[Finding]:
     """Growth of memory, and processes that ended."""
     worst = max(rows, key=lambda row: row.end_bytes - row.before_bytes)
@@ -239,6 +257,12 @@ def test_work_after_a_cancel_is_a_finding() -> None:
     assert all_hold(of_cancelled(outcomes, [CancelLog(cancelled={2: 3}, steps=4), CancelLog(steps=4)]))
     late, unseen = of_cancelled(outcomes, [CancelLog(cancelled={2: 3}, steps=4), CancelLog(steps=4, late_rows=1)])
     assert (late.holds, unseen.value) == (False, 2)
+
+
+def test_blocks_that_are_not_freed_are_a_finding() -> None:
+    assert of_blocks([CancelLog(), CancelLog(num_blocks=9, num_free_blocks=9)]).holds
+    assert not of_blocks([CancelLog(), CancelLog(num_blocks=9, num_free_blocks=8)]).holds
+    assert not of_blocks([CancelLog()]).holds
 
 
 def test_memory_growth_and_ended_processes_are_findings() -> None:

@@ -34,7 +34,15 @@ class SequenceResumed(BaseModel):
     sequence: int
 
 
-Fact: TypeAlias = StepBegun | SequenceCancelled | SequenceResumed
+class SchedulerIdle(BaseModel):
+    """Rank 0 has no request to compute. Blocks of the KV cache are in use by streams that may return, the others are free."""
+
+    fact: Literal["idle"] = "idle"
+    num_blocks: int
+    num_free_blocks: int
+
+
+Fact: TypeAlias = StepBegun | SequenceCancelled | SequenceResumed | SchedulerIdle
 
 
 def log_fact(log: logging.Logger, fact: Fact) -> None:

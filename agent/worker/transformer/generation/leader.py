@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agent.worker.transformer.generation.facts import SequenceCancelled, SequenceResumed, log_fact
+from agent.worker.transformer.generation.facts import SchedulerIdle, SequenceCancelled, SequenceResumed, log_fact
 from agent.worker.transformer.generation.scheduler import Scheduler
 from agent.worker.transformer.generation.sequence import SequenceState
 from agent.worker.transformer.generation.steps import StepExecutor
@@ -164,6 +164,9 @@ class Leader:
                 request = self._requests[sequence.number]
                 request.started = request.started or began
         self._executor.begin(order)
+        if self._scheduler.idle:
+            num_free = self._scheduler.num_free_blocks
+            log_fact(log, SchedulerIdle(num_blocks=self._limits.num_kv_blocks, num_free_blocks=num_free))
         return True
 
     def _answer_tokens(self, sequence: SequenceState, request: _PendingRequest, tokens: Sequence[int]) -> Replies:

@@ -50,6 +50,7 @@ def test_cancel_log_reads_the_facts_of_a_real_engine(tmp_path: Path, caplog: pyt
     log = read_cancel_log([f"{record.levelname} {record.getMessage()}" for record in caplog.records])
     assert log.steps >= 2 * 6  # the steps of both ranks; one more may free the rows of the answer
     assert (log.cancelled, log.late_rows) == ({}, 0)
+    assert log.num_free_blocks == log.num_blocks > 0
 
 
 def logged(*facts: StepBegun | SequenceCancelled) -> list[str]:
