@@ -26,7 +26,7 @@ from tools import interrupts
 from tools.bench import __main__ as commands
 from tools.bench import load, plots
 from tools.bench.experiment import make_experiment, names, read_settings
-from tools.bench.generation import GenerationRow
+from tools.bench.generation import Generation, GenerationRow
 from tools.bench.load import BackgroundLoad, Process, calmest, calmest_of, foreign_seconds
 from tools.bench.measure import relative_error
 from tools.bench.plans import Entry, Name, baseline_of, entries
@@ -519,14 +519,33 @@ def generate(files: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+def test_prefill_of_several_devices_is_compared_with_one() -> None:
+    def row(strategy: str, seconds: float, predicted: float | None) -> GenerationRow:
+        return GenerationRow(
+            scenario="four", mbit=500, strategy=strategy, weights="int8", devices="m0", prompt_tokens=2048, new_tokens=2,
+            prefill=(seconds,) * 5, decode=(1.0,) * 5, prefill_ratio=Ratio(1.0, 1.0, 1.0),
+            decode_ratio=Ratio(1.0, 1.0, 1.0), wire="bf16", predicted_prompt_seconds=predicted,
+        )  # fmt: skip
+
+    experiment = Generation(kind="generation", title="prefill")
+    summary = experiment.summary([row("transformers", 9.0, None), row("local", 6.0, 6.2), row("hmp", 2.0, 2.1)])
+    (said,) = summary.conclusions
+    assert said.startswith(
+        "four, 500 Mbit/s, bf16 on the wire, 2048 + 2 tokens: the prompt takes hmp 2.00 s (predicted 2.10 s)"
+    )
+    assert "3.00" in said
+
+
 @pytest.mark.namespaces
 def test_decoder_is_compared_with_transformers(files: Path) -> None:
     (files / "llama.json").write_text(json.dumps(TINY_LLAMA))
-    done = generate(files, mbit=[100], rounds=5, prompt_tokens=20, new_tokens=6)
+    done = generate(files, mbit=[100], rounds=5, prompt_tokens=20, step_rows=10, wire="bf16", new_tokens=6)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [GenerationRow.model_validate(each) for each in load_result(files / "rows.json").raw]
     assert [row.strategy for row in rows] == ["transformers", "local", "hmp", "hmp, 2 micro-batches", "auto"]
     assert all(len(row.prefill) == len(row.decode) == 5 for row in rows)
+    assert all(row.wire == "bf16" for row in rows)
+    assert all(row.predicted_prompt_seconds for row in rows[1:])
     (shared,) = (row for row in rows if row.strategy == "hmp")
     assert shared.ping_seconds
     assert shared.swap_seconds

@@ -12,8 +12,10 @@ from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec, WeightFormat
+from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
+from hearth.plan.value_formats import ValueFormatName
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
 from tools.bench.homes import Model, decoder_directory
@@ -34,7 +36,7 @@ _EXCHANGES = 200  # timed exchanges of partial sums, pings and swaps
 # A Llama of 330 million weights.
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 32000, "max_position_embeddings": 2048,
+    "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 32000, "max_position_embeddings": 4096,
     "eos_token_id": None,
 }  # fmt: skip
 
@@ -55,14 +57,17 @@ class GenerationRow(BaseModel):
     decode: tuple[float, ...]
     prefill_ratio: Ratio  # tokens per second over those of transformers, in the same rounds
     decode_ratio: Ratio
+    wire: ValueFormatName = "exact"
     predicted_token_seconds: float | None = None
+    predicted_prompt_seconds: float | None = None
     exchange_seconds: float | None = None  # of partial sums of one row, between two devices
     ping_seconds: float | None = None  # one way, a raw message of the same size over the same kind of socket
     swap_seconds: float | None = None  # one such message in each direction at once
 
     @property
     def setting(self) -> str:
-        return f"{self.scenario}, {self.mbit:.0f} Mbit/s, {self.prompt_tokens} + {self.new_tokens} tokens"
+        wire = "" if self.wire == "exact" else f", {self.wire} on the wire"
+        return f"{self.scenario}, {self.mbit:.0f} Mbit/s{wire}, {self.prompt_tokens} + {self.new_tokens} tokens"
 
 
 class Generation(Experiment):
@@ -73,8 +78,10 @@ class Generation(Experiment):
     scenario: str = "whole-cores"
     model: Model = LLAMA
     weights: WeightFormat = "int8"
+    wire: ValueFormatName = "exact"
     mbit: tuple[float, ...] = Field((125.0, 500.0, 940.0), min_length=1)  # real rates
     prompt_tokens: int = Field(256, ge=1)
+    step_rows: int | None = Field(None, ge=1)  # of a prefill step; None: the prompt in one step
     new_tokens: int = Field(64, ge=2)
     rounds: int = Field(MIN_ROUNDS, ge=MIN_ROUNDS)
     repeat_disturbed: bool = True  # profile again what other programs disturbed
@@ -98,7 +105,7 @@ class Generation(Experiment):
             profiles = Profiles(scenario, testbed, engine, context.report, self.repeat_disturbed)
             for mbit in self.mbit:
                 testbed.set_mbit(mbit)
-                cluster = profiles.current(model, names, self.prompt_tokens, mbit)
+                cluster = profiles.current(model, names, self._step_rows, mbit)
                 plans = {variant: self._plan(variant, model.spec, cluster) for variant in VARIANTS}
                 for variant, plan in plans.items():
                     context.report(f"loading {variant}")
@@ -107,12 +114,19 @@ class Generation(Experiment):
                 links = _link_seconds(engine, names, 4 * model.spec.hidden_size)
                 for variant in VARIANTS:
                     engine.unload(variant)
-                setting = {"scenario": scenario.name, "mbit": mbit}
+                setting = {"scenario": scenario.name, "mbit": mbit, "wire": self.wire}
                 yield self._row(REFERENCE, found, **setting, weights=_REFERENCE_TYPE, devices=names[0])
                 for variant, plan in plans.items():
-                    predicted = plan.predicted.decode_seconds or None
-                    more = {**setting, **(links if variant == "hmp" else {}), "predicted_token_seconds": predicted}
+                    predicted = {
+                        "predicted_token_seconds": plan.predicted.decode_seconds or None,
+                        "predicted_prompt_seconds": plan.predicted.prompt_seconds,
+                    }
+                    more = {**setting, **(links if variant == "hmp" else {}), **predicted}
                     yield self._row(variant, found, **more, weights=self.weights, devices=describe(plan))
+
+    @property
+    def _step_rows(self) -> int:
+        return self.step_rows or self.prompt_tokens
 
     def _plan(self, variant: Variant, spec: ModelSpec, cluster: ClusterProfile) -> TransformerPlan:
         strategy = "hmp" if variant == "hmp, 2 micro-batches" else variant
@@ -120,7 +134,8 @@ class Generation(Experiment):
             cluster = cluster.subset((cluster.devices[0].device_id,))
         context = self.prompt_tokens + self.new_tokens
         expected = GenerationRequest(context, 1, self.prompt_tokens, self.new_tokens)
-        request = PlanRequest(spec, cluster, self.prompt_tokens, strategy=strategy, generation=expected)
+        wire = WireFormat(values=self.wire)
+        request = PlanRequest(spec, cluster, self._step_rows, wire, strategy, generation=expected)
         plan = plan_transformer(request).plan
         return plan if strategy == variant else with_body(request, plan, micro_batches=2)
 
@@ -160,7 +175,14 @@ class Generation(Experiment):
         for setting in dict.fromkeys(row.setting for row in rows):
             group = [row for row in rows if row.setting == setting]
             tables.append(Table.of(setting, _COLUMNS, map(_cells, group)))
+            alone = next((row for row in group if row.strategy == "local"), None)
             for row in group:
+                if alone is not None and row is not alone and row.predicted_prompt_seconds:
+                    gain = paired_ratio(alone.prefill, row.prefill)
+                    said.append(
+                        f"{setting}: the prompt takes {row.strategy} {statistics.median(row.prefill):.2f} s (predicted "
+                        f"{row.predicted_prompt_seconds:.2f} s), {gain.median:.2f} {gain.interval} times as fast as one device"
+                    )
                 if row.exchange_seconds and row.ping_seconds and row.swap_seconds:
                     exchange, ping, swap = (1e3 * s for s in (row.exchange_seconds, row.ping_seconds, row.swap_seconds))
                     said.append(
