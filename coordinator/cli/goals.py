@@ -11,11 +11,12 @@ from coordinator.models.graph_file import ModelFileKind, parse_dims
 from coordinator.plan.graph.request import DEFAULT_TIME_LIMIT_SECONDS
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.registry import REGISTRY
-from coordinator.serve.state import MAX_TILES, Goal, GraphGoal, TileCount, TransformerGoal
+from coordinator.serve.state import DEFAULT_MAX_DRAFTED, MAX_TILES, Goal, GraphGoal, TileCount, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import KvFormat, WeightFormat
 from hearth.plan.value_formats import VALUE_FORMAT_NAMES
 from hearth.platform.units import parse_seconds
+from hearth.wire.messages import MAX_DRAFTED_TOKENS
 
 _CHOICES: Mapping[str, Sequence[str]] = {
     "wire": VALUE_FORMAT_NAMES,
@@ -49,6 +50,7 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
             accuracy_budget=_accuracy_budget(options),
             kv_copies=not options["no_kv_copies"],
             shared_prefixes=bool(options.get("shared_prefixes")),  # `plan` lacks this option
+            max_drafted=_max_drafted(options.get("speculate", "auto")),  # and this one
             **{name: options[name] for name in _TRANSFORMER_FIELDS},
             **common,
         )
@@ -63,6 +65,17 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
         learn_seconds=_learn_seconds(options),
         **common,
     )
+
+
+def _max_drafted(text: str) -> int:
+    """`auto`, `off` or a number. Raises BadSetting."""
+    if text in ("auto", "off"):
+        return DEFAULT_MAX_DRAFTED if text == "auto" else 0
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_DRAFTED_TOKENS:
+        raise BadSetting(
+            setting="--speculate", reason=f"'{text}' is not auto, off, or a number from 1 to {MAX_DRAFTED_TOKENS}"
+        )
+    return int(text)
 
 
 def _tile_count(text: str) -> TileCount:

@@ -136,6 +136,14 @@ SharedPrefixesOption = Annotated[
         "an app can then tell whether another one has sent a prompt. Default: only between requests of one key.",
     ),
 ]
+SpeculateOption = Annotated[
+    str,
+    typer.Option(
+        help="(decoder) Guess the next tokens of an answer where it repeats the prompt or itself, and verify them in one step "
+        "(speculative decoding): auto (default), off, or at most N tokens. As many as pay by measured times and hits.",
+        metavar="auto|off|N",
+    ),
+]
 WireOption = Annotated[
     str,
     typer.Option(
@@ -222,6 +230,7 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
             "no_kv_copies",
             "kv_cache",
             "shared_prefixes",
+            "speculate",
             "weights",
             "deterministic",
             "accuracy_budget",
@@ -236,7 +245,8 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
 # Options of `serve` that require MODEL.
 MODEL_OPTIONS = (
     "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "tiles", "seq_len", "context",
-    "sequences", "no_kv_copies", "kv_cache", "shared_prefixes", "weights", "deterministic", "wire", "lz4", "accuracy_budget",
+    "sequences", "no_kv_copies", "kv_cache", "shared_prefixes", "speculate", "weights", "deterministic", "wire", "lz4",
+    "accuracy_budget",
     "exclude", "limit", "learn", "no_learn",
 )  # fmt: skip
 

@@ -159,12 +159,13 @@ class TransformerDeployment(Deployment):
         timeout_seconds: float,
         stream_name: str = "",
         prefix_scope: str = "",
+        max_drafted: int = 0,
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         """Stream rank 0's continuation of a prompt [T] int32: tokens, then the end. Closing early drops the sequence.
 
         `timeout_seconds` bounds the wait for each reply. `stream_name` is the same when the answer continues on the next
-        deployment. Requests of one `prefix_scope` share the KV cache of equal prefixes. Raises as `run` does; except for errors
-        of scope `request`, a failure ends all running sequences.
+        deployment. Requests of one `prefix_scope` share the KV cache of equal prefixes. A step guesses `max_drafted` tokens at
+        most. Raises as `run` does; except for errors of scope `request`, a failure ends all running sequences.
         """
         self.check_may_run()
         request = GenerateTokens(
@@ -175,6 +176,7 @@ class TransformerDeployment(Deployment):
             first_index=first_index,
             stream=stream_name,
             prefix_scope=prefix_scope,
+            max_drafted=max_drafted,
         )
         first = self.plan.devices[0].device_id
         stream = self._fleet.stream(first, request, pack_array(token_ids), GenerationEnded, timeout_seconds)

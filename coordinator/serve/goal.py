@@ -16,7 +16,7 @@ from coordinator.plan.limits import NamedDevice, profile_with_limits
 from coordinator.plan.transformer.request import DEFAULT_SEQUENCES, GenerationRequest, PlanRequest
 from coordinator.serve.kinds.prompts import GenerationDefaults, TextTokenizer, read_generation_defaults
 from coordinator.serve.kinds.sentences import SentenceTokenizer
-from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
+from coordinator.serve.state import DEFAULT_MAX_DRAFTED, Goal, GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import GraphPlan, TransformerPlan
@@ -72,6 +72,7 @@ def _generation_request(goal: TransformerGoal, spec: ModelSpec) -> GenerationReq
             ("--context", goal.context),
             ("--sequences", goal.sequences),
             ("--kv-cache", goal.kv_cache not in (None, "float32")),
+            ("--speculate", goal.max_drafted != DEFAULT_MAX_DRAFTED),
         )
         for option, value in given:
             if value:

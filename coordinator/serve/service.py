@@ -433,6 +433,8 @@ class Service:
             failed_requests=requests.num_failed,
             num_prompt_tokens=requests.num_prompt_tokens,
             num_cached_tokens=requests.num_cached_tokens,
+            num_drafted_tokens=requests.num_drafted_tokens,
+            num_accepted_tokens=requests.num_accepted_tokens,
             last_error=requests.last_error,
             last_latency_seconds=requests.last_latency_seconds,
             wire=deployment.wire if deployment else wire.WireStats(),

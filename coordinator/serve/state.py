@@ -16,8 +16,9 @@ from hearth.plan.model_spec import KvFormat, WeightFormat
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import Plan, migrate
 from hearth.protocol import DEFAULT_DEPLOYMENT
-from hearth.wire.messages import Configuration
+from hearth.wire.messages import MAX_DRAFTED_TOKENS, Configuration
 
+DEFAULT_MAX_DRAFTED = 16  # with 9 of 10 guesses right, more add less than 2 tokens to the 8 that are expected
 MAX_TILES = 64  # of one operator; plans of larger graphs take minutes
 # How many tiles to cut each product of matrices into; `auto`: as many as are worth it, 1: none is cut.
 TileCount: TypeAlias = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_TILES)]
@@ -50,6 +51,8 @@ class TransformerGoal(_Goal):
     kv_copies: bool = True  # whether devices with room keep copies of each other's KV caches
     kv_cache: KvFormat | None = None  # format of keys and values in the KV cache; None: that of activations
     shared_prefixes: bool = False  # whether apps share the KV cache of equal prefixes
+    # Tokens of an answer that a step guesses, at most; 0: no speculative decoding.
+    max_drafted: int = Field(default=DEFAULT_MAX_DRAFTED, ge=0, le=MAX_DRAFTED_TOKENS)
     weights: WeightFormat = "float32"  # format of matrices in the devices' memory
     deterministic: bool = False  # whether each matrix has one kernel for all numbers of rows
     # Largest relative error that lossy activation formats may cause; None: use the format in `wire`.

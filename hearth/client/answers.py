@@ -61,6 +61,8 @@ class Usage(NamedTuple):
     queued_seconds: float
     decode_seconds: float  # for all tokens after the first
     num_cached_tokens: int = 0  # of the prompt's: their keys and values were there from earlier requests
+    num_drafted_tokens: int = 0  # that were guessed before they were computed (speculative decoding)
+    num_accepted_tokens: int = 0  # of these, tokens of the answer
 
     @property
     def tokens_per_second(self) -> float:
@@ -213,6 +215,8 @@ def stream_parts(message: Message, seconds: float, first_token_seconds: float) -
         end.queued_seconds,
         end.decode_seconds,
         end.num_cached_tokens,
+        end.num_drafted_tokens,
+        end.num_accepted_tokens,
     )
     held_back = Token(end.text, None, seconds, end.reasoning, end.tool_calls)
     return [*([held_back] if end.text or end.reasoning or end.tool_calls else []), usage]

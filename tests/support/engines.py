@@ -19,6 +19,7 @@ from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import make_staging
 from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader, Replies
+from agent.worker.transformer.generation.speculation import Speculation
 from agent.worker.transformer.generation.steps import StepExecutor
 from agent.worker.transformer.shard import Shard, load_shard
 from coordinator.models.checkpoint.checkpoint import Checkpoint
@@ -143,8 +144,8 @@ class EngineCluster:
 class GenerationCluster:
     """Generation on all ranks of a cluster: rank 0 leads in the caller's thread, the others follow in theirs."""
 
-    def __init__(self, cluster: EngineCluster) -> None:
-        self.leader = Leader(cluster.plan, cluster.executors[0])
+    def __init__(self, cluster: EngineCluster, speculation: Speculation | None = None) -> None:
+        self.leader = Leader(cluster.plan, cluster.executors[0], speculation=speculation)
         self.answers: dict[bytes, list[int]] = {}
         self.ended: dict[bytes, GenerationEnded] = {}
         self.refused: list[bytes] = []  # requests that failed alone

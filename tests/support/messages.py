@@ -161,6 +161,9 @@ EXAMPLES: tuple[m.Message, ...] = (
             ),
         ),
     ),
+    m.StepOrder(
+        kind="decode", rows=(m.SequenceRows(sequence=4, token_ids=(5, 6), sample=True, num_drafted=1, num_rejected=2),)
+    ),
     m.CoordinatorWelcome(version="0.1.0", name="home"),
     m.GetReadiness(**_ASKED),
     m.Readiness(ready=False, state="planning", model="minilm"),

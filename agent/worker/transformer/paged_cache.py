@@ -78,8 +78,8 @@ class PagedRows:
 class SequenceCache:
     """The KV cache and the tokens of one sequence, of which `num_rows` rows have been computed.
 
-    Row r lies in block `r // KV_BLOCK_TOKENS` of the sequence's blocks. `num_copied` rows have been sent to the rank that keeps
-    the copy.
+    The newest `num_drafted` tokens are guesses, until the sequence's next step drops those that were rejected. Row r lies in
+    block `r // KV_BLOCK_TOKENS` of the sequence's blocks. `num_copied` rows have been sent to the rank that keeps the copy.
     """
 
     def __init__(self, memory: PagedRows, new: NewSequence) -> None:
@@ -93,6 +93,7 @@ class SequenceCache:
         self.tokens = list(new.cached_tokens)
         self.num_rows = len(self.tokens)
         self.num_copied = 0
+        self.num_drafted = 0
         self.num_prompt_tokens = new.num_prompt_tokens
         self.add_blocks(new.blocks)
 
@@ -107,14 +108,35 @@ class SequenceCache:
             self._runs.append(Span(start, (block + 1) * KV_BLOCK_TOKENS))
         self.capacity += len(blocks) * KV_BLOCK_TOKENS
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens, whose rows the next step computes. Raises StepFailed if the capacity is exceeded (a scheduler bug)."""
+    @property
+    def settled_tokens(self) -> list[int]:
+        """The tokens but the drafted ones."""
+        return self.tokens[: len(self.tokens) - self.num_drafted]
+
+    @property
+    def num_settled_rows(self) -> int:
+        """Number of computed rows that no rejection of drafted tokens drops."""
+        return min(self.num_rows, len(self.tokens) - self.num_drafted)
+
+    def reject(self, count: int) -> None:
+        """Drop the newest `count` drafted tokens, and their rows. Raises StepFailed if fewer were drafted (a scheduler bug)."""
+        if count > self.num_drafted:
+            raise StepFailed(device="this device", reason=f"{count} of {self.num_drafted} drafted tokens are rejected")
+        del self.tokens[len(self.tokens) - count :]
+        self.num_rows = len(self.tokens)
+
+    def extend(self, token_ids: Sequence[int], num_drafted: int = 0) -> None:
+        """Append tokens, the last `num_drafted` of them guesses; the next step computes their rows.
+
+        Raises StepFailed if the capacity is exceeded (a scheduler bug).
+        """
         if len(self.tokens) + len(token_ids) > self.capacity:
             raise StepFailed(
                 device="this device",
                 reason=f"{len(self.tokens) + len(token_ids)} tokens in a KV cache for {self.capacity}",
             )
         self.tokens.extend(token_ids)
+        self.num_drafted = num_drafted
 
     def store(self, layer: int, start: int, k_skd: Tensor, v_skd: Tensor) -> None:
         """Store the keys and values [s, kv heads, d] of rows from the position `start` on; `extend` has added their tokens."""

@@ -68,9 +68,11 @@ def usage_line(usage: Usage) -> str:
     ended = "length limit reached" if usage.finish_reason == "length" else "stopped"
     rate = f", then {usage.tokens_per_second:.1f} tokens/s" if usage.tokens_per_second else ""
     cached = f" ({usage.num_cached_tokens} cached)" if usage.num_cached_tokens else ""
+    drafted, accepted = usage.num_drafted_tokens, usage.num_accepted_tokens
+    guessed = f" ({accepted} of {drafted} guessed tokens accepted)" if drafted else ""
     return (
         f"{usage.num_prompt_tokens} tokens in{cached}, {usage.num_tokens} out ({ended}); "
-        f"first token after {format_seconds(usage.first_token_seconds)}{rate}"
+        f"first token after {format_seconds(usage.first_token_seconds)}{rate}{guessed}"
     )
 
 

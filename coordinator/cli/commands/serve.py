@@ -48,6 +48,7 @@ def serve(
     no_kv_copies: options.NoKvCopiesOption = False,
     kv_cache: options.KvCacheOption = None,
     shared_prefixes: options.SharedPrefixesOption = False,
+    speculate: options.SpeculateOption = "auto",
     weights: options.WeightsOption = "float32",
     deterministic: options.DeterministicOption = False,
     wire: options.WireOption = "exact",

@@ -78,6 +78,9 @@ def status(
         print_line(
             f"prompts: {now.num_prompt_tokens} tokens, {now.num_cached_tokens} ({share:.0%}) found in the KV cache"
         )
+    if now.num_drafted_tokens:
+        share = now.num_accepted_tokens / now.num_drafted_tokens
+        print_line(f"guessed tokens: {now.num_drafted_tokens}, {now.num_accepted_tokens} ({share:.0%}) accepted")
     if now.wire.num_tiles:
         saved = 1 - now.wire.sent_bytes / max(now.wire.raw_bytes, 1)
         print_line(

@@ -105,11 +105,16 @@ class GenerationRunner:
         limit: int,
         threads: TextThreads | None = None,
         shared_prefixes: bool = False,
+        max_drafted: int = 0,
     ) -> None:
-        """`shared_prefixes`: apps share the KV cache of equal prefixes, so that each can measure what others have asked."""
+        """`shared_prefixes`: apps share the KV cache of equal prefixes, so that each can measure what others have asked.
+
+        `max_drafted`: tokens that a step guesses of each answer, at most; 0: no speculative decoding.
+        """
         self.num_running = 0
         self._threads = threads or TextThreads()
         self._shared_prefixes = shared_prefixes
+        self._max_drafted = max_drafted
         self._activity: _Activity | None = None  # of the newest deployment
         self.limit = min(limit, _MAX_CONCURRENT)
         self._requests = requests
@@ -139,6 +144,7 @@ class GenerationRunner:
             end_message = generation.end_message()
             yield end_message
             self._requests.count_prompt(end_message.num_prompt_tokens, end_message.num_cached_tokens)
+            self._requests.count_drafts(end_message.num_drafted_tokens, end_message.num_accepted_tokens)
             self._requests.count_served(end_message.first_token_seconds + end_message.decode_seconds)
         except HearthError as error:
             self._requests.count_failed(error)
@@ -162,7 +168,9 @@ class GenerationRunner:
                     generation.reason = "stop" if generation.ends_with_stop_token else "length"
                     return
                 async with (
-                    aclosing(generation.continue_on(deployment, max_tokens, ticket.deadline)) as events,
+                    aclosing(
+                        generation.continue_on(deployment, max_tokens, ticket.deadline, self._max_drafted)
+                    ) as events,
                     self._watched(deployment, generation.num_context_tokens) as watch,
                 ):
                     while generation.reason is None:
@@ -289,7 +297,7 @@ class _RunningGeneration:
         return max(min(self.request.max_tokens or self.model.defaults.max_tokens, room) - len(self._tokens), 0)
 
     def continue_on(
-        self, deployment: TransformerDeployment, max_tokens: int, deadline: float
+        self, deployment: TransformerDeployment, max_tokens: int, deadline: float, max_drafted: int
     ) -> AsyncGenerator[wire.TokensGenerated | wire.GenerationEnded, None]:
         """Generate the remaining tokens on this deployment."""
         self._num_deployments += 1
@@ -304,6 +312,7 @@ class _RunningGeneration:
             timeout_seconds=deadline - self._clock() + REPLY_MARGIN_SECONDS,
             stream_name=self._stream_name,
             prefix_scope=self._prefix_scope,
+            max_drafted=max_drafted,
         )
 
     def replay(self) -> None:
@@ -351,6 +360,8 @@ class _RunningGeneration:
             first_token_seconds=max(first, 0.0),
             decode_seconds=others,
             num_cached_tokens=num_cached,
+            num_drafted_tokens=self.worker_end.num_drafted if self.worker_end is not None else 0,
+            num_accepted_tokens=self.worker_end.num_accepted if self.worker_end is not None else 0,
         )
 
 

@@ -80,7 +80,7 @@ class TransformerKind:
         self._kernels: dict[str, tuple[KernelChoice, ...]] = {}  # by device id; of devices that were profiled
         self._threads = TextThreads()
         self._generation_runner = GenerationRunner(
-            requests, services.settings.queue_limit, self._threads, goal.shared_prefixes
+            requests, services.settings.queue_limit, self._threads, goal.shared_prefixes, goal.max_drafted
         )
 
     # ---- plans ----------------------------------------------------------------------------------------------------

@@ -62,6 +62,8 @@ class Requests(Generic[D]):
         self.num_failed = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0  # of the prompts', found in the KV cache
+        self.num_drafted_tokens = 0  # of the answers, guessed before they were computed
+        self.num_accepted_tokens = 0  # of these, tokens of the answers
         self.last_error = ""
         self.last_latency_seconds: float | None = None
         self._on_loss = on_loss
@@ -128,6 +130,11 @@ class Requests(Generic[D]):
         """Count the tokens of a prompt that was answered."""
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached_tokens
+
+    def count_drafts(self, num_tokens: int, num_accepted_tokens: int) -> None:
+        """Count the guessed tokens of an answer."""
+        self.num_drafted_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted_tokens
 
     def count_served(self, latency_seconds: float) -> None:
         """Count a request as served."""

@@ -173,6 +173,8 @@ class TextEnded(Message):
     first_token_seconds: Annotated[float, Field(ge=0)]
     decode_seconds: Annotated[float, Field(ge=0)]
     num_cached_tokens: Annotated[int, Field(ge=0)] = 0  # of the prompt's, found in the KV cache of earlier requests
+    num_drafted_tokens: Annotated[int, Field(ge=0)] = 0  # that were guessed before they were computed
+    num_accepted_tokens: Annotated[int, Field(ge=0)] = 0  # of these, tokens of the answer
 
 
 # ---- graphs -------------------------------------------------------------------------------------------------------
@@ -339,6 +341,8 @@ class Status(Message):
     learning: Learning | None = None  # None: this deployment does not learn
     num_prompt_tokens: int = 0  # of the prompts that were answered
     num_cached_tokens: int = 0  # of these, found in the KV cache
+    num_drafted_tokens: int = 0  # of answers, that were guessed before they were computed
+    num_accepted_tokens: int = 0  # of these, tokens of the answers
 
 
 class AddApp(ClientRequest):

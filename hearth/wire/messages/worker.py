@@ -34,6 +34,7 @@ from hearth.wire.messages.base import (
 
 # Of the KV caches that a worker reports after a change of plan, all together: 1 MiB in a message of at most 4 MiB.
 MAX_KEPT_TOKENS = 1 << 18
+MAX_DRAFTED_TOKENS = 64  # of a sequence in one step
 TokenBytes = Annotated[bytes, Field(max_length=4 * MAX_KEPT_TOKENS)]  # token ids as int32, little-endian
 
 # ---- loading ------------------------------------------------------------------------------------------------------
@@ -283,6 +284,7 @@ class GenerateTokens(PlanCommand):
     stop_ids: tuple[int, ...] = Field(default=(), max_length=256)  # each ends the sequence and is passed on
     first_index: Annotated[int, Field(ge=0)] = 0
     timeout_seconds: Annotated[float, Field(gt=0, le=90000)] = 600.0  # timeout of the first token
+    max_drafted: Annotated[int, Field(ge=0, le=MAX_DRAFTED_TOKENS)] = 0  # of one step; 0: no speculative decoding
 
 
 class TokensGenerated(Message):
@@ -301,6 +303,8 @@ class GenerationEnded(Message):
     prefill_seconds: Annotated[float, Field(ge=0)]
     decode_seconds: Annotated[float, Field(ge=0)]
     num_kept_rows: Annotated[int, Field(ge=0)] = 0  # of the prompt's rows: computed for another request, or plan
+    num_drafted: Annotated[int, Field(ge=0)] = 0  # tokens that were guessed before they were computed
+    num_accepted: Annotated[int, Field(ge=0)] = 0  # of these, tokens of the answer
 
 
 # ---- from an agent to its own child processes ---------------------------------------------------------------------
@@ -395,11 +399,16 @@ class NewSequence(WireModel):
 
 
 class SequenceRows(WireModel):
-    """The rows of one sequence in a step; they follow the rows in its KV cache."""
+    """The rows of one sequence in a step; they follow the rows in its KV cache.
+
+    The last `num_drafted` tokens are guesses, which the step verifies: it also samples a token after each row before them.
+    """
 
     sequence: Annotated[int, Field(ge=0)]
     token_ids: tuple[int, ...] = Field(min_length=1, max_length=MAX_LIST_ITEMS, fail_fast=True)
     sample: bool  # whether to sample a token after the last row
+    num_drafted: Annotated[int, Field(ge=0, le=MAX_DRAFTED_TOKENS)] = 0
+    num_rejected: Annotated[int, Field(ge=0, le=MAX_DRAFTED_TOKENS)] = 0  # newest rows in the KV cache, dropped first
     blocks: tuple[BlockNumber, ...] = Field(
         default=(), max_length=MAX_LIST_ITEMS, fail_fast=True
     )  # more of its KV cache

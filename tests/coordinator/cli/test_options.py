@@ -22,6 +22,7 @@ VALUES = {
     "strategy": "auto", "objective": "latency", "dim": "batch=1", "time_limit": "5", "seq_len": "8", "context": "9",
     "sequences": "2", "weights": "int8", "kv_cache": "int8", "wire": "int8", "lz4": "on", "accuracy_budget": "0.1",
     "exclude": "attic", "limit": "attic=1GiB", "rounds": "3", "learn": "30s",
+    "speculate": "off",
 }  # fmt: skip
 FLAGS = {"no_congestion", "no_kv_copies", "shared_prefixes", "deterministic", "no_learn", "compare"}
 

@@ -78,11 +78,14 @@ class CacheExchange:
         for sequence, cache in caches.items():
             if cache.stream:
                 copy = self._copies.take(sequence) if self._copies is not None else None
-                num_rows = max(cache.num_rows, copy.num_rows if copy is not None else 0)
+                num_own = cache.num_settled_rows
+                num_rows = max(num_own, copy.num_rows if copy is not None else 0)
                 own = CopiedRows(cache.block)
-                if cache.num_rows and self._block.size:
-                    own.add(0, cache.rows(cache.block, Span(0, cache.num_rows)).to("cpu", copy=True).numpy())
-                self._kept.add(cache.stream, cache.tokens[:num_rows], [own, *([copy] if copy is not None else [])])
+                if num_own and self._block.size:
+                    own.add(0, cache.rows(cache.block, Span(0, num_own)).to("cpu", copy=True).numpy())
+                self._kept.add(
+                    cache.stream, cache.settled_tokens[:num_rows], [own, *([copy] if copy is not None else [])]
+                )
         return self._kept
 
     # ---- copies ---------------------------------------------------------------------------------------------------
@@ -97,8 +100,8 @@ class CacheExchange:
         earned = (now - self._credit_at) * _COPY_SHARE * self._rate
         self._credit_bytes = min(self._credit_bytes + earned, max(_MAX_BURST_SECONDS * self._rate, num_bytes))
         self._credit_at = now
-        for sequence, cache in sorted(caches.items(), key=lambda item: item[1].num_rows - item[1].num_copied):
-            while cache.num_rows - cache.num_copied >= count and self._credit_bytes >= num_bytes:
+        for sequence, cache in sorted(caches.items(), key=lambda item: item[1].num_settled_rows - item[1].num_copied):
+            while cache.num_settled_rows - cache.num_copied >= count and self._credit_bytes >= num_bytes:
                 rows = Span(cache.num_copied, cache.num_copied + count)
                 key = self._communicator.key(0, Phase.CACHE_COPY, sequence, self._rank, rows.start)
                 self._send(self._keeper, key, cache.rows(self._block, rows))

@@ -1,10 +1,10 @@
-"""Decoding: one token of each running sequence on one rank, with tensor parallelism and one-shot AllReduce.
+"""Decoding: the newest token of each running sequence on one rank, with tensor parallelism and one-shot AllReduce.
 
-Single rows cannot be split, and the hops of a ring would dominate. So every rank computes norms and residuals of all B rows,
+Few rows cannot be split, and the hops of a ring would dominate. So every rank computes norms and residuals of all B rows,
 and sends its partial sums directly to every peer. Whatever the strategy of the prefill, a rank uses only its own heads and
 columns; of replicated weights it uses that part.
 
-Shapes: B rows, one per sequence; H hidden size.
+Shapes: B rows, one per sequence and one per drafted token; H hidden size.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import numpy as np
 from agent.worker.transformer.generation.facts import SchedulerIdle, SequenceCancelled, SequenceResumed, log_fact
 from agent.worker.transformer.generation.scheduler import Scheduler
 from agent.worker.transformer.generation.sequence import SequenceState
+from agent.worker.transformer.generation.speculation import Speculation
 from agent.worker.transformer.generation.steps import StepExecutor
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.plan.plan import TransformerPlan
@@ -47,7 +49,13 @@ class _PendingRequest:
 class Leader:
     """Drives the generation: schedules requests and runs steps. `step` returns the answers that one step produced."""
 
-    def __init__(self, plan: TransformerPlan, executor: StepExecutor, kept: Sequence[KeptCache] = ()) -> None:
+    def __init__(
+        self,
+        plan: TransformerPlan,
+        executor: StepExecutor,
+        kept: Sequence[KeptCache] = (),
+        speculation: Speculation | None = None,
+    ) -> None:
         """`kept` are KV caches of earlier plans, with which their streams continue."""
         assert plan.body.generation is not None
         self._spec = plan.model
@@ -55,6 +63,9 @@ class Leader:
         self._executor = executor
         self._whole_prompts = any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers))
         self._num_groups = _num_groups(plan)
+        self._speculation = speculation or Speculation()
+        self._in_flight: deque[tuple[float, int]] = deque()  # when each step began, and its rows if it decodes, else 0
+        self._finished_at = 0.0  # on the monotonic clock, the newest finished step
         self._scheduler = self._new_scheduler()
         self._scheduler.keep(kept)
         self._drops_kept_at = time.monotonic() + _KEPT_SECONDS
@@ -139,12 +150,21 @@ class Leader:
             tokens = self._executor.finish()
         except HearthError as error:
             return self._fail(error)
+        self._record_time()
         replies: Replies = []
-        for cache, token in tokens.items():
-            sequence = self._scheduler.append_token(cache, token)
+        for cache, new in tokens.items():
+            sequence, appended = self._scheduler.append_tokens(cache, new)
             if sequence is not None and sequence.number in self._requests:  # it may have been cancelled meanwhile
-                replies += self._answer_tokens(sequence, self._requests[sequence.number], [token])
+                replies += self._answer_tokens(sequence, self._requests[sequence.number], appended)
         return replies
+
+    def _record_time(self) -> None:
+        """Record the time of the step that has ended; of steps that overlap in a pipeline, the time since the one before."""
+        began, num_rows = self._in_flight.popleft()
+        now = time.monotonic()
+        if num_rows:
+            self._speculation.times.record(num_rows, now - max(began, self._finished_at))
+        self._finished_at = now
 
     def _begin(self) -> bool:
         """Begin the next step, if there is one. Returns whether there was."""
@@ -163,6 +183,8 @@ class Leader:
             if rows.new is not None and sequence is not None:
                 request = self._requests[sequence.number]
                 request.started = request.started or began
+        num_rows = sum(len(rows.token_ids) for rows in order.rows) if order.kind == "decode" else 0
+        self._in_flight.append((began, num_rows))
         self._executor.begin(order)
         if self._scheduler.idle:
             num_free = self._scheduler.num_free_blocks
@@ -189,6 +211,8 @@ class Leader:
             prefill_seconds=first - started,
             decode_seconds=now - first,
             num_kept_rows=max(sequence.num_kept_rows, request.num_kept_rows),
+            num_drafted=sequence.num_drafted,
+            num_accepted=sequence.num_accepted,
         )
 
     def end(self, error: HearthError) -> Replies:
@@ -205,7 +229,7 @@ class Leader:
         return [(request.request_id, Failed.of(error)) for request in failed]
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self._limits, self._whole_prompts, self._num_groups)
+        return Scheduler(self._limits, self._whole_prompts, self._num_groups, self._speculation)
 
     def _pause(self, number: int, seconds: float) -> None:
         """End a sequence for now; if it is one of a named stream, a request may continue it within `seconds`."""

@@ -4,12 +4,17 @@ The Gumbel-max method is used: it chooses the token with the largest logit / tem
 from a hash of seed, index of the token in the answer, and token id. So a seed gives the same text on any number of devices,
 also after the loss of a device, and without top-k, top-p and min-p each owner sends only one candidate.
 
+A drafted token (speculative decoding) is accepted if it is the token that is sampled in its place. For a draft that is certain
+of one token this is speculative sampling (Leviathan et al., ICML 2023, algorithm 1): it is accepted with the probability that
+the model gives it, and else replaced by a sample of the others. As the noise does not depend on the drafts, a seed gives the
+same text with and without them.
+
 Order and meaning of the settings are those of `transformers`' logits processors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +78,19 @@ def sample_token(candidates_n2: Array, sampling: Sampling, index: int) -> int:
         num_kept = max(int((probabilities >= sampling.min_p * probabilities[0]).sum()), 1)
         ids, logits = ids[:num_kept], logits[:num_kept]
     return int(ids[(logits + gumbel_noise(sampling.seed, index, ids)).argmax()])
+
+
+def verify_drafts(drafted: Sequence[int], sample: Callable[[int], int]) -> list[int]:
+    """The accepted ones of the drafted tokens, and the token after them.
+
+    `sample(i)` is the token that the model chooses after i drafted tokens.
+    """
+    tokens = [sample(0)]
+    for index, draft in enumerate(drafted, start=1):
+        if tokens[-1] != draft:
+            break
+        tokens.append(sample(index))
+    return tokens
 
 
 def gumbel_noise(seed: int, index: int, ids: Array) -> Array:

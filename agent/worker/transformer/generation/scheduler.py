@@ -5,6 +5,9 @@ chunks if it is long, without the full blocks that the prefix cache has of it; p
 running answers continue. A sequence takes further blocks as it grows. If there are none, the newest sequence is preempted: its
 blocks are freed, and once there is room it is computed again, with the tokens that it has generated.
 
+A decoding step may verify guesses of a sequence's next tokens (`speculation`): they are further rows of the step. Nothing is
+preempted for them, and they take no block that another sequence could need soon.
+
 A step may be scheduled while others are in flight; sequences that wait for a token of these have no pending tokens and are left
 out. To keep several stages of a pipeline busy, decoding sequences are divided into groups that take turns.
 """
@@ -19,6 +22,7 @@ import numpy as np
 
 from agent.worker.transformer.generation.block_pool import BlockPool, PrefixKey, num_blocks_for, prefix_keys
 from agent.worker.transformer.generation.sequence import SequenceState
+from agent.worker.transformer.generation.speculation import Speculation
 from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
 from hearth.wire.messages import GenerateTokens, KeptCache, MovedCache, NewSequence, SequenceRows, StepOrder
 
@@ -35,8 +39,15 @@ class Scheduler:
     rows does not support, nor are they taken from the prefix cache. `num_groups`: number of groups of decoding sequences.
     """
 
-    def __init__(self, limits: GenerationLimits, whole_prompts: bool = False, num_groups: int = 1) -> None:
+    def __init__(
+        self,
+        limits: GenerationLimits,
+        whole_prompts: bool = False,
+        num_groups: int = 1,
+        speculation: Speculation | None = None,
+    ) -> None:
         self._limits = limits
+        self._speculation = speculation or Speculation()
         self._whole_prompts = whole_prompts
         self._num_groups = num_groups
         self._num_orders = 0
@@ -96,6 +107,8 @@ class Scheduler:
             self._drop(stream)
 
     def add(self, sequence: SequenceState) -> None:
+        if sequence.request.max_drafted:
+            sequence.drafter = self._speculation.new_drafter()
         self._waiting.append(sequence)
 
     def resume(self, request: GenerateTokens, prompt: list[int]) -> SequenceState | None:
@@ -149,13 +162,27 @@ class Scheduler:
         kind: Literal["prefill", "decode"] = "prefill" if self._prefilled_last else "decode"
         return StepOrder(kind=kind, rows=rows, freed=freed, dropped_streams=dropped)
 
-    def append_token(self, cache: int, token: int) -> SequenceState | None:
-        """Append the token that a step has sampled, and return its sequence; None if that was removed or preempted."""
+    def append_tokens(self, cache: int, tokens: Sequence[int]) -> tuple[SequenceState | None, list[int]]:
+        """Append a step's accepted drafts and the token after them, up to a stop token.
+
+        Returns the sequence and what was appended; None and nothing if it was removed or preempted.
+        """
         sequence = self._by_cache.get(cache)
-        if sequence is not None:
-            sequence.generated.append(token)
-            sequence.pending.append(token)
-        return sequence
+        if sequence is None:
+            return None, []
+        num_accepted = len(tokens) - 1
+        if sequence.drafter is not None:
+            sequence.drafter.record(len(sequence.drafts), num_accepted)
+        sequence.num_drafted += len(sequence.drafts)
+        sequence.num_accepted += num_accepted
+        stop = next((n for n, token in enumerate(tokens) if token in sequence.request.stop_ids), num_accepted)
+        appended = list(tokens[: stop + 1])
+        sequence.generated += appended
+        sequence.pending.append(appended[-1])
+        sequence.num_rejected = len(sequence.drafts) - stop
+        sequence.drafts = ()
+        self._publish(sequence)
+        return sequence, appended
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
@@ -232,9 +259,9 @@ class Scheduler:
         """Number of blocks that would take the memory of what is kept of earlier plans."""
         return sum(num_blocks_for(kept.reserved_tokens) for kept in self._kept.values())
 
-    def _grow(self, sequence: SequenceState) -> tuple[int, ...] | None:
-        """The blocks that a decoding sequence takes for one more row, after preemptions if necessary; None: of itself."""
-        count = num_blocks_for(sequence.num_computed_rows + 1) - len(sequence.blocks)
+    def _grow(self, sequence: SequenceState, num_rows: int) -> tuple[int, ...] | None:
+        """The blocks that a decoding sequence takes for further rows, after preemptions if necessary; None: of itself."""
+        count = num_blocks_for(sequence.num_computed_rows + num_rows) - len(sequence.blocks)
         if count <= 0:
             return ()
         while not self._make_room(count):
@@ -256,7 +283,8 @@ class Scheduler:
         del self._by_cache[sequence.cache]
         self._freed.append(sequence.cache)
         self._pool.release(sequence.blocks)
-        sequence.cache, sequence.blocks = 0, []
+        sequence.cache, sequence.blocks, sequence.num_published = 0, [], 0
+        sequence.drafts, sequence.num_rejected = (), 0
 
     def _take_kept(self, sequence: SequenceState, kept: KeptCache) -> MovedCache | None:
         """Let a sequence take over what is kept of its stream; None if its tokens are others."""
@@ -286,13 +314,33 @@ class Scheduler:
         """The next rows of the group that decodes next: the sequences that have waited longest."""
         num_decoding = sum(sequence.prefilled for sequence in self._running.values())
         group = sorted(sequences, key=lambda each: each.last_order)[: -(-num_decoding // self._num_groups)]
+        group.sort(key=lambda each: each.cache)  # oldest first: only later ones are preempted for it
         rows = []
-        for sequence in sorted(
-            group, key=lambda each: each.cache
-        ):  # oldest first: only later ones are preempted for it
-            if sequence.cache and (blocks := self._grow(sequence)) is not None:
-                rows.append(self._rows(sequence, 1, blocks))
+        for sequence, drafts in zip(group, self._drafts(group), strict=True):
+            if sequence.cache and (blocks := self._grow(sequence, 1 + len(drafts))) is not None:
+                rows.append(self._rows(sequence, 1, blocks, drafts=drafts))
         return tuple(rows)
+
+    def _drafts(self, group: Sequence[SequenceState]) -> list[list[int]]:
+        """The drafted tokens of each sequence of a decoding step.
+
+        The plan has memory for `max_sequences` rows of logits; and as for admission, a block per running sequence stays free.
+        """
+        if not any(sequence.drafter for sequence in group):
+            return [[] for _ in group]
+        num_free = self._pool.num_free - self._num_kept_blocks - len(self._running)
+        num_blocks = max(num_free, 0) // len(group)  # further ones of each sequence
+        most = [
+            min(
+                sequence.request.max_drafted,
+                sequence.request.max_tokens - len(sequence.generated) - 1,
+                (len(sequence.blocks) + num_blocks) * KV_BLOCK_TOKENS - sequence.num_computed_rows - 1,
+            )
+            for sequence in group
+        ]
+        tokens = [[*sequence.prompt, *sequence.generated] for sequence in group]
+        room = self._limits.max_sequences - len(group)
+        return self._speculation.drafts([sequence.drafter for sequence in group], tokens, most, room)
 
     def _prefill_rows(self) -> tuple[SequenceRows, ...]:
         """The next rows of prompts, of running sequences and then of those that can be admitted."""
@@ -315,20 +363,36 @@ class Scheduler:
         return tuple(chunks)
 
     def _rows(
-        self, sequence: SequenceState, count: int, blocks: tuple[int, ...] = (), new: NewSequence | None = None
+        self,
+        sequence: SequenceState,
+        count: int,
+        blocks: tuple[int, ...] = (),
+        new: NewSequence | None = None,
+        drafts: Sequence[int] = (),
     ) -> SequenceRows:
-        """The next rows of a sequence, at most `count`. Sequences that start later share the blocks that become full.
+        """The next rows of a sequence, at most `count` and its `drafts`."""
+        tokens, sequence.pending = sequence.pending[:count], sequence.pending[count:]
+        sequence.last_order = self._num_orders
+        self._publish(sequence)
+        num_rejected, sequence.num_rejected, sequence.drafts = sequence.num_rejected, 0, tuple(drafts)
+        return SequenceRows(
+            sequence=sequence.cache,
+            token_ids=(*tokens, *drafts),
+            sample=not sequence.pending,
+            num_drafted=len(drafts),
+            num_rejected=num_rejected,
+            blocks=blocks,
+            new=new,
+        )
+
+    def _publish(self, sequence: SequenceState) -> None:
+        """Let sequences that start later share the blocks that have become full.
 
         In a step, all rows of a layer are stored before one attends to them, so these may be sequences of the same step.
         """
-        num_full = 0 if new is not None else sequence.num_computed_rows // KV_BLOCK_TOKENS
-        tokens, sequence.pending = sequence.pending[:count], sequence.pending[count:]
-        sequence.last_order = self._num_orders
-        full = range(num_full, sequence.num_computed_rows // KV_BLOCK_TOKENS)
-        if full and self._shares_prefixes(sequence):
+        num_full = sequence.num_computed_rows // KV_BLOCK_TOKENS
+        if num_full > sequence.num_published and self._shares_prefixes(sequence):
             keys = self._keys_of(sequence)
-            for index in full:
+            for index in range(sequence.num_published, num_full):
                 self._pool.publish(sequence.blocks[index], keys[index])
-        return SequenceRows(
-            sequence=sequence.cache, token_ids=tuple(tokens), sample=not sequence.pending, blocks=blocks, new=new
-        )
+            sequence.num_published = num_full

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.worker.transformer.generation.block_pool import PrefixKey
+from agent.worker.transformer.generation.drafting import Drafter
 from hearth.wire.messages import GenerateTokens
 
 
@@ -24,6 +25,12 @@ class SequenceState:
     cache: int = 0
     blocks: list[int] = field(default_factory=list)  # of the KV cache
     keys: list[PrefixKey] = field(default_factory=list)  # of its tokens' full blocks, as far as needed
+    num_published: int = 0  # of its blocks, which others may share if they are full
+    drafter: Drafter | None = None  # None: no tokens are drafted
+    drafts: tuple[int, ...] = ()  # in the step in flight
+    num_rejected: int = 0  # newest rows of its KV cache that are no longer its own
+    num_drafted: int = 0  # in all steps
+    num_accepted: int = 0
     last_order: int = 0  # number of the last order that contained it
     prompt: list[int] = field(init=False)
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -46,6 +46,15 @@ LEADER_RANK = 0  # the rank that schedules the steps
 # has some dozens.
 _MAX_ORDERS_BEHIND = 64
 
+SampledTokens: TypeAlias = dict[int, list[int]]  # the new tokens of each sequence: accepted drafts, and one more
+
+
+class _SampledRow(NamedTuple):
+    """A row of a step after which a token is sampled: the token after the sequence's first `num_tokens`."""
+
+    sequence: int
+    num_tokens: int
+
 
 @dataclass(frozen=True)
 class _InFlightStep:
@@ -54,7 +63,7 @@ class _InFlightStep:
     collectives: Collectives
     phase: Phase
     buffer: Tensor  # receives the rows, or for the message that the step is done
-    sampled: tuple[int, ...]  # the sequence of each row
+    sampled: tuple[_SampledRow, ...]  # of the buffer
 
 
 class StepExecutor:
@@ -81,7 +90,7 @@ class StepExecutor:
         self._memory = PagedRows(plan.model, part, plan.body.generation.num_kv_blocks, staging.device)
         self._caches: dict[int, SequenceCache] = {}
         self._exchange = CacheExchange(plan, rank, communicator, staging, kept or KeptCaches())
-        self._in_flight: deque[_InFlightStep | dict[int, int]] = deque()  # steps begun and not finished, oldest first
+        self._in_flight: deque[_InFlightStep | SampledTokens] = deque()  # steps begun and not finished, oldest first
         self._step = 0
         self.peer_timeout_seconds = plan.peer_timeout_seconds(plan.body.seq_len)
         self._last_rank = plan.num_ranks - 1
@@ -122,8 +131,8 @@ class StepExecutor:
             0, oldest.phase, self._last_rank, oldest.buffer
         )
 
-    def finish(self) -> dict[int, int]:
-        """Wait for the oldest step in flight; return the sampled token of each sequence. Raises StepFailed."""
+    def finish(self) -> SampledTokens:
+        """Wait for the oldest step in flight; return the new tokens of each sequence. Raises StepFailed."""
         oldest = self._in_flight[0]
         if not isinstance(oldest, dict):
             with torch.inference_mode():
@@ -155,7 +164,7 @@ class StepExecutor:
             self._step, self.peer_timeout_seconds, Recorder(False), clear_failure=False, oldest_step=oldest_step
         )
 
-    def _execute(self, order: StepOrder) -> dict[int, int]:
+    def _execute(self, order: StepOrder) -> SampledTokens:
         if log.isEnabledFor(logging.DEBUG):
             counts = {rows.sequence: len(rows.token_ids) for rows in order.rows}
             log_fact(log, StepBegun(kind=order.kind, rows=counts, freed=order.freed))
@@ -200,10 +209,11 @@ class StepExecutor:
         if rows.sequence not in self._caches:
             raise StepFailed(device=f"rank {self._rank}", reason=f"the sequence {rows.sequence} is not known here")
         cache = self._caches[rows.sequence]
+        cache.reject(rows.num_rejected)
         cache.add_blocks(rows.blocks)
-        cache.extend(rows.token_ids)
+        cache.extend(rows.token_ids, rows.num_drafted)
 
-    def _run(self, order: StepOrder) -> dict[int, int]:
+    def _run(self, order: StepOrder) -> SampledTokens:
         ids = torch.tensor([token for rows in order.rows for token in rows.token_ids], dtype=torch.int64)
         sequences = spans([len(rows.token_ids) for rows in order.rows])
         caches = [self._caches[rows.sequence] for rows in order.rows]
@@ -211,7 +221,12 @@ class StepExecutor:
         self._communicator.set_inline_receiving(order.kind == "decode")
         collectives = self._collectives(len(ids))
         step = Step(self._shard, self._plan, self._rank, packed, collectives, Recorder(False))
-        sampled_rows = [span.stop - 1 for rows, span in zip(order.rows, sequences, strict=True) if rows.sample]
+        sampled_rows = [
+            row
+            for rows, span in zip(order.rows, sequences, strict=True)
+            if rows.sample
+            for row in range(span.stop - 1 - rows.num_drafted, span.stop)
+        ]
         if self._is_pipeline:
             rows_TH = run_stage(step)
             self._return_rows(collectives, rows_TH[sampled_rows] if sampled_rows else None)
@@ -222,7 +237,7 @@ class StepExecutor:
             last_NH = self._run_micro_batches(parts, sampled_rows)
         else:
             last_NH = self._last_rows(collectives, strategies.run(step), sampled_rows)
-        return self._next_tokens(last_NH, _sampled_sequences(order))
+        return self._next_tokens(last_NH, self._sampled(order))
 
     # ---- prefill in micro-batches -------------------------------------------------------------------------------------
 
@@ -277,16 +292,16 @@ class StepExecutor:
         return torch.zeros(1, 1, dtype=torch.uint8, device=self._staging.device)
 
     def _in_flight_step(self, order: StepOrder) -> _InFlightStep:
-        sampled = _sampled_sequences(order)
+        sampled = self._sampled(order)
         collectives = Collectives(self._communicator, self._staging, (), False, self._step)
         if not sampled:
             return _InFlightStep(collectives, Phase.STEP_DONE, self._done_marker(), sampled)
         into_NH = torch.empty(len(sampled), self._plan.model.hidden_size, device=self._staging.device)
         return _InFlightStep(collectives, Phase.HEAD_ROWS, into_NH, sampled)
 
-    def _sample_rows(self, step: _InFlightStep) -> dict[int, int]:
+    def _sample_rows(self, step: _InFlightStep) -> SampledTokens:
         """Sample the next tokens of the sequences that were not freed meanwhile."""
-        running = [row for row, sequence in enumerate(step.sampled) if sequence in self._caches]
+        running = [row for row, sampled in enumerate(step.sampled) if sampled.sequence in self._caches]
         if not running:
             return {}
         spec, norm = self._plan.model, self._shard.embedding.norm
@@ -315,19 +330,28 @@ class StepExecutor:
                 parts.append(received)
         return torch.cat(parts)
 
-    def _next_tokens(self, last_NH: Tensor, sampled: Sequence[int]) -> dict[int, int]:
-        """Send candidates to rank 0, which samples a token for each sequence. Returns an empty result on other ranks."""
+    def _sampled(self, order: StepOrder) -> tuple[_SampledRow, ...]:
+        """The rows after which the step samples a token. The sequences have the tokens of the step."""
+        return tuple(
+            _SampledRow(rows.sequence, len(self._caches[rows.sequence].tokens) - num_later)
+            for rows in order.rows
+            if rows.sample
+            for num_later in range(rows.num_drafted, -1, -1)
+        )
+
+    def _next_tokens(self, last_NH: Tensor, sampled: Sequence[_SampledRow]) -> SampledTokens:
+        """Send candidates to rank 0, which samples the tokens. Returns an empty result on other ranks."""
         embedding, owners = self._shard.embedding, spans(self._plan.body.vocabulary)
         assert embedding.head is not None
-        candidates: dict[int, list[np.ndarray[Any, Any]]] = {sequence: [] for sequence in sampled}
+        candidates: list[list[np.ndarray[Any, Any]]] = [[] for _ in sampled]
         if not sampled:
             return {}
         if owners[self._rank].size:
             logits_NV = embedding.head.matmul(last_NH).cpu().numpy()
-            for tile, (sequence, logits_V) in enumerate(zip(sampled, logits_NV, strict=True)):
-                own = self._candidates(sequence, logits_V)
+            for tile, (row, logits_V) in enumerate(zip(sampled, logits_NV, strict=True)):
+                own = self._candidates(row, logits_V)
                 if self._rank == LEADER_RANK:
-                    candidates[sequence].append(own)
+                    candidates[tile].append(own)
                 else:
                     key = self._communicator.key(tile, Phase.CANDIDATES, LEADER_RANK, self._rank)
                     self._communicator.send(LEADER_RANK, key, own)
@@ -338,33 +362,37 @@ class StepExecutor:
             self._communicator.key(tile, Phase.CANDIDATES, LEADER_RANK, rank) for tile in range(len(sampled)) for rank in others
         ]  # fmt: skip
         arrived = iter(self._communicator.receive(keys))
-        for sequence in sampled:
-            candidates[sequence] += [next(arrived) for _ in others]
-        return {sequence: self._sample_token(sequence, np.concatenate(parts)) for sequence, parts in candidates.items()}
+        of_sequences: dict[int, list[np.ndarray[Any, Any]]] = {}
+        for row, parts in zip(sampled, candidates, strict=True):
+            of_sequences.setdefault(row.sequence, []).append(np.concatenate([*parts, *(next(arrived) for _ in others)]))
+        return {sequence: self._sample_tokens(sequence, rows) for sequence, rows in of_sequences.items()}
 
-    def _candidates(self, sequence: int, logits_V: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _candidates(self, row: _SampledRow, logits_V: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        cache, first_id = self._caches[row.sequence], self._shard.embedding.vocabulary.start
+        tokens = cache.tokens[: row.num_tokens]
+        return sampling.select_candidates(logits_V, first_id, cache.sampling, tokens, _answer_index(cache, len(tokens)))
+
+    def _sample_tokens(self, sequence: int, candidates: Sequence[np.ndarray[Any, Any]]) -> list[int]:
+        """The new tokens of a sequence, given the candidates after its newest settled token and after each drafted one."""
         cache = self._caches[sequence]
-        first_id = self._shard.embedding.vocabulary.start
-        return sampling.select_candidates(logits_V, first_id, cache.sampling, cache.tokens, self._answer_index(cache))
+        num_settled = len(cache.settled_tokens)
 
-    def _sample_token(self, sequence: int, candidates_n2: np.ndarray[Any, Any]) -> int:
-        if candidates_n2.ndim != 2 or candidates_n2.shape[1] != 2 or not len(candidates_n2):
-            raise BadMessage(reason=f"candidates have the shape {candidates_n2.shape}")
-        cache = self._caches[sequence]
-        return sampling.sample_token(candidates_n2, cache.sampling, self._answer_index(cache))
+        def sample(num_drafted: int) -> int:
+            candidates_n2 = candidates[num_drafted]
+            if candidates_n2.ndim != 2 or candidates_n2.shape[1] != 2 or not len(candidates_n2):
+                raise BadMessage(reason=f"candidates have the shape {candidates_n2.shape}")
+            index = _answer_index(cache, num_settled + num_drafted)
+            return sampling.sample_token(candidates_n2, cache.sampling, index)
 
-    @staticmethod
-    def _answer_index(cache: SequenceCache) -> int:
-        """Number of tokens of the answer that were generated before."""
-        return cache.first_index + len(cache.tokens) - cache.num_prompt_tokens
+        return sampling.verify_drafts(cache.tokens[num_settled:], sample)
+
+
+def _answer_index(cache: SequenceCache, num_tokens: int) -> int:
+    """Number of tokens of the answer among the first `num_tokens` of a sequence."""
+    return cache.first_index + num_tokens - cache.num_prompt_tokens
 
 
 def _ranks_without_share(plan: TransformerPlan) -> tuple[int, ...]:
     """The ranks other than 0 that have no heads and no columns."""
     shares = enumerate(zip(plan.body.heads, plan.body.columns, strict=True))
     return tuple(rank for rank, share in shares if rank != LEADER_RANK and not any(share))
-
-
-def _sampled_sequences(order: StepOrder) -> tuple[int, ...]:
-    """The sequences for which the step samples a token."""
-    return tuple(rows.sequence for rows in order.rows if rows.sample)

@@ -305,7 +305,7 @@ def test_random_orders_in_flight_respect_token_dependencies(seed: int) -> None:
                     waiting.add(rows.sequence)
         elif flights:
             for rows in flights.popleft().rows:
-                sequence = scheduler.append_token(rows.sequence, 7) if rows.sample else None
+                sequence = scheduler.append_tokens(rows.sequence, [7])[0] if rows.sample else None
                 if sequence is not None:
                     waiting.remove(rows.sequence)
                     if sequence.ended:
@@ -328,7 +328,7 @@ def test_decode_groups_alternate() -> None:
     assert first.kind == "prefill"
     assert scheduler.next_order() is None
     for rows in first.rows:
-        scheduler.append_token(rows.sequence, 9)
+        scheduler.append_tokens(rows.sequence, [9])
     groups = []
     for _ in range(2):
         order = scheduler.next_order()
@@ -337,7 +337,7 @@ def test_decode_groups_alternate() -> None:
     assert groups == [[1, 2, 3], [4, 5]]
     assert scheduler.next_order() is None
     for number in (1, 2, 3):
-        scheduler.append_token(number, 9)
+        scheduler.append_tokens(number, [9])
     again = scheduler.next_order()
     assert again is not None
     assert [rows.sequence for rows in again.rows] == [1, 2, 3]

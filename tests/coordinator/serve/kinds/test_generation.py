@@ -144,6 +144,7 @@ class Script:
         timeout_seconds: float,
         stream_name: str = "",
         prefix_scope: str = "",
+        max_drafted: int = 0,
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         assert token_ids.dtype == np.int32
         assert timeout_seconds > 0
@@ -176,6 +177,7 @@ class Script:
             yield GenerationEnded(
                 reason=reason, num_prompt_tokens=len(token_ids), num_tokens=count, queued_seconds=0.5,
                 prefill_seconds=0.25, decode_seconds=0.125, num_kept_rows=min(self.num_cached, len(token_ids)),
+                num_drafted=2 * max_drafted, num_accepted=max_drafted,
             )  # fmt: skip
         finally:
             self.open_now -= 1
@@ -494,6 +496,18 @@ def test_apps_share_no_prefixes_unless_allowed(shared: bool, scopes: list[str]) 
             assert found.end.num_cached_tokens == 2
         assert [request.prefix_scope for request in script.requests] == scopes
         assert (host.num_prompt_tokens, host.num_cached_tokens) == (6, 4)
+
+    asyncio.run(main())
+
+
+def test_guessed_tokens_are_counted() -> None:
+    async def main() -> None:
+        host = Host(Script())
+        generations = GenerationRunner(host, 9, max_drafted=3)
+        for number in (1, 2):
+            found = await read(generations, MODEL, (1, 2, 3), max_tokens=2)
+            assert (found.end.num_drafted_tokens, found.end.num_accepted_tokens) == (6, 3)
+            assert (host.num_drafted_tokens, host.num_accepted_tokens) == (6 * number, 3 * number)
 
     asyncio.run(main())
 

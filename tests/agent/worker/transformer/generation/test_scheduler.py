@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent.worker.transformer.generation.sampling import verify_drafts
 from agent.worker.transformer.generation.scheduler import Scheduler
 from agent.worker.transformer.generation.sequence import SequenceState
+from agent.worker.transformer.generation.speculation import Speculation
 from coordinator.plan.transformer.request import GenerationRequest
 from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
-from hearth.wire.messages import GenerateTokens, StepOrder
+from hearth.wire.messages import GenerateTokens, SequenceRows, StepOrder
 
 
 def sequence(number: int, prompt: int, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> SequenceState:
@@ -25,7 +27,7 @@ def execute_order(scheduler: Scheduler, order: StepOrder, token: int = 7) -> Non
     """Give each sampled row a token, and remove sequences that have ended."""
     for rows in order.rows:
         if rows.sample:
-            sequence = scheduler.append_token(rows.sequence, token)
+            sequence, _ = scheduler.append_tokens(rows.sequence, [token])
             if sequence is not None and sequence.ended:
                 scheduler.remove(sequence.number)
 
@@ -121,6 +123,7 @@ class Ranks:
         assert sum(len(rows.token_ids) for rows in order.rows) <= max(
             self.limits.prefill_rows, self.limits.max_sequences
         )
+        assert sum(1 + rows.num_drafted for rows in order.rows if rows.sample) <= self.limits.max_sequences
         assert len({rows.sequence for rows in order.rows}) == len(order.rows)
         for rows in order.rows:
             if rows.new is not None:
@@ -128,7 +131,8 @@ class Ranks:
                 self.blocks[rows.sequence] = list(rows.new.blocks)
                 self.tokens[rows.sequence] = list(rows.new.cached_tokens)
             self.blocks[rows.sequence] += rows.blocks
-            assert len(rows.token_ids) == 1 or order.kind == "prefill"
+            del self.tokens[rows.sequence][len(self.tokens[rows.sequence]) - rows.num_rejected :]
+            assert len(rows.token_ids) == 1 + rows.num_drafted or order.kind == "prefill"
             for token in rows.token_ids:
                 self.tokens[rows.sequence].append(token)
                 self.memory[self._place(rows.sequence, len(self.tokens[rows.sequence]) - 1)] = self.history(
@@ -148,10 +152,29 @@ class Ranks:
     def history(self, cache: int, count: int | None = None) -> tuple[int, ...]:
         return tuple(self.tokens[cache][:count])
 
+    def answer(self, rows: SequenceRows) -> list[int]:
+        """The new tokens of a sequence after a step."""
+        num_settled = len(self.tokens[rows.sequence]) - rows.num_drafted
+        drafts = self.tokens[rows.sequence][num_settled:]
+        return verify_drafts(drafts, lambda count: answer_token(self.history(rows.sequence, num_settled + count)))
+
 
 def answer_token(history: tuple[int, ...]) -> int:
     """The token that a model would choose: the same whenever these tokens are computed."""
     return 3 + hash(history) % 40
+
+
+class Oracle:
+    """Guesses that are right with a probability of 0.7."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        known = list(tokens)
+        for _ in range(count):
+            known.append(answer_token(tuple(known)) if self._rng.random() < 0.7 else self._rng.randint(3, 42))
+        return known[len(tokens) :]
 
 
 def generated_alone(prompt: Sequence[int], count: int) -> list[int]:
@@ -170,15 +193,17 @@ def test_random_traffic_computes_what_each_sequence_would_alone(seed: int, scope
     limits = GenerationLimits(
         kv_tokens=rng.randint(20, 300), max_sequences=rng.randint(1, 6), prefill_rows=rng.choice([1, 3, 16, 500])
     )
-    scheduler, ranks = Scheduler(limits, num_groups=rng.choice([1, 2])), Ranks(limits)
+    speculation = Speculation(lambda: Oracle(rng))
+    scheduler, ranks = Scheduler(limits, num_groups=rng.choice([1, 2]), speculation=speculation), Ranks(limits)
     states: dict[int, SequenceState] = {}
     system = [rng.randint(4, 40) for _ in range(60)]
     for step in range(3000):
         if step < 300 and rng.random() < 0.2:
             prompt = system[: rng.choice([0, 16, 40, 60])] + [rng.randint(4, 40) for _ in range(rng.randint(1, 30))]
             request = GenerateTokens(
-                holder="test", epoch=1, max_tokens=rng.randint(1, 40), stop_ids=(3,), prefix_scope=scope
-            )
+                holder="test", epoch=1, max_tokens=rng.randint(1, 40), stop_ids=(3,), prefix_scope=scope,
+                max_drafted=rng.choice([0, 3, 20]),
+            )  # fmt: skip
             new = SequenceState(step, request, prompt, len(prompt))
             if scheduler.fits(new):
                 scheduler.add(new)
@@ -191,9 +216,10 @@ def test_random_traffic_computes_what_each_sequence_would_alone(seed: int, scope
         if (order := scheduler.next_order()) is None:
             continue
         ranks.execute(order)
+        speculation.times.record(sum(len(rows.token_ids) for rows in order.rows), 1.0)
         for rows in order.rows:
             if rows.sample:
-                sequence = scheduler.append_token(rows.sequence, answer_token(ranks.history(rows.sequence)))
+                sequence, _ = scheduler.append_tokens(rows.sequence, ranks.answer(rows))
                 if sequence is not None and sequence.ended:
                     scheduler.remove(sequence.number)
     assert scheduler.idle
@@ -306,7 +332,7 @@ def test_token_of_a_step_in_flight_is_not_lost_with_the_request() -> None:
     scheduler = scheduler_after(4, first)
     scheduler.next_order()
     scheduler.pause(1)
-    scheduler.append_token(1, 24)
+    scheduler.append_tokens(1, [24])
     assert scheduler.resume(*continuing(first, 5)) is first
     assert scheduler.next_order().rows[0].token_ids == (24,)
 
@@ -315,7 +341,7 @@ def test_stream_that_has_ended_is_repeated_until_its_room_is_needed() -> None:
     first = streaming(count=4)
     scheduler = scheduler_after(3, first)
     scheduler.next_order()
-    scheduler.append_token(1, 23)
+    scheduler.append_tokens(1, [23])
     assert first.ended
     scheduler.pause(1)
     assert scheduler.idle

@@ -1,0 +1,193 @@
+"""Guesses of tokens, their number, and their verification, which leaves the distribution of the answer as it is. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.worker.transformer.generation.drafting import Drafter, NgramProposer
+from agent.worker.transformer.generation.sampling import sample_token, select_candidates, verify_drafts
+from agent.worker.transformer.generation.speculation import Speculation, StepTimes, draft_counts
+from hearth.wire.messages import Sampling
+
+
+@pytest.mark.parametrize(
+    ("tokens", "guess"),
+    [
+        ([1, 2, 3, 9, 1, 2], [3, 9, 1]),
+        ([5, 1, 2, 7, 8, 6, 1, 2, 9, 5, 1, 2], [7, 8, 6]),  # the longest match, though not the newest
+        ([1, 2, 7, 1, 2, 8, 4, 1, 2], [8, 4, 1]),  # the newest of equal length
+        ([4, 1, 2, 1, 2], [1, 2, 1]),  # a repetition goes on beyond the newest token
+        ([3, 3, 3], [3, 3, 3]),
+        ([1, 2, 3, 4], []),
+        ([2, 1, 3, 1], []),  # one equal token is chance
+        ([1], []),
+    ],
+)
+def test_ngram_lookup(tokens: list[int], guess: list[int]) -> None:
+    assert NgramProposer().propose(tokens, 3) == guess
+    grown = NgramProposer()
+    for count in range(1, len(tokens) + 1):
+        found = grown.propose(tokens[:count], 3)
+    assert found == guess
+
+
+def expected_rate(counts: Sequence[int], rates: Sequence[float], seconds: Sequence[float]) -> float:
+    tokens = sum(sum(rate**k for k in range(count + 1)) for count, rate in zip(counts, rates, strict=True))
+    return tokens / seconds[sum(counts)]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]), st.integers(0, 3)), min_size=1, max_size=3),
+    st.integers(0, 6),
+    st.lists(st.floats(0.0, 2.0), min_size=10, max_size=10),
+)
+def test_draft_counts_have_the_highest_expected_rate(
+    sequences: list[tuple[float, int]], room: int, increments: list[float]
+) -> None:
+    rates, most = [rate for rate, _ in sequences], [count for _, count in sequences]
+    seconds = list(itertools.accumulate(increments, initial=1.0))
+    counts = draft_counts(rates, most, room, lambda num_rows: seconds[num_rows - len(sequences)])
+    possible = [each for each in itertools.product(*(range(n + 1) for n in most)) if sum(each) <= room]
+    best = max(expected_rate(each, rates, seconds) for each in possible)
+    assert tuple(counts) in possible
+    assert math.isclose(expected_rate(counts, rates, seconds), best)
+
+
+def test_step_times_are_medians_without_the_first_step() -> None:
+    times = StepTimes()
+    times.record(1, 9.0)
+    assert not times.is_measured(1)
+    assert times.seconds(1) == math.inf
+    for seconds in (1.0, 1.2, 50.0):
+        times.record(1, seconds)
+    assert times.is_measured(1)
+    assert [times.seconds(rows) for rows in (1, 2, 3)] == [1.2, 1.2, math.inf]
+    times.record(5, 9.0)
+    times.record(5, 3.2)
+    assert [times.seconds(rows) for rows in (1, 3, 5, 10, 11)] == pytest.approx([1.2, 2.2, 3.2, 3.2, math.inf])
+
+
+def test_old_step_times_are_measured_again() -> None:
+    times = StepTimes()
+    for rows in (2, 2, 1):
+        times.record(rows, 5.0)
+    for _ in range(600):
+        times.record(1, 1.0)
+    assert not times.is_measured(2)
+    assert times.seconds(2) == 1.0
+    times.record(2, 2.0)
+    assert times.seconds(2) == 2.0
+
+
+class Certain:
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        return [7] * count
+
+
+def simulated(acceptance: float, seconds_of_row: float, num_steps: int = 400) -> tuple[float, list[int]]:
+    """Speed-up over single tokens of one sequence, and the number of drafted tokens of each step."""
+    rng, speculation = random.Random(1), Speculation(Certain)
+    drafter = speculation.new_drafter()
+    counts, num_tokens, total = [], 0, 0.0
+    for _ in range(num_steps):
+        (drafts,) = speculation.drafts([drafter], [[1]], [15], 15)
+        seconds = 1.0 + seconds_of_row * len(drafts)
+        accepted = next((n for n in range(len(drafts)) if rng.random() >= acceptance), len(drafts))
+        speculation.times.record(1 + len(drafts), seconds)
+        drafter.record(len(drafts), accepted)
+        counts.append(len(drafts))
+        num_tokens, total = num_tokens + accepted + 1, total + seconds
+    return num_tokens / total, counts
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "seconds_of_row", "least"), [(0.9, 0.05, 3.5), (0.9, 0.2, 1.8), (0.6, 0.1, 1.5), (0.3, 0.05, 1.2)]
+)
+def test_number_of_drafts_adapts(acceptance: float, seconds_of_row: float, least: float) -> None:
+    assert simulated(acceptance, seconds_of_row)[0] > least
+
+
+def test_wrong_guesses_end_but_are_tried_now_and_then() -> None:
+    speed, counts = simulated(acceptance=0.0, seconds_of_row=0.5)
+    assert speed > 0.97
+    assert 0 < sum(counts[-200:]) < 10
+    assert max(counts[-200:]) == 1
+
+
+def test_guesses_return_when_they_are_right_again() -> None:
+    drafter = Drafter(Certain())
+    for _ in range(50):
+        drafter.record(1, 0)
+    assert drafter.acceptance < 0.01
+    for _ in range(64):
+        assert not drafter.is_probe_due
+        drafter.record(0, 0)
+    assert drafter.is_probe_due
+    drafter.record(1, 1)
+    drafter.record(8, 8)
+    assert drafter.acceptance > 0.6
+
+
+def test_nothing_is_drafted_until_the_time_of_such_a_step_is_known() -> None:
+    speculation = Speculation(Certain)
+    drafters = [speculation.new_drafter(), None]
+    assert speculation.drafts(drafters, [[1], [1]], [4, 4], 9) == [[], []]
+    speculation.times.record(2, 1.0)
+    speculation.times.record(2, 1.0)
+    assert speculation.drafts(drafters, [[1], [1]], [4, 4], 9) == [[7, 7], []]
+    assert speculation.drafts(drafters, [[1], [1]], [4, 4], 1) == [[7], []]
+    assert speculation.drafts(drafters, [[1], [1]], [0, 4], 9) == [[], []]
+
+
+def test_verified_tokens_end_with_the_first_that_differs() -> None:
+    assert verify_drafts([], [5].__getitem__) == [5]
+    assert verify_drafts([5, 6, 9, 8], [5, 6, 7, 8, 4].__getitem__) == [5, 6, 7]
+    assert verify_drafts([5, 6], [5, 6, 7].__getitem__) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.7}], ids=str)
+def test_drafts_leave_the_distribution_of_answers_as_it_is(sampling: dict[str, float]) -> None:
+    """Chi-square of all answers of three tokens, of which the second depends on the first, and the third on the second."""
+    rng = np.random.default_rng(2)
+    logits = {token: rng.normal(0, 1, 3).astype(np.float32) for token in (-1, *range(3))}  # by the token before
+    count = 1500
+
+    def next_token(seed: int, known: Sequence[int], first: int, num_drafted: int) -> int:
+        answer = known[: first + num_drafted]
+        settings, row = Sampling(temperature=0.8, seed=seed, **sampling), logits[answer[-1] if answer else -1]
+        return sample_token(select_candidates(row, 0, settings, answer, len(answer)), settings, len(answer))
+
+    def answer_with_drafts(seed: int) -> tuple[int, ...]:
+        answer: list[int] = []
+        while len(answer) < 3:
+            drafts = rng.integers(0, 3, 2 - len(answer)).tolist()
+            answer += verify_drafts(drafts, partial(next_token, seed, [*answer, *drafts], len(answer)))
+        return tuple(answer)
+
+    def probabilities(row: np.ndarray) -> np.ndarray:
+        found, order = np.zeros(3), np.argsort(-row)
+        chances = np.exp(row / 0.8)[order]
+        chances /= chances.sum()
+        chances[chances.cumsum() - chances >= sampling.get("top_p", 1.0)] = 0
+        found[order] = chances / chances.sum()
+        return found
+
+    by_token = {token: probabilities(row) for token, row in logits.items()}
+    seen = dict.fromkeys(itertools.product(range(3), repeat=3), 0)
+    for seed in range(count):
+        seen[answer_with_drafts(seed)] += 1
+    expected = {(a, b, c): count * by_token[-1][a] * by_token[a][b] * by_token[b][c] for a, b, c in seen}
+    assert not [each for each, mean in expected.items() if mean == 0 and seen[each]]
+    possible = [each for each, mean in expected.items() if mean > 0]
+    chi_square = sum((seen[each] - expected[each]) ** 2 / expected[each] for each in possible)
+    freedom = len(possible) - 1
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations
