@@ -54,6 +54,21 @@ def test_rows_are_where_they_were_stored(blocks: Sequence[int]) -> None:
         values[1:2, :, 1:2, slice(*rows)] += 1
 
 
+def test_drafted_rows_are_settled_by_the_next_step() -> None:
+    """Only settled rows are copied to other ranks, or kept for the next plan."""
+    cache, _ = filled(ADJACENT, 80)
+    cache.extend([7, 8, 9, 10], num_drafted=3)
+    assert (cache.num_rows, cache.num_settled_rows, len(cache.settled_tokens)) == (80, 80, 81)
+    cache.advance()
+    assert (cache.num_rows, cache.num_settled_rows) == (84, 81)
+    with pytest.raises(StepFailed, match="4 of 3 drafted tokens"):
+        cache.reject(4)
+    cache.reject(2)
+    cache.extend([11])
+    assert cache.tokens[80:] == cache.settled_tokens[80:] == [7, 8, 11]
+    assert (cache.num_rows, cache.num_settled_rows) == (82, 82)
+
+
 # Largest error of a context against keys and values in float32, which have values up to 4.
 TOLERANCES: list[tuple[KvFormat, float]] = [("float32", 1e-5), ("bfloat16", 0.02), ("int8", 0.03)]
 
