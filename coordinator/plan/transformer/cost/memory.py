@@ -22,6 +22,8 @@ from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits, LayerShar
 # has 239 MiB resident (psutil, torch 2.13 CPU); rounded up for the allocator's slack and its threads' stacks.
 WORKER_PROCESS_BYTES = 288 << 20
 COMPUTE_BYTES = 4  # float32: workers compute in it
+# Rows of a bfloat16 KV cache that prefill converts at a time (the worker's `causal_attention`); decoding converts none.
+_CONVERTED_ROWS = 1024
 # float32 values held per candidate while a sequence is sampled, one sequence at a time: ids and logits, sorted, partly float64.
 VALUES_PER_CANDIDATE = 12
 
@@ -75,14 +77,15 @@ def attention_values(spec: ModelSpec, heads: int, seq_len: int, limits: Generati
     Encoder: QKV [S,3w], context [S,w], and the scores of one sequence [heads,S,S], of which a fused kernel needs only a part.
     Decoder: QKV [S,q] and as much again for rotary embedding; the context [S,w], the queries in the order of heads, and the
     results for two ranges of keys, which are merged. Scores are computed block by block. A KV cache in another format than
-    float32 is converted for one sequence and layer at a time: keys and values [L,k] each.
+    float32 is converted for one sequence and layer at a time: keys and values [L,k] each, of bfloat16 in parts.
     """
     S = step_rows(seq_len, limits)
     if not spec.causal:
         return S * (spec.qkv_width(heads) + spec.q_width(heads)) + heads * S * S
     length = (limits.context or limits.kv_tokens) if limits else S
-    converted = 2 * length * spec.kv_width(heads) if spec.kv_cache != "float32" else 0
-    return S * (2 * spec.qkv_width(heads) + 4 * spec.q_width(heads)) + converted
+    num_converted = {"float32": 0, "bfloat16": min(length, max(S, _CONVERTED_ROWS)), "int8": length}[spec.kv_cache]
+    values = S * (2 * spec.qkv_width(heads) + 4 * spec.q_width(heads))
+    return values + 2 * num_converted * spec.kv_width(heads)
 
 
 def mlp_values(spec: ModelSpec, columns: int, seq_len: int, limits: GenerationLimits | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +22,7 @@ from coordinator.cli.render.tables import generation_lines, plan_tables
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.plan.simulator import transfer_resources
 from coordinator.plan.transformer.auto import plan_strategy
-from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
+from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes, token_layer_seconds
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.memory import kv_bytes
 from coordinator.plan.transformer.cost.predict import predict, request_seconds
@@ -235,6 +235,28 @@ def test_token_time_on_one_device() -> None:
     expected = (weights + cached + 2500 * 96 * 4) * 1e-10 + (2 + 4) * 5e-5
     assert priced([1.0], 100, 1e-3) == pytest.approx(expected)
     assert priced([0.5], 100, 1e-3) == pytest.approx(2 * expected)
+
+
+def test_cached_tokens_are_priced_by_the_format_of_the_cache() -> None:
+    def seconds(kind: KvFormat, num_tokens: float) -> float:
+        spec = SMALL.model_copy(update={"kv_cache": kind})
+        return token_layer_seconds(spec, device_profile(0, 1.0, spec, 32).blocks, num_tokens)
+
+    assert seconds("float32", 0) == seconds("bfloat16", 0) == seconds("int8", 0)
+    cached = {kind: seconds(kind, 3000) - seconds(kind, 0) for kind in get_args(KvFormat)}
+    assert cached["float32"] == pytest.approx(2 * 32 * 3000 * 4e-10)
+    assert 0.58 < cached["bfloat16"] / cached["float32"] < 0.88
+    assert 1.5 < cached["int8"] / cached["float32"] < 4.3
+
+
+def test_long_bfloat16_cache_is_converted_in_parts() -> None:
+    def activations(kind: KvFormat, context: int) -> int:
+        spec = LLAMA_1B.model_copy(update={"kv_cache": kind})
+        body = with_seq_len(make_plan(spec, "local", (1,)).body, 512, GenerationRequest(context, 1).limits(512))
+        return rank_memory(spec, body, 0).activations
+
+    assert activations("bfloat16", 4096) == activations("bfloat16", 32768)
+    assert activations("int8", 32768) - activations("int8", 16384) == 2 * 16384 * LLAMA_1B.kv_width(32) * 4
 
 
 def test_token_time_on_two_devices() -> None:
