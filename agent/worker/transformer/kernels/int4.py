@@ -13,6 +13,7 @@ from hearth.errors import StepFailed
 
 INT4_GROUP_SIZE = 32  # inputs that share a scale; grain borders of shards are multiples of it
 _OUTPUT_GROUP = 16  # outputs; torch's int4 layout groups them so
+_SCALE_STEPS = 32  # of a scale's mantissa below 1: five bits
 _MIN_SCALE = 1e-30  # minimum of a scale, so that a zero group does not divide by zero
 _NATIVE_MAX_ROWS = 32  # rows by default; with more, a bfloat16 GEMM on expanded tiles is faster
 
@@ -43,11 +44,12 @@ class Int4Matrix(QuantisedMatrix):
         return (self._packed, self._scales_and_zeros)
 
     def _quantise(self, weight_nk: Tensor) -> Tensor:
-        steps, scales, zeros = quantise_int4(weight_nk)
+        steps, scales, zero_points = quantise_int4(weight_nk)
+        zeros = (8 - zero_points) * scales  # exact in bfloat16; torch adds it to (step - 8) * scale
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.flatten(1).to(torch.int32), 1)
         self._packed.copy_(packed.view(self._packed.shape))
         self._scales_and_zeros.copy_(torch.stack([scales, zeros], dim=2).transpose(0, 1))
-        return dequantise_int4(steps, scales, zeros)
+        return dequantise_int4(steps, scales, zero_points)
 
     def rows(self, part: slice) -> Int4Matrix:
         return self._require_whole(part, self.shape[0])
@@ -78,18 +80,22 @@ class Int4Matrix(QuantisedMatrix):
 
 
 def quantise_int4(weight_nk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The steps [n, k / 32, 32] float32 from 0 to 15, and the scales and zero points [n, k / 32] bfloat16."""
+    """The steps [n, k / 32, 32] and zero points [n, k / 32] from 0 to 15, in float32, and the scales [n, k / 32] bfloat16.
+
+    Scales have five significant bits, so that all layouts hold the same values: a multiple by up to 8 is exact in bfloat16.
+    """
     groups = weight_nk.unflatten(1, (-1, INT4_GROUP_SIZE))
-    minimum, maximum = groups.amin(dim=2), groups.amax(dim=2)
-    scales = ((maximum - minimum) / 15).clamp_(min=_MIN_SCALE).bfloat16()
-    zeros = (minimum + 8 * scales.float()).bfloat16()
-    steps = ((groups - zeros.float()[..., None]) / scales.float()[..., None]).round_().add_(8).clamp_(0, 15)
-    return steps, scales, zeros
+    minimum, maximum = groups.amin(dim=2).clamp_(max=0), groups.amax(dim=2).clamp_(min=0)
+    mantissa, exponent = ((maximum - minimum) / 15).clamp_(min=_MIN_SCALE).frexp()
+    scales = torch.ldexp((mantissa * _SCALE_STEPS).floor_() / _SCALE_STEPS, exponent)
+    zero_points = (-minimum / scales).round_().clamp_(0, 15)
+    steps = (groups / scales[..., None]).round_().add_(zero_points[..., None]).clamp_(0, 15)
+    return steps, scales.bfloat16(), zero_points
 
 
-def dequantise_int4(steps: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+def dequantise_int4(steps: Tensor, scales: Tensor, zero_points: Tensor) -> Tensor:
     """The weights [n,k] float32 that `quantise_int4` has stored."""
-    return ((steps - 8) * scales.float()[..., None] + zeros.float()[..., None]).flatten(1)
+    return ((steps - zero_points[..., None]) * scales.float()[..., None]).flatten(1)
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -91,6 +93,21 @@ def test_memory_of_onnxruntime_is_counted(weights: WeightFormat, bytes_per_weigh
     if "onnxruntime" not in layouts:
         pytest.skip("onnxruntime has no such kernel here")
     assert sum(dict(layouts["onnxruntime"].memory).values()) == bytes_per_weight * 64 * 256
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_single_rows_keep_their_results(weights: WeightFormat) -> None:
+    """onnxruntime writes single rows to the same memory; a result that is still in use must not change."""
+    matrix = loaded((64, 256), weights).get("onnxruntime")
+    if matrix is None:
+        pytest.skip("onnxruntime has no such kernel here")
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(2))
+    first, both = matrix.matmul(x[:1]), matrix.matmul(x)
+    second = matrix.matmul(x[1:])
+    assert (torch.cat([first, second]) - both).norm() <= 1e-6 * both.norm()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(matrix.matmul, [x[:1], x[1:]] * 50))
+    assert all(torch.equal(y, (first, second)[index % 2]) for index, y in enumerate(found))
 
 
 def test_onnxruntime_gives_the_whole_matrix_or_none_of_it() -> None:
