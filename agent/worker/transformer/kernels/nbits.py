@@ -154,7 +154,8 @@ class Int8NBitsMatrix(NBitsMatrix):
 def _pack_pairs(values: Tensor) -> np.ndarray[Any, Any]:
     """Values from 0 to 15 as bytes, two neighbours of the last axis in each, the first in its low half."""
     low, high = values.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(dim=-1)
-    return (high << 4 | low).numpy()
+    packed: np.ndarray[Any, Any] = (high << 4 | low).numpy()
+    return packed
 
 
 def _session(
