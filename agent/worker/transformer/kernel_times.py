@@ -113,7 +113,11 @@ def _row_dependence(matrix: Matrix, kernel: str, rows: int) -> float:
 
 
 def _least_seconds(options: Sequence[tuple[Matrix, str]], rows: int, evicted: Tensor) -> list[float]:
-    """The least time of each kernel. They take turns, so that load in the background disturbs all of them."""
+    """The least time of each kernel. They take turns, so that load in the background disturbs all of them.
+
+    With one thread it is processor time, which other processes disturb less.
+    """
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     x_sk = torch.randn(rows, options[0][0].shape[1])
     least = [math.inf] * len(options)
     total = 0.0
@@ -123,9 +127,9 @@ def _least_seconds(options: Sequence[tuple[Matrix, str]], rows: int, evicted: Te
                 continue
             if rows < _MIN_DECODE_ROWS:
                 evicted.add_(1.0)
-            start = time.perf_counter()
+            start = clock()
             matrix.product(kernel, x_sk)
-            seconds = time.perf_counter() - start
+            seconds = clock() - start
             total += seconds
             if turn or seconds > _MAX_SECONDS:  # the first turn warms up
                 least[index] = min(least[index], seconds)

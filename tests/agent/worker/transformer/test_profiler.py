@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,10 @@ from hearth.wire.messages import BlocksOf, Profile, Profiled, StartProfile, deco
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
+from agent.worker.transformer import kernel_times
 from agent.worker.transformer.kernel_times import layer_shapes, measure_kernels
 from agent.worker.transformer.profiler import profile_blocks
-from agent.worker.transformer.random_weights import layer_matrices, random_layer, random_matrix
+from agent.worker.transformer.random_weights import layer_matrices, random_layer
 
 SMALL = LLAMA_1B.model_copy(
     update={
@@ -67,18 +69,39 @@ def test_kernels_are_measured_for_every_shape_and_number_of_rows() -> None:
     assert measure_kernels(plain, 20, torch.device("cpu")) == ()  # nothing to choose
 
 
-def test_deterministic_kernels_compute_a_row_alone_as_among_others() -> None:
+@pytest.mark.parametrize(
+    ("dependence", "left"),
+    [
+        ({"torch": 0.0, "expand-bfloat16": 1e-5, "expand-float32": 4e-7}, {"torch", "expand-float32"}),
+        (
+            {"torch": 3e-6, "expand-bfloat16": 1e-5, "expand-float32": 4e-6},
+            {"torch"},
+        ),  # the least, if all are above the limit
+    ],
+)
+def test_deterministic_kernels_do_not_depend_on_the_number_of_rows(
+    dependence: dict[str, float], left: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
-    torch.set_num_threads(1)
-    wide = SMALL.model_copy(update={"weights": "int8", "hidden_size": 1024, "ffn_size": 1024, "num_heads": 16})
-    (choice, *_) = choose_kernels(measure_kernels(wide, 20, torch.device("cpu"), deterministic=True), single=True)
-    assert len(set(choice.kernels)) == 1
-    matrix = random_matrix(1024, 1024, torch.device("cpu"), "int8", [choice])
-    x = torch.randn(20, 1024)
-    together = matrix.matmul(x)
-    for rows in (1, 4, 7):
-        assert (matrix.matmul(x[:rows]) - together[:rows]).norm() <= 1e-6 * together[:rows].norm()
+    monkeypatch.setattr(kernel_times, "_row_dependence", lambda matrix, kernel, rows: dependence.get(kernel, 1.0))
+    spec = SMALL.model_copy(update={"weights": "int8"})
+    times = measure_kernels(spec, 4, torch.device("cpu"), deterministic=True)
+    assert {time.kernel for time in times} == left
+
+
+def test_row_dependence_is_the_difference_of_rows_alone_and_among_others() -> None:
+    import torch
+
+    class Matrix:
+        shape = (8, 8)
+
+        def product(self, kernel: str, x_sk: torch.Tensor) -> torch.Tensor:
+            return x_sk * (1 + 1e-3 * (len(x_sk) == 1)) if kernel == "dependent" else x_sk
+
+    matrix: Any = Matrix()
+    assert kernel_times._row_dependence(matrix, "dependent", 8) == pytest.approx(1e-3, rel=1e-2)
+    assert kernel_times._row_dependence(matrix, "same", 8) == 0
 
 
 def test_pairs_of_layouts_are_offered_where_the_model_takes_half_of_the_memory() -> None:
