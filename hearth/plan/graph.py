@@ -10,6 +10,8 @@ from hearth.plan.value_formats import ValueFormatName
 
 Objective = Literal["latency", "throughput"]
 
+# Of the bytes of all copies, what a plan must have for weights if they are copied; planner and worker count alike within 5 %.
+_COPIES_SHARE = 0.95
 _MAX_NAMES = 1 << 20  # operators or tensors; the largest exported graphs have tens of thousands
 
 
@@ -96,3 +98,12 @@ class GraphSegments(BaseModel, frozen=True, extra="forbid"):
             known.update(segment.outputs)
         if unknown := [name for name in model.outputs if name not in known]:
             raise ValueError(f"no segment produces the output {unknown[0]}")
+
+
+def weights_stay_in_place(planned_bytes: int, copied_bytes: int) -> bool:
+    """Whether weights are used where they are mapped, since a plan has no room for a copy per operator that uses them.
+
+    `planned_bytes`: what the plan has for weights on a device; 0: it does not say. Weights that segments share are then in
+    memory once. Otherwise kernels pack their own copies, which are faster to read.
+    """
+    return 0 < planned_bytes < _COPIES_SHARE * copied_bytes

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 from agent.worker.data_plane import bind_transport
 from agent.worker.graph.engine import GraphEngine
 from agent.worker.graph.schedule import OwnSegment, routes_for
-from agent.worker.graph.sessions import SegmentSession, load_segment
+from agent.worker.graph.sessions import SegmentSession, copied_bytes, load_segment
+from agent.worker.graph.weight_files import WeightFiles
 from agent.worker.loading import LoadGivenUp
 from agent.worker.server import SendAnswer
 from hearth.errors import BadRequest
+from hearth.plan.graph import weights_stay_in_place
 from hearth.plan.plan import is_graph_plan
 from hearth.platform.allocator import keep_freed_buffers
 from hearth.transport.sockets import SocketTransport
@@ -36,11 +39,16 @@ _COPIED_BYTES = 256 << 10  # larger tensors are sent without a copy, which was m
 
 
 class _LoadedSegment(NamedTuple):
-    """A segment in memory, and the bytes that it was loaded from."""
+    """A segment in memory, and the bytes that it was loaded from.
+
+    `copied_bytes` are those of weights if each operator has a copy. `in_place`: they are read where they are mapped.
+    """
 
     files: SegmentFiles
     session: SegmentSession
     num_bytes: int
+    copied_bytes: int
+    in_place: bool
 
     def used_as(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> _LoadedSegment:
         """The same segment in another plan."""
@@ -77,16 +85,23 @@ class GraphRuntime:
             held = previous._give_up(self._parts.files)
             self._transport = previous._transport
             self._transport.leave(load.rank, load.plan.num_ranks)
+        self._loaded = list(held.values())
+        if is_given_up():
+            raise LoadGivenUp
+        copies = [self._copied_bytes(*each, held) for each in zip(segments, self._parts.files, strict=True)]
+        in_place = weights_stay_in_place(load.plan.devices[load.rank].memory.weights, sum(copies))
+        held = {files: each for files, each in held.items() if each.in_place == in_place}
         self._loaded = []
-        for segment, files in zip(segments, self._parts.files, strict=True):
-            if is_given_up():
-                self._loaded += held.values()
-                raise LoadGivenUp
-            self._loaded.append(
-                held[files].used_as(_name(segment, load.rank), segment.inputs, segment.outputs)
-                if files in held
-                else self._load_segment(segment, files)
-            )
+        with WeightFiles(Path(self._start.store_path)) if in_place else nullcontext() as shared:
+            for segment, files, num_copied in zip(segments, self._parts.files, copies, strict=True):
+                if is_given_up():
+                    self._loaded += held.values()
+                    raise LoadGivenUp
+                self._loaded.append(
+                    held[files].used_as(_name(segment, load.rank), segment.inputs, segment.outputs)
+                    if files in held
+                    else self._load_segment(segment, files, num_copied, shared)
+                )
         keep_freed_buffers()  # from here on, buffers have the same few sizes
         log.info("%d segments on %s, %d of them kept", len(segments), self._loaded[0].session.provider, len(held))
         return WorkerBound(
@@ -95,13 +110,22 @@ class GraphRuntime:
             num_bytes_loaded=sum(each.num_bytes for each in self._loaded),
         )
 
-    def _load_segment(self, segment: OwnSegment, files: SegmentFiles) -> _LoadedSegment:
+    def _copied_bytes(
+        self, segment: OwnSegment, files: SegmentFiles, held: Mapping[SegmentFiles, _LoadedSegment]
+    ) -> int:
+        if files in held:
+            return held[files].copied_bytes
+        return copied_bytes(files, _name(segment, self._start.load.rank), Path(self._start.store_path))
+
+    def _load_segment(
+        self, segment: OwnSegment, files: SegmentFiles, num_copied: int, in_place: WeightFiles | None
+    ) -> _LoadedSegment:
         start = self._start
         session, num_bytes = load_segment(
             files, _name(segment, start.load.rank), segment.inputs, segment.outputs,
-            Path(start.store_path), start.num_threads, start.compute_device,
+            Path(start.store_path), start.num_threads, start.compute_device, in_place,
         )  # fmt: skip
-        return _LoadedSegment(files, session, num_bytes)
+        return _LoadedSegment(files, session, num_bytes, num_copied, in_place is not None)
 
     def _give_up(self, wanted: Sequence[SegmentFiles]) -> dict[SegmentFiles, _LoadedSegment]:
         """Release the transport, and return the loaded segments that the next plan wants. `run` has returned."""

@@ -2,18 +2,16 @@
 
 Weights are memory-mapped: a segment's protobuf is written into the store with the chunk files as its external data, so
 onnxruntime maps each weight and unmaps it once it is packed for a kernel. Passing weights as values
-(`add_external_initializers`) was measured to keep each weight in memory twice. Segments are loaded one at a time.
+(`add_external_initializers`) was measured to keep each weight in memory twice. Segments are loaded one at a time. Every
+operator packs its own copy of a weight, even within a session; without packing, all read the mapped file.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +20,8 @@ import onnx
 import onnxruntime as ort
 from google.protobuf.message import DecodeError
 
-from hearth.errors import BadPlan, BadRequest, ChunkCorrupt, ChunkMissing, StepFailed, StoreFull
+from agent.worker.graph.weight_files import WeightFiles, chunk_path
+from hearth.errors import BadPlan, BadRequest, StepFailed
 from hearth.platform.allocator import give_back_freed_buffers
 from hearth.wire.framing import MAX_DIMS
 from hearth.wire.messages import ArrayChunks, ComputeDevice, SegmentFiles
@@ -32,8 +31,6 @@ log = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 Provider = tuple[str, dict[str, Any]]
 
-_PART_SUFFIX = ".part"  # the store removes such files when it starts, in case this process is killed
-_COPY_BYTES = 1 << 20  # buffer size for joining chunks: large enough that system calls cost little
 _ERRORS_ONLY = 3  # onnxruntime's log severity ERROR
 # Element types that can be sent (see `hearth.wire.framing`), by onnxruntime's names.
 DTYPES = {
@@ -113,31 +110,49 @@ def load_segment(
     store: Path,
     num_threads: int,
     compute_device: ComputeDevice,
+    in_place: WeightFiles | None = None,
 ) -> tuple[SegmentSession, int]:
     """Load a segment. Returns it, and the bytes of its protobuf and weights.
 
+    With `in_place`, the segments that are loaded with the same files map each weight once, and kernels do not pack it.
     Raises ChunkMissing, ChunkCorrupt, StoreFull, and BadPlan if onnxruntime does not accept it.
     """
-    data = b"".join(_chunk_path(store, chunk).read_bytes() for chunk in files.graph)
-    try:
-        model = onnx.ModelProto.FromString(data)
-    except DecodeError:
-        raise BadPlan(reason=f"{name} is not an ONNX model") from None
-    num_bytes = len(data)
+    model, num_bytes = _read_model(files, name, store)
     placeholders = {tensor.name: tensor for tensor in placeholders_of(model)}
     if missing := placeholders.keys() - {weight.name for weight in files.initializers}:
         raise BadPlan(reason=f"{name} comes without its weight {min(missing)}")
-    with _scratch(store) as scratch:
+
+    def configure(options: ort.SessionOptions) -> None:
+        if in_place is not None:
+            options.add_session_config_entry("session.disable_prepacking", "1")
+
+    with nullcontext(in_place) if in_place is not None else WeightFiles(store) as weight_files:
         for weight in files.initializers:
             if weight.name not in placeholders:
                 raise BadPlan(reason=f"{name} does not use the weight {weight.name}")
-            num_bytes += _attach_weight(placeholders[weight.name], weight, store, scratch)
-        path = scratch(f"segment{_PART_SUFFIX}", store)
+            num_bytes += _attach_weight(placeholders[weight.name], weight, weight_files)
+        path = weight_files.new("segment", store)
         path.write_bytes(model.SerializeToString())
-        del data, model, placeholders
-        session = make_session(path, name, num_threads, providers_for(compute_device, store))
+        del model, placeholders
+        session = make_session(path, name, num_threads, providers_for(compute_device, store), configure)
     give_back_freed_buffers()  # as much as the weights, which onnxruntime has repacked
     return SegmentSession(session, name, inputs, outputs), num_bytes
+
+
+def copied_bytes(files: SegmentFiles, name: str, store: Path) -> int:
+    """Bytes of a segment's weights, each counted once per operator that uses it. Raises ChunkMissing and BadPlan."""
+    model, _ = _read_model(files, name, store)
+    sizes = {tensor.name: data_bytes(tensor) for tensor in placeholders_of(model)}
+    return sum(sizes.get(used, 0) for node in model.graph.node for used in set(node.input))
+
+
+def _read_model(files: SegmentFiles, name: str, store: Path) -> tuple[onnx.ModelProto, int]:
+    """A segment's model without its weights, and the bytes of its protobuf."""
+    data = b"".join(chunk_path(store, chunk).read_bytes() for chunk in files.graph)
+    try:
+        return onnx.ModelProto.FromString(data), len(data)
+    except DecodeError:
+        raise BadPlan(reason=f"{name} is not an ONNX model") from None
 
 
 def make_session(
@@ -185,21 +200,14 @@ def check_input(session: SegmentSession, name: str, array: Array) -> None:
         raise BadRequest(reason=f"the input {name} is {actual}, the model takes {expected}")
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def _attach_weight(tensor: onnx.TensorProto, weight: ArrayChunks, store: Path, scratch: Scratch) -> int:
-    """Point a placeholder to its weight's file, after joining several chunks on the disk. Returns the weight's bytes."""
-    paths = [_chunk_path(store, chunk) for chunk in weight.chunks]
-    num_bytes = sum(path.stat().st_size for path in paths)
-    if num_bytes != data_bytes(tensor):
-        raise ChunkCorrupt(chunk=f"{weight.chunks[0][:12]} ({weight.name})", where=str(store))
-    if len(paths) == 1:
-        path = paths[0]
-    else:
-        path = scratch(f"weight{_PART_SUFFIX}", paths[0].parent)
-        _join(paths, path, store, num_bytes)
-    set_external_data(tensor, str(path.relative_to(store)), 0, num_bytes)
+def _attach_weight(tensor: onnx.TensorProto, weight: ArrayChunks, files: WeightFiles) -> int:
+    """Point a placeholder to its weight's file. Returns the weight's bytes."""
+    num_bytes = data_bytes(tensor)
+    path = files.path(weight, num_bytes)
+    set_external_data(tensor, str(path.relative_to(files.store)), 0, num_bytes)
     return num_bytes
 
 
@@ -219,47 +227,6 @@ def data_bytes(tensor: onnx.TensorProto) -> int:
     """Size of a tensor's data in bytes, from its type and shape."""
     num_values: int = math.prod(tensor.dims)
     return num_values * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-
-
-def _join(paths: Sequence[Path], into: Path, store: Path, num_bytes: int) -> None:
-    try:
-        with into.open("wb") as joined:
-            for path in paths:
-                with path.open("rb") as chunk:
-                    shutil.copyfileobj(chunk, joined, _COPY_BYTES)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free = shutil.disk_usage(store).free
-        raise StoreFull(device=str(store), needed_bytes=num_bytes, free_bytes=free) from None
-
-
-def _chunk_path(store: Path, chunk: str) -> Path:
-    path = store / chunk[:2] / chunk
-    if not path.is_file():
-        raise ChunkMissing(chunk=chunk[:12], device="this device")
-    return path
-
-
-Scratch = Callable[[str, Path], Path]
-
-
-@contextmanager
-def _scratch(store: Path) -> Iterator[Scratch]:
-    """Temporary files in the store, removed at the end of the block. onnxruntime's mappings of them stay valid."""
-    for leftover in store.glob(f"*{_PART_SUFFIX}"):  # of a worker that was killed while loading
-        leftover.unlink(missing_ok=True)
-    paths: list[Path] = []
-
-    def new(suffix: str, folder: Path) -> Path:
-        paths.append(folder / f"{secrets.token_hex(8)}.{suffix}")
-        return paths[-1]
-
-    try:
-        yield new
-    finally:
-        for path in paths:
-            path.unlink(missing_ok=True)
 
 
 # ---- small parts ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from coordinator.plan.graph.build import build_plan
-from coordinator.plan.graph.memory import reserved_bytes
+from coordinator.plan.graph.memory import MAX_GRAPH_CHUNK_BYTES, reserved_bytes
 from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.graph.placing import place_operators
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
@@ -45,26 +45,38 @@ def local_candidates(request: GraphRequest) -> Iterator[GraphCandidate]:
 def try_method(
     request: GraphRequest, method: Method, options: SearchOptions, policy: HomePolicy | None
 ) -> GraphCandidate:
-    """Run one strategy. If its plan exceeds a device's budget, reserve the excess there and run it again.
+    """Run one strategy; if nothing fits with the first estimate of memory other than weights, with the least one."""
+    try:
+        return _fitted_candidate(request, with_reserved_bytes(request), method, options, policy)
+    except (ModelDoesNotFit, NoPlacement) as error:
+        if not request.cluster.measured:
+            return without_plan(method.name, error)
+    try:
+        return _fitted_candidate(request, _with_least_reserved(request), method, options, policy)
+    except (ModelDoesNotFit, NoPlacement) as error:
+        return without_plan(method.name, error)
 
-    Strategies budget for weights alone; activations and other memory are known only once the plan is built.
+
+def _fitted_candidate(
+    request: GraphRequest, searched: GraphRequest, method: Method, options: SearchOptions, policy: HomePolicy | None
+) -> GraphCandidate:
+    """The plan of a strategy for the request as `searched`. If it exceeds a device's budget, reserve the excess and repeat.
+
+    Strategies budget for weights alone; activations and other memory are known only once the plan is built. Raises
+    ModelDoesNotFit and NoPlacement.
     """
     name = method.name
-    request = with_reserved_bytes(request)
-    try:
-        for _ in range(_MAX_ATTEMPTS):
-            solution = place_operators(request, method, options, policy)
-            plan = build_plan(request, solution, name)
-            if reason := _why_not_sendable(request, plan):
-                return Candidate(name, name, reason=reason)
-            over = {device.device_id: device.memory.total - device.budget_bytes for device in plan.devices}
-            if max(over.values()) <= 0:
-                return _make_candidate(name, name, plan, solution)
-            devices = request.cluster.devices
-            reserved = [each.reserved_bytes + max(over.get(each.device_id, 0), 0) for each in devices]
-            request = replace(request, cluster=request.cluster.with_reserved_bytes(reserved))
-    except (ModelDoesNotFit, NoPlacement) as error:
-        return without_plan(name, error)
+    for _ in range(_MAX_ATTEMPTS):
+        solution = place_operators(searched, method, options, policy)
+        plan = build_plan(request, solution, name)
+        if reason := _why_not_sendable(request, plan):
+            return Candidate(name, name, reason=reason)
+        over = {device.device_id: device.memory.total - device.budget_bytes for device in plan.devices}
+        if max(over.values()) <= 0:
+            return _make_candidate(name, name, plan, solution)
+        devices = searched.cluster.devices
+        reserved = [each.reserved_bytes + max(over.get(each.device_id, 0), 0) for each in devices]
+        searched = replace(searched, cluster=searched.cluster.with_reserved_bytes(reserved))
     return Candidate(name, name, reason="does not fit: no room for the memory it needs besides the weights")
 
 
@@ -89,6 +101,16 @@ def with_reserved_bytes(request: GraphRequest) -> GraphRequest:
     """The request with a first estimate of the memory of each device that is not for weights."""
     reserved = reserved_bytes(request.spec, request.cluster)
     return replace(request, cluster=request.cluster.with_reserved_bytes(reserved))
+
+
+def _with_least_reserved(request: GraphRequest) -> GraphRequest:
+    """The request with weights in place, each once per device, and nothing reserved for activations."""
+    cluster = request.cluster
+    devices = tuple(
+        replace(each, reserved_bytes=each.process_bytes + MAX_GRAPH_CHUNK_BYTES, load_bytes=0, loading_bytes=0)
+        for each in cluster.devices
+    )
+    return replace(request, cluster=replace(cluster, devices=devices))
 
 
 def _make_candidate(

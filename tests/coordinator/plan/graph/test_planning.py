@@ -177,6 +177,47 @@ def test_planning_is_repeated_if_activations_do_not_fit() -> None:
     assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
 
 
+def sharing_weights(kind: str) -> GraphSpec:
+    """A chain of four operators, the first and third with the same weights, like the second and fourth."""
+    operators = [Operator(f"op{index}", kind, 1.0, (index % 2,)) for index in range(4)]
+    parameters = [Parameter("v", 1000), Parameter("w", 3000)]
+    return from_edges("sharing", operators, [10] * 4, [(0, 1), (1, 2), (2, 3)], parameters)
+
+
+@pytest.mark.parametrize(
+    ("kind", "room", "weights"),
+    [("MatMul", 8000, 8000), ("MatMul", 7999, 4000), ("Conv", 8000, 8000), ("Conv", 7999, 8000)],
+)
+def test_weights_of_products_count_once_where_there_is_no_room_for_copies(kind: str, room: int, weights: int) -> None:
+    spec = sharing_weights(kind)
+    budget = room + (8 << 20) + 30  # a chunk, the output of three requests in flight
+    cluster = cluster_of(spec, [1.0], 1e9, budget, process_bytes=0, load_bytes=8000)
+    assert memory_by_rank(spec, cut(spec, [0] * 4), cluster, [0])[0].weights == weights
+
+
+@pytest.mark.parametrize("strategy", ["doppler", "moirai", "heft", "enumerative"])
+def test_named_strategies_find_a_plan_if_each_device_has_room_for_all_weights_once(strategy: str) -> None:
+    spec = sharing_weights("MatMul")
+    chunk_and_tensors = (8 << 20) + 1000
+    for budget, device in ((4000, {}), (4000 + chunk_and_tensors, {"process_bytes": 0, "load_bytes": 8000})):
+        cluster = cluster_of(spec, [1.0, 1.0], 1e9, budget, **device)
+        planned = plan_graph(GraphRequest(spec, cluster, "latency", strategy, 0.5), time.monotonic).chosen.plan
+        assert planned is not None
+        assert all(each.memory.total <= each.budget_bytes for each in planned.devices)
+
+
+def test_activations_are_reserved_for_the_segments_of_a_device() -> None:
+    """Running the whole graph takes more memory than the second device has; its own segment takes little."""
+    spec = chain(1, [1 << 20, 10, 10, 10], weights=[1 << 20] * 4)
+    chunk, run_bytes = 8 << 20, 6 << 20
+    budgets = [(3 << 20) + chunk + run_bytes + 1000, (3 << 20) + chunk + 1000]
+    cluster = cluster_of(spec, [1.0, 1.0], 1e9, budgets, process_bytes=0, load_bytes=4 << 20, run_bytes=run_bytes)
+    plan = plan_graph(GraphRequest(spec, cluster, "throughput"), time.monotonic).chosen.plan
+    assert plan is not None
+    assert plan.num_ranks == 2
+    assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
+
+
 # ---- strategies -------------------------------------------------------------------------------------------------------
 
 
