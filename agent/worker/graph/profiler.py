@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from google.protobuf.message import DecodeError
 
 from agent.worker.graph.kernels import operators_of
@@ -35,6 +34,7 @@ from agent.worker.graph.sessions import (
     set_external_data,
 )
 from agent.worker.meter import Meter
+from agent.worker.onnx_runtime import ort
 from agent.worker.profiling import serve_one
 from agent.worker.wire_cost import measure_wire_cost
 from hearth.errors import BadPlan, StoreFull

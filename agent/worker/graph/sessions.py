@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from google.protobuf.message import DecodeError
 
 from agent.worker.graph.weight_files import WeightFiles, chunk_path
+from agent.worker.onnx_runtime import ort
 from hearth.errors import BadPlan, BadRequest, StepFailed
 from hearth.platform.allocator import give_back_freed_buffers
 from hearth.wire.framing import MAX_DIMS

@@ -170,7 +170,7 @@ def _session(
     `zero_points` [n, k / block / 2] uint8, two in a byte; None: the middle. onnxruntime packs all of them while it creates the
     session, and then holds only the packed steps, scales and sums.
     """
-    import onnxruntime as ort
+    from agent.worker.onnx_runtime import ort
 
     options = ort.SessionOptions()
     if torch.get_num_threads() == 1:
@@ -190,7 +190,7 @@ def _session(
 @lru_cache(maxsize=1)
 def _share_threads() -> None:
     """Create the pool of threads for all sessions. From then on, no session of this process can have threads of its own."""
-    import onnxruntime as ort
+    from agent.worker.onnx_runtime import ort
 
     ort.set_global_thread_pool_sizes(torch.get_num_threads(), 1)
 
