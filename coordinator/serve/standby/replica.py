@@ -17,6 +17,7 @@ from pathlib import Path
 
 from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.sharding import manifest_path
+from coordinator.plan.graph.request import POLICIES_FOLDER
 from coordinator.serve.planning.measurements import FOLDER as LEARNT
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment, SavedState
 from hearth.errors import HearthError
@@ -30,7 +31,8 @@ log = logging.getLogger(__name__)
 _PART_BYTES = 4 << 20  # of one message: small enough not to delay the leader's signs of life on a slow link
 # Files of a model directory above this size are not sent: tokenizers and configurations are far smaller.
 _MAX_SMALL_FILE_BYTES = 256 << 20
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
+_SAFETENSORS = ".safetensors"
+_WEIGHTS = (_SAFETENSORS, ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 _STATE = "serving.json"
 _MANIFEST = "manifest.json"
 
@@ -70,9 +72,10 @@ class ReplicaFile:
 def replica_files(state_dir: Path, state: SavedState, model_files: Mapping[str, Iterable[Path]]) -> list[ReplicaFile]:
     """All files of the replica. `model_files`: those of each deployment's model. Files that cannot be read are left out."""
     files = []
-    folders = [path for folder in ("profiles", LEARNT) for path in sorted((state_dir / folder).glob("*.json"))]
+    patterns = ("profiles/*.json", f"{LEARNT}/*.json", f"{POLICIES_FOLDER}/*{_SAFETENSORS}")
+    folders = [path for pattern in patterns for path in sorted(state_dir.glob(pattern))]
     for path in (state_dir / "apps.json", state_dir / "devices.json", *folders):
-        files += _file(path.relative_to(state_dir).as_posix(), path)
+        files += _file(path.relative_to(state_dir).as_posix(), path, whole=True)
     for name, deployment in state.deployments.items():
         folder, goal = f"models/{_plain(name)}", deployment.goal
         # A graph is a file, whose weights may lie in folders beside it.
@@ -104,14 +107,15 @@ def _relative(path: Path, goal: Goal) -> str:
     return _model_name(goal) if isinstance(goal, GraphGoal) else path.name
 
 
-def _file(path: str, source: Path) -> list[ReplicaFile]:
+def _file(path: str, source: Path, whole: bool = False) -> list[ReplicaFile]:
+    """A file to send: of weights only the header, unless they are wanted `whole`."""
     if not is_replica_path(path):
         log.warning("%r is not copied to a standby: its name is not printable", str(source))
         return []
     try:
         status = source.stat()
         num_bytes = status.st_size
-        sent_bytes = _header_bytes(source) if source.suffix == ".safetensors" else num_bytes
+        sent_bytes = _header_bytes(source) if source.suffix == _SAFETENSORS and not whole else num_bytes
     except OSError:
         return []
     return [ReplicaFile(path, num_bytes, sent_bytes, (status.st_mtime_ns, num_bytes), source=source)]

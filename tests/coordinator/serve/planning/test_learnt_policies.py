@@ -16,12 +16,14 @@ from support.graphs import chain, cluster_of
 from support.step_clock import StepClock
 
 from coordinator.plan.graph.latency.doppler.policy import Policy, random_policy
-from coordinator.plan.graph.latency.doppler.weights import policy_from_bytes
+from coordinator.plan.graph.latency.doppler.weights import policy_bytes, policy_from_bytes
 from coordinator.plan.graph.learning.measured_plans import add_trials
-from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.graph.request import POLICIES_FOLDER, GraphRequest
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.planning import learnt_policies
 from coordinator.serve.planning.learnt_policies import plan_with_policy, policy_path
+from coordinator.serve.standby.replica import Replica, replica_files
+from coordinator.serve.state import SavedState
 from hearth.plan.plan import GraphPlan
 
 SHIPPED = random_policy(np.random.default_rng(0))
@@ -75,6 +77,24 @@ def test_a_policy_that_has_learnt_is_used_by_the_next_plan(tmp_path: Path, monke
     other = request(tmp_path / "policies", speeds=(1.0, 0.5, 0.5))
     assert used_policy(other, monkeypatch) is None
     assert used_policy(replace(other, learn_seconds=1.0), monkeypatch) is SHIPPED
+
+
+def test_a_standby_that_takes_over_uses_the_policy_that_has_learnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaders, own = (request(tmp_path / name / POLICIES_FOLDER) for name in ("leader", "standby"))
+    path = policy_path(leaders)
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    path.write_bytes(policy_bytes(SHIPPED, {}))
+    assert used_policy(own, monkeypatch) is None
+    replica = Replica(tmp_path / "standby")
+    for file in replica_files(tmp_path / "leader", SavedState(), {}):
+        for part, data in file.parts():
+            replica.receive(part, data)
+    used = used_policy(own, monkeypatch)
+    assert used is not None
+    assert all(np.array_equal(used.weights[name], each) for name, each in SHIPPED.weights.items())
 
 
 @pytest.mark.usefixtures("shipped")
