@@ -84,10 +84,10 @@ def train_published(
 @handles_errors
 def train_home(
     out_path: Annotated[Path, typer.Option("--out", help="The file to write.", dir_okay=False)] = SHIPPED_POLICY,
-    instances: Annotated[int, typer.Option(min=1, help="Random graphs on random homes to learn from.")] = 240,
+    instances: Annotated[int, typer.Option(min=1, help="Random graphs on random homes to learn from.")] = 360,
     moves: Annotated[int, typer.Option(min=0, help="Annealing moves of each teacher.")] = 0,
     imitation: Annotated[int, typer.Option(min=0, help="Gradient steps of stage I: imitate the teachers.")] = 0,
-    steps: Annotated[int, typer.Option(min=0, help="Steps of stage II: policy gradient, 16 episodes each.")] = 2500,
+    steps: Annotated[int, typer.Option(min=0, help="Steps of stage II: policy gradient, 16 episodes each.")] = 6000,
     seed: Annotated[int, typer.Option(help="Of instances; of weights and samples, the next one.")] = 1,
 ) -> None:
     """Train one policy for any graph on any home, and write the file that the planner `doppler` reads."""

@@ -50,8 +50,8 @@ class ZeroShotRow(BaseModel):
     critical_path: float
     best_list: float
     greedy: float
-    sampled: float  # the best of a greedy and 64 sampled episodes
-    planning_seconds: float  # of `sampled`, processor time
+    sampled: float  # the best of all rounds of samples, which begin with the best list schedule
+    planning_seconds: float  # of `sampled` and the list schedules, processor time
 
     @property
     def over_list(self) -> float:
@@ -93,6 +93,7 @@ class DopplerPolicy(Experiment):
     random_instances: int = Field(24, ge=0)
     random_seed: int = 1_000_000  # training draws its instances with small seeds
     time_limits: tuple[float, ...] = (5.0, 30.0)  # processor seconds of each plan
+    share_graphs: tuple[GraphName, ...] = GRAPHS  # for the comparison at equal time
 
     def measure(self, context: Context) -> Iterator[ZeroShotRow | ShareRow]:
         path = self.policy or SHIPPED_POLICY
@@ -108,7 +109,7 @@ class DopplerPolicy(Experiment):
             context.report(f"{name}: zero-shot")
             yield zero_shot(name, problem, policy)
         untrained = random_policy(np.random.default_rng(_SEED))
-        for limit, home, graph in product(self.time_limits, FOUR_DEVICES[:3], GRAPHS):
+        for limit, home, graph in product(self.time_limits, FOUR_DEVICES[:3], self.share_graphs):
             name, problem = f"{graph}, {home}", _problem(graph, home)
             context.report(f"{name}: {limit:g} s of planning")
             plans = [solve_with(problem, each, limit) for each in (policy, untrained, None)]
@@ -156,15 +157,16 @@ def solve_with(problem: PlacementProblem, policy: Policy | None, time_limit: flo
 def zero_shot(name: str, problem: PlacementProblem, policy: Policy) -> ZeroShotRow:
     """Plan with the list schedules, and with samples of the policy."""
     began = time.process_time()
-    samples = policy_samples(problem, policy, _SEED)
+    incumbent = min(list_schedules(problem, _FITTING_SECONDS, "doppler"), key=lambda each: each.makespan)
+    samples = policy_samples(problem, policy, incumbent, _SEED)
     seconds = time.process_time() - began
     return ZeroShotRow(
         instance=name,
         num_operators=problem.num_operators,
         num_devices=problem.num_devices,
         critical_path=critical_path(problem, Random(_SEED)).makespan,
-        best_list=min(each.makespan for each in list_schedules(problem, _FITTING_SECONDS, "doppler")),
-        greedy=policy_samples(problem, policy, _SEED, num_samples=0)[0].makespan,
+        best_list=incumbent.makespan,
+        greedy=policy_samples(problem, policy, incumbent, _SEED, num_samples=0, num_rounds=1)[0].makespan,
         sampled=samples[0].makespan,
         planning_seconds=seconds,
     )
@@ -185,7 +187,7 @@ _ZERO_SHOT_COLUMNS: Mapping[str, Callable[[ZeroShotRow], object]] = {
     "Critical Path (s)": _seconds("critical_path"),
     "best list (s)": _seconds("best_list"),
     "greedy (s)": _seconds("greedy"),
-    "best of 64 samples (s)": _seconds("sampled"),
+    "best sample (s)": _seconds("sampled"),
     "of the best list": lambda row: f"{row.over_list:.3f}",
     "planned in (s)": lambda row: f"{row.planning_seconds:.2f}",
 }

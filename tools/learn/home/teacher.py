@@ -11,7 +11,7 @@ from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from hearth.errors import ModelDoesNotFit, NoPlacement
 
-_NUM_STARTS = 2
+_NUM_STARTS = 4
 _FITTING_SECONDS = 10.0  # for an assignment that fits, where memory is tight
 
 

@@ -6,7 +6,7 @@ n operators (V features each), m edges (E features), K devices (F features), B e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from coordinator.plan.graph.latency.list_scheduling import mean_seconds, mean_transfer_seconds
 from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule
 
 Floats: TypeAlias = NDArray[np.floating[Any]]
 Ints: TypeAlias = NDArray[np.int64]
@@ -47,6 +48,7 @@ HOME = FeatureSet(
         "devices",  # 1 / K
         "log_transfer",  # mean transfer of the graph
         "congestion",  # 1 if transfers contend
+        "incumbent_start",  # in the incumbent schedule, as a fraction of its makespan; 0 without one
     ),
     edge=("log_transfer", "log_consumers"),
     device=(
@@ -63,6 +65,7 @@ HOME = FeatureSet(
         "log_last_age",  # from the end of the last predecessor there to the earliest start
         "inputs",  # share of the operator's predecessors that are there
         "memory_left",  # after placing the operator there, over the budget
+        "incumbent",  # 1 if the incumbent schedule has the operator there
     ),
 )
 
@@ -77,7 +80,7 @@ PUBLISHED = FeatureSet(
 CLOCK_COLUMNS = (
     "free", "load", "start", "sent", "received", "missing", "inputs_compute", "first_input", "last_input", "num_inputs"
 )  # fmt: skip
-RAW_COLUMNS = (*CLOCK_COLUMNS, "seconds", "memory_left")
+RAW_COLUMNS = (*CLOCK_COLUMNS, "seconds", "memory_left", "incumbent")
 _RAW = {name: index for index, name in enumerate(RAW_COLUMNS)}
 _TINY = 1e-300  # in place of a divisor of 0
 _RELATIVE = [_RAW[name] for name in ("free", "load", "start", "sent", "received")]
@@ -95,6 +98,15 @@ class ProblemFeatures:
     targets: Ints  # [m], the consumer
     following: Ints  # [n], the next operator on the longest path to an exit; n at its end
     preceding: Ints  # [n], likewise on the longest path to an entry
+    incumbent: Floats  # [n, K], 1 on the device of each operator in the incumbent schedule; all 0 without one
+
+    def with_incumbent(self, schedule: Schedule) -> ProblemFeatures:
+        """These features, of a policy that improves a schedule. Policies that read no such features ignore it."""
+        if self.features == PUBLISHED:
+            return self
+        vertices = self.vertices.copy()
+        vertices[:, HOME.vertex.index("incumbent_start")] = np.array(schedule.starts) / max(schedule.makespan, _TINY)
+        return replace(self, vertices=vertices, incumbent=np.eye(self.problem.num_devices)[list(schedule.assignment)])
 
 
 def problem_features(problem: PlacementProblem, features: FeatureSet = HOME) -> ProblemFeatures:
@@ -123,6 +135,7 @@ def problem_features(problem: PlacementProblem, features: FeatureSet = HOME) -> 
                 np.full(n, 1 / problem.num_devices),
                 np.full(n, np.log1p(transfers.mean()) if len(transfers) else 0.0),
                 np.full(n, float(problem.congestion)),
+                np.zeros(n),
             ],
             axis=1,
         )
@@ -137,6 +150,7 @@ def problem_features(problem: PlacementProblem, features: FeatureSet = HOME) -> 
         targets,
         np.array(following),
         np.array(preceding),
+        np.zeros((n, problem.num_devices)),
     )
 
 
@@ -166,6 +180,7 @@ def device_features(features: FeatureSet, raw_BRK: Floats, allowed_BK: Bools, ti
     found[:, :, :11] = np.log1p(np.maximum(times, 0) / ticks_per_mean).transpose(0, 2, 1)
     found[:, :, 11] = num_inputs / np.maximum(num_inputs.sum(axis=1, keepdims=True), 1)
     found[:, :, 12] = raw_BRK[:, _RAW["memory_left"]]
+    found[:, :, 13] = raw_BRK[:, _RAW["incumbent"]]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from numpy.random import default_rng
 
@@ -12,7 +13,7 @@ from coordinator.plan.graph.latency.doppler.learning import learn
 from coordinator.plan.graph.latency.doppler.planner import solve_doppler
 from coordinator.plan.graph.latency.doppler.policy import Policy
 from coordinator.plan.graph.latency.doppler.samples import policy_samples
-from coordinator.plan.graph.latency.doppler.starts import Start
+from coordinator.plan.graph.latency.doppler.starts import Start, best_starts
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.graph.learning.measured_plans import MeasuredPlacement
@@ -39,12 +40,8 @@ class HomePolicy:
         Raises ModelDoesNotFit, NoPlacement.
         """
         learnt = self._learn(problem, options, measured) if self._learn_seconds else ()
-        began, limit = options.clock(), options.time_limit_seconds
-        samples = policy_samples(problem, self.policy, options.seed) if self.policy else ()
-        left = max(0.0, limit - (options.clock() - began))
-        return solve_doppler(
-            problem, options._replace(time_limit_seconds=left), [*starts, *map(Start, learnt), *samples]
-        )
+        sample = partial(policy_samples, problem, self.policy, seed=options.seed) if self.policy else None
+        return solve_doppler(problem, options, [*starts, *map(Start, learnt)], sample)
 
     def _learn(
         self, problem: PlacementProblem, options: SearchOptions, measured: Sequence[MeasuredPlacement]
@@ -53,10 +50,11 @@ class HomePolicy:
         assert self.policy is not None
         deadline = options.clock() + self._learn_seconds
         self._learn_seconds = 0.0
-        samples = (each.schedule for each in policy_samples(problem, self.policy, options.seed))
-        starts = [*list_schedules(problem, options.time_limit_seconds, "doppler"), *samples]
+        known = best_starts(list(map(Start, list_schedules(problem, options.time_limit_seconds, "doppler"))))
+        known = best_starts([*known, *policy_samples(problem, self.policy, known[0].schedule, options.seed)])
+        starts = [each.schedule for each in known]
         features, rng = problem_features(problem, self.policy.features), default_rng(options.seed)
         self.policy, elites, self.num_episodes = learn(
-            features, self.policy, starts, rng, options.clock, deadline, measured=measured
+            features.with_incumbent(starts[0]), self.policy, starts, rng, options.clock, deadline, measured=measured
         )
         return elites

@@ -42,15 +42,21 @@ _NEAR_CUT_FRACTION, _MAX_NEAR_CUT_SHARE = 0.25, 0.25
 
 
 def solve_doppler(
-    problem: PlacementProblem, options: SearchOptions, starts: Sequence[Start] = ()
+    problem: PlacementProblem,
+    options: SearchOptions,
+    starts: Sequence[Start] = (),
+    sample: Callable[[Schedule], Sequence[Start]] | None = None,
 ) -> Solution[Schedule]:
     """The best schedule found within the time limit, with a lower bound; never worse than a list schedule or a start.
 
+    `sample` returns further starts, given the best one. It is called once, within the time limit.
     A run repeats for equal seeds unless the clock ends it. Raises ModelDoesNotFit with the missing bytes, or NoPlacement
     if the search could not decide in time whether the graph fits.
     """
     search = PlacementSearch(problem, "doppler", options.time_limit_seconds, options.clock)
     known = best_starts([*starts, *map(Start, list_schedules(problem, options.time_limit_seconds, "doppler"))])
+    if sample is not None:
+        known = best_starts([*known, *sample(known[0].schedule)])
     search.offer(known[0].schedule.assignment, known[0].schedule.order)
     annealing = Annealing(problem, known[:_NUM_STARTS], Random(options.seed), options.clock, search.deadline)
     windows = None

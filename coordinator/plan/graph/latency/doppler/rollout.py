@@ -112,8 +112,9 @@ def roll_out(problem: ProblemFeatures, policy: Policy, noise: Noise, embedded: F
         raw = np.empty((len(rows), len(RAW_COLUMNS), K))
         seen = [episodes[b].clock.observe(v) for b, v in zip(rows.tolist(), operators.tolist(), strict=True)]
         raw[:, : len(CLOCK_COLUMNS)] = np.array(seen).reshape(len(rows), -1, K)
-        raw[:, -2] = ticks_nK[operators]
-        raw[:, -1] = left / memory.budgets_K
+        raw[:, -3] = ticks_nK[operators]
+        raw[:, -2] = left / memory.budgets_K
+        raw[:, -1] = problem.incumbent[operators]
         features = device_features(problem.features, raw, allowed, TICKS_PER_MEAN_OPERATOR)
         placed = sums_BKh[rows] / np.maximum(counts_BK[rows], 1)[:, :, None]
         logits = np.where(allowed, policy.place_logits(encoding.static[operators], placed, features), -np.inf)

@@ -20,6 +20,7 @@ from coordinator.plan.graph.latency.doppler.features import (
 from coordinator.plan.graph.latency.heft import rank_order
 from coordinator.plan.graph.latency.list_scheduling import upward_ranks
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
+from coordinator.plan.graph.latency.schedule import best_schedule
 
 # 0 -> 1 -> 3 and 0 -> 2 -> 3 on two devices, of which the second is three times slower. The mean operator takes 3.
 DIAMOND = PlacementProblem(
@@ -59,6 +60,7 @@ def test_home_features_of_a_diamond() -> None:
         "devices": [0.5] * 4,
         "log_transfer": [np.log1p(2.5 / 3)] * 4,
         "congestion": [1.0] * 4,
+        "incumbent_start": [0.0] * 4,
     }.items():
         assert columns.pop(name) == pytest.approx(expected, rel=1e-6), name
     assert columns == {}
@@ -66,6 +68,16 @@ def test_home_features_of_a_diamond() -> None:
     assert found.edges == pytest.approx(np.log1p([[0.5, 2], [0.5, 2], [1, 1], [1, 1]]), rel=1e-6)
     assert found.following.tolist() == [2, 3, 3, 4]
     assert found.preceding.tolist() == [4, 0, 0, 2]
+
+
+def test_incumbent_is_a_feature_of_operators_and_devices() -> None:
+    incumbent = best_schedule(DIAMOND, [0, 1, 0, 0], range(4))
+    found = problem_features(DIAMOND).with_incumbent(incumbent)
+    starts = np.array(incumbent.starts) / incumbent.makespan
+    assert found.vertices[:, HOME.vertex.index("incumbent_start")] == pytest.approx(starts)
+    assert found.incumbent.tolist() == [[1, 0], [0, 1], [1, 0], [1, 0]]
+    published = problem_features(DIAMOND, PUBLISHED)
+    assert published.with_incumbent(incumbent) is published
 
 
 def test_published_features_are_standardised_costs_and_levels() -> None:
@@ -97,7 +109,7 @@ def test_device_features_of_a_diamond() -> None:
     }.items():
         assert columns.pop(name) == pytest.approx(expected, abs=1e-5), name
     assert columns == {}
-    raw = np.concatenate([observed, [[[2, 6], [0.5, 0.25]]]], axis=1)
+    raw = np.concatenate([observed, [[[2, 6], [0.5, 0.25], [0, 1]]]], axis=1)
     raw[:, RAW_COLUMNS.index("num_inputs")] /= ticks_of_one
     found = device_features(HOME, raw, np.array([[True, True]]), 3.0)[0]
     expected = {
@@ -114,6 +126,7 @@ def test_device_features_of_a_diamond() -> None:
         "log_last_age": [0, 0],
         "inputs": [1, 0],
         "memory_left": [0.5, 0.25],
+        "incumbent": [0, 1],
     }
     assert tuple(expected) == HOME.device
     assert pytest.approx(np.array([*expected.values()]), abs=1e-5) == found.T
@@ -138,7 +151,7 @@ def test_features_of_one_operator_without_time_or_memory_are_finite(features: Fe
     nothing = PlacementProblem("one", ("a",), ("d",), ((0.0,),), (0,), (0,), (), ((0.0,),))
     found = problem_features(nothing, features)
     assert np.isfinite(found.vertices).all()
-    raw = np.array([*EpisodeClock(ClockTimes(nothing)).observe(0), 0.0, 0.0]).reshape(1, len(RAW_COLUMNS), 1)
+    raw = np.array([*EpisodeClock(ClockTimes(nothing)).observe(0), 0.0, 0.0, 0.0]).reshape(1, len(RAW_COLUMNS), 1)
     assert np.isfinite(device_features(features, raw, np.array([[True]]), TICKS_PER_MEAN_OPERATOR)).all()
 
 

@@ -126,7 +126,7 @@ def test_the_policy_learns_from_plans_where_no_episode_finds_room(monkeypatch: p
 
     monkeypatch.setattr(learning, "roll_out", no_room)
     monkeypatch.setattr(learning, "_SEARCH_BATCHES", 1000)
-    start = on_one_device(LOOSE)[1]
+    start = on_one_device(LOOSE)[0]
     assert greedy(LOOSE, POLICY).assignment != start.assignment
     found = learnt(LOOSE, 100, [start])
     assert found.elites == (start,)

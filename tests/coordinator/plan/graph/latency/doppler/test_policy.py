@@ -28,6 +28,7 @@ from coordinator.plan.graph.latency.doppler.policy import (
 )
 from coordinator.plan.graph.latency.doppler.rollout import draw_noise, roll_out
 from coordinator.plan.graph.latency.doppler.weights import policy_bytes, policy_from_bytes
+from coordinator.plan.graph.latency.schedule import best_schedule
 from hearth.errors import BadPolicy
 
 
@@ -116,9 +117,21 @@ def test_training_begins_as_heft_with_contention(seed: int) -> None:
     assert tuple(greedy.assignments[0].tolist()) == contended_heft(problem).assignment
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_training_begins_near_the_incumbent(seed: int) -> None:
+    problem = random_problem(np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    devices = rng.integers(problem.num_devices, size=problem.num_operators).tolist()
+    incumbent = best_schedule(problem, devices, range(problem.num_operators))
+    features, policy = problem_features(problem), heft_policy(rng, 0.0)
+    noise = draw_noise(problem, 0, rng)
+    without, found = (roll_out(each, policy, noise) for each in (features, features.with_incumbent(incumbent)))
+    assert (found.assignments[0] == devices).mean() > (without.assignments[0] == devices).mean()
+
+
 def test_the_policy_is_small() -> None:
     policy = random_policy(np.random.default_rng(0))
-    assert policy.num_parameters == 120_192
+    assert policy.num_parameters == 120_384
     assert len(policy_bytes(policy)) < 600_000
 
 

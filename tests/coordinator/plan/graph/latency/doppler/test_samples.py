@@ -9,6 +9,7 @@ import pytest
 from support.placement_problems import random_problem
 from support.schedule_checker import violations
 
+from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.doppler.features import problem_features
 from coordinator.plan.graph.latency.doppler.policy import random_policy
 from coordinator.plan.graph.latency.doppler.rollout import draw_noise, orders_by_start, roll_out
@@ -18,10 +19,11 @@ from coordinator.plan.graph.latency.evaluator import Evaluator
 
 POLICY = random_policy(np.random.default_rng(0))
 PROBLEM = random_problem(np.random.default_rng(1), num_operators=20, spare_memory=0.5)
+INCUMBENT = contended_heft(PROBLEM)
 
 
-def samples(seed: int = 0, num_samples: int = 15) -> list[Start]:
-    return policy_samples(PROBLEM, POLICY, seed, num_samples)
+def samples(seed: int = 0, num_samples: int = 15, num_rounds: int = 1) -> list[Start]:
+    return policy_samples(PROBLEM, POLICY, INCUMBENT, seed, num_samples, num_rounds)
 
 
 def test_samples_are_valid_distinct_and_sorted() -> None:
@@ -38,15 +40,22 @@ def test_samples_are_valid_distinct_and_sorted() -> None:
 
 
 def test_without_room_there_are_no_samples() -> None:
-    assert policy_samples(replace(PROBLEM, budget_bytes=(1, 1, 1)), POLICY, seed=0) == []
+    assert policy_samples(replace(PROBLEM, budget_bytes=(1, 1, 1)), POLICY, INCUMBENT, seed=0) == []
 
 
 def test_the_best_of_all_episodes_comes_first() -> None:
-    found = roll_out(problem_features(PROBLEM), POLICY, draw_noise(PROBLEM, 15, np.random.default_rng(0)))
+    features = problem_features(PROBLEM).with_incumbent(INCUMBENT)
+    found = roll_out(features, POLICY, draw_noise(PROBLEM, 15, np.random.default_rng(0)))
     pairs = zip(found.assignments.tolist(), orders_by_start(found).tolist(), found.complete, strict=True)
     makespans = [Evaluator(PROBLEM).makespan(*pair) for *pair, complete in pairs if complete]
     assert samples()[0].schedule.makespan == pytest.approx(min(makespans))
     assert min(makespans) < max(makespans)
+
+
+def test_later_rounds_improve_the_best_of_earlier_ones() -> None:
+    one, three = samples(), samples(num_rounds=3)
+    assert three[0].makespan < one[0].makespan
+    assert len({each.schedule.assignment for each in three}) == len(three) == 4
 
 
 def test_orders_by_start_are_topological() -> None:
