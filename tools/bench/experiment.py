@@ -21,6 +21,7 @@ EXPERIMENTS = Path(__file__).parent / "experiments"
 KINDS: dict[str, tuple[str, str]] = {
     "strategies": ("strategies", "Strategies"),
     "generation": ("generation", "Generation"),
+    "speculation": ("speculation", "SpeculativeDecoding"),
     "graph-throughput": ("graphs", "GraphThroughput"),
     "graph-latency": ("graphs", "GraphLatency"),
     "versions": ("versions", "Versions"),

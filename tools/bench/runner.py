@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import statistics
 import sys
 import threading
@@ -27,9 +28,11 @@ from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import CpuStaging
 from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader
+from agent.worker.transformer.generation.speculation import Speculation
 from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
 from agent.worker.transformer.profiler import profile_blocks
 from agent.worker.transformer.shard import Shard, load_shard
+from coordinator.serve.state import DEFAULT_MAX_DRAFTED
 from hearth.errors import StepFailed
 from hearth.plan.geometry import spans
 from hearth.plan.model_spec import ModelSpec
@@ -76,6 +79,19 @@ class _CountingTransport(SocketTransport):
         super().send(target, frames, background)
 
 
+class Oracle:
+    """A proposer that knows the text, and is right about each token with the same probability."""
+
+    def __init__(self, text: Sequence[int], right: float) -> None:
+        self._text = text
+        self._right = right
+        self._chance = random.Random(len(text))
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        coming = self._text[len(tokens) : len(tokens) + count]
+        return [token if self._chance.random() < self._right else token ^ 1 for token in coming]
+
+
 @dataclass
 class _Loaded:
     plan: TransformerPlan
@@ -86,6 +102,7 @@ class _Loaded:
     engine: EncoderEngine = field(init=False)
     generation: StepExecutor = field(init=False)  # of a decoder
     leader: Leader = field(init=False)  # of a decoder's first rank
+    oracle: Oracle = field(init=False)  # proposes the tokens of a request that guesses
     step: int = 0
 
 
@@ -134,7 +151,8 @@ class Runner:
         if loaded.plan.body.generation is not None:
             loaded.generation = StepExecutor(*parts)
             if loaded.rank == LEADER_RANK:
-                loaded.leader = Leader(loaded.plan, loaded.generation)
+                speculation = Speculation(lambda: loaded.oracle)
+                loaded.leader = Leader(loaded.plan, loaded.generation, speculation=speculation)
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> dict[str, Any]:
         """Run one step. `trace`: also count the bytes sent; such a step must not be timed."""
@@ -177,15 +195,24 @@ class Runner:
         while self._busy.is_set():
             layers.run()
 
-    def generate(self, plan_id: str, prompt: list[int], num_tokens: int) -> dict[str, Any]:
-        """Generate one greedy answer. Other ranks follow rank 0 until it has finished."""
+    def generate(
+        self, plan_id: str, prompt: list[int], num_tokens: int, text: Sequence[int] = (), right: float = 0.0
+    ) -> dict[str, Any]:
+        """Generate one greedy answer. Other ranks follow rank 0 until it has finished.
+
+        `text`: prompt and answer, of which tokens are guessed, right with the probability `right`.
+        """
         loaded = self._loaded[plan_id]
-        found: dict[str, Any] = {"tokens": []}
+        found: dict[str, Any] = {"tokens": [], "times": []}
         if loaded.rank != LEADER_RANK:
             while loaded.generation.execute_next().rows:
                 pass
         else:
-            request = GenerateTokens(holder="bench", epoch=loaded.plan.epoch, max_tokens=num_tokens)
+            loaded.oracle = Oracle(text, right)
+            most = DEFAULT_MAX_DRAFTED if text else 0
+            request = GenerateTokens(
+                holder="bench", epoch=loaded.plan.epoch, max_tokens=num_tokens, max_drafted=most
+            )  # fmt: skip
             payload = [bytes(frame) for frame in pack_array(np.asarray(prompt, np.int32))]
             loaded.leader.submit(b"bench", request, payload)
             while not loaded.leader.idle:
@@ -194,8 +221,10 @@ class Runner:
                         raise message.error()
                     if isinstance(message, TokensGenerated):
                         found["tokens"] += message.token_ids
+                        found["times"] += [time.monotonic()] * len(message.token_ids)
                     if isinstance(message, GenerationEnded):
                         found |= {"prefill": message.prefill_seconds, "decode": message.decode_seconds}
+                        found |= {"drafted": message.num_drafted, "accepted": message.num_accepted}
         return found
 
     def exchange(self, plan_id: str, count: int) -> dict[str, Any]:
