@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _NUM_STARTS = 4
 _FIRST_MOVES = 2000  # of each run in the first turn
+# Operators for each window of the first turn: in large graphs a move takes longer, and windows gain more.
+_OPERATORS_PER_WINDOW = 128
 _MAX_TURNS = 12  # up to 4 million moves from each start in the last one
 # At the first move of a run, as fractions of the makespan of its start. From 0.01, 230,000 moves on the Llama block (gigabit)
 # end 3 % higher. A run from a schedule that is good already loses it when it is hot.
@@ -134,7 +136,7 @@ def _solve_windows(search: PlacementSearch, windows: WindowSearch, count: int) -
 
 def _take_turns(search: PlacementSearch, annealing: Annealing, windows: WindowSearch | None) -> None:
     """Anneal and solve windows in turns. In the next turn, runs that gained most get longer, and windows get more or fewer."""
-    moves, num_windows = _FIRST_MOVES, 1
+    moves, num_windows = _FIRST_MOVES, max(1, search.problem.num_operators // _OPERATORS_PER_WINDOW)
     for _ in range(_MAX_TURNS):
         if search.is_over:
             return
