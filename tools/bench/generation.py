@@ -15,7 +15,7 @@ from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.value_formats import ValueFormatName
+from hearth.plan.value_formats import VALUE_FORMATS, ValueFormatName
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
 from tools.bench.homes import Model, decoder_directory
@@ -111,7 +111,7 @@ class Generation(Experiment):
                     context.report(f"loading {variant}")
                     engine.load(variant, plan, model, plan.num_ranks > 1, mbit * 1e6 / 8)
                 found = self._rounds(engine, reference, model.spec.vocab_size, context.report)
-                links = _link_seconds(engine, names, 4 * model.spec.hidden_size)
+                links = _link_seconds(engine, names, VALUE_FORMATS[self.wire].num_bytes(model.spec.hidden_size, 1))
                 for variant in VARIANTS:
                     engine.unload(variant)
                 setting = {"scenario": scenario.name, "mbit": mbit, "wire": self.wire}
