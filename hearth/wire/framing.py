@@ -95,12 +95,15 @@ def encode_header(
     _, dtype_code, dims = _wire_form(dtype, shape, key.phase)
     encoding = values.code | (_COMPRESSED if compressed else 0)
     kind = _KIND.pack(_HEADER_VERSION, dtype_code, encoding, len(shape), key.phase)
-    return b"".join((token, kind, _pack_key(key), dims))
+    header = bytearray(b"".join((token, kind, bytes(_KEY.size), dims)))
+    write_key(header, key)
+    return bytes(header)
 
 
 def write_key(header: bytearray, key: TileKey) -> None:
     """Replace the key in an encoded header, or at the beginning of a frame. The phase must be the same."""
-    header[_KIND_END:_KEY_END] = _pack_key(key)
+    epoch, step, layer, _, tile, source, chunk = key
+    _KEY.pack_into(header, _KIND_END, epoch, step, layer, tile, source, chunk)
 
 
 def format_code(frame: Buffer) -> int | None:
@@ -230,10 +233,6 @@ def _read_form(packed_kind: bytes, packed_dims: bytes) -> _Form:
 def _wire_form(dtype: np.dtype[Any], shape: tuple[int, ...], phase: Phase) -> tuple[np.dtype[Any], int, bytes]:
     """The little-endian dtype of a tile, its code, and the packed shape. Raises ValueError, FrameTooLarge."""
     return *_for_wire(dtype, shape, _tile_dtypes(phase)), _DIMS.pack(*_padded(shape))
-
-
-def _pack_key(key: TileKey) -> bytes:
-    return _KEY.pack(key.epoch, key.step, key.layer, key.tile, key.source, key.chunk)
 
 
 def _tile_dtypes(phase: Phase) -> tuple[np.dtype[Any], ...]:

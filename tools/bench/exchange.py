@@ -90,12 +90,11 @@ class _Sums:
         self._communicator.set_inline_receiving(True)
 
     def send(self, index: int) -> None:
-        # A direct tile carries the number of the rank that gets it.
-        key = self._communicator.key(index, Phase.SUM_MLP, self._peer, self._communicator.rank)
-        if not self._communicator.send_inline({self._peer: key}, self._own_1H):
+        if not self._communicator.broadcast_inline(index, Phase.SUM_MLP, self._own_1H):
             self._collectives.send_rows(self._peer, index, Phase.SUM_MLP, self._own_1H)
 
     def receive(self, index: int) -> None:
+        # A direct tile carries the number of the rank that gets it.
         key = self._communicator.key(index, Phase.SUM_MLP, self._communicator.rank, self._peer)
         if self._communicator.exchanges_inline(self._sum_1H):
             tile = self._communicator.receive_inline({self._peer: key}, self._sum_1H.shape)[self._peer]

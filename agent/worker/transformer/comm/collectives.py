@@ -155,10 +155,8 @@ class Collectives:
     ) -> Tensor:
         """`one_shot_all_reduce` in this thread alone. Once the sums have arrived, they only have to be added."""
         key, rank = self._communicator.key, self.rank
-        if own_BH is not None:
-            keys = {target: key(layer, phase, target, rank) for target in self._targets}
-            if not self._communicator.send_inline(keys, own_BH):
-                self.broadcast(layer, phase, own_BH)
+        if own_BH is not None and not self._communicator.broadcast_inline(layer, phase, own_BH):
+            self.broadcast(layer, phase, own_BH)
         awaited = {source: key(layer, phase, rank, source) for source in sources if source != rank}
         total_BH = torch.empty_like(like_BH)
         total, own = total_BH.numpy(), own_BH.numpy() if own_BH is not None else None

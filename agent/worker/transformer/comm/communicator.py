@@ -22,18 +22,17 @@ from torch import Tensor
 from agent.worker.data_plane import DataPlane
 from agent.worker.tracing import Recorder, TransferEvent
 from agent.worker.transformer.comm.casts import TorchCasts
-from agent.worker.transformer.comm.small_tiles import SmallTiles
+from agent.worker.transformer.comm.small_tiles import Broadcast, SmallTiles
 from hearth.errors import BadMessage, HearthError, StepFailed
 from hearth.plan import rings
 from hearth.plan.phases import Phase, Route
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.value_formats import EXACT, ValueFormat, ValueFormatName
+from hearth.plan.value_formats import EXACT, ValueFormatName
 from hearth.protocol import hung_step_seconds, late_seconds
 from hearth.transport.base import Buffer, Received, Transport
 from hearth.wire.codec import Array, Codec, Conversions
 from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, read_header
 from hearth.wire.messages import WorkerProgress
-from hearth.wire.prepared_tile import PreparedTile
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,8 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._changed = threading.Condition()
         self._failure: HearthError | None = None
         self._keep_copy: Callable[[int, int, Array], None] | None = None
-        self._small_tiles = SmallTiles(token)  # of the compute thread
+        self._small_tiles = SmallTiles(token)  # of the compute thread, as the next one
+        self._broadcasts: dict[tuple[int, tuple[int, ...]], Broadcast] = {}  # of the running step, by phase and shape
         self._inline = False
         self._resume = threading.Event()  # cleared: the communication thread pauses
         self._resume.set()
@@ -154,6 +154,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         """
         for peer, codec in self._codecs.items():
             codec.set_values(values[peer] if values is not None else None)
+        self._broadcasts = {}
         self._step_began = time.monotonic()
         self.waited_seconds = 0.0
         with self._changed:
@@ -226,23 +227,21 @@ class Communicator(DataPlane[Callable[[], None]]):
             self.send(target, key, tile, converted)
 
     def exchanges_inline(self, rows: Tensor) -> bool:
-        """Whether the compute thread may exchange tiles of this shape by `send_inline` and `receive_inline`."""
+        """Whether the compute thread may exchange tiles of this shape by `broadcast_inline` and `receive_inline`."""
         return self._inline and SmallTiles.fit(rows) and not self._recorder.enabled and self._acquire_receiver()
 
-    def send_inline(self, keys: Mapping[int, TileKey], rows: Tensor) -> bool:
-        """As `send_to_all`, in prepared messages; False if a link's format does not allow that, and nothing was sent."""
-        written: dict[ValueFormat, PreparedTile | None] = {}
-        for target, key in keys.items():
-            codec = self._codecs[target]
-            if codec.values not in written:
-                written[codec.values] = self._small_tiles.write(key.phase, rows, codec.values)
-            if written[codec.values] is None or not codec.skips_lz4(rows.nbytes):
+    def broadcast_inline(self, layer: int, phase: Phase, rows: Tensor) -> bool:
+        """Send few rows to all peers in prepared messages; False if a link needs others, and nothing was sent."""
+        form = int(phase), rows.shape
+        if (broadcast := self._broadcasts.get(form)) is None:
+            broadcast = self._small_tiles.broadcast(phase, rows, self._codecs)
+            if broadcast is None:
                 return False
-        for target, key in keys.items():
-            codec = self._codecs[target]
-            tile = written[codec.values]
-            assert tile is not None
-            self._transport.send(target, (tile.message(key),))
+            self._broadcasts[form] = broadcast
+        if not broadcast.write(rows):
+            return False
+        for target, tile, codec in broadcast.peers:
+            self._transport.send(target, (tile.message(self.key(layer, phase, target, self.rank)),))
             codec.count(rows.nbytes, tile.values.nbytes)
         self._progressed_at = time.monotonic()
         return True

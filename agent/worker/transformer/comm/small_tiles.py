@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,20 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.comm.casts import TorchCasts
 from hearth.plan.phases import Phase
 from hearth.plan.value_formats import BF16, EXACT, FP16, ValueFormat
 from hearth.transport.base import Buffer
-from hearth.wire.codec import Array
+from hearth.wire.codec import NUMPY_CASTS, Array, Codec
 from hearth.wire.framing import MAX_SINGLE_FRAME_BYTES, TileKey, format_code
 from hearth.wire.prepared_tile import PreparedTile
 
-_CASTS = TorchCasts()
-# By code: the format, and its conversion to float32. int8 is not among them, since its scales are a buffer of their own.
+# By code: the format, and its conversion to float32, for few values faster in numpy than in torch. int8 is not among them,
+# since its scales are a buffer of their own.
 _FORMATS: dict[int, tuple[ValueFormat, Callable[[Array], Array]]] = {
     EXACT.code: (EXACT, lambda values: values),
-    BF16.code: (BF16, _CASTS.from_bf16),
-    FP16.code: (FP16, _CASTS.from_fp16),
+    BF16.code: (BF16, NUMPY_CASTS.from_bf16),
+    FP16.code: (FP16, NUMPY_CASTS.from_fp16),
 }
 _MAX_FORMS = 64  # of messages: two phases, by the number of rows that running sequences add up to
 
@@ -33,6 +32,22 @@ class _Form(NamedTuple):
     values: Tensor  # the tile's values, as a tensor
     to_float32: Callable[[Array], Array]
     may_overflow: bool
+
+    def write(self, rows: Tensor) -> bool:
+        """Convert rows for the following messages; False if the format cannot hold a value."""
+        self.values.copy_(rows)
+        return not self.may_overflow or bool(np.isfinite(self.tile.values).all())
+
+
+class Broadcast(NamedTuple):
+    """How few rows are sent to all peers: the forms in use, and for each peer its number, its message and its codec."""
+
+    forms: Sequence[_Form]
+    peers: Sequence[tuple[int, PreparedTile, Codec]]
+
+    def write(self, rows: Tensor) -> bool:
+        """Convert rows for the following messages; False if a format cannot hold a value."""
+        return all(form.write(rows) for form in self.forms)
 
 
 class SmallTiles:
@@ -47,15 +62,13 @@ class SmallTiles:
         """Whether one frame holds these rows, in any format."""
         return rows.dtype is torch.float32 and 0 < rows.nbytes <= MAX_SINGLE_FRAME_BYTES
 
-    def write(self, phase: Phase, rows: Tensor, values: ValueFormat) -> PreparedTile | None:
-        """Convert rows for the following messages; None if the format needs several frames, or cannot hold a value."""
-        if values.code not in _FORMATS:
+    def broadcast(self, phase: Phase, rows: Tensor, codecs: Mapping[int, Codec]) -> Broadcast | None:
+        """The broadcast of rows of this shape over these links; None if a link needs another message."""
+        if any(each.values.code not in _FORMATS or not each.skips_lz4(rows.nbytes) for each in codecs.values()):
             return None
-        form = self._form(int(phase), rows.shape, values.code)
-        form.values.copy_(rows)
-        if form.may_overflow and not np.isfinite(form.tile.values).all():
-            return None
-        return form.tile
+        forms = {code: self._form(int(phase), rows.shape, code) for code in {c.values.code for c in codecs.values()}}
+        peers = [(peer, forms[codec.values.code].tile, codec) for peer, codec in codecs.items()]
+        return Broadcast(tuple(forms.values()), peers)
 
     def read(self, key: TileKey, shape: tuple[int, ...], frames: Sequence[Buffer]) -> Array | None:
         """The values of a received message in float32; None if it is not exactly this tile."""
