@@ -170,8 +170,10 @@ def test_messages_other_than_the_expected_one_are_processed_as_ever() -> None:
 
 def test_sums_of_another_shape_are_refused() -> None:
     with memory() as transports, communicators(transports) as made:
+        transports[0].interrupt()
+        wait_for("the end of the communication thread's last receive", made[0]._acquire_receiver)
         keys = {0: made[2].key(0, Phase.SUM_MLP, 0, 2)}
-        made[2].send_to_all(keys, np.ones((2, HIDDEN), np.float32))
+        made[2].send_to_all(keys, np.ones((1, 1), np.float32))
         collectives = Collectives(made[0], CpuStaging(), spans([1, 0, 0]), overlap=True)
         with pytest.raises(BadMessage, match="shape"):
             collectives.one_shot_all_reduce(0, Phase.SUM_MLP, torch.ones(1, HIDDEN), (0, 2), torch.ones(1, HIDDEN))
