@@ -382,7 +382,6 @@ class AgentDaemon:
                 folder=folder,
                 num_threads=device.num_threads,
                 compute_device=device.compute_device,
-                memory_bytes=device.memory_budget_bytes,
             )
             module = "agent.worker.transformer.profiler" if of_blocks else "agent.worker.graph.profiler"
             async with self._measurement_lock:

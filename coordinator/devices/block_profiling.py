@@ -97,7 +97,7 @@ def budget_for_layouts(budget_bytes: int, subject: BlocksOf, blocks: BlockProfil
     Never too much: all other memory counts as if it grew with the matrices.
     """
     choices = choose_kernels(blocks.kernels, subject.deterministic)
-    if not any("onnxruntime" in choice.layout for choice in choices):
+    if not any(choice.layout == "onnxruntime" for choice in choices):
         return budget_bytes
     growth = max(chosen_bytes_per_weight(blocks.kernels, choices) / subject.model.matrix_bytes, 1.0)
     return max(int((budget_bytes - _ONNXRUNTIME_BYTES) / growth), 0)

@@ -12,8 +12,6 @@ from typing import Annotated, NamedTuple
 from pydantic import BaseModel, Field
 
 KERNEL_ROWS = (1, 4, 16, 64, 256)  # rows of activations for which kernels are measured: decoding up to prefill
-# Quantised weights in the layouts of both libraries, with the kernels of both.
-PAIRED_LAYOUT = "onnxruntime+torch"
 # A layout that takes more memory must save at least this fraction of the time.
 _MIN_SAVING = 0.05
 
@@ -36,13 +34,6 @@ class KernelTime(BaseModel, frozen=True):
     bytes_per_weight: float = Field(gt=0, le=16)
 
 
-def paired_times(times: Sequence[KernelTime]) -> list[KernelTime]:
-    """The times of a quantised matrix that is held in both measured layouts; empty if there is only one."""
-    sizes = {time.layout: time.bytes_per_weight for time in times}
-    changed = {"layout": PAIRED_LAYOUT, "bytes_per_weight": sum(sizes.values())}
-    return [time.model_copy(update=changed) for time in times] if sizes.keys() >= set(PAIRED_LAYOUT.split("+")) else []
-
-
 class KernelChoice(BaseModel, frozen=True):
     """The layout of matrices of about this shape, and the kernel for up to each of these numbers of rows."""
 
@@ -55,16 +46,6 @@ class KernelChoice(BaseModel, frozen=True):
     def kernel(self, rows: int) -> str:
         """The kernel for this number of rows; the last one beyond the measured numbers."""
         return self.kernels[min(bisect_left(self.rows, rows), len(self.kernels) - 1)]
-
-
-def choices_for_few_rows(choices: Iterable[KernelChoice]) -> tuple[KernelChoice, ...]:
-    """The choices for a matrix that multiplies few rows only, such as the output head: of a pair, the layout for one row."""
-    return tuple(
-        choice.model_copy(update={"layout": "onnxruntime" if choice.kernels[0] == "onnxruntime" else "torch"})
-        if choice.layout == PAIRED_LAYOUT
-        else choice
-        for choice in choices
-    )
 
 
 def choose_kernels(times: Iterable[KernelTime], single: bool = False) -> tuple[KernelChoice, ...]:

@@ -130,8 +130,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.Abort(holder="c", epoch=3, step=9, reason="another device gave it up"),
     m.StartProfile(
-        profile=_PROFILE, device="kitchen", folder="/var/cache/hearth-agent/profile-1", num_threads=4, compute_device="cpu",
-        memory_bytes=2 << 30,
+        profile=_PROFILE, device="kitchen", folder="/var/cache/hearth-agent/profile-1", num_threads=4, compute_device="cpu"
     ),
     m.Start(
         load=_LOAD_GRAPH, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,

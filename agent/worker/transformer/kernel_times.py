@@ -12,7 +12,7 @@ from torch import Tensor
 from agent.worker.transformer.kernels.base import Partition
 from agent.worker.transformer.matrices import Matrix, layouts_to_measure
 from agent.worker.transformer.random_weights import randomise
-from hearth.plan.kernels import KERNEL_ROWS, KernelTime, paired_times
+from hearth.plan.kernels import KERNEL_ROWS, KernelTime
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 
 # Elements of a measured matrix at most; of a larger one, a part of the outputs is measured, which computes at the same speed.
@@ -25,18 +25,16 @@ _MAX_SECONDS = 0.5  # of all samples of a product beyond `_MIN_TURNS`: slow devi
 # Relative difference of a row's product alone and among others, as sums of float32 in another order cause it. Those of
 # bfloat16 differ by up to 4e-5.
 _MAX_ROW_DEPENDENCE = 1e-6
-_PAIRED_MEMORY = 0.5  # of a worker's memory: the rest is left for the KV cache, and for what takes memory later
 _HOPELESS = 3.0  # times the fastest kernel's time: such a kernel gets no further turns
 
 
 def measure_kernels(
-    spec: ModelSpec, seq_len: int, device: torch.device, deterministic: bool = False, memory_bytes: int = 0
+    spec: ModelSpec, seq_len: int, device: torch.device, deterministic: bool = False
 ) -> tuple[KernelTime, ...]:
     """Seconds of a product for each shape of a layer, number of rows, and kernel. Empty where there is no choice.
 
     A decoder decodes few rows and prefills many; an encoder only computes many. `deterministic`: only kernels whose results
-    for a row do not depend on the number of rows. `memory_bytes` of a worker: a pair of layouts is offered only where the whole
-    model takes at most half of them.
+    for a row do not depend on the number of rows.
     """
     if device.type != "cpu":
         return ()
@@ -44,18 +42,9 @@ def measure_kernels(
     rows = [count for count in KERNEL_ROWS if fewest <= count <= max(seq_len, fewest)] or [seq_len]
     shapes = dict.fromkeys(_measured_part(*shape) for shape in layer_shapes(spec))
     evicted = torch.zeros(_EVICT_BYTES // 4)
-    times = [_times_of_shape(shape, spec.weights, rows, device, evicted, deterministic) for shape in shapes]
-    paired = list(map(paired_times, times))
-    most = max((time.bytes_per_weight for of_shape in paired for time in of_shape), default=0.0)
-    if most * _num_weights(spec) <= memory_bytes * _PAIRED_MEMORY:
-        times += paired
-    return tuple(time for of_shape in times for time in of_shape)
-
-
-def _num_weights(spec: ModelSpec) -> int:
-    """Weights of all layers' matrices."""
-    shapes = layer_shapes(spec)
-    return spec.num_layers * sum(map(math.prod, shapes + shapes[2:3] * spec.gated))
+    return tuple(
+        time for shape in shapes for time in _times_of_shape(shape, spec.weights, rows, device, evicted, deterministic)
+    )
 
 
 def layer_shapes(spec: ModelSpec) -> list[tuple[int, int]]:

@@ -16,14 +16,13 @@ from agent.worker.transformer.kernels.int4 import Int4Matrix
 from agent.worker.transformer.kernels.int8 import Int8Matrix
 from agent.worker.transformer.kernels.nbits import Int4NBitsMatrix, Int8NBitsMatrix, NBitsMatrix
 from agent.worker.transformer.kernels.onednn import PackedMatrix
-from agent.worker.transformer.kernels.paired import PairedMatrix
 from agent.worker.transformer.kernels.plain import FloatMatrix
 from hearth.errors import UnsupportedWeights
-from hearth.plan.kernels import PAIRED_LAYOUT, KernelChoice, nearest_choice
+from hearth.plan.kernels import KernelChoice, nearest_choice
 from hearth.plan.model_spec import INT4_DEVICES, WeightFormat
 
 # A matrix is loaded in parts by `load`, then multiplied by `matmul`; `quantisation_error` is the loss of its weight format.
-Matrix: TypeAlias = FloatMatrix | PackedMatrix | Int8Matrix | Int4Matrix | NBitsMatrix | PairedMatrix
+Matrix: TypeAlias = FloatMatrix | PackedMatrix | Int8Matrix | Int4Matrix | NBitsMatrix
 
 
 def empty_matrix(
@@ -46,7 +45,7 @@ def empty_matrix(
     choice = nearest_choice(choices, *shape)
     layouts = _layouts(*shape, weights, device, partition)
     name = next(iter(layouts)) if choice is None or choice.layout not in layouts else choice.layout
-    if name in _WITH_ONNXRUNTIME and not _NBITS[weights].supports(*shape, device):
+    if name == "onnxruntime" and not _NBITS[weights].supports(*shape, device):
         name = next(iter(layouts))
     matrix = layouts[name]()
     matrix.choice = choice
@@ -56,18 +55,13 @@ def empty_matrix(
 def layouts_to_measure(
     num_outputs: int, num_inputs: int, weights: WeightFormat, device: torch.device, partition: Partition
 ) -> list[Matrix]:
-    """An uninitialised matrix in each layout that this device, shape and partition allow; the default first.
-
-    Without pairs of layouts, whose kernels are those of the two.
-    """
+    """An uninitialised matrix in each layout that this device, shape and partition allow; the default first."""
     layouts = _layouts(num_outputs, num_inputs, weights, device, partition)
-    layouts.pop(PAIRED_LAYOUT, None)
     if "onnxruntime" in layouts and not _NBITS[weights].supports(num_outputs, num_inputs, device):
         del layouts["onnxruntime"]
     return [make() for make in layouts.values()]
 
 
-_WITH_ONNXRUNTIME = ("onnxruntime", PAIRED_LAYOUT)
 _NBITS: dict[str, type[NBitsMatrix]] = {"int4": Int4NBitsMatrix, "int8": Int8NBitsMatrix}
 
 
@@ -80,16 +74,10 @@ def _layouts(
     if weights == "int4" and Int4Matrix.supports(*shape):
         layouts["torch"] = partial(Int4Matrix, *shape, device)
         layouts["onnxruntime"] = partial(Int4NBitsMatrix, *shape, device)
-        layouts[PAIRED_LAYOUT] = lambda: PairedMatrix(
-            Int4NBitsMatrix(*shape, device), Int4Matrix(*shape, device), device
-        )
     elif weights in ("int8", "int4"):
         layouts["torch"] = partial(Int8Matrix, *shape, device)
         if weights == "int8" and partition is not None and len(partition.borders) == 2:
             layouts["onnxruntime"] = partial(Int8NBitsMatrix, *shape, device)
-            layouts[PAIRED_LAYOUT] = lambda: PairedMatrix(
-                Int8NBitsMatrix(*shape, device), Int8Matrix(*shape, device), device
-            )
     else:
         if weights == "float32" and partition is not None and PackedMatrix.supports(*shape, device):
             layouts["onednn"] = partial(PackedMatrix, *shape, partition)

@@ -60,16 +60,11 @@ _MIN_READ_FRACTION = 0.01
 
 
 def profile_blocks(
-    spec: ModelSpec,
-    seq_len: int,
-    num_threads: int,
-    compute_device: ComputeDevice,
-    deterministic: bool = False,
-    memory_bytes: int = 0,
+    spec: ModelSpec, seq_len: int, num_threads: int, compute_device: ComputeDevice, deterministic: bool = False
 ) -> BlockProfile:
     """Measure kernels, then one layer's blocks with the chosen ones.
 
-    `memory_bytes`: as in `measure_kernels`. Each point of a block is the median of several samples after a warm-up run.
+    Each point of a block is the median of several samples after a warm-up run.
     """
     torch.set_num_threads(num_threads)
     device = make_staging(compute_device).device
@@ -78,7 +73,7 @@ def profile_blocks(
     synchronise = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     measure = _BlockMeter(_SAMPLE_SECONDS, synchronise)
     with torch.inference_mode():
-        times = measure_kernels(spec, seq_len, device, deterministic, memory_bytes)
+        times = measure_kernels(spec, seq_len, device, deterministic)
         give_back_freed_buffers()
         kernels = choose_kernels(times, single=deterministic)
         # Measured while nothing else is in memory: a device may hold little more than these copies.
@@ -270,12 +265,7 @@ def _profile_request(start: StartProfile) -> BlockProfile:
     if not isinstance(subject, BlocksOf):
         raise BadRequest(reason="this profiler measures blocks of transformers")
     return profile_blocks(
-        subject.model,
-        subject.seq_len,
-        start.num_threads,
-        start.compute_device,
-        subject.deterministic,
-        start.memory_bytes,
+        subject.model, subject.seq_len, start.num_threads, start.compute_device, subject.deterministic
     )
 
 

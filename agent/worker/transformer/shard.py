@@ -26,7 +26,7 @@ from agent.worker.transformer.matrices import Matrix, empty_matrix
 from hearth.errors import ChunkCorrupt
 from hearth.plan.chunks import LAYER_CHUNK_KINDS, chunk_slices
 from hearth.plan.geometry import Span, spans
-from hearth.plan.kernels import KernelChoice, choices_for_few_rows
+from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import LayerShare
@@ -190,7 +190,7 @@ def empty_embedding(
     kernels: Sequence[KernelChoice] = (),
 ) -> EmbeddingShard:
     """Allocate the word embedding and the head; positions, types and norm only with `with_norm_and_positions`."""
-    new = _Allocator(spec, device, choices_for_few_rows(kernels))
+    new = _Allocator(spec, device, kernels)
     H = spec.hidden_size
     num_positions = spec.max_positions + spec.position_offset if with_norm_and_positions else 0
     word_type = getattr(torch, spec.weights) if spec.weights in ("float32", "float16") else torch.bfloat16

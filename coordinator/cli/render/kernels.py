@@ -11,27 +11,30 @@ from coordinator.devices.kernel_tables import KernelTable
 def kernel_table(table: KernelTable) -> Table:
     """Milliseconds of each kernel by shape of the matrix and number of rows; a star marks the chosen ones."""
     measured, subject = table.measured_on, table.subject
-    kernels = list(dict.fromkeys(time.kernel for time in table.kernels))
-    seconds = {(t.num_outputs, t.num_inputs, t.rows, t.kernel): t.seconds for t in table.kernels}
-    choices = table.choices
+    options = list(dict.fromkeys((time.layout, time.kernel) for time in table.kernels))
+    seconds = {(t.num_outputs, t.num_inputs, t.rows, t.layout, t.kernel): t.seconds for t in table.kernels}
     chosen = {
-        (choice.num_outputs, choice.num_inputs, rows, kernel)
-        for choice in choices
+        (choice.num_outputs, choice.num_inputs, rows, choice.layout, kernel)
+        for choice in table.choices
         for rows, kernel in zip(choice.rows, choice.kernels, strict=True)
     }
     threads = "1 thread" if measured.num_threads == 1 else f"{measured.num_threads} threads"
     title = f"Kernels for {subject.model.weights} weights on {measured.processor}, {threads} ({measured.device}), ms"
     if subject.deterministic:
         title += ", deterministic"
-    layouts = ", ".join(sorted({choice.layout for choice in choices}))
-    caption = f"* chosen, with weights in the layout of {layouts}"
-    headings = [Column("matrix", no_wrap=True), right_column("rows"), *map(right_column, kernels)]
-    shown = make_table(*headings, title=title, caption=caption)
+    headings = [kernel if kernel == layout else f"{layout}\n{kernel}" for layout, kernel in options]
+    shown = make_table(
+        Column("matrix", no_wrap=True),
+        right_column("rows"),
+        *map(right_column, headings),
+        title=title,
+        caption="* chosen",
+    )
     previous = None
     for num_outputs, num_inputs, rows in sorted({key[:3] for key in seconds}):
         cells = []
-        for kernel in kernels:
-            key = num_outputs, num_inputs, rows, kernel
+        for option in options:
+            key = num_outputs, num_inputs, rows, *option
             text = f"{seconds[key] * 1e3:.3g}" if key in seconds else "-"
             cells.append(f"[green]{text}*[/]" if key in chosen else f"{text} ")
         shape = f"{num_outputs} x {num_inputs}"

@@ -368,7 +368,6 @@ class StartProfile(Message):
     folder: Text  # for the profiler's files; the agent removes it. An ONNX graph is its file `graph.onnx`
     num_threads: Annotated[int, Field(ge=1)]
     compute_device: ComputeDevice
-    memory_bytes: Bytes = 0  # limit of a worker; 0: not known
 
 
 # ---- between workers: rank 0 announces the steps of a generation ----------------------------------------------------

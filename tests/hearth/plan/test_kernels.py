@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hearth.plan.kernels import (
-    PAIRED_LAYOUT,
-    KernelTime,
-    choices_for_few_rows,
-    choose_kernels,
-    chosen_bytes_per_weight,
-    nearest_choice,
-    paired_times,
-)
+from hearth.plan.kernels import KernelTime, choose_kernels, chosen_bytes_per_weight, nearest_choice
 
 
 def times(*columns: tuple[str, str, float, dict[int, float]], shape: tuple[int, int] = (512, 256)) -> list[KernelTime]:
@@ -48,17 +40,6 @@ def test_more_memory_must_save_time(seconds: float, layout: str) -> None:
     faster = ("ort", "ort", 0.94, {1: seconds, 256: 60.0 * seconds})
     (choice,) = choose_kernels(times(NATIVE, faster))
     assert choice.layout == layout
-
-
-def test_pair_of_layouts_takes_the_fastest_kernel_of_both_for_their_memory() -> None:
-    measured = times(NATIVE, EXPAND, ("onnxruntime", "onnxruntime", 0.94, {1: 0.5, 256: 40.0}))
-    (choice,) = choose_kernels(measured + paired_times(measured))
-    assert (choice.layout, choice.kernels) == (PAIRED_LAYOUT, ("onnxruntime", "expand"))
-    assert chosen_bytes_per_weight(measured + paired_times(measured), [choice]) == pytest.approx(0.625 + 0.94)
-    assert [each.layout for each in choices_for_few_rows([choice])] == ["onnxruntime"]
-    (choice,) = choose_kernels(measured + paired_times(measured), single=True)
-    assert choice.layout == "onnxruntime"  # one kernel needs one layout
-    assert paired_times(times(NATIVE)) == paired_times(times(NATIVE, PACKED)) == []
 
 
 def test_a_layout_that_was_not_measured_for_all_rows_is_not_chosen() -> None:

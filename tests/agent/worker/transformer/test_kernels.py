@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch has no wheel for this Python 
 from agent.worker.transformer.kernels.base import Partition  # noqa: E402 (needs torch)
 from agent.worker.transformer.matrices import Matrix, empty_matrix, layouts_to_measure  # noqa: E402
 from hearth.errors import StepFailed  # noqa: E402
-from hearth.plan.kernels import PAIRED_LAYOUT, KernelChoice  # noqa: E402
+from hearth.plan.kernels import KernelChoice  # noqa: E402
 from hearth.plan.model_spec import WeightFormat  # noqa: E402
 
 torch.set_num_threads(
@@ -108,25 +108,6 @@ def test_single_rows_keep_their_results(weights: WeightFormat) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(matrix.matmul, [x[:1], x[1:]] * 50))
     assert all(torch.equal(y, (first, second)[index % 2]) for index, y in enumerate(found))
-
-
-@pytest.mark.parametrize("weights", ["int4", "int8"])
-def test_pair_of_layouts_multiplies_as_its_parts(weights: WeightFormat) -> None:
-    layouts = loaded((64, 256), weights)
-    if "onnxruntime" not in layouts:
-        pytest.skip("onnxruntime has no such kernel here")
-    names = ("onnxruntime", "expand-bfloat16")
-    choice = KernelChoice(num_outputs=64, num_inputs=256, layout=PAIRED_LAYOUT, rows=(1, 64), kernels=names)
-    pair = empty_matrix(64, 256, weights, CPU, Partition(0, (0, 64)), [choice])
-    pair.load(ALL, ALL, torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * 0.02 + 0.01)
-    assert pair.quantisation_error == layouts["torch"].quantisation_error
-    for rows, part in ((1, "onnxruntime"), (3, "torch")):
-        x = torch.randn(rows, 256)
-        assert torch.equal(pair.matmul(x), layouts[part].product(choice.kernel(rows), x))
-    sizes = {name: sum(dict(matrix.memory).values()) for name, matrix in [*layouts.items(), ("pair", pair)]}
-    assert sizes["pair"] == sizes["torch"] + sizes["onnxruntime"]
-    assert pair.rows(ALL) is pair
-    assert pair.columns(slice(0, 0)).shape == (64, 0)
 
 
 def test_onnxruntime_gives_the_whole_matrix_or_none_of_it() -> None:

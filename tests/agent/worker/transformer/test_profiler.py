@@ -104,18 +104,6 @@ def test_row_dependence_is_the_difference_of_rows_alone_and_among_others() -> No
     assert kernel_times._row_dependence(matrix, "same", 8) == 0
 
 
-def test_pairs_of_layouts_are_offered_where_the_model_takes_half_of_the_memory() -> None:
-    import torch
-
-    spec = SMALL.model_copy(update={"weights": "int8"})
-    per_layer = 96 * (12 * 16 + 8 * 16 + 3 * 320)
-    for memory_bytes, layouts in ((per_layer * 3 * 5, 3), (per_layer * 3 * 4, 2), (0, 2)):
-        times = measure_kernels(spec, 1, torch.device("cpu"), memory_bytes=memory_bytes)
-        if "onnxruntime" not in {time.layout for time in times}:
-            pytest.skip("onnxruntime has no such kernel here")
-        assert len({time.layout for time in times}) == layouts
-
-
 def test_random_layer_has_shapes_of_grouped_queries_and_gate() -> None:
     import torch
 
