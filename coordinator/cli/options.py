@@ -124,7 +124,8 @@ KvCacheOption = Annotated[
     typer.Option(
         "--kv-cache",
         help="(decoder) Number format of keys and values: float32, bfloat16 (half the memory) or int8 (about a quarter; "
-        "converted in every step, so a long context is slower). Default: float32 with --weights float32, else bfloat16.",
+        "converted in every step, so a long context is slower). Default: bfloat16, or float32 with --weights float32 or "
+        "--deterministic.",
         metavar="FORMAT",
     ),
 ]
@@ -161,7 +162,7 @@ DeterministicOption = Annotated[
     typer.Option(
         "--deterministic",
         help="Multiply each matrix by one kernel for all numbers of rows, so that an answer does not depend on requests that "
-        "run at the same time. Default: the fastest kernel for each number of rows.",
+        "run at the same time; guess no tokens. Default: the fastest kernel for each number of rows.",
     ),
 ]
 Lz4Option = Annotated[str, typer.Option(help="Compress activations with lz4: auto, on or off.", metavar="WHEN")]

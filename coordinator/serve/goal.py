@@ -51,7 +51,9 @@ def open_model(goal: Goal) -> TransformerModel | GraphFile:
 def open_transformer(goal: TransformerGoal) -> TransformerModel:
     """Read config and tokenizer. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
     directory = Path(goal.model_dir)
-    kv_cache = goal.kv_cache or ("float32" if goal.weights == "float32" else "bfloat16")
+    # A bfloat16 cache rounds differently for one row and for several.
+    exact = goal.weights == "float32" or goal.deterministic
+    kv_cache = goal.kv_cache or ("float32" if exact else "bfloat16")
     spec = read_spec(directory)
     spec = spec.model_copy(update={"weights": goal.weights, "kv_cache": kv_cache if spec.causal else "float32"})
     generation = _generation_request(goal, spec)

@@ -79,8 +79,10 @@ class TransformerKind:
             self._text_model = TextModel(self.model.spec, tokenizer, self.model.defaults)
         self._kernels: dict[str, tuple[KernelChoice, ...]] = {}  # by device id; of devices that were profiled
         self._threads = TextThreads()
+        # Attention rounds differently for one row and for several, such as those of guessed tokens.
+        max_drafted = 0 if goal.deterministic else goal.max_drafted
         self._generation_runner = GenerationRunner(
-            requests, services.settings.queue_limit, self._threads, goal.shared_prefixes, goal.max_drafted
+            requests, services.settings.queue_limit, self._threads, goal.shared_prefixes, max_drafted
         )
 
     # ---- plans ----------------------------------------------------------------------------------------------------
