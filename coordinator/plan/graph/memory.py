@@ -15,7 +15,7 @@ from hearth.plan.parts import MemoryUse
 # Largest chunk of a segment, held in memory on top of it while it is loaded: well below the largest message, and large enough
 # that the cost per chunk does not matter.
 MAX_GRAPH_CHUNK_BYTES = 8 << 20
-# Operators whose kernels can read weights where they are mapped, as they are in the file (measured: 20 % slower).
+# Operators whose kernels can read weights where they are mapped, as they are in the file, if more slowly.
 _CAN_USE_IN_PLACE = frozenset({"MatMul", "Gemm"})
 
 
