@@ -7,21 +7,20 @@ when no request of a client waits. The stage of Doppler (arXiv 2505.23131) that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.deploy.beside import end_leftovers
 from coordinator.deploy.graph import GraphDeployment
 from coordinator.devices.registry import Device
-from coordinator.plan.graph.learning.elites import Elite, choose_elites, fits_beside, placement_key
+from coordinator.plan.graph.learning.elites import Elite, placement_key
 from coordinator.plan.graph.learning.halving import MIN_STANDARD_ERRORS
-from coordinator.plan.graph.learning.measured_plans import MeasuredPlan
-from coordinator.plan.limits import NamedDevice
 from coordinator.serve.goal import allowed_devices
 from coordinator.serve.kinds.graph import Alternatives, GraphKind
 from coordinator.serve.kinds.kind import SharedServices
 from coordinator.serve.planning.drift import REPLAN_SECONDS, is_clearly_faster
 from coordinator.serve.planning.measurements import Latency, Measurements
+from coordinator.serve.planning.plan_search import PlanSearch, device_ids
 from coordinator.serve.planning.replanner import Replanner
 from coordinator.serve.planning.trials import TrialRunner, Trials, plan_trial
 from coordinator.serve.requests.admission import Admission
@@ -35,9 +34,6 @@ MIN_OBSERVED = 10  # measured requests of a plan before its times count: outlier
 _POLL_SECONDS = 1.0  # between looks at whether there is something to learn
 _SAVE_SECONDS = 300.0  # between writes of what was learnt: an SD card wears out, and a restart loses little
 _WORSE = 1.02  # times the latency before: a change of plan that made requests slower than that is taken back
-_MOVED = 1.10  # a device's factor that changes by as much is a reason to plan again
-# Between two searches. The first requests of a deployment may be slower than later ones: plans made ahead take processor time.
-_SEARCH_AGAIN_SECONDS = 15.0
 _MAX_EMPTY_SEARCHES = 3  # in a row, with different seeds; then `hearth learn` has nothing left to try
 
 
@@ -71,18 +67,14 @@ class Learner:
         self._replanner = replanner
         self._clock = clock
         self._asked_until = 0.0  # time until which a user has asked to learn
-        self._seed = 0
         self._num_empty = 0  # searches in a row that found nothing to try
+        self._searches = PlanSearch(kind, clock)
         self._runner = TrialRunner(kind, services, admission, lambda: self.is_asked, clock)
         self._trials: Trials | None = None
         self._change: _Change | None = None
         self._misled: frozenset[str] = frozenset()  # devices for which a predicted gain was none: trials decide there
         self._deployed: GraphPlan | None = None
         self._doing = ""
-        # Of the last search of this deployment: when, for which devices, and with which factors.
-        self._searched: tuple[float, frozenset[str], dict[str, float]] | None = None
-        # For what the policy of the planner has learnt: devices, and the measured plans of which it has learnt.
-        self._learnt: tuple[frozenset[str], tuple[MeasuredPlan, ...]] | None = None
 
     # ---- public API -----------------------------------------------------------------------------------------------
 
@@ -119,7 +111,8 @@ class Learner:
 
     async def run(self, goal: Goal, deployment: GraphDeployment) -> GraphPlan:
         """Wait for a plan that is clearly better than the deployed one, and return it. Errors do not end the deployment."""
-        self._trials, self._searched, self._deployed = None, None, deployment.plan
+        self._trials, self._deployed = None, deployment.plan
+        self._searches.begin()
         self._measured = self._kind.measurements(deployment.plan) or self._measured
         if self._change is not None and self._change.key != placement_key(deployment.plan):
             self._change = None  # another plan came, for instance because a device was lost
@@ -197,36 +190,22 @@ class Learner:
             return False
         if self._measured.num_observed_of(plan) < MIN_OBSERVED or self._change is not None:
             return False
-        if self.is_asked or self._searched is None:
-            return True
-        at, usable, factors = self._searched
-        if self._clock() - at < _SEARCH_AGAIN_SECONDS:
-            return False
-        now = self._measured.calibration.device_factors()
-        moved = any(not 1 / _MOVED < now[each] / factors.get(each, 1.0) < _MOVED for each in now)
-        return moved or usable != self._usable(goal)
+        return self.is_asked or self._searches.is_due(self._usable(goal), self._measured)
 
     def _is_policy_due(self, goal: Goal) -> bool:
         """Whether the planner's policy should learn: there are other devices, or more plans were measured."""
-        usable = self._usable(goal)
-        is_new = (usable, self._measured.plans) != self._learnt
-        return self._kind.learn_seconds > 0 and len(usable) > 1 and is_new and self._change is None
+        return self._change is None and self._searches.is_policy_due(self._usable(goal), self._measured)
 
     def _usable(self, goal: Goal) -> frozenset[str]:
-        return _ids(allowed_devices(goal, self._services.fleet.usable()))
+        return device_ids(allowed_devices(goal, self._services.fleet.usable()))
 
     # ---- looking for plans ----------------------------------------------------------------------------------------
 
     async def _learn_policy(self, goal: Goal, deployment: GraphDeployment) -> GraphPlan | None:
         """Let the planner's policy learn on the devices, and keep it. Returns a plan that is clearly faster."""
         devices = allowed_devices(goal, self._services.fleet.usable())
-        before, self._learnt = self._learnt, (_ids(devices), self._measured.plans)
         self._doing = f"lets the planner learn for {format_seconds(self._kind.learn_seconds)}"
-        try:
-            found = await self._find(devices, deployment, self._kind.learn_seconds)
-        except asyncio.CancelledError:  # the deployment ended: it learns in the next one
-            self._learnt = before
-            raise
+        found = await self._searches.learn_policy(devices, deployment, self._measured)
         self._doing = ""
         if found is None:
             return None
@@ -238,34 +217,19 @@ class Learner:
         """Search with the calibrated times. Returns a plan that is clearly faster, or prepares trials of some others."""
         self._doing = "looks for plans with the measured times"
         devices, plan = allowed_devices(goal, self._services.fleet.usable()), deployment.plan
-        self._searched = (self._clock(), _ids(devices), self._measured.calibration.device_factors())
-        found = await self._find(devices, deployment)
+        found = await self._searches.search(devices, deployment, self._measured)
         if found is None:
             return None
         if (faster := await self._faster(devices, deployment, found, "with the measured times")) is not None:
             return faster
-        elites = choose_elites(found.elites, found.incumbent) if plan.body.objective == "latency" else []
-        elites = [each for each in elites if fits_beside(each.plan, plan, found.budget_bytes)]
-        elites = [each for each in elites if await self._kind.is_in_place(each.plan)]
+        elites = await self._searches.worth_a_trial(plan, found)
         self._num_empty = 0 if elites else self._num_empty + 1
         if elites:
-            self._trials = Trials(elites, _ids(devices))
+            self._trials = Trials(elites, device_ids(devices))
         if self._num_empty >= _MAX_EMPTY_SEARCHES:
             self._asked_until = 0.0
         self._doing = f"{len(elites)} plans to try" if elites else "no other plan is worth a trial"
         return None
-
-    async def _find(
-        self, devices: Sequence[Device], deployment: GraphDeployment, learn_seconds: float = 0.0
-    ) -> Alternatives | None:
-        """Plans that had no trial against the deployed one; None if a device of that one cannot be measured."""
-        cluster = await self._kind.profile(devices, deployment.plan)
-        if not _ids(deployment.plan.devices) <= _ids(cluster.devices):
-            return None
-        found = await self._kind.alternatives(cluster, deployment, self._seed, learn_seconds)
-        self._seed += 1
-        tried = self._measured.tried(deployment.plan)
-        return found._replace(elites=[each for each in found.elites if placement_key(each.plan) not in tried])
 
     async def _faster(
         self, devices: Sequence[Device], deployment: GraphDeployment, found: Alternatives, when: str
@@ -273,7 +237,7 @@ class Learner:
         """The best of the plans found, once its weights are sent, if it is predicted to be clearly faster."""
         incumbent = found.incumbent
         best = min(found.elites, key=lambda each: each.seconds, default=incumbent)
-        if not is_clearly_faster(best.seconds, incumbent.seconds) or _ids(devices) == self._misled:
+        if not is_clearly_faster(best.seconds, incumbent.seconds) or device_ids(devices) == self._misled:
             return None
         before = self._measured.latency(deployment.plan, MIN_OBSERVED)
         times = f"{format_seconds(best.seconds)} instead of {format_seconds(incumbent.seconds)}"
@@ -311,7 +275,3 @@ class Learner:
             f"(standard error {error}, {trial.num_requests} requests)"
         )
         return best
-
-
-def _ids(devices: Iterable[NamedDevice]) -> frozenset[str]:
-    return frozenset(each.device_id for each in devices)
