@@ -52,8 +52,9 @@ def running_home(
 
 
 def test_coordinator_killed_during_an_answer_changes_no_token(running_home: TestHome) -> None:
-    count = 80
-    with running_home.serving("a", "--context", str(CONTEXT)) as home:
+    # A greedy answer repeats itself: with more guesses it would end before the coordinator does.
+    count, options = 280, ("--context", str(CONTEXT), "--speculate", "2")
+    with running_home.serving("a", *options) as home:
         port = running_home.port("coordinator")
         greedy_answer = home.generate(token_ids=PROMPT, max_tokens=count, timeout_seconds=120.0)
         sampled = home.generate(token_ids=PROMPT, max_tokens=count, temperature=1.0, seed=7)
@@ -63,7 +64,7 @@ def test_coordinator_killed_during_an_answer_changes_no_token(running_home: Test
             for _ in itertools.islice(answer, 10):
                 pass
         running_home.kill("coordinator")
-        running_home.start_coordinator("--context", str(CONTEXT), "--port", str(port))
+        running_home.start_coordinator(*options, "--port", str(port))
         assert (greedy_answer.text(), sampled.text()) == ("", "")
         assert greedy_answer.token_ids == greedy(running_home.model_dir, PROMPT, count)
         assert sampled.token_ids == undisturbed.token_ids
