@@ -18,11 +18,12 @@ from support.step_clock import StepClock
 from coordinator.plan.graph.auto import plan_instance
 from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.contention import contended_heft
+from coordinator.plan.graph.latency.doppler import planner
 from coordinator.plan.graph.latency.doppler.planner import Annealing, solve_doppler
 from coordinator.plan.graph.latency.doppler.starts import Start, best_starts
 from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
-from coordinator.plan.graph.latency.schedule import best_schedule
+from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 from coordinator.plan.graph.latency.ticks import in_ticks
 from coordinator.plan.graph.latency.windows import WindowSearch
 from coordinator.plan.solution import SearchOptions
@@ -159,6 +160,45 @@ def test_windows_improve_a_schedule_and_end_when_none_does() -> None:
     windows.restart()
     assert not windows.is_over
     assert steps == 4  # the first window finds the optimum; no other window of the two sweeps finds anything
+
+
+def first_window(
+    monkeypatch: pytest.MonkeyPatch, problem: PlacementProblem, seconds: float, moves: int
+) -> tuple[Schedule, float]:
+    """The schedule of the first window, and the time for it; no window finds anything."""
+    clock = StepClock(0.001)
+    calls: list[tuple[Schedule, float]] = []
+
+    def step(self: WindowSearch, known: Schedule, limit: float) -> None:
+        calls.append((known, limit))
+        clock.now = NEVER
+
+    monkeypatch.setattr(WindowSearch, "step", step)
+    monkeypatch.setattr(planner, "_FIRST_MOVES", moves)
+    solve_doppler(problem, SearchOptions(seconds, 0, clock))
+    return calls[0]
+
+
+@pytest.mark.parametrize(
+    ("home", "seconds", "is_of_start"),
+    [("gigabit", 1000.0, True), ("gigabit", 20.0, False), ("wifi", 1000.0, False)],
+    ids=["close", "little time", "far behind"],
+)
+def test_windows_begin_at_the_best_start_with_time_unless_it_is_far_behind(
+    home: str, seconds: float, is_of_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = HOMES[home].problem(tensor_graph("llama-block"))
+    known, _ = first_window(monkeypatch, problem, seconds, 200)
+    assert (known.assignment == lists(problem)[0].schedule.assignment) == is_of_start
+
+
+@pytest.mark.parametrize(("moves", "fraction"), [(0, 0.5), (200, 0.25)], ids=["best", "behind"])
+def test_windows_of_the_best_start_get_more_time_while_it_is_the_best_schedule(
+    moves: int, fraction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = HOMES["gigabit"].problem(tensor_graph("llama-block"))
+    _, limit = first_window(monkeypatch, problem, 1000.0, moves)
+    assert limit == pytest.approx(1000.0 * fraction, rel=0.01)
 
 
 def test_result_fits_where_list_schedulers_run_out_of_memory() -> None:
