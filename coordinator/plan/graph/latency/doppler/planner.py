@@ -3,10 +3,10 @@
 1. Start from the list schedules, and from others that the caller knows.
 2. Anneal from the best of them for a short time (search.py).
 3. With time for CP-SAT, find the shortest path over cut vertices where the graph has them, and solve a small graph as one
-   model, as Moirai does: this proves optima. With more time, and where annealing gained little on
-   the best start, solve windows (windows.py) of that start.
-4. Anneal, from the starts again and from the best schedule, and solve windows in turns. The one that gains more gets
-   more of the next turn.
+   model, as Moirai does: this proves optima. With more time, and where annealing gained little on the best start, solve
+   windows (windows.py) of that start.
+4. Anneal, from the starts again and from the best schedule, and solve windows in turns. The one that gains more gets more of
+   the next turn.
 
 Doppler (arXiv 2505.23131) learns a policy that places and orders operators. Its schedules are among the starts of a caller
 who has one, and its probabilities are those of the moves that annealing proposes.
@@ -38,8 +38,8 @@ _MAX_TURNS = 12  # up to 4 million moves from each start in the last one
 # end 3 % higher. A run from a schedule that is good already loses it when it is hot.
 _EXPLORING_TEMPERATURE, _REFINING_TEMPERATURE = 0.003, 0.001
 _MAX_BEHIND = 1.05  # times the best makespan: starts that end later, or whose runs do, are dropped
-# Windows gain more on the best start than on what annealing makes of it: 60 s on the Llama block (gigabit) end 0.5 % lower
-# with them. In 5 s they cost up to 2.5 % on homes of unequal devices and with tight memory.
+# Windows gain more on the best start than on what annealing makes of it: 30 s on the Llama block (gigabit) end 1.5 % lower
+# with them (mean of two seeds). In 5 s they cost up to 2.5 % with unequal devices or tight memory.
 _MIN_START_WINDOWS_SECONDS = 30.0
 # Of the remaining time: while they have the best schedule, as much as Moirai gives them after its near cuts; and while not.
 _LEADING_FRACTION, _BEHIND_FRACTION = 0.5, 0.25
