@@ -50,7 +50,7 @@ class Doppler(Experiment):
     imitation: int = Field(400, ge=0)
     episodes: int = Field(4000, ge=0)
     per_step_episodes: int = Field(200, ge=1)  # message passing once for each operator of each episode
-    seeds: int = Field(1, ge=1)  # of ChainMM
+    seeds: int = Field(1, ge=1)  # of ChainMM; of ablation and stages two at most
     transfer: bool = False
     ablation: bool = False  # message passing per step
     stages: bool = False  # on Llama-layer
@@ -80,11 +80,16 @@ class Doppler(Experiment):
         ]
         if self.ablation:
             found += [
-                self._cell(method, "chain-mm", home, imitation=0, episodes=self.per_step_episodes)
+                self._cell(method, "chain-mm", home, imitation=0, episodes=self.per_step_episodes, seed=seed)
+                for seed in range(min(self.seeds, _STUDY_SEEDS))
                 for method in ("doppler-sim", "per-step")
             ]
         if self.stages:
-            found += [self._cell("doppler-sim", "llama-layer", home, **change) for change in _STAGES]
+            found += [
+                self._cell("doppler-sim", "llama-layer", home, seed=seed, **change)
+                for seed in range(min(self.seeds, _STUDY_SEEDS))
+                for change in _STAGES
+            ]
         if self.transfer:
             found += [
                 self._cell("doppler-sim", target, home, source=source, source_episodes=self.episodes, episodes=count)
@@ -113,4 +118,5 @@ class Doppler(Experiment):
         return summarise(rows)
 
 
+_STUDY_SEEDS = 2
 _STAGES: tuple[dict[str, int], ...] = ({"episodes": 0}, {"imitation": 0}, {})  # I, II, and both

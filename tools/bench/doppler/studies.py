@@ -92,11 +92,11 @@ def message_passing(setting: Setting, rows: Sequence[CellRow]) -> Table:
         ):
             if row is not None:
                 lines.append([
-                    name, row.num_episodes, makespans(row), row.found_at, math.ceil(passes * row.found_at), _rate(row),
+                    name, row.cell.seed, row.num_episodes, makespans(row), row.found_at, math.ceil(passes * row.found_at), _rate(row),
                     paper.milliseconds, paper.num_passes,
                 ])  # fmt: skip
     columns = [
-        "messages", "episodes", "best / greedy, s", "found at", "passes until then", "episodes a second",
+        "messages", "seed", "episodes", "best / greedy, s", "found at", "passes until then", "episodes a second",
         "paper (there once per episode), ms", "its passes",
     ]  # fmt: skip
     return Table.of(f"Message passing: {setting}", columns, lines)
@@ -106,16 +106,23 @@ def stages(setting: Setting, rows: Sequence[CellRow]) -> Table:
     """Llama-layer with stage I or II alone. Imitation prices no plan: it has a greedy one only."""
     here = [
         row for row in rows if (row.cell.method, row.cell.graph, row.cell.source) == ("doppler-sim", "llama-layer", None)
-        and row.cell.seed == 0 and row.cell.batch == BATCH
+        and row.cell.batch == BATCH
     ]  # fmt: skip
     alone = [row for row in here if 0 in (row.cell.imitation, row.cell.episodes)]
     counts = {row.cell.episodes for row in alone}
     both = [row for row in here if row.cell.imitation and row.cell.episodes in counts - {0}]
     lines = [
-        (_stage_names(row), row.cell.imitation, row.cell.episodes, makespans(row), row.found_at or NOT_MEASURED)
+        (
+            _stage_names(row),
+            row.cell.seed,
+            row.cell.imitation,
+            row.cell.episodes,
+            makespans(row),
+            row.found_at or NOT_MEASURED,
+        )
         for row in [*alone, *both]
     ]
-    columns = ["stages", "imitation, episodes", "policy gradient, episodes", "best / greedy, s", "found at"]
+    columns = ["stages", "seed", "imitation, episodes", "policy gradient, episodes", "best / greedy, s", "found at"]
     return Table.of(f"Stages, llama-layer: {setting}", columns, lines)
 
 
