@@ -126,8 +126,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
         Give exactly one of `prompt`, `messages` and `token_ids`. Settings that are left out come from the model's
         generation_config.json; settings that it lacks default to greedy decoding (temperature 0) and at most 512 tokens.
-        `sampling` takes temperature, top_k, top_p, min_p, repetition_penalty and seed. `timeout_seconds` bounds the whole
-        answer.
+        `sampling` takes temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty and seed.
+        `timeout_seconds` bounds the whole answer.
 
         `tools`, as in OpenAI's API, go to the chat template with `template_options` (such as enable_thinking). With tools or
         `takes_parts`, the reasoning and the calls of tools are parts of the answer's tokens, and not in its text.

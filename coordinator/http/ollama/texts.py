@@ -32,7 +32,7 @@ class Options(Body):
         }
     )  # fmt: skip
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "presence_penalty": (0,), "frequency_penalty": (0,), "mirostat": (0,), "tfs_z": (1,), "typical_p": (1,),
+        "mirostat": (0,), "tfs_z": (1,), "typical_p": (1,),
     }  # fmt: skip
 
     temperature: Temperature | None = None
@@ -40,6 +40,8 @@ class Options(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Seed | None = None
     num_predict: Annotated[int, Field(ge=-2)] | None = None  # -1 and -2: without a limit
     stop: Annotated[Texts, Field(max_length=16)] = ()
@@ -52,7 +54,8 @@ class Options(Body):
         return home.generate(
             **prompt, max_tokens=most, stop=self.stop, timeout_seconds=_ANSWER_SECONDS, temperature=self.temperature,
             top_k=max(self.top_k, 0) if self.top_k is not None else None, top_p=self.top_p, min_p=self.min_p,
-            repetition_penalty=self.repeat_penalty, seed=seed_of(self.seed),
+            repetition_penalty=self.repeat_penalty, presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty, seed=seed_of(self.seed),
         )  # fmt: skip
 
 

@@ -57,8 +57,8 @@ class ChatCompletion(Sampled):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "functions": ([],), "function_call": ("none", "auto"),
         "response_format": ({"type": "text"},), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
-        "presence_penalty": (0,), "frequency_penalty": (0,), "modalities": (["text"],), "audio": (), "prediction": (),
-        "reasoning_effort": ("none",), "verbosity": (), "web_search_options": (),
+        "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": ("none",), "verbosity": (),
+        "web_search_options": (),
     }  # fmt: skip
 
     messages: Annotated[tuple[dict[str, Any], ...], Field(min_length=1, max_length=4096)]

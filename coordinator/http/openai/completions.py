@@ -26,8 +26,7 @@ class Completion(Sampled):
     """The body of the request."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "echo": (False,), "suffix": ("",), "best_of": (1,), "logprobs": (), "logit_bias": ({},), "presence_penalty": (0,),
-        "frequency_penalty": (0,),
+        "echo": (False,), "suffix": ("",), "best_of": (1,), "logprobs": (), "logit_bias": ({},),
     }  # fmt: skip
 
     prompt: str | tuple[str, ...] | tuple[int, ...] | tuple[tuple[int, ...], ...]

@@ -48,6 +48,8 @@ class Sampled(Body):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
@@ -61,7 +63,8 @@ class Sampled(Body):
         return home.generate(
             **prompt, max_tokens=max_tokens, stop=self.stop, timeout_seconds=_ANSWER_SECONDS,
             temperature=self.temperature, top_k=max(self.top_k, 0) if self.top_k is not None else None, top_p=self.top_p,
-            min_p=self.min_p, repetition_penalty=self.repetition_penalty, seed=seed_of(self.seed, number),
+            min_p=self.min_p, repetition_penalty=self.repetition_penalty, presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty, seed=seed_of(self.seed, number),
         )  # fmt: skip
 
 

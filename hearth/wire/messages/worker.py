@@ -250,9 +250,10 @@ class Abort(PlanCommand):
 
 
 class Sampling(WireModel):
-    """Sampling settings. With temperature 0 decoding is greedy, and of the others only the repetition penalty applies.
+    """Sampling settings. With temperature 0 decoding is greedy, and of the others only the penalties apply.
 
-    Applied in the order of `transformers`: repetition penalty, temperature, top-k, top-p, min-p.
+    Applied in the order of `transformers`: repetition penalty, then presence and frequency penalty, temperature, top-k, top-p,
+    min-p.
     """
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
@@ -260,6 +261,9 @@ class Sampling(WireModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    # Of the answer's tokens alone, as in OpenAI's API: subtracted once, and as often as the token occurs.
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
 
 

@@ -92,8 +92,8 @@ def message_passing(setting: Setting, rows: Sequence[CellRow]) -> Table:
         ):
             if row is not None:
                 lines.append([
-                    name, row.cell.seed, row.num_episodes, makespans(row), row.found_at, math.ceil(passes * row.found_at), _rate(row),
-                    paper.milliseconds, paper.num_passes,
+                    name, row.cell.seed, row.num_episodes, makespans(row), row.found_at, math.ceil(passes * row.found_at),
+                    _rate(row), paper.milliseconds, paper.num_passes,
                 ])  # fmt: skip
     columns = [
         "messages", "seed", "episodes", "best / greedy, s", "found at", "passes until then", "episodes a second",

@@ -9,7 +9,8 @@ of one token this is speculative sampling (Leviathan et al., ICML 2023, algorith
 the model gives it, and else replaced by a sample of the others. As the noise does not depend on the drafts, a seed gives the
 same text with and without them.
 
-Order and meaning of the settings are those of `transformers`' logits processors.
+Order and meaning of the settings are those of `transformers`' logits processors; those of the presence and the frequency
+penalty, which it lacks, are those of OpenAI's API.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def select_candidates(logits_V: Array, first_id: int, sampling: Sampling, tokens
     float32, since a vocabulary has at most 2^24 tokens.
     """
     logits = apply_repetition_penalty(logits_V, first_id, sampling.repetition_penalty, tokens)
+    logits = apply_answer_penalties(logits, first_id, sampling, tokens, index)
     if not len(logits):
         return np.empty((0, 2), np.float32)
     ids = np.arange(first_id, first_id + len(logits))
@@ -57,6 +59,24 @@ def apply_repetition_penalty(logits_V: Array, first_id: int, penalty: float, tok
     logits[context_ids] = np.where(
         logits[context_ids] < 0, logits[context_ids] * penalty, logits[context_ids] / penalty
     )
+    return logits
+
+
+def apply_answer_penalties(
+    logits_V: Array, first_id: int, sampling: Sampling, tokens: Sequence[int], num_answer_tokens: int
+) -> Array:
+    """Subtract the presence penalty from all tokens of the answer, and the frequency penalty as often as each occurs.
+
+    `tokens` are the prompt and the answer.
+    """
+    presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
+    if not (presence or frequency) or not num_answer_tokens:
+        return logits_V
+    answer = tokens[len(tokens) - num_answer_tokens :]
+    ids, counts = np.unique(np.asarray(answer, dtype=np.int64) - first_id, return_counts=True)
+    here = (ids >= 0) & (ids < len(logits_V))
+    logits: Array = logits_V.copy()
+    logits[ids[here]] -= (presence + frequency * counts[here]).astype(np.float32)
     return logits
 
 

@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent.worker.transformer.generation.sampling import (
+    apply_answer_penalties,
     apply_repetition_penalty,
     gumbel_noise,
     sample_token,
@@ -101,3 +104,21 @@ def test_noise_is_gumbel_and_depends_on_seed_position_and_token() -> None:
     assert not np.array_equal(noise[:100], gumbel_noise(1, 3, np.arange(100)))
     assert not np.array_equal(noise[:100], gumbel_noise(2, 2, np.arange(100)))
     assert np.array_equal(noise[50:100], gumbel_noise(1, 2, np.arange(50, 100)))
+
+
+@given(st.lists(st.integers(0, 19), max_size=12), st.integers(0, 6), st.floats(-2, 2), st.floats(-2, 2))
+def test_answer_penalties_are_those_of_openai(
+    answer: list[int], prompt: int, presence: float, frequency: float
+) -> None:
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence, with counts of the answer alone, on any share of the vocabulary."""
+    logits = np.linspace(-3, 3, 20, dtype=np.float32)
+    sampling = Sampling(presence_penalty=presence, frequency_penalty=frequency)
+    expected = [
+        logit - answer.count(token) * frequency - (token in answer) * presence for token, logit in enumerate(logits)
+    ]
+    tokens = [3] * prompt + answer
+    whole = apply_answer_penalties(logits, 0, sampling, tokens, len(answer))
+    assert np.allclose(whole, expected, atol=1e-5)
+    assert np.array_equal(apply_answer_penalties(logits[7:], 7, sampling, tokens, len(answer)), whole[7:])
+    chosen = select_candidates(logits, 0, sampling, tokens, len(answer))
+    assert whole[int(chosen[0, 0])] == whole.max()
