@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "fuzz": ("fuzz", "Fuzz"),
     "idle-cost": ("idle_cost", "IdleCost"),
     "kv-loss": ("kv_loss", "KvLoss"),
+    "kernels": ("kernel_speed", "KernelSpeed"),
     "doppler-stage3": ("doppler.stage3", "DopplerStage3"),
 }
 

@@ -51,10 +51,12 @@ class KernelMatrix(ABC):
 
     def matmul(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Return x W^T + bias [s,n]; written to `out` if given."""
-        kernel = self.default_kernel(x_sk.shape[0]) if self.choice is None else self.choice.kernel(x_sk.shape[0])
-        if kernel not in self.kernels:
-            kernel = self.default_kernel(x_sk.shape[0])
-        return self.product(kernel, x_sk, bias_n, out)
+        return self.product(self.kernel(x_sk.shape[0]), x_sk, bias_n, out)
+
+    def kernel(self, rows: int) -> str:
+        """The kernel that `matmul` uses for this number of rows."""
+        chosen = None if self.choice is None else self.choice.kernel(rows)
+        return chosen if chosen in self.kernels else self.default_kernel(rows)
 
     def default_kernel(self, rows: int) -> str:
         """The kernel for this number of rows where none was measured."""
