@@ -17,7 +17,7 @@ from hearth.wire.messages import BlocksOf, Profile
 BLOCKS_PREFIX = "blocks"  # of the files of cached profiles
 # Memory of onnxruntime in a worker: 37 MiB were measured for the library, onnx and one session (onnxruntime 1.31).
 _ONNXRUNTIME_BYTES = 40 << 20
-_KERNELS_VERSION = 2  # part of the cache key: profiles with times of other kernels are measured again
+_KERNELS_VERSION = 3  # part of the cache key: profiles whose kernels were timed otherwise are measured again
 # Timeout on the device: a slow one has to import torch, and to time kernels and the blocks of a wide layer.
 _PROFILE_SECONDS = 180.0
 

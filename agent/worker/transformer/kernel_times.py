@@ -14,12 +14,16 @@ from agent.worker.transformer.matrices import Matrix, layouts_to_measure
 from agent.worker.transformer.random_weights import randomise
 from hearth.plan.kernels import KERNEL_ROWS, KernelTime
 from hearth.plan.model_spec import ModelSpec, WeightFormat
+from hearth.platform.processor_cache import last_level_cache_bytes
 
 # Elements of a measured matrix at most; of a larger one, a part of the outputs is measured, which computes at the same speed.
 _MAX_ELEMENTS = 4 << 20
 _OUTPUT_MULTIPLE = 64  # outputs of a measured part: every layout has whole blocks of them
 _MIN_DECODE_ROWS = 16  # rows; below it a product is bound by memory, so that the weights must not be in a cache
-_EVICT_BYTES = 32 << 20  # read before such a product: more than the caches of one core of a home's computers
+# Before such a product, this multiple of the last-level cache is read, but no more than a step of decoding reads.
+_CACHE_MULTIPLE = 2
+_MAX_EVICT_BYTES = 256 << 20  # takes 25 ms
+_UNKNOWN_CACHE_BYTES = 16 << 20  # of a home's computers, where the system does not say
 _MIN_TURNS, _MAX_TURNS = 2, 6  # samples, of which the least counts: load, and the pauses of a CPU quota, only add time
 _MAX_SECONDS = 0.5  # of all samples of a product beyond `_MIN_TURNS`: slow devices take few
 # Relative difference of a row's product alone and among others, as sums of float32 in another order cause it. Those of
@@ -41,7 +45,7 @@ def measure_kernels(
     fewest = 1 if spec.causal else min(_MIN_DECODE_ROWS, seq_len)
     rows = [count for count in KERNEL_ROWS if fewest <= count <= max(seq_len, fewest)] or [seq_len]
     shapes = dict.fromkeys(_measured_part(*shape) for shape in layer_shapes(spec))
-    evicted = torch.zeros(_EVICT_BYTES // 4)
+    evicted = torch.ones(bytes_to_evict(spec, last_level_cache_bytes()) // 4)
     return tuple(
         time for shape in shapes for time in _times_of_shape(shape, spec.weights, rows, device, evicted, deterministic)
     )
@@ -51,6 +55,21 @@ def layer_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
     """Outputs and inputs of a layer's matrices."""
     hidden, ffn, width = spec.hidden_size, spec.ffn_size, spec.q_width(spec.num_heads)
     return [(spec.qkv_width(spec.num_heads), hidden), (hidden, width), (ffn, hidden), (hidden, ffn)]
+
+
+def layer_bytes(spec: ModelSpec) -> int:
+    """Bytes of a layer's matrices."""
+    widths = spec.qkv_width(spec.num_heads) + spec.q_width(spec.num_heads) + (3 if spec.gated else 2) * spec.ffn_size
+    return round(spec.matrix_bytes * spec.hidden_size * widths)
+
+
+def bytes_to_evict(spec: ModelSpec, cache_bytes: int) -> int:
+    """Bytes to read before a product of few rows, so that the cache holds no more of the weights than in decoding.
+
+    `cache_bytes`: of the last-level cache; 0 if it is unknown.
+    """
+    decoded_bytes = spec.num_layers * layer_bytes(spec)
+    return min(_CACHE_MULTIPLE * (cache_bytes or _UNKNOWN_CACHE_BYTES), decoded_bytes, _MAX_EVICT_BYTES)
 
 
 def _measured_part(num_outputs: int, num_inputs: int) -> tuple[int, int]:
@@ -110,12 +129,15 @@ def _least_seconds(options: Sequence[tuple[Matrix, str]], rows: int, evicted: Te
     x_sk = torch.randn(rows, options[0][0].shape[1])
     least = [math.inf] * len(options)
     total = 0.0
+    cached: set[int] = set()  # matrices read since the eviction
     for turn in range(_MAX_TURNS + 1):
         for index, (matrix, kernel) in enumerate(options):
             if turn > 1 and least[index] > _HOPELESS * min(least):
                 continue
-            if rows < _MIN_DECODE_ROWS:
-                evicted.add_(1.0)
+            if rows < _MIN_DECODE_ROWS and (id(matrix) in cached or not cached):
+                evicted.sum()
+                cached.clear()
+            cached.add(id(matrix))
             start = clock()
             matrix.product(kernel, x_sk)
             seconds = clock() - start

@@ -21,7 +21,7 @@ from agent.worker.profiling import serve_one
 from agent.worker.transformer import blocks
 from agent.worker.transformer.comm.casts import TorchCasts
 from agent.worker.transformer.comm.staging import make_staging
-from agent.worker.transformer.kernel_times import measure_kernels
+from agent.worker.transformer.kernel_times import layer_bytes, measure_kernels
 from agent.worker.transformer.matrices import Matrix
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
 from agent.worker.transformer.random_weights import (
@@ -241,18 +241,13 @@ class _BlockMeter(Meter):
         return statistics.median(self.sample(block) for _ in range(_SAMPLES_PER_POINT))
 
 
-def _layer_bytes(spec: ModelSpec) -> int:
-    widths = spec.qkv_width(spec.num_heads) + spec.q_width(spec.num_heads) + (3 if spec.gated else 2) * spec.ffn_size
-    return round(spec.matrix_bytes * spec.hidden_size * widths)
-
-
 def _num_copies(spec: ModelSpec) -> int:
-    return max(1, min(_MAX_COPIES, _MAX_COPIES_BYTES // _layer_bytes(spec)))
+    return max(1, min(_MAX_COPIES, _MAX_COPIES_BYTES // layer_bytes(spec)))
 
 
 def _num_decode_layers(spec: ModelSpec) -> int:
     """Number of layers to cycle through when measuring decoding."""
-    return max(1, min(spec.num_layers, -(-_DECODE_WEIGHT_BYTES // _layer_bytes(spec))))
+    return max(1, min(spec.num_layers, -(-_DECODE_WEIGHT_BYTES // layer_bytes(spec))))
 
 
 def _sizes(total: int, grain: int) -> list[int]:

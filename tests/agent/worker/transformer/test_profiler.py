@@ -21,7 +21,7 @@ from hearth.wire.messages import BlocksOf, Profile, Profiled, StartProfile, deco
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from agent.worker.transformer import kernel_times
-from agent.worker.transformer.kernel_times import layer_shapes, measure_kernels
+from agent.worker.transformer.kernel_times import bytes_to_evict, layer_bytes, layer_shapes, measure_kernels
 from agent.worker.transformer.profiler import profile_blocks
 from agent.worker.transformer.random_weights import layer_matrices, random_layer
 
@@ -67,6 +67,49 @@ def test_kernels_are_measured_for_every_shape_and_number_of_rows() -> None:
     assert {time.rows for time in measure_kernels(encoder, 20, torch.device("cpu"))} == {16}
     plain = spec.model_copy(update={"weights": "bfloat16"})
     assert measure_kernels(plain, 20, torch.device("cpu")) == ()  # nothing to choose
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "cache_bytes", "expected"),
+    [
+        (16, 8 << 20, 16 << 20),
+        (16, 0, 32 << 20),
+        (16, 480 << 20, 256 << 20),
+        (1, 480 << 20, layer_bytes(LLAMA_1B)),  # no more than decoding reads
+    ],
+)
+def test_evicted_bytes_follow_the_cache_and_the_model(num_layers: int, cache_bytes: int, expected: int) -> None:
+    assert layer_bytes(LLAMA_1B) < 256 << 20 < 16 * layer_bytes(LLAMA_1B)
+    assert bytes_to_evict(LLAMA_1B.model_copy(update={"num_layers": num_layers}), cache_bytes) == expected
+
+
+def test_weights_are_evicted_before_each_product_that_would_find_them_in_the_cache() -> None:
+    import torch
+
+    events: list[str] = []
+
+    class Matrix:
+        shape = (8, 8)
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def product(self, kernel: str, x_sk: torch.Tensor) -> None:
+            events.append(self.name)
+
+    class Evicted:
+        def sum(self) -> None:
+            events.append("evict")
+
+    one, other = Matrix("one"), Matrix("other")
+    options: Any = [(one, "a"), (one, "b"), (other, "c")]
+    evicted: Any = Evicted()
+    kernel_times._least_seconds(options, 1, evicted)
+    assert events[:6] == ["evict", "one", "evict", "one", "other", "evict"]
+    assert not any(name == after for name, after in zip(events, events[1:], strict=False))
+    events.clear()
+    kernel_times._least_seconds(options, 64, evicted)
+    assert "evict" not in events
 
 
 @pytest.mark.parametrize(
