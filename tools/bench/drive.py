@@ -97,14 +97,14 @@ class EngineRunners(ProcessGroup):
             traces=tuple(tuple(map(TraceEvent.model_validate, part["trace"])) for part in parts),
         )
 
-    def generate(self, plan_id: str, prompt: Sequence[int], num_tokens: int, **guesses: Any) -> dict[str, Any]:
+    def generate(self, plan_id: str, prompt: Sequence[int], num_tokens: int, **settings: Any) -> dict[str, Any]:
         """Generate one answer: `tokens`, and the seconds of `prefill` and of `decode` (all tokens except the first).
 
-        `guesses`: see `Runner.generate`.
+        `settings`: see `Runner.generate`.
         """
         names = self._names(plan_id)
         answers = self.call_all(
-            names, "generate", plan_id=plan_id, prompt=list(prompt), num_tokens=num_tokens, **guesses
+            names, "generate", plan_id=plan_id, prompt=list(prompt), num_tokens=num_tokens, **settings
         )  # fmt: skip
         return answers[names[0]]
 

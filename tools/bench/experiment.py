@@ -22,6 +22,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "strategies": ("strategies", "Strategies"),
     "generation": ("generation", "Generation"),
     "speculation": ("speculation", "SpeculativeDecoding"),
+    "prefix-cache": ("prefix_cache", "PrefixCache"),
     "graph-throughput": ("graphs", "GraphThroughput"),
     "graph-latency": ("graphs", "GraphLatency"),
     "versions": ("versions", "Versions"),

@@ -196,11 +196,18 @@ class Runner:
             layers.run()
 
     def generate(
-        self, plan_id: str, prompt: list[int], num_tokens: int, text: Sequence[int] = (), right: float = 0.0
+        self,
+        plan_id: str,
+        prompt: list[int],
+        num_tokens: int,
+        text: Sequence[int] = (),
+        right: float = 0.0,
+        prefix_scope: str = "",
     ) -> dict[str, Any]:
         """Generate one greedy answer. Other ranks follow rank 0 until it has finished.
 
-        `text`: prompt and answer, of which tokens are guessed, right with the probability `right`.
+        `text`: prompt and answer, of which tokens are guessed, right with the probability `right`. `prefix_scope`: requests
+        with the same one share KV caches of equal prefixes.
         """
         loaded = self._loaded[plan_id]
         found: dict[str, Any] = {"tokens": [], "times": []}
@@ -211,9 +218,11 @@ class Runner:
             loaded.oracle = Oracle(text, right)
             most = DEFAULT_MAX_DRAFTED if text else 0
             request = GenerateTokens(
-                holder="bench", epoch=loaded.plan.epoch, max_tokens=num_tokens, max_drafted=most
+                holder="bench", epoch=loaded.plan.epoch, max_tokens=num_tokens, max_drafted=most,
+                prefix_scope=prefix_scope,
             )  # fmt: skip
             payload = [bytes(frame) for frame in pack_array(np.asarray(prompt, np.int32))]
+            found["submitted"] = time.monotonic()
             loaded.leader.submit(b"bench", request, payload)
             while not loaded.leader.idle:
                 for _, message in loaded.leader.step():
@@ -225,6 +234,7 @@ class Runner:
                     if isinstance(message, GenerationEnded):
                         found |= {"prefill": message.prefill_seconds, "decode": message.decode_seconds}
                         found |= {"drafted": message.num_drafted, "accepted": message.num_accepted}
+                        found["cached"] = message.num_kept_rows
         return found
 
     def exchange(self, plan_id: str, count: int) -> dict[str, Any]:
