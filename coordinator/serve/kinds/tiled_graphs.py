@@ -99,4 +99,5 @@ class TiledGraphs:
 
     def _served(self, graph: GraphFile) -> ServedGraph:
         path = self._folder / f"{graph.fingerprint[:24]}.json"
-        return ServedGraph(graph, Measurements(path, self._profiler.slowdown) if self._goal.learn else None)
+        learnt = Measurements(path, graph.spec, self._profiler.slowdown) if self._goal.learn else None
+        return ServedGraph(graph, learnt)

@@ -15,10 +15,12 @@ from coordinator.deploy.graph import Arrays
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.learning.calibration import Calibration, Factors
 from coordinator.plan.graph.learning.correlation import Agreement, agreement
+from coordinator.plan.graph.learning.delays import segment_delays
 from coordinator.plan.graph.learning.elites import placement_key
 from coordinator.plan.graph.learning.measured_plans import MeasuredPlan, add_trials
 from coordinator.plan.graph.learning.transfers import measured_transfers
 from coordinator.serve.durable_file import DurableFile
+from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
 from hearth.wire.messages import PlanTrial
 
@@ -65,7 +67,7 @@ class Latency(NamedTuple):
 class Measurements:
     """Measured times of one graph. `slowdown`: the factor of a device's drift since it was profiled, by id."""
 
-    def __init__(self, path: Path, slowdown: Callable[[str], float]) -> None:
+    def __init__(self, path: Path, spec: GraphSpec, slowdown: Callable[[str], float]) -> None:
         self._file = DurableFile(path, SavedMeasurements.model_validate_json)
         saved = self._file.read() or SavedMeasurements()
         self.calibration = Calibration(saved.factors)
@@ -76,9 +78,12 @@ class Measurements:
         self.num_trial_requests = saved.num_trial_requests
         self.num_asked_requests = saved.num_asked_requests
         self.paused = False  # whether requests run while something else disturbs them
+        self._spec = spec
         self._slowdown = slowdown
         self._known_slowdowns: dict[str, float] = {}  # at the latest request, by device id
         self._profiled: GraphCluster | None = None
+        # By which transfers delay the deployed plan's segments, and the cluster for which this was simulated.
+        self._delays: tuple[GraphCluster, list[list[float]]] | None = None
         self._has_changed = False
         self._begin(None)
 
@@ -127,7 +132,9 @@ class Measurements:
         ids = {device.device_id for device in plan.devices}
         if cluster is None or not ids <= {device.device_id for device in cluster.devices}:
             return
-        self.calibration.observe(cluster, plan, result.segment_seconds)
+        if self._delays is None or self._delays[0] is not cluster:
+            self._delays = (cluster, segment_delays(self._spec, plan, cluster))
+        self.calibration.observe(cluster, plan, result.segment_seconds, self._delays[1])
         self._known_slowdowns |= {each: self._slowdown(each) for each in ids}
         if result.traces and plan.wire.values == "exact":
             for each in measured_transfers(result.traces, result.clock_errors, cluster, plan):
@@ -142,6 +149,7 @@ class Measurements:
         segments = [plan.body.segments_of(rank) for rank in range(plan.num_ranks)] if plan is not None else []
         self._predicted = [[each.seconds for each in own] for own in segments]
         self._segment_seconds = [[0.0] * len(own) for own in segments]  # sums over the observed requests
+        self._delays = None
 
     # ---- the deployed plan ----------------------------------------------------------------------------------------
 

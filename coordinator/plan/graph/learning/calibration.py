@@ -15,6 +15,7 @@ from statistics import median
 from pydantic import BaseModel, Field
 
 from coordinator.plan.graph.cluster import GraphCluster
+from coordinator.plan.graph.tasks import segment_seconds
 from hearth.plan.plan import GraphPlan
 
 # Requests that an average remembers: it follows a device that becomes slower within some tens of requests.
@@ -74,22 +75,31 @@ class Calibration:
 
     factors: Factors = field(default_factory=Factors)
 
-    def observe(self, profiled: GraphCluster, plan: GraphPlan, seconds: Sequence[Sequence[float]]) -> None:
+    def observe(
+        self,
+        profiled: GraphCluster,
+        plan: GraphPlan,
+        seconds: Sequence[Sequence[float]],
+        delays: Sequence[Sequence[float]],
+    ) -> None:
         """Record one request: the measured compute seconds of each rank's segments, in the plan's order.
 
-        All devices of the plan must be in the cluster. Raises ValueError if the numbers of segments differ.
+        `delays` are the seconds of them that the price of the plan counts for transfers (`segment_delays`). All devices of
+        the plan must be in the cluster. Raises ValueError if the numbers of segments differ.
         """
         for rank, member in enumerate(profiled.rank_devices(plan)):
             known = self._device(profiled, member)
-            total = 0.0
-            for segment, measured in zip(plan.body.segments_of(rank), seconds[rank], strict=True):
-                expected = sum(profiled.seconds[operator][member] for operator in segment.operators)
-                total += expected
+            total_expected = total_computed = 0.0
+            for segment, measured, delay in zip(plan.body.segments_of(rank), seconds[rank], delays[rank], strict=True):
+                expected = segment_seconds(profiled, member, segment)
+                computed = _without_delay(measured, delay, expected)
+                total_expected += expected
+                total_computed += computed
                 for operator in segment.operators if expected > 0 else ():
                     share = profiled.seconds[operator][member] / expected
-                    known.operators[operator].add(measured / expected, share)
-            if total > 0:
-                known.device.add(sum(seconds[rank]) / total)
+                    known.operators[operator].add(computed / expected, share)
+            if total_expected > 0:
+                known.device.add(total_computed / total_expected)
 
     def observe_transfer(self, source: str, target: str, ratio: float) -> None:
         """Record a transfer between two devices that took `ratio` times the seconds predicted from the measured link."""
@@ -139,6 +149,11 @@ class Calibration:
             known = DeviceFactors(profiled_seconds=sum(own), operators=[LogAverage() for _ in own])
             self.factors.devices[device_id] = known
         return known
+
+
+def _without_delay(measured: float, delay: float, profiled: float) -> float:
+    """The computing in a segment's measured seconds. Of a delay, no more counts than explains why they exceed the profile."""
+    return max(measured - delay, min(measured, profiled))
 
 
 def _is_profile(known: DeviceFactors, seconds: Sequence[float]) -> bool:

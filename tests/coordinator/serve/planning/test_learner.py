@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.controllers import ServedController, serving
 from support.fleets import GraphFleet
-from support.graphs import save_two_branch_model
+from support.graphs import save_two_branch_model, two_branches
 
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.learning.elites import Elite
@@ -31,6 +31,7 @@ from hearth.wire.framing import pack_array
 from hearth.wire.messages import Infer, Load, Message, ReleaseLease, Run, Unload
 from hearth.wire.rpc import Reply
 
+SPEC = two_branches()
 _SHORT_SECONDS, _LONG_SECONDS = 0.01, 0.05  # of a request
 
 
@@ -80,7 +81,7 @@ def first_device(home: ServedController) -> str:
 
 def saved(folder: Path) -> Measurements:
     (path,) = (folder / "state" / FOLDER).glob("*.json")
-    return Measurements(path, lambda device: 1.0)
+    return Measurements(path, SPEC, lambda device: 1.0)
 
 
 def test_device_that_is_slower_than_profiled_gets_less_work(
@@ -253,7 +254,7 @@ def test_plan_that_fails_or_is_slower_leaves_the_deployed_one_alone(
 def test_trials_begin_only_in_an_idle_home_and_within_their_share(
     tmp_path: Path, num_requests: int, num_trial_requests: int, num_waiting: int, is_asked: bool, may_begin: bool
 ) -> None:
-    measured = Measurements(tmp_path / "file.json", lambda device: 1.0)
+    measured = Measurements(tmp_path / "file.json", SPEC, lambda device: 1.0)
     measured.num_requests, measured.num_trial_requests = num_requests, num_trial_requests
     parts: Any = SimpleNamespace(num_waiting=num_waiting)
     now = [0.0]
@@ -283,5 +284,5 @@ def test_without_learning_nothing_is_measured(
 def test_damaged_file_is_set_aside(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_text('{"version": 2}')
-    assert Measurements(path, lambda device: 1.0).trials == []
+    assert Measurements(path, SPEC, lambda device: 1.0).trials == []
     assert [each.name for each in tmp_path.iterdir()] == ["file.unreadable"]

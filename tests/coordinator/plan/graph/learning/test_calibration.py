@@ -33,6 +33,10 @@ def measured(cluster: GraphCluster, plan: GraphPlan) -> list[list[float]]:
     ]
 
 
+def undelayed(plan: GraphPlan) -> list[list[float]]:
+    return [[0.0] * len(plan.body.segments_of(rank)) for rank in range(plan.num_ranks)]
+
+
 def scaled(cluster: GraphCluster, by_operator: Sequence[Sequence[float]]) -> GraphCluster:
     rows = zip(cluster.seconds, by_operator, strict=True)
     return replace(cluster, seconds=tuple(tuple(a * b for a, b in zip(*row, strict=True)) for row in rows))
@@ -41,7 +45,7 @@ def scaled(cluster: GraphCluster, by_operator: Sequence[Sequence[float]]) -> Gra
 def calibrated(true: GraphCluster, plan: GraphPlan, num_requests: int = 100) -> Calibration:
     calibration = Calibration()
     for _ in range(num_requests):
-        calibration.observe(CLUSTER, plan, measured(true, plan))
+        calibration.observe(CLUSTER, plan, measured(true, plan), undelayed(plan))
     return calibration
 
 
@@ -73,7 +77,7 @@ def test_the_device_that_runs_a_graph_is_priced_as_an_idle_one_with_the_same_pro
     """Outliers count alike for the device and for each of its operators, whatever its share."""
     whole, calibration = placed_plan(SPEC, ["id-a"] * 6), Calibration()
     for slow in (1.0, 2.0, 1.5, 40.0, 1.0, 30.0, 1.2, 1.0, 5.0, 1.0):
-        calibration.observe(CLUSTER, whole, measured(scaled(CLUSTER, [(slow, 1.0, 1.0)] * 6), whole))
+        calibration.observe(CLUSTER, whole, measured(scaled(CLUSTER, [(slow, 1.0, 1.0)] * 6), whole), undelayed(whole))
     found = calibration.apply(CLUSTER)
     running, idle = ([found.seconds[i][d] / CLUSTER.seconds[i][d] for i in range(6)] for d in (0, 2))
     assert running == pytest.approx(idle)
@@ -93,7 +97,7 @@ def test_nothing_is_known_at_first_and_of_another_profile() -> None:
     calibration = calibrated(scaled(CLUSTER, [(2.0, 1.0, 1.0)] * 6), HALVES)
     other = scaled(CLUSTER, [(1.5, 1.0, 1.0)] * 6)
     assert calibration.apply(other).seconds[0][0] == pytest.approx(other.seconds[0][0] * 2**0.5)  # as of any device
-    calibration.observe(other, HALVES, measured(other, HALVES))
+    calibration.observe(other, HALVES, measured(other, HALVES), undelayed(HALVES))
     assert calibration.apply(other).seconds[0][0] == pytest.approx(other.seconds[0][0])
 
 
