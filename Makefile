@@ -37,6 +37,16 @@ test: .venv/installed $(MODEL)/config.json
 test-slow: .venv/installed
 	@.venv/bin/python -m pytest -m slow
 
+# Third-party clients of the HTTP gateway, unmodified, in an environment of their own.
+.PHONY: test-clients
+test-clients: .venv/installed $(MODEL)/config.json .venv-clients/installed
+	@HEARTH_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python .venv/bin/python -m pytest -m slow tests/clients
+
+.venv-clients/installed: Makefile
+	@$(PYTHON) -m venv .venv-clients
+	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check openai==3.54.0 ollama==0.6.3
+	@touch $@
+
 # 100,000 homes on a virtual clock, with random faults, on all cores: an hour or two. `make test` runs the first 2,000.
 .PHONY: simulate
 simulate: .venv/installed
@@ -89,5 +99,5 @@ $(MODEL)/config.json: | .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-3.10 .models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-3.10 .venv-clients .models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find hearth agent coordinator tools tests -name __pycache__ -prune -exec rm -rf {} +

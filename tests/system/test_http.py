@@ -13,13 +13,14 @@ from support.chat_models import TEMPLATE, save_byte_level, save_scripted_chat, w
 from support.home import LOOPBACK, TestHome, home_of
 from support.models import endless_decoder, save_random_model
 from support.profiles import MeasuredProfiles
+from support.tokens import new_token
 from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("uvicorn")
 
 from hearth.platform.curve import new_keypair
-from hearth.platform.security import AppKey, HomeKey, coordinator_access, format_token, load_credential
+from hearth.platform.security import AppKey, format_token
 
 pytestmark = pytest.mark.processes
 
@@ -42,16 +43,6 @@ def home(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def token(home: TestHome) -> str:
     return new_token(home, "kitchen")
-
-
-def new_token(home: TestHome, name: str) -> str:
-    credential = load_credential(home.key)
-    assert isinstance(credential, HomeKey)
-    pair = new_keypair()
-    with home.connect() as client:
-        client.add_app(name, pair.public)
-    public = coordinator_access(credential).server_public
-    return format_token(AppKey(name=name, secret=pair.secret, coordinator_public=public))
 
 
 @contextmanager
