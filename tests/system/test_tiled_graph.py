@@ -44,15 +44,20 @@ def tiled_plan(home: Home) -> GraphPlan:
     return plan
 
 
+def limits_below_the_model(running: TestHome) -> list[str]:
+    """Options of `hearth serve` by which neither device can hold the whole model."""
+    with running.serving("ab", "--min-devices", "2", "--strategy", "local") as home:
+        plan = home.status().plan
+        assert is_graph_plan(plan)
+        limit = plan.devices[0].memory.total - _WEIGHT_BYTES
+    return [f"--limit={name}={limit}" for name in "ab"]
+
+
 def test_tiles_run_where_no_device_holds_the_model_and_survive_a_restart_and_a_loss(
     model: Path, tmp_path: Path
 ) -> None:
     with TestHome(tmp_path, model) as running:
-        with running.serving("ab", "--min-devices", "2", "--strategy", "local") as home:
-            plan = home.status().plan
-            assert is_graph_plan(plan)
-            limit = plan.devices[0].memory.total - _WEIGHT_BYTES
-        limits = [f"--limit={name}={limit}" for name in "ab"]
+        limits = limits_below_the_model(running)
         running.start_coordinator("--min-devices", "2", *limits)
         with running.connect() as home:
             wait_for("the refusal", lambda: "memory" in home.readiness().state)
@@ -77,9 +82,8 @@ def test_tiles_run_where_no_device_holds_the_model_and_survive_a_restart_and_a_l
 
 def test_standby_takes_over_tiles(model: Path, profiles: MeasuredProfiles, tmp_path: Path) -> None:
     with TestHome(tmp_path, model, profiles) as running:
-        for name in "ab":
-            running.start_agent(name)
-        running.start_coordinator("--min-devices", "2", "--tiles", "2", "--strategy", "enumerative")
+        limits = limits_below_the_model(running)  # else one device may be predicted to be faster
+        running.start_coordinator("--min-devices", "2", "--tiles", "2", *limits)
         with running.ready() as home:
             plan = tiled_plan(home)
             assert plan.num_ranks == 2
