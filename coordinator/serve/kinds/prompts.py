@@ -38,11 +38,11 @@ class TextTokenizer:
         self._special = {name: text for name, value in config.items() if (text := _special_token(name, value))}
         self._template = _chat_template(directory, config)
         self.form = answer_form(self._template)
-        self._dropped = tuple(
-            added.content
-            for added in self._tokenizer.get_added_tokens_decoder().values()
+        self._dropped = {
+            token_id
+            for token_id, added in self._tokenizer.get_added_tokens_decoder().items()
             if added.special and added.content not in self.form.marks
-        )
+        }
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds (usually a beginning-of-text token)."""
@@ -64,19 +64,16 @@ class TextTokenizer:
                 reason="the model has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); send a prompt instead of messages"
             )
+        variables = {
+            **options,
+            **self._special,
+            "messages": [_template_message(message) for message in messages],
+            "add_generation_prompt": True,
+            "tools": [_json_object(tool, "each tool") for tool in tools] or None,
+            "documents": None,
+        }
         try:
-            text = self._compiled.render(
-                **{
-                    **options,
-                    **self._special,
-                    "messages": [_template_message(message) for message in messages],
-                    "add_generation_prompt": True,
-                    "tools": [_tool(tool) for tool in tools] or None,
-                    "documents": None,
-                }
-            )
-        except BadRequest:
-            raise
+            text = self._compiled.render(variables)
         except Exception as error:  # a template is third-party code and may raise anything
             raise BadRequest(reason=f"the model's chat template does not accept these messages ({error})") from None
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -87,10 +84,8 @@ class TextTokenizer:
 
     def decode_with_marks(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, without special tokens other than those that mark parts of an answer."""
-        text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
-        for special in self._dropped:
-            text = text.replace(special, "")
-        return text
+        shown = [token_id for token_id in token_ids if token_id not in self._dropped]
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False))
 
     def stream(self, prompt_ids: Sequence[int] = (), marks: bool = False) -> TextStream:
         """An incremental decoder. The prompt gives it context, for instance to decide on a space between two words."""
@@ -225,34 +220,6 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
         raise BadCheckpoint(path=str(path), reason=first_error(error)) from None
 
 
-def _tool(text: str) -> dict[str, Any]:
-    """A tool as the template gets it. Raises BadRequest."""
-    try:
-        tool = json.loads(text)
-    except (ValueError, RecursionError):
-        tool = None
-    if not isinstance(tool, dict):
-        raise BadRequest(reason="each tool must be a JSON object")
-    return tool
-
-
-def _template_message(message: ChatMessage) -> dict[str, Any]:
-    """A message as the template gets it: only the fields that it has. Raises BadRequest."""
-    shown: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning:
-        shown["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        shown["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _tool(call.arguments)}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        shown["tool_call_id"] = message.tool_call_id
-    if message.name:
-        shown["name"] = message.name
-    return shown
-
-
 # ---- chat templates -----------------------------------------------------------------------------------------------
 
 
@@ -277,6 +244,38 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
         named = {each["name"]: each["template"] for each in template if isinstance(each, dict) and len(each) == 2}
         template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def _json_object(text: str, what: str) -> dict[str, Any]:
+    """The JSON object of a text, as the template gets it. Raises BadRequest that says `what` it is."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise BadRequest(reason=f"{what} must be a JSON object")
+    return value
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """A message as the template gets it: only the fields that it has. Raises BadRequest."""
+    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        functions = [
+            {"name": call.name, "arguments": _json_object(call.arguments, f"the arguments of the call {call.id}")}
+            for call in message.tool_calls
+        ]
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": function}
+            for call, function in zip(message.tool_calls, functions, strict=True)
+        ]
+    if message.tool_call_id:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.name:
+        shown["name"] = message.name
+    return shown
 
 
 def _compile(source: str, now: Callable[[], datetime]) -> jinja2.Template:

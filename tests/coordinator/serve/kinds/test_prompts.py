@@ -178,6 +178,24 @@ def test_rendered_chats_equal_transformers(tmp_path: Path) -> None:
     assert tokenizer.encode("hello world, not cut") == theirs("hello world, not cut")["input_ids"]
 
 
+def test_special_tokens_are_left_out_by_their_ids(tmp_path: Path) -> None:
+    """The same text, written in ordinary tokens, is part of the answer."""
+    from tokenizers import Tokenizer
+
+    write_config(save_byte_level(tmp_path), chat_template=TOOL_TEMPLATE)
+    ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer = TextTokenizer(tmp_path)
+    spelled = [token_id for letter in "<s>" for token_id in ids.encode(letter, add_special_tokens=False).ids]
+    assert tokenizer.decode_with_marks([ids.token_to_id("<s>"), *spelled, ids.token_to_id("</s>")]) == "<s>"
+
+
+def test_bad_arguments_of_a_call_are_named(tmp_path: Path) -> None:
+    write_config(save_byte_level(tmp_path), chat_template=TOOL_TEMPLATE)
+    call = {"id": "c7", "function": {"name": "f", "arguments": "[1]"}}
+    with pytest.raises(BadRequest, match="the arguments of the call c7 must be a JSON object"):
+        TextTokenizer(tmp_path).encode_chat([chat_message({"role": "assistant", "content": "", "tool_calls": [call]})])
+
+
 def test_chats_with_tools_equal_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     write_config(
