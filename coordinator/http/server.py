@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 import sys
 
@@ -12,11 +11,13 @@ import uvicorn
 from coordinator.http.app import http_app
 from coordinator.http.homes import Homes
 from coordinator.http.settings import HttpSettings
-from hearth.errors import BadSetting, HearthError, PortInUse
-from hearth.platform.ports import bracketed
+from hearth.errors import HearthError
+from hearth.platform.ports import bracketed, listening_socket
 
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MAX_CONNECTIONS = 512  # then requests are refused with 503
 _IDLE_SECONDS = 30  # after which a connection without a request is closed
+_BACKLOG = 128  # connections that the kernel accepts while the process is busy
 _DRAIN_SECONDS = 5  # for answers in progress at the end
 _MAX_HEADER_BYTES = 32 << 10
 
@@ -24,7 +25,7 @@ _MAX_HEADER_BYTES = 32 << 10
 def serve(settings: HttpSettings) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit status."""
     try:
-        listening = _listen(settings)
+        listening = listening_socket(settings.host, settings.port, _BACKLOG, "--listen")
         asyncio.run(_serve(settings, listening))
     except HearthError as error:
         print(error, file=sys.stderr)
@@ -40,6 +41,8 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
         timeout_graceful_shutdown=_DRAIN_SECONDS, h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         ssl_certfile=settings.certificate, ssl_keyfile=settings.private_key, proxy_headers=False,
     )  # fmt: skip
+    if settings.host not in _LOOPBACK and settings.certificate is None:
+        print("warning: clients send their tokens unencrypted; use this on a trusted network only", file=sys.stderr)
     scheme = "https" if settings.certificate else "http"
     print(
         f"listening on {scheme}://{bracketed(settings.host)}:{listening.getsockname()[1]}", file=sys.stderr, flush=True
@@ -48,16 +51,3 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
         await uvicorn.Server(config).serve(sockets=[listening])
     finally:
         await homes.close()
-
-
-def _listen(settings: HttpSettings) -> socket.socket:
-    """Raises PortInUse, BadSetting."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=128)
-    except socket.gaierror:
-        raise BadSetting(setting="--listen", reason=f"'{settings.host}' is no address of this device") from None
-    except OSError as error:
-        if settings.port and error.errno == errno.EADDRINUSE:
-            raise PortInUse(port=settings.port, setting="--port") from None
-        raise BadSetting(setting="--listen", reason=f"{settings.host}: {error.strerror}") from None

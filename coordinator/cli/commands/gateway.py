@@ -47,10 +47,6 @@ def gateway(
         interfaces=tuple(interfaces) if interfaces else None, allowed_hosts=tuple(name.lower() for name in allow_host),
         certificate=str(certificate) if certificate else None, private_key=str(private_key) if private_key else None,
     )  # fmt: skip
-    if listen not in ("127.0.0.1", "::1", "localhost") and certificate is None:
-        report(
-            "[yellow]warning:[/] clients send their tokens unencrypted; use this on a trusted network only, or --certificate"
-        )
     _become_gateway(settings)
 
 

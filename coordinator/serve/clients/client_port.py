@@ -7,9 +7,7 @@ meanwhile the kernel accepts connections, and clients repeat their requests. Req
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -23,10 +21,11 @@ from coordinator.gateway.access import Access
 from coordinator.gateway.link import GatewayStart, GatewayState
 from coordinator.serve.clients.trust import CLIENT_MESSAGES, MESSAGE_RULES, Trust
 from coordinator.serve.config import CoordinatorSettings
-from hearth.errors import BadSetting, HearthError, NotServing, PortInUse
+from hearth.errors import HearthError, NotServing
 from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised, with_timeout
 from hearth.platform.child import describe_exit
 from hearth.platform.curve import BACKLOG, fingerprint
+from hearth.platform.ports import listening_socket
 from hearth.platform.socket_folder import SocketFolder
 from hearth.wire import messages as wire
 from hearth.wire.loop_socket import loop_socket
@@ -61,7 +60,8 @@ class ClientPort(RequestServer):
         """Raises PortInUse, BadSetting."""
         super().__init__(refuse, Policy(CLIENT_MESSAGES, trust.authorise, sizes=wire.CLIENT_SIZES))
         self._trust = trust
-        self._listener = _listen(settings.bind_host, settings.port)
+        # It does not block: the gateway's I/O thread must not wait for a connection that was closed meanwhile.
+        self._listener = listening_socket(settings.bind_host, settings.port, BACKLOG, "HEARTH_COORDINATOR_BIND_HOST")
         self.port: int = self._listener.getsockname()[1]
         self._context = zmq.asyncio.Context()
         self._gateway: _Gateway | None = None  # that runs now
@@ -337,28 +337,6 @@ class _Gateway:
             with suppress(asyncio.TimeoutError):
                 await with_timeout(_FLUSH_SECONDS, self._process.wait())
         self._folder.remove()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Port 0: any free port. Raises PortInUse, BadSetting."""
-    listener: socket.socket | None = None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(port=port, setting="--port") from None
-        reason = f"{host} port {port} cannot be bound ({error.strerror or error})"
-        raise BadSetting(setting="HEARTH_COORDINATOR_BIND_HOST", reason=reason) from None
-    listener.setblocking(False)  # the gateway's I/O thread must not wait for a connection that was closed meanwhile
-    return listener
 
 
 @asynccontextmanager
