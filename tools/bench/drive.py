@@ -13,7 +13,7 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes
-from hearth.plan.model_spec import ModelSpec
+from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, Link
 from hearth.wire.messages import ChunkRef, TraceEvent
@@ -37,13 +37,18 @@ class Sample:
     traces: tuple[tuple[TraceEvent, ...], ...] = ()
 
 
-class StoredModel:
-    """A checkpoint whose chunks are in one store that all runners map."""
+def made_up_prompt(vocab_size: int, num_tokens: int) -> list[int]:
+    """Token ids that do not repeat themselves soon, without the special tokens at the beginning of a vocabulary."""
+    return [3 + (7919 * i) % (vocab_size - 3) for i in range(num_tokens)]
 
-    def __init__(self, model_dir: Path, store_dir: Path) -> None:
+
+class StoredModel:
+    """A checkpoint whose chunks are in one store that all runners map. `weights`: their format in a device's memory."""
+
+    def __init__(self, model_dir: Path, store_dir: Path, weights: WeightFormat = "float32") -> None:
         self.directory = model_dir
         self.store_dir = store_dir
-        self.spec: ModelSpec = read_spec(model_dir)
+        self.spec: ModelSpec = read_spec(model_dir).model_copy(update={"weights": weights})
         store = ShardStore(store_dir, _STORE_BYTES, "bench")
         with Checkpoint(model_dir) as checkpoint:
             self.refs: tuple[ChunkRef, ...] = build_manifest(checkpoint, self.spec)

@@ -16,7 +16,7 @@ from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.value_formats import VALUE_FORMATS, ValueFormatName
-from tools.bench.drive import EngineRunners, StoredModel
+from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment
 from tools.bench.homes import Model, decoder_directory
 from tools.bench.measure import MIN_ROUNDS, emulated
@@ -92,8 +92,9 @@ class Generation(Experiment):
             raise BadSetting(setting="scenario", reason=f"{scenario.name} has one device; two are compared")
         check_possible(scenario)
         context.report("making the model")
-        model = StoredModel(decoder_directory(self.model, context.folder, "float32"), context.folder / "store")
-        model.spec = model.spec.model_copy(update={"weights": self.weights})
+        model = StoredModel(
+            decoder_directory(self.model, context.folder, "float32"), context.folder / "store", self.weights
+        )
         names = [device.name for device in scenario.devices]
         with (
             emulated(scenario, context.folder / "testbed", real_mbit=True) as testbed,
@@ -143,7 +144,7 @@ class Generation(Experiment):
         self, engine: EngineRunners, reference: DeviceProcess, vocab_size: int, report: Report
     ) -> dict[str, list[dict[str, Any]]]:
         """The answers of every strategy by round, after a warm-up round."""
-        prompt = [3 + (7919 * i) % (vocab_size - 3) for i in range(self.prompt_tokens)]
+        prompt = made_up_prompt(vocab_size, self.prompt_tokens)
 
         def generate(name: str) -> dict[str, Any]:
             if name == REFERENCE:

@@ -20,7 +20,7 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.plan.value_formats import ValueFormatName
-from tools.bench.drive import EngineRunners, StoredModel
+from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment
 from tools.bench.generation import LLAMA
 from tools.bench.homes import decoder_directory
@@ -88,8 +88,9 @@ class PrefixCache(Experiment):
         check_possible(scenario)
         context.report("making the model")
         config = {**self.model, "num_hidden_layers": self.layers}
-        model = StoredModel(decoder_directory(config, context.folder, "float32"), context.folder / "store")
-        model.spec = model.spec.model_copy(update={"weights": self.weights})
+        model = StoredModel(
+            decoder_directory(config, context.folder, "float32"), context.folder / "store", self.weights
+        )
         names = [device.name for device in scenario.devices]
         sets = ", ".join(dict.fromkeys(device.instruction_set for device in scenario.devices))
         with (
@@ -121,7 +122,7 @@ class PrefixCache(Experiment):
         self, strategy: str, plan: TransformerPlan, engine: EngineRunners, sets: str, context: Context
     ) -> PrefixRow:
         vocab_size = plan.model.vocab_size
-        prefix = [3 + (7919 * i) % (vocab_size - 3) for i in range(self._prefix_tokens)]
+        prefix = made_up_prompt(vocab_size, self._prefix_tokens)
 
         def answer(kind: str, index: int) -> dict[str, Any]:
             # The first token differs in every round, so that no block after the prefix is found.

@@ -16,7 +16,7 @@ from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
-from tools.bench.drive import EngineRunners, StoredModel
+from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment
 from tools.bench.homes import Model, decoder_directory
 from tools.bench.load import load_between, snapshot
@@ -74,8 +74,9 @@ class SpeculativeDecoding(Experiment):
         scenario = load_scenario(self.scenario)
         check_possible(scenario)
         context.report("making the model")
-        model = StoredModel(decoder_directory(self.model, context.folder, "float32"), context.folder / "store")
-        model.spec = model.spec.model_copy(update={"weights": self.weights})
+        model = StoredModel(
+            decoder_directory(self.model, context.folder, "float32"), context.folder / "store", self.weights
+        )
         names = [device.name for device in scenario.devices]
         with (
             emulated(scenario, context.folder / "testbed", real_mbit=True) as testbed,
@@ -99,7 +100,7 @@ class SpeculativeDecoding(Experiment):
         self, context: Context, engine: EngineRunners, plan: TransformerPlan, vocab_size: int
     ) -> Iterator[SpeculationRow]:
         strategy = plan.body.strategy
-        prompt = [3 + (7919 * i) % (vocab_size - 3) for i in range(self.prompt_tokens)]
+        prompt = made_up_prompt(vocab_size, self.prompt_tokens)
         text = [*prompt, *engine.generate(strategy, prompt, self.new_tokens)["tokens"]]
 
         def generate(right: float) -> dict[str, Any]:

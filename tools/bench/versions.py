@@ -27,7 +27,7 @@ from coordinator.plan.graph.predict import requests_in_flight
 from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from hearth.platform.units import format_seconds
-from tools.bench.drive import EngineRunners, StoredModel
+from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment
 from tools.bench.fault_home import make_model
 from tools.bench.generation import LLAMA
@@ -210,13 +210,11 @@ def _model(generates: bool, folder: Path) -> tuple[StoredModel, int]:
     """The model, and the number of rows of a step or a prompt."""
     if not generates:
         return Models(folder).get(find_shape("bert-large"), _LAYERS, _ROWS), _ROWS
-    model = StoredModel(decoder_directory(LLAMA, folder, "float32"), folder / "store")
-    model.spec = model.spec.model_copy(update={"weights": "int8"})
-    return model, _PROMPT
+    return StoredModel(decoder_directory(LLAMA, folder, "float32"), folder / "store", "int8"), _PROMPT
 
 
 def _work(case: Steps, name: str, vocab_size: int, runners: EngineRunners) -> Work:
-    prompt = [3 + (7919 * i) % (vocab_size - 3) for i in range(_PROMPT)]
+    prompt = made_up_prompt(vocab_size, _PROMPT)
 
     def step() -> Round:
         samples = [runners.run(name, _ROWS) for _ in range(_STEPS)]
