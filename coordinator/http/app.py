@@ -29,6 +29,7 @@ from coordinator.http.openai.completions import completion
 from coordinator.http.openai.embeddings import embeddings
 from coordinator.http.parts import while_connected
 from hearth.errors import HearthError
+from hearth.platform.asyncio_tools import with_timeout
 
 log = logging.getLogger(__name__)
 
@@ -56,23 +57,20 @@ _HANDLERS: Mapping[tuple[str, str], Handler] = {
 def http_app(homes: Homes, allowed_hosts: tuple[str, ...] = ()) -> Starlette:
     """The application. It closes no connection of `homes`."""
 
+    async def is_ready() -> bool:
+        async with homes.served(None) as served:
+            return served.readiness.ready
+
     async def health(request: Request) -> Response:
         try:
-            async with homes.served(None) as served:
-                ready = served.readiness.ready
-        except HearthError:
+            ready = await with_timeout(_HEALTH_SECONDS, is_ready())
+        except (HearthError, asyncio.TimeoutError):
             ready = False
-        return JSONResponse({"status": "ok"} if ready else {"status": "not ready"}, 200 if ready else 503)
-
-    async def bounded_health(request: Request) -> Response:
-        try:
-            return await asyncio.wait_for(health(request), _HEALTH_SECONDS)
-        except asyncio.TimeoutError:
-            return JSONResponse({"status": "not ready"}, 503)
+        return JSONResponse({"status": "ok" if ready else "not ready"}, 200 if ready else 503)
 
     routes = [
         Route("/", _root),
-        Route("/health", bounded_health),
+        Route("/health", health),
         Route("/api/version", _version),
         *(Route(path, _endpoint(handler), methods=[method]) for (method, path), handler in _HANDLERS.items()),
     ]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from coordinator.http.call import Answer, Call, EventStream, is_name_of
 from coordinator.http.failures import unknown_model
 from coordinator.http.fields import Body
@@ -24,7 +22,7 @@ class Named(Body):
 
     ignored: ClassVar[frozenset[str]] = frozenset({"verbose", "insecure", "username", "password"})
 
-    model: str = Field(default="", validation_alias="model")
+    model: str = ""
     name: str = ""
     stream: bool | None = None
 
