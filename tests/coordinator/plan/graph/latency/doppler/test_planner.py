@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -148,6 +149,24 @@ def test_runs_share_the_time_that_is_left() -> None:
     annealing = Annealing(UNEVEN, starts, Random(0), clock, 90.0)
     ends = [round(clock.now) for _ in annealing.explore(10**9, NEVER)]
     assert ends[0] < 40 < ends[1] < 70
+
+
+@pytest.mark.parametrize(("seconds", "num_starts"), [(1.0, 1), (10.0, 4)])
+def test_short_search_spends_its_time_on_one_start(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, num_starts: int
+) -> None:
+    problem = HOMES["wifi"].problem(tensor_graph("chain-mm"))
+    annealed: list[Start] = []
+
+    class Recorded(Annealing):
+        def explore(self, moves: int, best: float) -> Iterator[Schedule]:
+            annealed.extend(self._starts)
+            raise TimeoutError  # the rest takes the time limit
+
+    monkeypatch.setattr(planner, "Annealing", Recorded)
+    with pytest.raises(TimeoutError):
+        solve_doppler(problem, SearchOptions(seconds, 0, StepClock(seconds / 100)))
+    assert len(annealed) == num_starts
 
 
 def test_windows_improve_a_schedule_and_end_when_none_does() -> None:
