@@ -37,14 +37,14 @@ test: .venv/installed $(MODEL)/config.json
 test-slow: .venv/installed
 	@.venv/bin/python -m pytest -m slow
 
-# Third-party clients of the HTTP gateway, unmodified, in an environment of their own.
+# Third-party clients of the HTTP gateway, unmodified, in environments of their own.
 .PHONY: test-clients
-test-clients: .venv/installed $(MODEL)/config.json .venv-clients/installed
-	@HEARTH_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python .venv/bin/python -m pytest -m slow tests/clients
+test-clients: .venv/installed $(MODEL)/config.json .venv-clients/common/installed .venv-clients/litellm/installed
+	@HEARTH_CLIENTS=$(CURDIR)/.venv-clients .venv/bin/python -m pytest -m slow tests/clients
 
-.venv-clients/installed: Makefile
-	@$(PYTHON) -m venv .venv-clients
-	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check openai==3.54.0 ollama==0.6.3
+.venv-clients/%/installed: tests/clients/environments/%.txt
+	@$(PYTHON) -m venv .venv-clients/$*
+	@.venv-clients/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 # 100,000 homes on a virtual clock, with random faults, on all cores: an hour or two. `make test` runs the first 2,000.

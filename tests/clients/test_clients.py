@@ -1,6 +1,6 @@
 """Third-party clients, each unmodified and in an environment of its own, against a home of real processes.
 
-`make test-clients` makes the environment and names its Python in HEARTH_CLIENTS_PYTHON.
+`make test-clients` makes the environments and names their folder in HEARTH_CLIENTS.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,47 +21,63 @@ from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-PYTHON = os.environ.get("HEARTH_CLIENTS_PYTHON")
+ENVIRONMENTS = os.environ.get("HEARTH_CLIENTS")
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.processes,
-    pytest.mark.skipif(PYTHON is None, reason="HEARTH_CLIENTS_PYTHON names no Python: run `make test-clients`"),
+    pytest.mark.skipif(ENVIRONMENTS is None, reason="HEARTH_CLIENTS names no folder: run `make test-clients`"),
 ]
 
 
-@pytest.fixture(scope="module", params=["text", "vectors"])
-def served(
-    request: pytest.FixtureRequest, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, TestHome]]:
-    """A home of three agents with a model of each kind, and its gateway."""
-    model_dir = tmp_path_factory.mktemp("models") / "model"
-    if request.param == "text":
-        call = '{"name": "turn_on", "arguments": {"name": "kitchen"}}'
-        save_scripted_chat(model_dir, call, "The light is on.")
-    else:
-        model_dir = minilm()
-    options = ("--context", "320") if request.param == "text" else ()
-    with home_of(
-        "abc", tmp_path_factory.mktemp("home"), model_dir, profiles, *options, "--http", f"{LOOPBACK}:0"
-    ) as home:
-        home.ready().close()
+@contextmanager
+def served(model_dir: Path, profiles: MeasuredProfiles, folder: Path, *options: str) -> Iterator[TestHome]:
+    """A home of three agents, all of which compute, and its gateway."""
+    options = ("--strategy", "hmp", *options)
+    with home_of("abc", folder, model_dir, profiles, *options, "--http", f"{LOOPBACK}:0") as home:
+        with home.ready() as client:
+            plan = client.status().plan
+            assert plan is not None
+            assert len(plan.devices) == 3
         wait_for("the gateway", lambda: home.port("coordinator", http=True))
-        yield request.param, home
+        yield home
 
 
-@pytest.mark.parametrize("client", ["openai_client", "ollama_client"])
-def test_client_works_unmodified(client: str, served: tuple[str, TestHome]) -> None:
-    kind, home = served
-    assert PYTHON is not None
+@pytest.fixture(scope="module")
+def chat_home(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    """A home whose model says "hello", calls a tool, and says that the light is on."""
+    call = '{"name": "turn_on", "arguments": {"name": "kitchen"}}'
+    model_dir = save_scripted_chat(tmp_path_factory.mktemp("models") / "model", call, "The light is on.")
+    with served(model_dir, profiles, tmp_path_factory.mktemp("home"), "--context", "320") as home:
+        yield home
+
+
+@pytest.fixture(scope="module")
+def embedding_home(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    with served(minilm(), profiles, tmp_path_factory.mktemp("home")) as home:
+        yield home
+
+
+@pytest.mark.parametrize("client", ["openai", "ollama", "langchain_openai", "langchain_ollama", "litellm", "llm"])
+def test_chat_client_works_unmodified(client: str, chat_home: TestHome) -> None:
+    run_client(client, "text", chat_home)
+
+
+@pytest.mark.parametrize("client", ["openai", "ollama", "langchain_openai", "langchain_ollama", "litellm"])
+def test_embedding_client_works_unmodified(client: str, embedding_home: TestHome) -> None:
+    run_client(client, "vectors", embedding_home)
+
+
+def run_client(client: str, kind: str, home: TestHome) -> None:
+    """Run `CLIENT_client.py` with the Python of the client's environment."""
+    assert ENVIRONMENTS is not None
+    python = Path(ENVIRONMENTS) / ("litellm" if client == "litellm" else "common") / "bin" / "python"
+    script = Path(__file__).with_name(f"{client}_client.py")
     address = f"http://{LOOPBACK}:{home.port('coordinator', http=True)}"
-    command = [
-        PYTHON,
-        str(Path(__file__).with_name(f"{client}.py")),
-        kind,
-        address,
-        new_token(home, client.replace("_", "-")),
-    ]
+    token = new_token(home, f"{client}-{kind}".replace("_", "-"))
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [str(python), str(script), kind, address, token],
+        env=environ, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
