@@ -1,4 +1,4 @@
-"""The agent daemon: one control socket, one store, and a lease and a worker for each deployment.
+"""The agent daemon: one control socket, one store, one lease, and a worker for each deployment.
 
 Imports neither torch nor numpy.
 """
@@ -58,8 +58,7 @@ _ROOM_SECONDS = 2.0
 # Interval at which a closed connection is looked at: short against the time it must be closed.
 _CLOSED_POLL_SECONDS = 0.05
 _CONTROL_TYPES = (
-    wire.Hello, wire.GetTelemetry, wire.Heartbeat, wire.WatchWorkers, wire.OpenLinkProbe, wire.MeasureLink,
-    wire.Profile, wire.Command,
+    wire.Hello, wire.GetTelemetry, wire.OpenLinkProbe, wire.MeasureLink, wire.Profile, wire.AcquireLease, wire.Command,
 )  # fmt: skip
 CONTROL_MESSAGES = {tag: kind for tag, kind in wire.MESSAGE_TYPES.items() if issubclass(kind, _CONTROL_TYPES)}
 
@@ -86,9 +85,9 @@ class AgentDaemon:
         self._context = context
         self._coordinator_public_key = coordinator_public_key
         self._configuration = StoredConfiguration(settings.state_dir)
-        self._leases: dict[str, Lease] = {}  # keyed by deployment, like the following
-        self._renewed_by: dict[str, Caller] = {}  # who renewed the lease last
-        self._workers: dict[str, WorkerProcess] = {}
+        self._lease: Lease | None = None
+        self._renewed_by: Caller | None = None  # who renewed the lease last
+        self._workers: dict[str, WorkerProcess] = {}  # keyed by deployment, like the following
         self._last_epochs: dict[str, int] = {}
         self._requested_epochs: dict[str, int] = {}  # of the newest plan, which may still wait for an older one to load
         self._unloaded_epochs: dict[str, int] = {}  # of the newest plan that was unloaded, perhaps while it loaded
@@ -98,7 +97,7 @@ class AgentDaemon:
         self._stopping: set[asyncio.Task[None]] = set()  # each ends one worker that has left `_workers`
         self._num_abandoned = 0  # workers that did not end when they were killed
         self._running: dict[str, wire.RunningWorker] = {}  # what another coordinator needs to take a worker over
-        self._streams_end: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # when their lease ends
+        self._streams_end = asyncio.Event()  # of the streams of tokens of the present lease
         self._load_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._measurement_lock = asyncio.Lock()  # one measurement at a time: they disturb each other
 
@@ -107,9 +106,9 @@ class AgentDaemon:
         return self._settings.name
 
     def status_line(self) -> str:
-        holders = {lease.holder_name for lease in self._leases.values() if lease.is_live(loop_time())}
+        holder = self._lease.holder_name if self._lease is not None and self._lease.is_live(loop_time()) else ""
         workers = (f"{deployment} {worker.state}" for deployment, worker in sorted(self._workers.items()))
-        return f"works for {', '.join(sorted(holders)) or 'no coordinator'}; workers: {', '.join(workers) or 'none'}"
+        return f"works for {holder or 'no coordinator'}; workers: {', '.join(workers) or 'none'}"
 
     def authorise(self, public_key: str, kind: type[wire.Message]) -> None:
         """Raise NotAuthorised unless this key may send messages of this type: an administrator may only read."""
@@ -122,8 +121,8 @@ class AgentDaemon:
             return self._hello(message)
         if isinstance(message, wire.GetTelemetry):
             return await self._read_telemetry()
-        if isinstance(message, wire.Command) and not isinstance(message, wire.AcquireLease):
-            require_lease(self._leases.get(message.deployment), self.name, message.holder, loop_time())
+        if isinstance(message, wire.Command):
+            self._require_lease(message)
         return await self._execute(caller, message, payload)
 
     async def _execute(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
@@ -132,11 +131,10 @@ class AgentDaemon:
             case wire.AcquireLease():
                 return await self._acquire_lease(caller, message)
             case wire.ReleaseLease():
-                if message.keep_worker:
-                    self._end_streams(message.deployment)
-                    self._leases[message.deployment] = self._leases[message.deployment].released(loop_time())
+                if message.keep_workers:
+                    self._release_lease()
                 else:
-                    await self._end_lease(message.deployment)
+                    await self._end_lease()
             case wire.StoreConfiguration():
                 self._configuration.store(message.configuration)
             case wire.Heartbeat():
@@ -183,19 +181,18 @@ class AgentDaemon:
         return wire.Done()
 
     async def watch_leases(self) -> None:
-        """End the streams of expired leases, and stop workers that no coordinator takes over, until cancelled.
+        """End the streams of an expired lease, and stop workers that no coordinator takes over, until cancelled.
 
         A configuration of voters that could not be written is tried again.
         """
         while True:
             await asyncio.sleep(LEASE_CHECK_SECONDS)
             self._configuration.retry()
-            for deployment, lease in list(self._leases.items()):
-                if lease.is_abandoned(loop_time()):
-                    log.info("no coordinator has taken over %s from %s", deployment, lease.holder_name)
-                    await self._end_lease(deployment)
-                elif not lease.is_live(loop_time()):
-                    self._end_streams(deployment)
+            if self._lease is not None and self._lease.is_abandoned(loop_time()):
+                log.info("no coordinator has taken over the workers of %s", self._lease.holder_name)
+                await self._end_lease()
+            elif self._lease is not None and not self._lease.is_live(loop_time()):
+                self._end_streams()
 
     async def close(self) -> None:
         """Stop all workers; none starts any more, also for a request that is being handled."""
@@ -219,60 +216,63 @@ class AgentDaemon:
     # ---- leases ---------------------------------------------------------------------------------------------------
 
     async def _acquire_lease(self, caller: Caller, message: wire.AcquireLease) -> wire.Message:
-        deployment = message.deployment
-        has_ended = message.ended is not None and await self._holder_has_ended(deployment, message.ended)
-        previous = self._leases.get(deployment)
-        self._leases[deployment] = acquire_lease(
+        has_ended = message.ended is not None and await self._holder_has_ended(message.ended)
+        previous = self._lease
+        self._lease = acquire_lease(
             previous, self.name, message.holder, message.holder_name, message.seconds, loop_time(), has_ended
         )
-        self._renewed_by[deployment] = caller
+        self._renewed_by = caller
         if previous is None or previous.holder != message.holder or not previous.is_live(loop_time()):
-            self._end_streams(deployment)
-        worker = self._workers.get(deployment)
-        if worker is not None and not keeps_worker(previous, message.holder, message.adopt, worker.epoch):
-            await self._stop_worker(deployment)
-            worker = None
-            require_lease(self._leases.get(deployment), self.name, message.holder, loop_time())  # that took seconds
-        ready = worker is not None and worker.state == "ready"
+            self._end_streams()
+        if stopped := [
+            deployment for deployment, worker in self._workers.items()
+            if not keeps_worker(previous, message.holder, message.adopt, deployment, worker.epoch)
+        ]:  # fmt: skip
+            await asyncio.gather(*map(self._stop_worker, stopped))
+            require_lease(self._lease, self.name, message.holder, loop_time())  # that took seconds
         return wire.LeaseGranted(
-            last_epoch=self._last_epochs.get(deployment, 0),
-            worker=self._running.get(deployment) if ready else None,
+            last_epoch=max(self._last_epochs.values(), default=0),
+            workers=tuple(self._running[each] for each, worker in self._workers.items() if worker.state == "ready"),
             configuration=self._configuration.current,
         )
 
-    async def _holder_has_ended(self, deployment: str, name: str) -> bool:
+    async def _holder_has_ended(self, name: str) -> bool:
         """Whether the coordinator `name` has the lease, and its connection is closed and stays closed for a while."""
-        lease, renewed_by = self._leases.get(deployment), self._renewed_by.get(deployment)
+        lease, renewed_by = self._lease, self._renewed_by
         if lease is None or renewed_by is None or lease.holder_name != name:
             return False
         deadline = loop_time() + CLOSED_LEASE_SECONDS
-        while (
-            lease.is_live(loop_time())
-            and self._renewed_by.get(deployment) is renewed_by
-            and not renewed_by.is_connected()
-        ):
+        while lease.is_live(loop_time()) and self._renewed_by is renewed_by and not renewed_by.is_connected():
             if loop_time() >= deadline:
                 log.info("%s has ended: its connection is closed", name)
                 return True
             await asyncio.sleep(_CLOSED_POLL_SECONDS)
         return False
 
-    async def _end_lease(self, deployment: str) -> None:
-        self._end_streams(deployment)
-        del self._leases[deployment]
-        self._renewed_by.pop(deployment, None)
-        await self._stop_worker(deployment)
+    def _require_lease(self, message: wire.Command) -> Lease:
+        """The lease. Raises LeaseLost unless the sender of this command holds it."""
+        return require_lease(self._lease, self.name, message.holder, loop_time())
 
-    def _end_streams(self, deployment: str) -> None:
-        """End all streams of tokens of a deployment, whose sequences then leave the worker's KV cache."""
-        if (ending := self._streams_end.pop(deployment, None)) is not None:
-            ending.set()
+    def _release_lease(self) -> None:
+        """End the lease now, and leave the workers to the next coordinator."""
+        self._end_streams()
+        self._lease = self._lease.released(loop_time()) if self._lease is not None else None
+
+    async def _end_lease(self) -> None:
+        self._end_streams()
+        self._lease = self._renewed_by = None
+        await asyncio.gather(*map(self._stop_worker, list(self._workers)))
+
+    def _end_streams(self) -> None:
+        """End all streams of tokens, whose sequences then leave the workers' KV caches."""
+        self._streams_end.set()
+        self._streams_end = asyncio.Event()
 
     async def _stream(
         self, worker: WorkerProcess, message: wire.GenerateTokens, payload: Sequence[Any]
     ) -> AsyncGenerator[Reply, None]:
         """A worker's stream of tokens. Raises LeaseLost when the lease ends."""
-        ending = asyncio.ensure_future(self._streams_end[message.deployment].wait())
+        ending = asyncio.ensure_future(self._streams_end.wait())
         try:
             async with aclosing(worker.stream(message, payload)) as replies:
                 while True:
@@ -291,14 +291,7 @@ class AgentDaemon:
             await cancel_all([ending])
 
     def _heartbeat(self, caller: Caller, message: wire.Heartbeat) -> wire.Message:
-        now = loop_time()
-        live = {
-            name: lease for name, lease in self._leases.items() if lease.holder == message.holder and lease.is_live(now)
-        }
-        if not live:
-            raise LeaseLost(device=self.name)
-        self._leases |= {name: lease.renewed(now) for name, lease in live.items()}
-        self._renewed_by |= dict.fromkeys(live, caller)
+        self._lease, self._renewed_by = self._require_lease(message).renewed(loop_time()), caller
         return self._state()
 
     async def _watch_workers(self, message: wire.WatchWorkers) -> AsyncGenerator[wire.Message, None]:
@@ -308,10 +301,7 @@ class AgentDaemon:
         try:
             while True:
                 changed.clear()
-                if not any(
-                    lease.holder == message.holder and lease.is_live(loop_time()) for lease in self._leases.values()
-                ):
-                    raise LeaseLost(device=self.name)
+                self._require_lease(message)
                 yield self._state()
                 await changed.wait(WATCH_SECONDS)
         finally:
@@ -387,7 +377,7 @@ class AgentDaemon:
             async with self._measurement_lock:
                 return await run_child(module, start, message.timeout_seconds, device=self.name)
 
-    # ---- the worker -----------------------------------------------------------------------------------------------
+    # ---- the workers -----------------------------------------------------------------------------------------------
 
     async def _load(self, message: wire.Load) -> wire.Message:
         plan, deployment = message.plan, message.deployment
@@ -453,7 +443,11 @@ class AgentDaemon:
         """Keep what a coordinator must know to adopt the worker."""
         load = start.load
         self._running[load.deployment] = wire.RunningWorker(
-            epoch=load.plan.epoch, plan_hash=plan_hash(load.plan), rank=load.rank, last_step=0
+            deployment=load.deployment,
+            epoch=load.plan.epoch,
+            plan_hash=plan_hash(load.plan),
+            rank=load.rank,
+            last_step=0,
         )
 
     async def _verify_chunks(self, hashes: Sequence[str]) -> None:
@@ -464,7 +458,7 @@ class AgentDaemon:
 
     def _check_load(self, message: wire.Load) -> None:
         """Raise LeaseLost or BadRequest if the lease has ended, or if a newer plan has come, while this one waited."""
-        require_lease(self._leases.get(message.deployment), self.name, message.holder, loop_time())
+        self._require_lease(message)
         last_epoch = self._last_epochs.get(message.deployment, 0)
         if message.plan.epoch <= last_epoch:
             raise BadRequest(reason=f"epoch {message.plan.epoch} is not newer than {last_epoch}")
@@ -473,7 +467,7 @@ class AgentDaemon:
         """As `_check_load`, after the chunks were hashed, which takes seconds: nobody would stop this plan's worker."""
         if self._closing:
             raise LeaseLost(device=self.name)
-        require_lease(self._leases.get(message.deployment), self.name, message.holder, loop_time())
+        self._require_lease(message)
         if (newest := self._requested_epochs[message.deployment]) > message.plan.epoch:
             raise BadRequest(
                 reason=f"the plan of epoch {message.plan.epoch} has been replaced by that of epoch {newest}"

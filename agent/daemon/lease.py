@@ -1,12 +1,13 @@
-"""Leases: each deployment's worker is controlled by one coordinator, as long as it renews its lease. Pure.
+"""Leases: one coordinator controls the workers of an agent, as long as it renews its lease. Pure.
 
-A worker without a lease computes nothing. It waits for a coordinator that takes it over, then it is stopped.
+Without a lease, workers compute nothing. They wait for a coordinator that takes them over, then they are stopped.
 
 Times are seconds of a monotonic clock; `now` is an argument.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hearth.errors import AgentBusy, LeaseLost
@@ -15,7 +16,7 @@ from hearth.protocol import ADOPTION_SECONDS
 
 @dataclass(frozen=True)
 class Lease:
-    """One coordinator's lease on one deployment."""
+    """One coordinator's lease on the agent."""
 
     holder: str  # random, one per coordinator
     holder_name: str
@@ -26,14 +27,14 @@ class Lease:
         return Lease(self.holder, self.holder_name, self.seconds, now + self.seconds)
 
     def released(self, now: float) -> Lease:
-        """The lease, ended now: another coordinator may take the worker over."""
+        """The lease, ended now: another coordinator may take the workers over."""
         return Lease(self.holder, self.holder_name, self.seconds, min(self.expires, now))
 
     def is_live(self, now: float) -> bool:
         return now < self.expires
 
     def is_abandoned(self, now: float) -> bool:
-        """Whether no coordinator has taken the worker over in time."""
+        """Whether no coordinator has taken the workers over in time."""
         return now >= self.expires + ADOPTION_SECONDS
 
 
@@ -52,11 +53,16 @@ def acquire_lease(
     return Lease(holder, holder_name, seconds, now + seconds)
 
 
-def keeps_worker(previous: Lease | None, holder: str, adopt: int | None, epoch: int) -> bool:
-    """Whether the worker of `epoch` stays as it is under a new lease of `holder`, which takes over the epoch `adopt`."""
+def keeps_worker(
+    previous: Lease | None, holder: str, adopt: Mapping[str, int] | None, deployment: str, epoch: int
+) -> bool:
+    """Whether a deployment's worker of `epoch` stays as it is under a new lease of `holder`.
+
+    It takes over the epochs `adopt`, by deployment; None: all workers of its own.
+    """
     if adopt is None:
         return previous is not None and previous.holder == holder
-    return adopt == epoch
+    return adopt.get(deployment) == epoch
 
 
 def require_lease(current: Lease | None, device: str, holder: str, now: float) -> Lease:

@@ -102,7 +102,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         known_silences: KnownSilences | None = None,
     ) -> None:
         self.holder = holder or secrets.token_hex(8)
-        self.running_epoch = 0  # of the deployment that is loaded or to be taken over; agents stop workers of others
+        # Of each deployment that is loaded, or to be taken over, by name: agents stop the workers of others.
+        self.running_epochs: dict[str, int] = {}
         self.may_compute: Callable[[], bool] = lambda: True  # set by a coordinator with a standby
         self.on_granted: Callable[[str, wire.Configuration | None], None] = lambda device_id, configuration: None
         self.keep_workers = False  # whether to leave the workers to another coordinator at the end
@@ -521,7 +522,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def _acquire_lease(self, connection: _Connection, device_id: str) -> bool:
         request = wire.AcquireLease(
             holder=self.holder, holder_name=self._lease_name or "", seconds=self._wanted_seconds(device_id),
-            adopt=self.running_epoch,
+            adopt=self.running_epochs,
         )  # fmt: skip
         sent = loop_time()
         try:
@@ -534,7 +535,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._count_lease(connection, device_id, sent)
         self.on_granted(device_id, granted.configuration)
         self.last_epoch = max(self.last_epoch, granted.last_epoch)
-        self.devices[device_id] = registry.after_lease(self.devices[device_id], granted.worker)
+        self.devices[device_id] = registry.after_lease(self.devices[device_id], granted.workers)
         return True
 
     def _wanted_seconds(self, device_id: str) -> float:
@@ -545,7 +546,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return abs(self._wanted_seconds(device_id) - self._granted_seconds[device_id]) >= _LEASE_STEP_SECONDS
 
     async def _change_lease(self, connection: _Connection, device_id: str, timeout_seconds: float) -> None:
-        """Give the lease the duration that it should have; the worker stays as it is. Raises LeaseLost."""
+        """Give the lease the duration that it should have; the workers stay as they are. Raises LeaseLost."""
         seconds = self._wanted_seconds(device_id)
         request = wire.AcquireLease(holder=self.holder, holder_name=self._lease_name or "", seconds=seconds)
         sent = loop_time()
@@ -699,7 +700,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._replace(replace(self.devices[device_id], **changes))
 
     async def _release_all(self) -> None:
-        release = wire.ReleaseLease(holder=self.holder, keep_worker=self.keep_workers)
+        release = wire.ReleaseLease(holder=self.holder, keep_workers=self.keep_workers)
         calls = (each.client.call(release, timeout_seconds=_RELEASE_SECONDS) for each in self._by_device.values())
         await asyncio.gather(*calls, return_exceptions=True)  # the lease of an unreachable agent expires
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from coordinator.devices.quarantine import Quarantine, after_fault, pardoned
@@ -58,7 +58,8 @@ class Device:
     # Times and lengths of answers' delays, longest first: those that no later one has exceeded.
     silences: tuple[tuple[float, float], ...] = ()
     watched_since: float = -math.inf
-    taken_over: RunningWorker | None = None  # the worker that ran here when this coordinator took its lease
+    # The workers that ran here when this coordinator took its lease, by deployment.
+    taken_over: Mapping[str, RunningWorker] = field(default_factory=dict)
     disconnected_at: float | None = None  # when its connection broke; None once it has answered again
 
     @property
@@ -117,13 +118,13 @@ class Device:
         )
 
 
-def after_lease(device: Device, running: RunningWorker | None) -> Device:
-    """The record after this coordinator took the lease. `running` is the worker that it found running."""
-    leased = replace(device, health="alive", reason="", taken_over=running)
-    if running is None:
+def after_lease(device: Device, running: Sequence[RunningWorker]) -> Device:
+    """The record after this coordinator took the lease. `running` are the workers that it found running."""
+    leased = replace(device, health="alive", reason="", taken_over={worker.deployment: worker for worker in running})
+    if not running:
         return leased
-    ready = WorkerStatus(state="ready", epoch=running.epoch)
-    return replace(leased, state=AgentState(boot_id=device.welcome.boot_id, workers=(ready,)))
+    ready = tuple(WorkerStatus(deployment=each.deployment, state="ready", epoch=each.epoch) for each in running)
+    return replace(leased, state=AgentState(boot_id=device.welcome.boot_id, workers=ready))
 
 
 def after_heartbeat(device: Device, state: AgentState, now: float) -> Device:

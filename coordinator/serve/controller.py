@@ -99,7 +99,8 @@ class Controller:
         self._background: set[asyncio.Task[None]] = set()  # awaited at the end: each takes seconds
         self.keep_workers = False  # whether to leave the workers to another coordinator at the end
         self._goal_set = cycle.GoalSet(plan, running)
-        services.fleet.running_epoch = running.epoch if running is not None else 0
+        if running is not None:
+            services.fleet.running_epochs[name] = running.epoch
         self._services = services
         self._clock = clock
         self._replanner = Replanner(self.kind, services, self.requests.admission, clock)
@@ -313,7 +314,7 @@ class Controller:
                 )
                 return cycle.ChunksPushed(plan.epoch)
             case "load" if deployment is not None:
-                services.fleet.running_epoch = deployment.epoch
+                services.fleet.running_epochs[self.name] = deployment.epoch
                 deployment.check_may_run()
                 await deployment.load(services.profiler.links, services.settings.encrypt_data_plane)
                 if deployment.weight_error:
@@ -375,9 +376,9 @@ class Controller:
 
     async def _unload(self, deployment: Deployment) -> None:
         """Stop the workers of a deployment; an agent that is away stops its own when it grants its lease again."""
-        fleet = self._services.fleet
-        if fleet.running_epoch == deployment.epoch:
-            fleet.running_epoch = 0
+        running_epochs = self._services.fleet.running_epochs
+        if running_epochs.get(self.name) == deployment.epoch:
+            del running_epochs[self.name]
         await deployment.close()
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
@@ -397,7 +398,7 @@ class Controller:
         deadline = loop_time() + _TAKE_OVER_SECONDS
         while True:
             here = [device for device in self._services.fleet.usable() if device.device_id in expected]
-            running = [device for device in here if _runs(device, *expected[device.device_id])]
+            running = [device for device in here if _runs(device, self.name, *expected[device.device_id])]
             if (len(here) == len(expected) and self._services.fleet.may_compute()) or loop_time() >= deadline:
                 break
             await asyncio.sleep(_TAKE_OVER_POLL_SECONDS)
@@ -409,7 +410,7 @@ class Controller:
         if missing := [each.name for each in plan.devices if each.device_id not in {one.device_id for one in running}]:
             return cycle.TakeOverFailed(f"they do not run on {', '.join(missing)}", any_runs=bool(running))
         assert self.deployment is not None
-        await self.deployment.take_over(max(device.taken_over.last_step for device in running if device.taken_over))
+        await self.deployment.take_over(max(device.taken_over[self.name].last_step for device in running))
         self._replanner.record_restored_plan(plan)
         return cycle.WorkersTakenOver(plan.epoch)
 
@@ -507,9 +508,9 @@ def _suspect_pair(error: HearthError, plan: Plan) -> list[str]:
     return [ids[error.device], ids[error.peer]] if {error.device, error.peer} <= ids.keys() else []
 
 
-def _runs(device: Device, expected_hash: str, rank: int) -> bool:
+def _runs(device: Device, deployment: str, expected_hash: str, rank: int) -> bool:
     """Whether this coordinator took its lease on a device with the worker of this rank of this plan running."""
-    worker = device.taken_over
+    worker = device.taken_over.get(deployment)
     return worker is not None and (worker.plan_hash, worker.rank) == (expected_hash, rank)
 
 

@@ -109,7 +109,7 @@ def sizes(home: Home) -> dict[str, int]:
             for host in hosts
             for path in host.disk.folder.rglob("*")
         ),
-        "leases": sum(len(daemon._leases) for daemon in daemons),
+        "leases": sum(daemon._lease is not None for daemon in daemons),
         "workers": sum(len(daemon._workers) for daemon in daemons),
         "pinned chunks": sum(len(chunks) for daemon in daemons for chunks in daemon._store._pinned.values()),
         "retired deployments": sum(len(each._retired) + len(each._closing) for each in controllers),

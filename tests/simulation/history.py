@@ -66,11 +66,12 @@ def _complete_steps(history: History) -> list[list[StepComputed]]:
 def exclusive_epochs(history: History) -> list[str]:
     """At most one plan of a deployment computes: no step of a plan begins after a step of a newer plan has begun."""
     found: list[str] = []
-    newest: StepComputed | None = None
+    by_deployment: dict[str, StepComputed] = {}
     for ranks in _complete_steps(history):
         step = ranks[-1]
-        if newest is None or step.epoch > newest.epoch:
-            newest = step
+        newest = by_deployment.setdefault(step.deployment, step)
+        if step.epoch > newest.epoch:
+            by_deployment[step.deployment] = step
         elif step.epoch < newest.epoch:
             found.append(
                 f"step {step.step} of epoch {step.epoch} ({step.holder}) began at {step.began:.3f} s, "

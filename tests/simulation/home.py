@@ -362,14 +362,18 @@ class _Daemon(AgentDaemon):
         self._history: History = process.host.variables["history"]
 
     async def _acquire_lease(self, caller: Caller, message: wire.AcquireLease) -> wire.Message:
-        found = self._workers.get(message.deployment)
-        epoch = found.epoch if found is not None else 0
+        found = {name: (worker, worker.epoch) for name, worker in self._workers.items()}
         granted = await super()._acquire_lease(caller, message)
-        worker = self._workers.get(message.deployment)  # another one if this took long, and a plan was loaded meanwhile
-        if worker is not None and worker is found and worker.epoch == epoch and message.adopt not in (None, epoch):
-            self._history.stale_workers.append(
-                f"{self.name} keeps a worker of epoch {worker.epoch} for {message.holder}, who takes over {message.adopt}"
-            )
+        for name, worker in self._workers.items():
+            is_same = found.get(name) == (
+                worker,
+                worker.epoch,
+            )  # not if this took long, and a plan was loaded meanwhile
+            if is_same and message.adopt is not None and message.adopt.get(name) != worker.epoch:
+                self._history.stale_workers.append(
+                    f"{self.name} keeps a worker of {name}, epoch {worker.epoch}, for {message.holder}, "
+                    f"who takes over {message.adopt}"
+                )
         return granted
 
 

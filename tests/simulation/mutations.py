@@ -85,7 +85,7 @@ MUTATIONS = {
         Lease, "is_abandoned", lambda self, now: False, lambda schedule: schedule.standby
     ),
     "a worker of any epoch is adopted": Mutation(
-        agent.daemon.daemon, "keeps_worker", lambda previous, holder, adopt, epoch: True, _loses_devices
+        agent.daemon.daemon, "keeps_worker", lambda previous, holder, adopt, deployment, epoch: True, _loses_devices
     ),
     "a leader needs no majority": Mutation(
         Quorum,

@@ -25,7 +25,6 @@ from hearth.platform.asyncio_tools import loop_time
 from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.framing import pack_array, pack_arrays, unpack_arrays
 from hearth.wire.messages import (
-    AcquireLease,
     BlocksOf,
     ChunksFetched,
     ChunksMissing,
@@ -34,7 +33,6 @@ from hearth.wire.messages import (
     FindMissing,
     GraphProfile,
     Kernel,
-    LeaseGranted,
     LinkMeasured,
     Load,
     MeasureLink,
@@ -55,15 +53,13 @@ class FakeFleet(ABC):
     """Agents with one-letter names. `slow` multiplies computing times, `link_factor` transfer times."""
 
     holder = "test"
-    running_epoch = 0
-    lease_seconds = 5.0
 
     def may_compute(self) -> bool:
         return True
 
-    last_epoch = 0
-
     def __init__(self, names: str, link_bytes_per_second: float) -> None:
+        self.last_epoch = 0
+        self.running_epochs: dict[str, int] = {}
         self.devices = {name: ready_device(name) for name in names}
         self.slow = dict.fromkeys(names, 1.0)
         self.link_factor = 1.0
@@ -159,8 +155,6 @@ class FakeFleet(ABC):
             loads = self.loads if message.deployment == DEFAULT_DEPLOYMENT else self.trial_loads
             loads[device_id] = message
             return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
-        if isinstance(message, AcquireLease):
-            return Reply(LeaseGranted(last_epoch=0))
         if isinstance(message, Run):
             return await self._run(device_id, message, payload)
         return Reply(Done())

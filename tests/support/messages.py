@@ -74,9 +74,14 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.AgentWelcome(version="0.1.0", device_id="d", boot_id="b", name="kitchen", device_public_key=_KEY, link_port=47801),
     m.GetTelemetry(),
     _TELEMETRY,
-    m.AcquireLease(holder="c", holder_name="home", seconds=5.0, ended="hub"),
+    m.AcquireLease(holder="c", holder_name="home", seconds=5.0, adopt={"default": 12, "minilm": 11}, ended="hub"),
     m.LeaseGranted(
-        last_epoch=12, worker=m.RunningWorker(epoch=12, plan_hash="0" * 64, rank=1, last_step=34), configuration=_CONFIGURATION
+        last_epoch=12,
+        workers=(
+            m.RunningWorker(epoch=12, plan_hash="0" * 64, rank=1, last_step=34),
+            m.RunningWorker(deployment="minilm", epoch=11, plan_hash="1" * 64, rank=0, last_step=5),
+        ),
+        configuration=_CONFIGURATION,
     ),
     m.Follow(name="standby", confirms=True, apps=m.KnownKeys(revoked=((_KEY, "lamp"),))),
     m.ReplicaPart(path="models/default/bert/config.json", num_bytes=700, offset=0, is_last=True),

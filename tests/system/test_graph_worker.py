@@ -38,6 +38,7 @@ from hearth.wire.messages import (
     GenerateTokens,
     GraphProfile,
     Heartbeat,
+    LeaseGranted,
     Load,
     Message,
     OperatorsOf,
@@ -81,7 +82,7 @@ class Agents:
                 clients.append(RpcClient(context, f"tcp://{LOOPBACK}:{running_home.port(name)}", access, HOLDER))
                 stack.push_async_callback(clients[-1].close)
             agents = cls(clients, deployment)
-            await agents.all(AcquireLease(**agents.command, holder_name=HOLDER, seconds=60.0))
+            await agents.all(AcquireLease(holder=HOLDER, holder_name=HOLDER, seconds=60.0))
             yield agents
 
     async def ask(self, rank: int, message: Message, payload: Sequence[Any] = (), seconds: float = 60.0) -> Reply:
@@ -113,9 +114,9 @@ class Agents:
             for rank in range(plan.num_ranks)
         ]  # fmt: skip
         for rank, load in enumerate(loads):
-            missing = (await self.ask(rank, FindMissing(**self.command, hashes=load.parts.hashes))).message
+            missing = (await self.ask(rank, FindMissing(holder=HOLDER, hashes=load.parts.hashes))).message
             for name in missing.hashes:  # type: ignore[union-attr]
-                await self.ask(rank, PutChunk(**self.command, hash=name), [chunks[name]])
+                await self.ask(rank, PutChunk(holder=HOLDER, hash=name), [chunks[name]])
         bound = await asyncio.gather(*(self.ask(rank, load) for rank, load in enumerate(loads)))
         peers = []
         for rank, reply in enumerate(bound):
@@ -248,7 +249,7 @@ def test_agent_profiles_a_graph_and_reports_unsupported_ones(running_home: TestH
     assert not list((running_home.folder / "a" / "store").glob("profile-*"))
 
 
-def test_agent_has_a_worker_and_a_lease_per_deployment(running_home: TestHome) -> None:
+def test_agent_has_a_worker_per_deployment_and_one_lease(running_home: TestHome) -> None:
     rng = random.Random(3)
     model = random_model(rng, 20)
     feeds = {"x": random_array(1), "z": random_array(100)}
@@ -265,10 +266,16 @@ def test_agent_has_a_worker_and_a_lease_per_deployment(running_home: TestHome) -
             state = (await one.ask(0, Heartbeat(holder=HOLDER))).message
             assert isinstance(state, AgentState)
             assert {"one": "ready", "two": "ready"}.items() <= {w.deployment: w.state for w in state.workers}.items()
-            await one.all(ReleaseLease(**one.command))
-            with pytest.raises(LeaseLost):
+            await one.all(Unload(**one.command, epoch=plan.epoch))
+            with pytest.raises(StepFailed, match="not loaded"):
                 await one.run(plan, 3, feeds)
             assert (await two.run(plan, 2, feeds)).keys() == expected.keys()
-            await two.all(ReleaseLease(**two.command))
+            renewal = AcquireLease(holder=HOLDER, holder_name=HOLDER, seconds=60.0, adopt={"two": plan.epoch})
+            granted = (await two.ask(0, renewal)).message
+            assert isinstance(granted, LeaseGranted)
+            assert [(each.deployment, each.rank, each.last_step) for each in granted.workers] == [("two", 0, 2)]
+            await two.all(ReleaseLease(holder=HOLDER))
+            with pytest.raises(LeaseLost):
+                await two.run(plan, 3, feeds)
 
     asyncio.run(asyncio.wait_for(scenario(), 120))

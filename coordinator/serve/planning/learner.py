@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coordinator.deploy.beside import end_leftovers
 from coordinator.deploy.graph import GraphDeployment
 from coordinator.devices.registry import Device
 from coordinator.plan.graph.learning.elites import Elite, placement_key
@@ -118,7 +117,6 @@ class Learner:
             self._change = None  # another plan came, for instance because a device was lost
         save_at = self._clock() + _SAVE_SECONDS
         try:
-            await end_leftovers(self._services.fleet, deployment.name, self._services.fleet.usable())
             while True:
                 await asyncio.sleep(_POLL_SECONDS)
                 if self._clock() >= save_at:

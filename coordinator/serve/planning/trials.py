@@ -122,9 +122,7 @@ class TrialRunner:
         services = self._services
         make = partial(self._kind.deployment, name=trial_name(deployment.name))
         links, settings = services.profiler.links, services.settings
-        return loaded_beside(
-            services.fleet, settings.name, plan, make, self._kind.weights, links, settings.encrypt_data_plane
-        )
+        return loaded_beside(services.fleet, plan, make, self._kind.weights, links, settings.encrypt_data_plane)
 
     def _allows(self, num_requests: int, measured: Measurements) -> bool:
         """Whether so many requests may run on a plan under trial now."""

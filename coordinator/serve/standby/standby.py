@@ -38,7 +38,7 @@ from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.notify import Notifier
 from hearth.platform.ports import bracketed, refuses_connections
 from hearth.platform.security import HomeKey, agent_access, coordinator_access
-from hearth.protocol import CLOSED_LEASE_SECONDS, DEFAULT_DEPLOYMENT, STANDBY_LEASE_SECONDS
+from hearth.protocol import CLOSED_LEASE_SECONDS, STANDBY_LEASE_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.messages.standby import MAX_KEYS, KnownKeys
 from hearth.wire.rpc import Caller, Response, RpcClient
@@ -293,12 +293,11 @@ class Standby:
 
     async def _acquire_leases(self) -> list[str]:
         """Ask all devices for their leases; returns those that grant it, and hears which voters they know."""
-        deployment = self._state.load().deployments.get(DEFAULT_DEPLOYMENT)
-        epoch = deployment.plan.epoch if deployment is not None and deployment.plan is not None else 0
+        saved = self._state.load().deployments
         ended = self._leader_name if await self._leader_has_ended() else None
         request = wire.AcquireLease(
-            holder=self._fleet.holder, holder_name=self._settings.name, seconds=STANDBY_LEASE_SECONDS, adopt=epoch,
-            ended=ended,
+            holder=self._fleet.holder, holder_name=self._settings.name, seconds=STANDBY_LEASE_SECONDS, ended=ended,
+            adopt={name: each.plan.epoch for name, each in saved.items() if each.plan is not None},
         )  # fmt: skip
         ask_again_until, timeout_seconds = loop_time(), _LEASE_TIMEOUT_SECONDS
         if ended is not None:
@@ -341,7 +340,7 @@ class Standby:
 
     async def _return_leases(self, devices: Sequence[str]) -> None:
         """Release leases that are not sufficient, with the workers as they are."""
-        release = wire.ReleaseLease(holder=self._fleet.holder, keep_worker=True)
+        release = wire.ReleaseLease(holder=self._fleet.holder, keep_workers=True)
         calls = (self._fleet.call(device, release, timeout_seconds=_LEASE_TIMEOUT_SECONDS) for device in devices)
         await asyncio.gather(*calls, return_exceptions=True)
 

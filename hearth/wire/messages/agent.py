@@ -27,6 +27,8 @@ from hearth.wire.messages.base import (
     WorkerLibrary,
 )
 
+MAX_WORKERS = 256  # of one agent; each is a process, of which a device can run a few
+
 
 class AgentWelcome(Message):
     """The agent's answer to `Hello`. `device_id` is stable and bound to the hardware; `boot_id` is new in each run."""
@@ -80,26 +82,28 @@ class Telemetry(Message):
 # ---- leases -------------------------------------------------------------------------------------------------------
 
 
-class AcquireLease(Command):
-    """Request the exclusive right to run one deployment's worker on this device.
+class AcquireLease(Message):
+    """Request the exclusive right to run workers on this device.
 
-    `holder` is the random id of a coordinator; the lease ends after `seconds` unless a `Heartbeat` renews it. The agent stops
-    a running worker of another epoch than `adopt`; a worker of that epoch is taken over as it is. Without `adopt`, only the
-    present holder keeps the worker.
+    `holder` is the random id of a coordinator; the lease ends after `seconds` unless a `Heartbeat` renews it. `adopt`: the
+    epochs of the workers that are taken over as they are, by deployment; the agent stops all others. Without `adopt`, only
+    the present holder keeps its workers.
 
     `ended`: the name of a coordinator that has ended, as the sender has found. If it has the lease, and its connection to this
     agent has been closed for a while, too, the lease need not run out.
     """
 
+    holder: Name
     holder_name: Name
     seconds: Annotated[float, Field(gt=0, le=60)]
-    adopt: Epoch | None = None
+    adopt: Annotated[dict[Name, Epoch], Field(max_length=MAX_WORKERS)] | None = None
     ended: Name | None = None
 
 
 class RunningWorker(WireModel):
     """A ready worker that the holder of a lease takes over."""
 
+    deployment: Name = DEFAULT_DEPLOYMENT
     epoch: Epoch
     plan_hash: Hash  # `hearth.plan.plan.plan_hash`
     rank: Annotated[int, Field(ge=0)]
@@ -132,27 +136,23 @@ class StoreConfiguration(Command):
 class LeaseGranted(Message):
     """The answer to `AcquireLease`."""
 
-    last_epoch: Epoch  # highest epoch of this deployment that the agent has seen; a new plan needs a higher one
-    worker: RunningWorker | None = None  # the worker that the new holder takes over
+    last_epoch: Epoch  # highest epoch of any deployment that the agent has seen; a new plan needs a higher one
+    workers: tuple[RunningWorker, ...] = Field(default=(), max_length=MAX_WORKERS)  # that the new holder takes over
     configuration: Configuration | None = None  # the latest that the agent has stored; None: it does not vote
 
 
 class ReleaseLease(Command):
-    """Stop the deployment's worker and end its lease. `keep_worker`: leave the worker to the coordinator that takes over."""
+    """Stop all workers and end the lease. `keep_workers`: leave the workers to the coordinator that takes over."""
 
-    keep_worker: bool = False
-
-
-class Heartbeat(Message):
-    """Renew all leases of this holder. The answer is `AgentState`."""
-
-    holder: Name
+    keep_workers: bool = False
 
 
-class WatchWorkers(Message):
+class Heartbeat(Command):
+    """Renew the lease. The answer is `AgentState`."""
+
+
+class WatchWorkers(Command):
     """Report the workers' states, and each change at once. The answers are `AgentState`, at least every 5 s while leased."""
-
-    holder: Name
 
 
 WorkerState: TypeAlias = Literal["none", "starting", "loading", "bound", "ready", "failed", "stopped"]
@@ -176,7 +176,7 @@ class AgentState(Message):
     """State of the agent's workers: at most one per deployment."""
 
     boot_id: Name
-    workers: tuple[WorkerStatus, ...] = Field(default=(), max_length=256)
+    workers: tuple[WorkerStatus, ...] = Field(default=(), max_length=MAX_WORKERS)
     num_abandoned: Annotated[int, Field(ge=0)] = 0  # worker processes that did not end when they were killed
     num_hung: Annotated[int, Field(ge=0)] = 0  # accesses to the store's disk beyond their time limits
 

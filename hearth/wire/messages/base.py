@@ -72,13 +72,18 @@ def expect_message(message: Message, kind: type[_M], sender: str) -> _M:
 
 
 class Command(Message, abstract=True):
-    """A request by the coordinator that holds the agent's lease for this deployment."""
+    """A request by the coordinator that holds the agent's lease."""
 
     holder: Name
+
+
+class DeploymentCommand(Command, abstract=True):
+    """A command that concerns one deployment."""
+
     deployment: Name = DEFAULT_DEPLOYMENT
 
 
-class PlanCommand(Command, abstract=True):
+class PlanCommand(DeploymentCommand, abstract=True):
     """A request to the worker that runs one plan of a deployment."""
 
     epoch: Epoch

@@ -17,8 +17,8 @@ from hearth.wire.messages.agent import ChunkRef, Profile
 from hearth.wire.messages.base import (
     MAX_LIST_ITEMS,
     Bytes,
-    Command,
     ComputeDevice,
+    DeploymentCommand,
     Hash,
     Message,
     Name,
@@ -84,7 +84,7 @@ class SegmentParts(WireModel):
         return tuple(dict.fromkeys(chunks))
 
 
-class Load(Command):
+class Load(DeploymentCommand):
     """Load this rank of the plan, in the deployment's worker that runs, or in a new one.
 
     Its chunks must already be in the agent's store. A worker that goes on keeps its port and key, and the weights that both

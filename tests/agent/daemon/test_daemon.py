@@ -19,6 +19,7 @@ pytest.importorskip("psutil")
 from agent.daemon import daemon as daemon_module
 from agent.daemon.config import AgentSettings
 from agent.daemon.daemon import AgentDaemon
+from agent.daemon.lease import Lease
 from agent.daemon.spawner import Spawner
 from agent.daemon.store import ShardStore
 from hearth.errors import AgentBusy, BadRequest, LeaseLost, StepFailed, StoreFailed
@@ -71,7 +72,7 @@ class Worker:
         self.change: Callable[[], None] = arguments[-1]
 
     def status(self, deployment: str) -> wire.WorkerStatus:
-        return wire.WorkerStatus(state="ready", epoch=self.epoch, late_rank=self.late_rank)
+        return wire.WorkerStatus(deployment=deployment, state="ready", epoch=self.epoch, late_rank=self.late_rank)
 
     async def start(self, request: wire.Start) -> wire.WorkerBound:
         self.epoch = request.load.plan.epoch
@@ -102,9 +103,23 @@ class Agent:
     async def ask(self, message: wire.Message, is_connected: Callable[[], bool] = lambda: True) -> Response:
         return await self.daemon.handle(Caller("c", is_connected), message, [])
 
-    def load(self, epoch: int) -> asyncio.Task[Response]:
+    def load(self, epoch: int, deployment: str = LOAD.deployment) -> asyncio.Task[Response]:
         plan = LOAD.plan.model_copy(update={"epoch": epoch})
-        return asyncio.create_task(self.ask(LOAD.model_copy(update={"plan": plan})))
+        return asyncio.create_task(self.ask(LOAD.model_copy(update={"plan": plan, "deployment": deployment})))
+
+    async def load_two(self) -> None:
+        """Load epoch 1 of the deployment "chat" and epoch 2 of "camera", which are ready then."""
+        self.store.finish()
+        for epoch, deployment in enumerate(("chat", "camera"), 1):
+            await self.load(epoch, deployment)
+        for worker in self.daemon._workers.values():
+            worker.state = "ready"
+
+    async def workers(self, holder: str = LOAD.holder) -> list[tuple[str, int]]:
+        """The deployments and epochs of the workers, which the holder of the lease hears."""
+        state = await self.ask(wire.Heartbeat(holder=holder))
+        assert isinstance(state, wire.AgentState)
+        return [(worker.deployment, worker.epoch) for worker in state.workers]
 
 
 @pytest.fixture
@@ -188,15 +203,95 @@ def test_lease_that_ends_while_the_worker_is_stopped_is_not_granted(run: Run, mo
     async def scenario(agent: Agent) -> None:
         agent.store.finish()
         await agent.load(epoch=1)
-        asking = asyncio.create_task(agent.ask(STANDBY.model_copy(update={"holder": LOAD.holder, "adopt": 7})))
+        asking = asyncio.create_task(
+            agent.ask(STANDBY.model_copy(update={"holder": LOAD.holder, "adopt": {LOAD.deployment: 7}}))
+        )
         await told.wait()
-        await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_worker=True))
+        await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_workers=True))
         assert isinstance(await agent.ask(STANDBY), wire.LeaseGranted)
         ended.set()
         with pytest.raises(LeaseLost):
             await asking
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("holder", "adopt", "kept"),
+    [
+        (LOAD.holder, None, [("chat", 1), ("camera", 2)]),
+        (LOAD.holder, {"camera": 2}, [("camera", 2)]),
+        ("s", None, []),
+        ("s", {"chat": 1, "camera": 2}, [("chat", 1), ("camera", 2)]),
+        ("s", {"chat": 1, "camera": 1, "another": 2}, [("chat", 1)]),
+    ],
+)
+def test_next_lease_takes_over_the_workers_that_it_names(
+    run: Run, holder: str, adopt: dict[str, int] | None, kept: list[tuple[str, int]]
+) -> None:
+    async def scenario(agent: Agent) -> None:
+        await agent.load_two()
+        if holder != LOAD.holder:
+            await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_workers=True))
+        request = wire.AcquireLease(holder=holder, holder_name="next", seconds=30.0, adopt=adopt)
+        granted = await agent.ask(request)
+        assert isinstance(granted, wire.LeaseGranted)
+        assert [(each.deployment, each.epoch) for each in granted.workers] == kept
+        assert granted.last_epoch == 2
+        assert await agent.workers(holder) == kept
+
+    run(scenario)
+
+
+def test_worker_that_is_still_loading_is_kept_but_not_taken_over(run: Run) -> None:
+    async def scenario(agent: Agent) -> None:
+        await agent.load_two()
+        agent.daemon._workers["chat"].state = "loading"
+        granted = await agent.ask(wire.AcquireLease(holder=LOAD.holder, holder_name="c", seconds=30.0))
+        assert isinstance(granted, wire.LeaseGranted)
+        assert [each.deployment for each in granted.workers] == ["camera"]
+        assert await agent.workers() == [("chat", 1), ("camera", 2)]
+
+    run(scenario)
+
+
+def test_lease_is_released_with_all_workers_or_without(run: Run) -> None:
+    async def scenario(agent: Agent) -> None:
+        await agent.load_two()
+        await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_workers=True))
+        with pytest.raises(LeaseLost):
+            await agent.workers()
+        assert set(agent.daemon._workers) == {"chat", "camera"}
+        await agent.ask(STANDBY.model_copy(update={"adopt": {"chat": 1, "camera": 2}}))
+        await agent.ask(wire.ReleaseLease(holder=STANDBY.holder))
+        assert not agent.daemon._workers
+
+    run(scenario)
+
+
+def test_workers_that_no_coordinator_takes_over_are_stopped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_module, "LEASE_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(Lease, "is_abandoned", lambda lease, now: not lease.is_live(now))
+
+    async def scenario(agent: Agent) -> None:
+        await agent.load_two()
+        watching = asyncio.create_task(agent.daemon.watch_leases())
+        await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_workers=True))
+        await until("both workers are stopped", lambda: not agent.daemon._workers)
+        await cancel_all([watching])
+
+    run(scenario)
+
+
+def test_one_deployment_is_unloaded_and_the_other_goes_on(run: Run) -> None:
+    async def scenario(agent: Agent) -> None:
+        await agent.load_two()
+        await agent.ask(wire.Unload(holder=LOAD.holder, deployment="chat", epoch=1))
+        assert await agent.workers() == [("camera", 2)]
+        await agent.load(2, "chat")  # each deployment has epochs of its own
+        assert await agent.workers() == [("camera", 2), ("chat", 2)]
+
+    assert run(scenario) == [1, 2, 2]
 
 
 def test_agent_that_stops_while_chunks_are_hashed_leaves_no_worker(run: Run) -> None:

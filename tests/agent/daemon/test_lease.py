@@ -28,14 +28,24 @@ def test_lease_is_held_by_one_coordinator_at_a_time() -> None:
             require_lease(lease, "d", holder, now)
 
 
-def test_worker_stays_under_the_holder_that_loaded_it_or_one_that_names_its_epoch() -> None:
-    lease = acquire_lease(None, "d", "one", "One", 5.0, now=100.0)
-    assert keeps_worker(lease, "one", adopt=None, epoch=7)
-    assert not keeps_worker(lease, "two", adopt=None, epoch=7)
-    assert not keeps_worker(None, "two", adopt=None, epoch=7)
-    for holder in ("one", "two"):
-        assert keeps_worker(lease, holder, adopt=7, epoch=7)
-        assert not keeps_worker(lease, holder, adopt=8, epoch=7)
+@pytest.mark.parametrize(
+    ("held_by", "adopt", "kept"),
+    [
+        ("one", None, {"chat", "camera"}),
+        ("two", None, set()),
+        (None, None, set()),
+        *((holder, {"chat": 7, "camera": 9}, {"chat", "camera"}) for holder in ("one", "two", None)),
+        *((holder, {"chat": 7}, {"chat"}) for holder in ("one", "two", None)),
+        ("one", {"chat": 9, "camera": 7, "learning": 7}, set()),
+        ("one", {}, set()),
+    ],
+)
+def test_workers_stay_under_the_holder_that_loaded_them_or_one_that_names_their_epochs(
+    held_by: str | None, adopt: dict[str, int] | None, kept: set[str]
+) -> None:
+    lease = acquire_lease(None, "d", held_by, held_by, 5.0, now=100.0) if held_by is not None else None
+    workers = {"chat": 7, "camera": 9}
+    assert {name for name, epoch in workers.items() if keeps_worker(lease, "one", adopt, name, epoch)} == kept
 
 
 def test_released_lease_can_be_taken_at_once_and_is_abandoned_after_a_grace_time() -> None:

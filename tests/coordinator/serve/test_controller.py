@@ -45,6 +45,7 @@ from hearth.errors import (
 )
 from hearth.plan.plan import plan_hash
 from hearth.platform.asyncio_tools import loop_time
+from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import (
     ConnectPeers,
@@ -188,7 +189,7 @@ async def stopping(
     await asyncio.wait_for(running, 60)
     assert not case.fleet.running.total()
     assert isinstance(case.fleet.asked[-1][1], Unload)
-    assert case.fleet.running_epoch == 0  # a device that returns does not keep the worker of a plan that was unloaded
+    assert case.fleet.running_epochs == {}  # a device that returns does not keep the worker of a plan that was unloaded
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -806,7 +807,9 @@ def test_running_workers_are_taken_over_if_all_of_them_run(
             steps[device.name] = 40 + rank
             worker = RunningWorker(epoch=running.epoch, plan_hash=plan_hash(running), rank=rank, last_step=40 + rank)
             if device.name != missing:
-                case.fleet.devices[device.name] = replace(case.fleet.devices[device.name], taken_over=worker)
+                case.fleet.devices[device.name] = replace(
+                    case.fleet.devices[device.name], taken_over={DEFAULT_DEPLOYMENT: worker}
+                )
         case.fleet.asked.clear()
         async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal, running=running) as home:
             await case.ask(home)

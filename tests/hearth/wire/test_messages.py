@@ -93,7 +93,7 @@ def _protocol(fields: dict[str, object]) -> dict[str, object]:
     return {"protocol": PROTOCOL_VERSION} if "protocol" in fields else {}
 
 
-@pytest.mark.parametrize("version", [0, 3, -1, 2**64 - 1, "2", None, []])
+@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, -1, 2**64 - 1, "2", None, []])
 def test_protocol_version_is_checked_before_other_fields(version: object) -> None:
     for fields in ({"t": "done"}, {"t": "sing"}, {"t": "find_missing", "hashes": 3}):
         with pytest.raises((ProtocolMismatch, BadMessage)) as error:
@@ -284,7 +284,7 @@ def test_unknown_error_code_becomes_a_generic_error(code: str, details: dict[str
 
 
 def test_hello_carries_the_protocol_version() -> None:
-    assert msgpack.unpackb(encode(Hello(name="x")))["protocol"] == 2
+    assert msgpack.unpackb(encode(Hello(name="x")))["protocol"] == 3
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ from hearth.wire.messages import AgentWelcome, Done, GetTelemetry, Hello, Messag
 from hearth.wire.rpc import Caller, Response, RpcClient, RpcServer
 
 VERSION_1: dict[str, str] = json.loads((Path(__file__).parents[2] / "corpus" / "data" / "messages_v1.json").read_text())
-# Version 1's answer to the hello of version 2.
+# Version 1's answer to the hello of version 3.
 REFUSAL_1 = bytes.fromhex(
     "83a174a66661696c6564a4636f6465b050726f746f636f6c4d69736d61746368a764657461696c7383a470656572a6636c69656e74a46f75727301"
-    "a674686569727302"
+    "a674686569727303"
 )
 SERVER, CLIENT = new_keypair(), new_keypair()
 WELCOME = AgentWelcome(
@@ -134,7 +134,7 @@ def test_v1_agent_is_refused_until_upgraded() -> None:
                 await until("the refusal", lambda: bool(fleet.device_infos()))
                 (refused,) = fleet.device_infos()
                 assert (refused.state, refused.name) == ("refused", address)
-                assert f"{address} speaks protocol version 1, this side speaks 2" in refused.reason
+                assert f"{address} speaks protocol version 1, this side speaks {PROTOCOL_VERSION}" in refused.reason
                 assert len(fleet.refusals) == 1
                 await before.aclose()
                 servers: list[RpcServer] = []
