@@ -50,6 +50,8 @@ class FakeAgent:
         self.grants = True
         self.boot_id = "b"  # of its heartbeats; nothing is answered after one that is new
         self.leases: list[float] = []  # durations of the leases that it was asked for
+        self.adopted: list[dict[str, int] | None] = []  # epochs that they were to take over
+        self.workers: tuple[wire.RunningWorker, ...] = ()
         self.searches = asyncio.Event()  # for what it was asked to find
         self.tells_telemetry = asyncio.Event()
         self.tells_telemetry.set()
@@ -70,9 +72,10 @@ class FakeAgent:
                 return device.telemetry
             case wire.AcquireLease():
                 self.leases.append(message.seconds)
+                self.adopted.append(message.adopt)
                 if not self.grants:
                     await asyncio.sleep(60)
-                return wire.LeaseGranted(last_epoch=0)
+                return wire.LeaseGranted(last_epoch=0, workers=self.workers)
             case wire.Heartbeat():
                 self.silent = self.silent or self.boot_id != "b"
                 return wire.AgentState(boot_id=self.boot_id)
@@ -144,6 +147,31 @@ def test_lease_counts_only_for_a_moment_after_its_connection_was_closed() -> Non
         async with agent.listening(port):
             await until("the lease counts again", fleet.leased, seconds=10)
             await fleet.__aexit__()
+
+    run(scenario)
+
+
+def test_workers_of_all_deployments_are_known_once_the_lease_is_granted_again() -> None:
+    async def scenario(agent: FakeAgent) -> None:
+        chat = wire.RunningWorker(deployment="chat", epoch=3, plan_hash="0" * 64, rank=0, last_step=5)
+        camera = chat.model_copy(update={"deployment": "camera", "epoch": 4})
+        agent.workers = (chat, camera)
+        async with agent.listening() as port:
+            async with fleet_of(port) as fleet:
+                fleet.running_epochs |= {"chat": 3, "camera": 4}
+                await until("the device", lambda: fleet.usable())
+                (device,) = fleet.usable()
+                assert device.taken_over == {"chat": chat, "camera": camera}
+                for worker in agent.workers:
+                    known = device.worker(worker.deployment)
+                    assert known is not None
+                    assert (known.state, known.epoch) == ("ready", worker.epoch)
+                del fleet.running_epochs["chat"]
+                agent.workers = (camera,)
+                await fleet.acquire_again("a")
+                assert fleet.devices["a"].taken_over == {"camera": camera}
+                assert fleet.devices["a"].worker("chat") is None
+                assert agent.adopted == [{"chat": 3, "camera": 4}, {"camera": 4}]
 
     run(scenario)
 
