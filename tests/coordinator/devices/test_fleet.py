@@ -78,13 +78,19 @@ class FakeAgent:
                 return wire.LeaseGranted(last_epoch=0, workers=self.workers)
             case wire.Heartbeat():
                 self.silent = self.silent or self.boot_id != "b"
-                return wire.AgentState(boot_id=self.boot_id)
+                return wire.AgentState(boot_id=self.boot_id, workers=self._worker_states())
             case wire.WatchWorkers():
                 return self._report()
         return wire.Done()
 
+    def _worker_states(self) -> tuple[wire.WorkerStatus, ...]:
+        return tuple(
+            wire.WorkerStatus(deployment=worker.deployment, state="ready", epoch=worker.epoch)
+            for worker in self.workers
+        )
+
     async def _report(self) -> AsyncGenerator[wire.Message, None]:
-        yield wire.AgentState(boot_id="b")
+        yield wire.AgentState(boot_id="b", workers=self._worker_states())
         await self.worker_failed.wait()
         yield wire.AgentState(boot_id="b", workers=(wire.WorkerStatus(state="failed", epoch=1, failure="killed"),))
         await asyncio.sleep(60)

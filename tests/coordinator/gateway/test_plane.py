@@ -23,6 +23,7 @@ from hearth.errors import (
     QueueFull,
     UnknownMessage,
 )
+from hearth.protocol import PROTOCOL_VERSION
 from hearth.wire.messages import AddApp, Cancel, Failed, GetReadiness, decode, encode
 from hearth.wire.quota import Limits
 
@@ -152,7 +153,7 @@ def test_flood_of_cancellations_of_nothing_ends_its_connection() -> None:
         ("former", READINESS, AppRevoked),
         (APP, encode(Cancel(request=b"12345678")).replace(b"cancel", b"foobar"), UnknownMessage),
         (APP, b"\xc1", BadMessage),
-        (APP, READINESS.replace(b"\xa1v\x02", b"\xa1v\x07"), ProtocolMismatch),
+        (APP, READINESS.replace(b"\xa1v" + bytes([PROTOCOL_VERSION]), b"\xa1v\x7f"), ProtocolMismatch),
     ],
 )
 def test_refused_messages_are_answered_and_not_forwarded(key: str, body: bytes, expected: type[HearthError]) -> None:
