@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import sys
 
 import uvicorn
 
 from coordinator.http.app import http_app
+from coordinator.http.connections import BoundedProtocol
 from coordinator.http.homes import Homes
 from coordinator.http.settings import HttpSettings
 from hearth.errors import HearthError
@@ -16,7 +18,7 @@ from hearth.platform.ports import bracketed, listening_socket
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MAX_CONNECTIONS = 512  # then requests are refused with 503
-_IDLE_SECONDS = 30  # after which a connection without a request is closed
+_IDLE_SECONDS = 30  # after an answer, for the next request to begin; the first one: see `connections`
 _BACKLOG = 128  # connections that the kernel accepts while the process is busy
 _DRAIN_SECONDS = 5  # for answers in progress at the end
 _MAX_HEADER_BYTES = 32 << 10
@@ -35,11 +37,13 @@ def serve(settings: HttpSettings) -> int:
 
 async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
     homes = Homes(settings)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it has a line for each request that is no HTTP
     config = uvicorn.Config(
-        http_app(homes, settings.allowed_hosts), http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
-        server_header=False, date_header=True, limit_concurrency=_MAX_CONNECTIONS, timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=_DRAIN_SECONDS, h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-        ssl_certfile=settings.certificate, ssl_keyfile=settings.private_key, proxy_headers=False,
+        http_app(homes, settings.allowed_hosts), http=BoundedProtocol, ws="none", lifespan="off", log_config=None,
+        access_log=False, server_header=False, date_header=True, limit_concurrency=_MAX_CONNECTIONS,
+        timeout_keep_alive=_IDLE_SECONDS, timeout_graceful_shutdown=_DRAIN_SECONDS,
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES, ssl_certfile=settings.certificate,
+        ssl_keyfile=settings.private_key, proxy_headers=False,
     )  # fmt: skip
     if settings.host not in _LOOPBACK and settings.certificate is None:
         print("warning: clients send their tokens unencrypted; use this on a trusted network only", file=sys.stderr)
