@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ pytest.importorskip("uvicorn")
 
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import AppKey, format_token
+from tools.bench.http.fuzzer import exchange
+from tools.bench.http.requests import Requests, Sent, fault_of
 
 pytestmark = pytest.mark.processes
 
@@ -167,6 +171,32 @@ def test_client_that_goes_away_ends_its_answer(home: TestHome, token: str) -> No
 def test_refusals_name_the_field(home: TestHome, token: str, body: object, status: int, param: str | None) -> None:
     answer = ask(home, "POST", "/v1/chat/completions", token, body)
     assert (answer.status, answer.json["error"]["param"]) == (status, param)
+
+
+def test_generated_requests_are_answered_as_they_may_be(home: TestHome, token: str) -> None:
+    """The short form of `python -m tools.bench run http-fuzz`, with 50 idle connections beside it."""
+    strange = format_token(AppKey(name="x", secret=new_keypair().secret, coordinator_public=new_keypair().public))
+    requests = Requests("tiny", token, [strange], Random(1))
+    port = home.port(gateway_of(home), http=True)
+
+    async def run() -> list[str]:
+        idle = [await asyncio.open_connection(LOOPBACK, port) for _ in range(50)]
+        limit = asyncio.Semaphore(8)
+
+        async def fault(sent: Sent) -> str:
+            async with limit:
+                received = await exchange(LOOPBACK, port, sent)
+            found = fault_of(sent, received, token)
+            return f"{found}: {sent} -> {received!r}" if found else ""
+
+        faults = await asyncio.gather(*(fault(requests.next()) for _ in range(300)))
+        for _, writer in idle:
+            writer.close()
+        return [each for each in faults if each]
+
+    assert asyncio.run(run()) == []
+    assert ask(home, "GET", "/health").status == 200
+    assert "Traceback" not in home.log(gateway_of(home))
 
 
 def test_model_of_another_kind_is_refused(home: TestHome, token: str) -> None:

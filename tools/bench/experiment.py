@@ -41,6 +41,9 @@ KINDS: dict[str, tuple[str, str]] = {
     "idle-cost": ("idle_cost", "IdleCost"),
     "kv-loss": ("kv_loss", "KvLoss"),
     "kernels": ("kernel_speed", "KernelSpeed"),
+    "http-overhead": ("http.overhead", "HttpOverhead"),
+    "http-fuzz": ("http.fuzz", "HttpFuzz"),
+    "http-turns": ("http.turns", "HttpTurns"),
     "doppler-stage3": ("doppler.stage3", "DopplerStage3"),
 }
 

@@ -1,0 +1,142 @@
+"""Kind `http-turns`: the first token of a voice assistant's requests, which begin alike, with the prefix cache and without.
+
+The requests are those of Home Assistant for a house with 61 lights (`turn.json`, recorded by
+tests/clients/home_assistant/recording.py): a command, the same with the call of a tool and its result, and the first one of a
+new conversation. Each round asks as a new app, whose prefix cache is empty, and asks the second request as another new app. The
+weights are random, and answers are cut after some tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from coordinator.http.openai.chat import ChatCompletion
+from coordinator.serve.kinds.prompts import TextTokenizer
+from hearth.client.answers import chat_message
+from hearth.plan.model_spec import WeightFormat
+from hearth.plan.transformer import KV_BLOCK_TOKENS
+from tools.bench.experiment import Context, Experiment
+from tools.bench.findings import COUNT, PERCENT, RATIO, Finding, at_least, at_most, summarise, without_target
+from tools.bench.generation import LLAMA
+from tools.bench.http.home import http_home
+from tools.bench.http.models import chat_directory
+from tools.bench.load import load_between, snapshot
+from tools.bench.results import Summary
+
+RECORDED = Path(__file__).with_name("turn.json")
+_COMMAND, _RESULT, _NEXT = range(3)  # of the recorded requests
+_MODEL = "model"
+_MOST_SHARE, _LEAST_GAIN = 0.08, 8.0  # targets: new tokens in the prompt; first token without the cache over with it
+_ANSWER_SECONDS = 600.0
+_SECONDS = "{:.2f} s".format
+
+
+class TurnRow(BaseModel):
+    """One round. Seconds until the first token; tokens of prompts, and of these, the ones that were computed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    command_seconds: float  # all is computed
+    result_seconds: float
+    next_seconds: float
+    result_cold_seconds: float  # of the second request, as another app: all is computed
+    prompt_tokens: tuple[int, int, int]
+    new_tokens: tuple[int, int, int]
+    added_tokens: int  # of the second prompt behind what it has in common with the first: call, result and their marks
+    disturbed: str = ""  # why times cannot be trusted
+
+
+class HttpTurns(Experiment):
+    """A Llama of 330 million random weights, over the HTTP gateway."""
+
+    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(TurnRow)
+
+    model: dict[str, Any] = LLAMA
+    weights: WeightFormat = "int8"
+    context: int = Field(4096, ge=1)
+    new_tokens: int = Field(4, ge=1)  # of an answer
+    devices: int = Field(3, ge=1, le=8)
+    strategy: str = "auto"
+    mbit: float = Field(1000.0, ge=1)  # real rate of every link
+    rounds: int = Field(3, ge=1)
+
+    def measure(self, context: Context) -> Iterator[TurnRow]:
+        bodies = [self._body(recorded) for recorded in json.loads(RECORDED.read_text())]
+        context.report("making the model")
+        model = chat_directory(self.model, context.folder / _MODEL)
+        prompts = [_token_ids(TextTokenizer(model), body) for body in bodies]
+        added = len(prompts[_RESULT]) - _num_common(prompts[_COMMAND], prompts[_RESULT])
+        options = ("--context", str(self.context), "--weights", self.weights, "--strategy", self.strategy)
+        with http_home(context, model, self.devices, self.mbit, *options) as home:
+
+            def ask(token: str, body: Mapping[str, Any]) -> tuple[float, int, int]:
+                found = home.clients.call("ask", _ANSWER_SECONDS, token=token, body=body)
+                usage = found["usage"]
+                cached = usage["prompt_tokens_details"]["cached_tokens"]
+                return found["first_seconds"], usage["prompt_tokens"], usage["prompt_tokens"] - cached
+
+            for number in range(self.rounds):
+                context.report(f"round {number + 1} of {self.rounds}")
+                one, other = home.new_app(f"one{number}"), home.new_app(f"other{number}")
+                began = snapshot()
+                asked = [ask(one, body) for body in bodies]
+                cold, _, _ = ask(other, bodies[_RESULT])
+                seconds, prompt, new = zip(*asked, strict=True)
+                yield TurnRow(
+                    command_seconds=seconds[_COMMAND], result_seconds=seconds[_RESULT], next_seconds=seconds[_NEXT],
+                    result_cold_seconds=cold, prompt_tokens=prompt, new_tokens=new, added_tokens=added,
+                    disturbed=load_between([(began, snapshot())]).distrust,
+                )  # fmt: skip
+
+    def _body(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        return {**recorded, "model": _MODEL, "max_tokens": self.new_tokens}
+
+    def summary(self, rows: Sequence[TurnRow]) -> Summary:
+        return summarise("A turn of Home Assistant with 61 lights", list(_findings(rows)) if rows else [])
+
+
+def _findings(rows: Sequence[TurnRow]) -> Iterator[Finding]:
+    first = rows[0]
+    for name, number in (("command", _COMMAND), ("result of the call", _RESULT), ("new conversation", _NEXT)):
+        detail = f"of {first.prompt_tokens[number]}"
+        yield without_target(f"new tokens, {name}", max(row.new_tokens[number] for row in rows), COUNT, detail)
+    most = max(row.new_tokens[_RESULT] for row in rows)
+    detail = f"call and result {first.added_tokens}, one block {KV_BLOCK_TOKENS}"
+    yield at_most("new tokens of the second request", most, first.added_tokens + KV_BLOCK_TOKENS, COUNT, detail)
+    yield at_most("their share of the prompt", most / first.prompt_tokens[_RESULT], _MOST_SHARE, PERCENT)
+    gains = [row.result_cold_seconds / row.result_seconds for row in rows]
+    yield at_least(
+        "first token of the second request: without the cache over with it", statistics.median(gains), _LEAST_GAIN, RATIO,
+        f"median of {len(gains)}: {min(gains):.1f} to {max(gains):.1f}",
+    )  # fmt: skip
+    times = {
+        "command, all computed": [row.command_seconds for row in rows],
+        "result of the call": [row.result_seconds for row in rows],
+        "result of the call, all computed": [row.result_cold_seconds for row in rows],
+        "new conversation": [row.next_seconds for row in rows],
+    }
+    for name, seconds in times.items():
+        yield without_target(f"first token, {name}, median", statistics.median(seconds), _SECONDS)
+    for row in rows:
+        if row.disturbed:
+            yield Finding(figure="disturbed", measured=row.disturbed)
+
+
+def _token_ids(tokenizer: TextTokenizer, body: Mapping[str, Any]) -> list[int]:
+    """The prompt of a request, as the coordinator makes it."""
+    prompt = ChatCompletion.read(body).prompt()
+    return tokenizer.encode_chat(
+        [chat_message(message) for message in prompt["messages"]], [json.dumps(tool) for tool in prompt["tools"]]
+    )
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
