@@ -37,10 +37,25 @@ test: .venv/installed $(MODEL)/config.json
 test-slow: .venv/installed
 	@.venv/bin/python -m pytest -m slow
 
-# Third-party clients of the HTTP gateway, unmodified, in environments of their own.
-.PHONY: test-clients
+# Third-party clients of the HTTP gateway, unmodified, in environments of their own; Home Assistant last.
+.PHONY: test-clients test-home-assistant
 test-clients: .venv/installed $(MODEL)/config.json .venv-clients/common/installed .venv-clients/litellm/installed
-	@HEARTH_CLIENTS=$(CURDIR)/.venv-clients .venv/bin/python -m pytest -m slow tests/clients
+	@HEARTH_CLIENTS=$(CURDIR)/.venv-clients .venv/bin/python -m pytest -m slow tests/clients/test_clients.py
+	@$(MAKE) --no-print-directory test-home-assistant
+
+# It needs Python 3.14, which comes from Debian forky and runs in a chroot, so this needs root on a Debian machine: 900 MB.
+HOME_ASSISTANT := .venv-clients/home-assistant
+test-home-assistant: .venv/installed
+	@if [ "$$(id -u)" != 0 ] || [ ! -e /etc/debian_version ]; then \
+	  echo "skipped: Home Assistant was not tried, since its environment needs root and Debian"; exit 0; fi; \
+	$(MAKE) --no-print-directory $(HOME_ASSISTANT)/installed && \
+	HEARTH_HOME_ASSISTANT=$(CURDIR)/$(HOME_ASSISTANT) .venv/bin/python -m pytest -m slow tests/clients/test_home_assistant.py
+
+$(HOME_ASSISTANT)/installed: tests/clients/environments/home_assistant.txt tests/clients/home_assistant/environment.sh
+	@echo "installing Home Assistant into $(HOME_ASSISTANT) (some minutes)"
+	@rm -rf $(HOME_ASSISTANT)
+	@tests/clients/home_assistant/environment.sh make $(HOME_ASSISTANT) $<
+	@touch $@
 
 .venv-clients/%/installed: tests/clients/environments/%.txt
 	@$(PYTHON) -m venv .venv-clients/$*

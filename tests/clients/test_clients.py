@@ -8,16 +8,15 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from clients.homes import served
 from support.chat_models import save_scripted_chat
-from support.home import LOOPBACK, TestHome, home_of
+from support.home import LOOPBACK, TestHome
 from support.models import minilm
 from support.profiles import MeasuredProfiles
 from support.tokens import new_token
-from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
@@ -28,19 +27,6 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(ENVIRONMENTS is None, reason="HEARTH_CLIENTS names no folder: run `make test-clients`"),
 ]
-
-
-@contextmanager
-def served(model_dir: Path, profiles: MeasuredProfiles, folder: Path, *options: str) -> Iterator[TestHome]:
-    """A home of three agents, all of which compute, and its gateway."""
-    options = ("--strategy", "hmp", *options)
-    with home_of("abc", folder, model_dir, profiles, *options, "--http", f"{LOOPBACK}:0") as home:
-        with home.ready() as client:
-            plan = client.status().plan
-            assert plan is not None
-            assert len(plan.devices) == 3
-        wait_for("the gateway", lambda: home.port("coordinator", http=True))
-        yield home
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ TOOL_TEMPLATE = (
 )
 
 
-def save_scripted_chat(directory: Path, call: str, answer: str) -> Path:
+def save_scripted_chat(directory: Path, call: str, answer: str, context_tokens: int = 640) -> Path:
     """A Llama whose weights map each token to the next one of a script.
 
     With tools it calls one (`call` is the JSON), after a tool's result it says `answer`, and without tools "hello".
@@ -72,9 +72,8 @@ def save_scripted_chat(directory: Path, call: str, answer: str) -> Path:
         ("<|answer|>", answer), (answer, "</s>"), ("<|assistant|>", "hello"), ("hello", "</s>"),
     ]  # fmt: skip
     end = tokenizer.token_to_id("</s>")
-    save_random_model(
-        directory, small_decoder("llama", vocab_size=512, eos_token_id=end, tie_word_embeddings=False), generates=True
-    )
+    shape = {"vocab_size": 512, "max_position_embeddings": context_tokens, "tie_word_embeddings": False}
+    save_random_model(directory, small_decoder("llama", eos_token_id=end, **shape), generates=True)
     model = LlamaForCausalLM.from_pretrained(directory)
     with torch.no_grad():
         for layer in model.model.layers:
