@@ -80,7 +80,8 @@ class Requests:
         """A valid request without a valid token, or with a valid one elsewhere."""
         chance = self._chance
         path, body = self._any()
-        damaged = with_changed_bytes(self._token.encode(), chance).decode("latin-1").replace("\r", "").replace("\n", "")
+        changed = with_changed_bytes(self._token.encode(), chance).decode("latin-1")
+        damaged = "".join(letter for letter in changed if letter.isprintable())  # others are no HTTP
         value = chance.choice((
             "", "Bearer", "Bearer ", f"Basic {damaged}", f"Bearer {damaged}", f"Bearer {chance.choice(self._strangers)}",
             "Bearer " + "x" * 9000, "Bearer \u00e9", "Digest a=b",
