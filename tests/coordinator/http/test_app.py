@@ -88,10 +88,11 @@ class Answered(NamedTuple):
 
 async def asked(
     homes: ScriptedHomes, method: str, path: str, body: bytes = b"", *, token: bool = True, host: str = "localhost:47880",
-    leaves: bool = False,
+    leaves: bool = False, length: int | None = None,
 ) -> Answered:  # fmt: skip
-    """One request. `leaves`: the client goes away when the first piece has come."""
+    """One request. `leaves`: the client goes away when the first piece has come. `length`: what it says of its body."""
     headers = [(b"host", host.encode("latin-1")), *([(b"authorization", b"Bearer t")] if token else [])]
+    headers += [(b"content-length", str(length).encode())] if length is not None else []
     scope = {
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": method,
         "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers, "scheme": "http", "root_path": "",
@@ -245,6 +246,7 @@ def test_sizes_and_forms_of_bodies() -> None:
         (b" " * (MAX_BODY_BYTES + 1), 413),
     ):
         assert asyncio.run(asked(homes, "POST", "/v1/completions", body)).status == status
+    assert asyncio.run(asked(homes, "POST", "/v1/completions", length=MAX_BODY_BYTES + 1)).status == 413
     assert asyncio.run(asked(homes, "PUT", "/v1/completions")).status == 405
 
 
