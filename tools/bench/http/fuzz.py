@@ -26,7 +26,7 @@ from tools.bench.results import Summary, Table
 
 Beside = Literal["nothing", "idle", "attack"]
 _MODEL = "tiny"
-_BATCH = 2500  # requests of a row
+_BATCH = 5000  # requests of a row
 _BATCH_SECONDS = 900.0
 _NUM_STRANGERS = 20  # well-formed tokens that the home does not know
 _CHAT = {"model": _MODEL, "messages": [{"role": "user", "content": "Is the light on?"}], "max_tokens": 8}
@@ -68,7 +68,7 @@ class HttpFuzz(Experiment):
     connections: int = Field(24, ge=1)  # of the attack, at once
     idle: int = Field(200, ge=0)  # connections that say nothing
     slow: int = Field(2, ge=0)  # clients that hardly read
-    quiet_seconds: float = Field(10.0, gt=0)  # of the chats beside no attack
+    quiet_seconds: float = Field(5.0, gt=0)  # of the chats beside no attack
     seed: int = 1
 
     def measure(self, context: Context) -> Iterator[HttpFuzzRow]:
