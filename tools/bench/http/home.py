@@ -21,7 +21,7 @@ from tools.testbed.cluster import check_possible
 
 HOST, PORT = "127.0.0.1", 47880  # of the gateway, on the hub
 _GATEWAY = "coordinator.http"  # module of its process
-_READY_SECONDS = 300.0  # for the coordinator to profile, plan, push and load on a busy machine
+_READY_SECONDS = 600.0  # for the coordinator to profile, plan, push and load on a busy machine
 
 
 class HttpHome:
