@@ -464,6 +464,15 @@ class BadRequest(HearthError, scope="request"):
     advice = "Correct the request."
 
 
+class BadGrammar(HearthError, scope="request"):
+    """A JSON schema, regular expression or grammar for an answer cannot be used. `what` names it, and where in it."""
+
+    what: str
+    reason: str
+    summary = "The {what} for the answer cannot be used: {reason}."
+    advice = "Correct or simplify it; docs/client.md says what is supported."
+
+
 class TextTooLong(HearthError, scope="request"):
     """A text has more tokens than the model accepts."""
 

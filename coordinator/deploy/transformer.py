@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -50,10 +51,12 @@ async def shard_weights(
     plan: TransformerPlan,
     cache_dir: Path,
     kernels: Mapping[str, tuple[KernelChoice, ...]] = MappingProxyType({}),
+    vocabulary: Callable[[], bytes | None] = lambda: None,
 ) -> AsyncIterator[Weights]:
     """The weight chunks of every rank's shard, and its kernels (by device id; without: the worker's defaults).
 
-    The checkpoint is open inside the context. Raises BadCheckpoint, DiskHung.
+    `vocabulary`: the tokens, for grammars; ranks that hold rows of the vocabulary get them as one chunk more. The checkpoint
+    is open inside the context. Raises BadCheckpoint, DiskHung.
     """
 
     def opened() -> tuple[Checkpoint, int, bool]:
@@ -65,6 +68,9 @@ async def shard_weights(
     with checkpoint:
         manifest = await on_disk(model_dir, read_seconds(num_bytes), cached_manifest, checkpoint, plan.model, cache_dir)
         refs = [chunks_for_rank(manifest, plan, rank) for rank in range(plan.num_ranks)]
+        tokens = await on_disk(model_dir, read_seconds(num_bytes), vocabulary)
+        tokens_chunks = [_vocabulary_chunk(tokens, model_dir)] if tokens is not None else []
+        of_tokens = [tokens_chunks if rows else [] for rows in plan.body.vocabulary]
 
         def chunk(ref: ChunkRef) -> Chunk:
             read = partial(chunk_bytes, checkpoint, plan.model, ref.kind, ref.layer, ref.grain)
@@ -73,12 +79,20 @@ async def shard_weights(
             return Chunk(ref.hash, ref.num_bytes, read, str(model_dir))
 
         yield Weights(
-            [list(map(chunk, rank_refs)) for rank_refs in refs],
+            [[*map(chunk, rank_refs), *tokens] for rank_refs, tokens in zip(refs, of_tokens, strict=True)],
             [
-                ShardParts(chunks=rank_refs, kernels=kernels.get(device.device_id, ()))
-                for device, rank_refs in zip(plan.devices, refs, strict=True)
+                ShardParts(
+                    chunks=rank_refs,
+                    kernels=kernels.get(device.device_id, ()),
+                    vocabulary=tokens[0].hash if tokens else None,
+                )
+                for device, rank_refs, tokens in zip(plan.devices, refs, of_tokens, strict=True)
             ],
         )
+
+
+def _vocabulary_chunk(tokens: bytes, model_dir: Path) -> Chunk:
+    return Chunk(hashlib.sha256(tokens).hexdigest(), len(tokens), lambda: tokens, str(model_dir))
 
 
 def _refuse_to_read(model_dir: Path, ref: ChunkRef) -> bytes:
@@ -160,12 +174,14 @@ class TransformerDeployment(Deployment):
         stream_name: str = "",
         prefix_scope: str = "",
         max_drafted: int = 0,
+        grammar: str = "",
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         """Stream rank 0's continuation of a prompt [T] int32: tokens, then the end. Closing early drops the sequence.
 
         `timeout_seconds` bounds the wait for each reply. `stream_name` is the same when the answer continues on the next
         deployment. Requests of one `prefix_scope` share the KV cache of equal prefixes. A step guesses `max_drafted` tokens at
-        most. Raises as `run` does; except for errors of scope `request`, a failure ends all running sequences.
+        most. The answer follows `grammar`, unless it is empty. Raises as `run` does; except for errors of scope `request`, a
+        failure ends all running sequences.
         """
         self.check_may_run()
         request = GenerateTokens(
@@ -177,6 +193,7 @@ class TransformerDeployment(Deployment):
             stream=stream_name,
             prefix_scope=prefix_scope,
             max_drafted=max_drafted,
+            grammar=grammar,
         )
         first = self.plan.devices[0].device_id
         stream = self._fleet.stream(first, request, pack_array(token_ids), GenerationEnded, timeout_seconds)

@@ -51,6 +51,7 @@ _FORMS: Mapping[type[HearthError], _Form] = {
     errors.AppRevoked: _Form(401, "authentication_error", "invalid_api_key"),
     errors.NotAuthorised: _Form(403, "permission_error"),
     errors.BadRequest: _Form(400, "invalid_request_error"),
+    errors.BadGrammar: _Form(400, "invalid_request_error", "invalid_schema"),
     errors.TextTooLong: _Form(400, "invalid_request_error", "context_length_exceeded"),
     errors.ContextTooLong: _Form(400, "invalid_request_error", "context_length_exceeded"),
     errors.FrameTooLarge: _Form(413, "invalid_request_error"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
@@ -13,7 +14,15 @@ from pydantic import BaseModel, ValidationError
 
 from hearth.errors import BadRequest, HearthError
 from hearth.validation import first_error
-from hearth.wire.messages import ChatMessage, Message, TextEnded, TextGenerated, ToolCall, expect_message
+from hearth.wire.messages import (
+    AnswerConstraint,
+    ChatMessage,
+    Message,
+    TextEnded,
+    TextGenerated,
+    ToolCall,
+    expect_message,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -251,6 +260,34 @@ def _tool_call(call: ToolCall | Mapping[str, Any]) -> ToolCall:
     except (KeyError, TypeError, AttributeError):
         reason = 'each of tool_calls must be {"id": ..., "function": {"name": ..., "arguments": a JSON text}}'
         raise BadRequest(reason=reason) from None
+
+
+def constraint(
+    schema: Mapping[str, Any] | str | None, regex: str | None, grammar: str | None
+) -> AnswerConstraint | None:
+    """What an answer must match; None: anything. Raises BadRequest if more than one is given, or a text is too long."""
+    if schema is not None and not isinstance(schema, str):
+        schema = json.dumps(schema)
+    given = [
+        (kind, text) for kind, text in (("schema", schema), ("regex", regex), ("grammar", grammar)) if text is not None
+    ]
+    if len(given) > 1:
+        raise BadRequest(reason="give a schema, a regex or a grammar, and only one of them")
+    return valid(AnswerConstraint, kind=given[0][0], text=given[0][1]) if given else None
+
+
+def called_tools(choice: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The names of the tools of which an answer must call one; empty: it is free to. Raises BadRequest."""
+    if choice == "auto":
+        return ()
+    try:
+        names = [str(tool.get("function", tool)["name"]) for tool in tools]
+    except (KeyError, TypeError, AttributeError):
+        raise BadRequest(reason='each of tools must be {"type": "function", "function": {"name": ...}}') from None
+    called = tuple(names) if choice == "required" else (choice,)
+    if not called or not set(called) <= set(names):
+        raise BadRequest(reason=f"tool_choice is {choice!r}, but the tools are: {', '.join(names) or 'none'}")
+    return called
 
 
 def token_frames(token_ids: Sequence[int] | np.ndarray[Any, Any]) -> Sequence[Any]:

@@ -119,6 +119,11 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, bool | int | float | str] | None = None,
         takes_parts: bool = False,
+        schema: Mapping[str, Any] | str | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        tool_choice: str = "auto",
+        parallel_tool_calls: bool = True,
         timeout_seconds: float = 600.0,
         **sampling: Unpack[answers.SamplingSettings],
     ) -> answers.AsyncGeneration:
@@ -131,8 +136,12 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
         `tools`, as in OpenAI's API, go to the chat template with `template_options` (such as enable_thinking). With tools or
         `takes_parts`, the reasoning and the calls of tools are parts of the answer's tokens, and not in its text.
+        `tool_choice` is "auto", "required" (the answer calls tools), or the name of the tool to call.
 
-        Raises BadRequest at once for a value out of range; while iterating, ContextTooLong, NotServing, QueueFull,
+        At most one of `schema` (a JSON schema), `regex` and `grammar` (Lark, as llguidance reads it) is what the whole answer
+        must match; with tools that are not required, it may call them instead.
+
+        Raises BadRequest at once for a value out of range; while iterating, BadGrammar, ContextTooLong, NotServing, QueueFull,
         DeadlineExceeded, ConnectionLost, WorkerDied, ...
         """
         if unknown := sampling.keys() - wire.SamplingChoice.model_fields:
@@ -142,7 +151,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             sampling=answers.valid(wire.SamplingChoice, **sampling), max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             tools=tuple(json.dumps(tool) for tool in tools), template_options=dict(template_options or {}),
-            takes_parts=takes_parts,
+            takes_parts=takes_parts, constraint=answers.constraint(schema, regex, grammar),
+            called_tools=answers.called_tools(tool_choice, tools), parallel_calls=parallel_tool_calls,
             **_request_fields(timeout_seconds),
         )  # fmt: skip
         if [prompt is not None, bool(messages), token_ids is not None].count(True) != 1:

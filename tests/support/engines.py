@@ -19,13 +19,14 @@ from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import make_staging
 from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader, Replies
-from agent.worker.transformer.generation.speculation import Speculation
+from agent.worker.transformer.generation.speculation import Speculation, StepTimes
 from agent.worker.transformer.generation.steps import StepExecutor
 from agent.worker.transformer.shard import Shard, load_shard
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes
 from hearth.errors import HearthError
+from hearth.grammars import Grammars, Vocabulary
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.framing import pack_array
@@ -83,6 +84,7 @@ class EngineCluster:
         bytes_per_second: float | None = None,
         compute_device: str = "cpu",
         chunks: Mapping[ChunkRef, Path] | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.plan = plan
         self.hub = MemoryHub(plan.num_ranks, bytes_per_second)
@@ -105,7 +107,8 @@ class EngineCluster:
             self.communicators.append(communicator)
             self.engines.append(EncoderEngine(plan, rank, shard, communicator, staging))
             if plan.body.generation is not None:
-                self.executors.append(StepExecutor(plan, rank, shard, communicator, staging))
+                grammars = Grammars(vocabulary) if vocabulary is not None else None
+                self.executors.append(StepExecutor(plan, rank, shard, communicator, staging, None, grammars))
 
     def __enter__(self) -> EngineCluster:
         return self
@@ -192,3 +195,13 @@ class GenerationCluster:
                 executor.execute_next()
         except HearthError:
             return
+
+
+class FreeRows(StepTimes):
+    """As if further rows cost nothing, so that everything is drafted."""
+
+    def is_measured(self, num_rows: int) -> bool:
+        return True
+
+    def seconds(self, num_rows: int) -> float:
+        return 1.0

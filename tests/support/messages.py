@@ -34,7 +34,7 @@ _LOAD = m.Load(
     holder="c",
     plan=_PLAN,
     rank=1,
-    parts=m.ShardParts(chunks=(_CHUNK,), kernels=(_KERNELS,)),
+    parts=m.ShardParts(chunks=(_CHUNK,), kernels=(_KERNELS,), vocabulary="0" * 64),
     plan_token=bytes(range(16)),
 )
 _GRAPH_PLAN = make_graph_plan([(0, ("x",), ("t",)), (1, ("t",), ("y",))], inputs=("x",), outputs=("y",))
@@ -151,7 +151,9 @@ EXAMPLES: tuple[m.Message, ...] = (
         load=_LOAD, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,
         compute_device="cpu",
     ),
-    m.GenerateTokens(holder="c", epoch=3, sampling=_SAMPLING, max_tokens=64, stop_ids=(2,), first_index=5),
+    m.GenerateTokens(
+        holder="c", epoch=3, sampling=_SAMPLING, max_tokens=64, stop_ids=(2,), first_index=5, grammar='start: "a"'
+    ),
     m.TokensGenerated(token_ids=(17, 4)),
     m.GenerationEnded(
         reason="stop", num_prompt_tokens=9, num_tokens=31, queued_seconds=0.0, prefill_seconds=0.5, decode_seconds=1.5
@@ -162,7 +164,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         rows=(
             m.SequenceRows(
                 sequence=4, token_ids=(5, 6), sample=True,
-                new=m.NewSequence(blocks=(3, 4), num_prompt_tokens=2, sampling=_SAMPLING),
+                new=m.NewSequence(blocks=(3, 4), num_prompt_tokens=2, sampling=_SAMPLING, grammar='start: "a"'),
             ),
         ),
     ),
@@ -177,7 +179,8 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Generate(
         **_ASKED,
         messages=(m.ChatMessage(role="user", content="Is the light on?"),), max_tokens=64, stop=("END",),
-        sampling=m.SamplingChoice(temperature=0.5, seed=3),
+        sampling=m.SamplingChoice(temperature=0.5, seed=3), constraint=m.AnswerConstraint(kind="regex", text="[ab]+"),
+        called_tools=("turn_on",), parallel_calls=False,
     ),
     m.TextGenerated(token_ids=(17, 4), text=" Yes"),
     m.TextEnded(

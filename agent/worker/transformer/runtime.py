@@ -24,6 +24,7 @@ from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
 from agent.worker.transformer.kv_cache import KeptCaches
 from agent.worker.transformer.shard import HeldWeights, Shard, held_weights, load_shard
 from hearth.errors import BadRequest, HearthError, StepFailed
+from hearth.grammars import Grammars, Vocabulary
 from hearth.plan.kept_caches import reserved_bytes
 from hearth.plan.plan import TransformerPlan, is_transformer_plan
 from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
@@ -57,6 +58,7 @@ class TransformerRuntime:
         self._requests: queue.SimpleQueue[tuple[bytes, wire.Message, list[bytes]] | None] = queue.SimpleQueue()
         self._kept = KeptCaches()
         self._held: HeldWeights | None = None  # while it loads: of the previous plan, and what is loaded of this one
+        self._grammars: Grammars | None = None  # None: the model's tokens have no texts
         self._executor: StepExecutor | None = None
         self._computing_since: float | None = None  # when the main thread began its work; None: it waits for requests
 
@@ -92,6 +94,9 @@ class TransformerRuntime:
             self._parts.kernels,
         )
         self._held = None
+        if self._parts.vocabulary is not None:
+            hash = self._parts.vocabulary
+            self._grammars = Grammars(Vocabulary.unpack((store / hash[:2] / hash).read_bytes()))
         if not is_first:
             give_back_freed_buffers()  # weights and caches that this plan does not need
             total = sum(chunk.num_bytes for chunk in self._parts.chunks)
@@ -115,7 +120,7 @@ class TransformerRuntime:
         if self._plan.body.generation is None:
             self._compute = partial(self._run_steps, EncoderEngine(*parts))
             return
-        self._executor = StepExecutor(*parts, self._kept)
+        self._executor = StepExecutor(*parts, self._kept, self._grammars)
         if self._rank == LEADER_RANK:
             self._compute = partial(self._lead, Leader(self._plan, self._executor, request.caches))
         else:

@@ -70,6 +70,12 @@ class _Asked(Body):
     model: str
     stream: bool | None = None  # None: a stream
     options: dict[str, Any] | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None  # of the answer: any JSON object, or a JSON schema
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None: any text."""
+        return {"type": "object"} if self.format == "json" else self.format or None
 
     def settings(self) -> Options:
         """The settings of sampling. Raises Failure."""
@@ -107,7 +113,7 @@ class Chat(_Asked):
     """The body of `/api/chat`."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "format": ("",), "logprobs": (False,), "top_logprobs": (0,), "truncate": (), "shift": (),
+        "logprobs": (False,), "top_logprobs": (0,), "truncate": (), "shift": (),
     }  # fmt: skip
 
     messages: tuple[dict[str, Any], ...] = Field(default=(), max_length=4096)
@@ -123,6 +129,7 @@ class Chat(_Asked):
             "tools": self.tools or (),
             "template_options": {} if self.think is None else {"enable_thinking": self.think},
             "takes_parts": True,
+            "schema": self.schema_of_answer,
         }
 
 
@@ -130,7 +137,7 @@ class Prompt(_Asked):
     """The body of `/api/generate`. A prompt that is not `raw` is the message of a user."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "suffix": ("",), "images": ([],), "format": ("",), "template": ("",), "context": ([],), "think": (False,),
+        "suffix": ("",), "images": ([],), "template": ("",), "context": ([],), "think": (False,),
         "logprobs": (False,), "top_logprobs": (0,), "truncate": (), "shift": (),
     }  # fmt: skip
 
@@ -167,9 +174,10 @@ async def generate(call: Call) -> Answer:
     system = [{"role": "system", "content": asked.system}] if asked.system else []
     if asked.raw and system:
         raise unsupported("system", "a raw prompt is used as it is")
-    prompt = (
+    prompt: dict[str, Any] = (
         {"prompt": asked.prompt} if asked.raw else {"messages": [*system, {"role": "user", "content": asked.prompt}]}
     )
+    prompt["schema"] = asked.schema_of_answer
     return await _answer(call, asked, _response, prompt if asked.prompt else None)
 
 

@@ -56,7 +56,7 @@ class ChatCompletion(Sampled):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "functions": ([],), "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
+        "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
         "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": ("none",), "verbosity": (),
         "web_search_options": (),
     }  # fmt: skip
@@ -65,21 +65,32 @@ class ChatCompletion(Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[tuple[dict[str, Any], ...], Field(max_length=256)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
 
     def prompt(self) -> dict[str, Any]:
         """The arguments of `generate` for this chat. Raises Failure that names the field."""
-        if self.tool_choice not in (None, "none", "auto"):
-            raise unsupported("tool_choice", "a call cannot be demanded, only 'auto' and 'none' are supported")
         for number, tool in enumerate(self.tools or ()):
             if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
                 raise unsupported(f"tools.{number}", "only tools of the type 'function' are supported")
+        tools = self.tools if self.tools and self.tool_choice != "none" else ()
         return {
             "messages": [self._message(number, given) for number, given in enumerate(self.messages)],
-            "tools": self.tools if self.tools and self.tool_choice != "none" else (),
+            "tools": tools,
+            "tool_choice": tool_choice(self.tool_choice, [each["function"].get("name") for each in tools]),
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "schema": self._schema(),
             "template_options": self.chat_template_kwargs,
             "takes_parts": True,
         }
+
+    def _schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer. Raises Failure."""
+        form = self.response_format or {"type": "text"}
+        if form.get("type") != "json_schema":
+            return schema_of(form, "response_format")
+        return schema_of({"type": "json_schema", **_object(form.get("json_schema"))}, "response_format.json_schema")
 
     def _message(self, number: int, given: dict[str, Any]) -> dict[str, Any]:
         """A message for the chat template. Raises Failure."""
@@ -97,6 +108,41 @@ class ChatCompletion(Sampled):
         if message.role == "tool":
             fields |= {"tool_call_id": message.tool_call_id or "", "name": message.name or ""}
         return fields
+
+
+def schema_of(form: dict[str, Any], field: str) -> dict[str, Any] | None:
+    """The JSON schema that the form of an answer asks for; None: any text. Raises Failure that names the field."""
+    kind = form.get("type")
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema":
+        raise unsupported(f"{field}.type", "it is none of 'text', 'json_object' and 'json_schema'")
+    schema = form.get("schema")
+    if not isinstance(schema, dict):
+        raise Failure(400, f"The field '{field}.schema' must be a JSON schema.", param=f"{field}.schema")
+    return schema
+
+
+def tool_choice(choice: str | dict[str, Any] | None, names: Sequence[Any]) -> str:
+    """The tool choice of `generate`: auto, required, or the name of a tool. Raises Failure."""
+    if choice in (None, "none", "auto"):
+        return "auto"
+    name: Any = choice
+    if isinstance(choice, dict):
+        name = _object(choice.get("function")).get("name") or choice.get("name")
+        if choice.get("type") != "function" or name not in names:
+            raise Failure(400, "The field 'tool_choice' names none of the tools.", param="tool_choice")
+    elif choice != "required" or not names:
+        raise Failure(
+            400, "The field 'tool_choice' must be 'auto', 'none', 'required' or a tool of 'tools'.", param="tool_choice"
+        )
+    return str(name)
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _within(field: str, failure: Failure) -> Failure:

@@ -34,7 +34,7 @@ class Sampled(Body):
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-            "cache_prompt", "timings_per_token", "keep_alive", "parallel_tool_calls",
+            "cache_prompt", "timings_per_token", "keep_alive",
         }
     )  # fmt: skip
 

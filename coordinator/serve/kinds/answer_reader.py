@@ -16,12 +16,12 @@ from hearth.wire.messages import ToolCall
 ToolForm: TypeAlias = Literal["hermes", "mistral", "llama"]
 
 # Texts around a call; without an end, the call lasts to the end of the answer.
-_MARKS: dict[ToolForm, tuple[str, str | None]] = {
+TOOL_MARKS: dict[ToolForm, tuple[str, str | None]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "mistral": ("[TOOL_CALLS]", None),
     "llama": ("<|python_tag|>", None),
 }
-_REASONING = ("<think>", "</think>")
+REASONING = ("<think>", "</think>")
 _ID_CHARACTERS = 9  # of the id of a call: what Mistral's templates demand, and enough for one chat
 
 
@@ -38,21 +38,22 @@ class AnswerForm(NamedTuple):
 
     tools: ToolForm | None = None
     reasons: bool = False
+    names_first: bool = False  # a call is its name, a mark and its arguments, as in newer templates of Mistral
 
     @property
     def marks(self) -> tuple[str, ...]:
         """The texts that mark parts. They may be special tokens, which a reader needs to see."""
-        marks = (*_MARKS[self.tools],) if self.tools is not None else ()
-        return tuple(mark for mark in (*marks, *(_REASONING if self.reasons else ())) if mark is not None)
+        marks = (*TOOL_MARKS[self.tools],) if self.tools is not None else ()
+        return tuple(mark for mark in (*marks, *(REASONING if self.reasons else ())) if mark is not None)
 
 
 def answer_form(template: str | None) -> AnswerForm:
     """The form of the answers of a model with this chat template."""
     template = template or ""
-    tools: ToolForm | None = next((form for form, (begin, _) in _MARKS.items() if begin in template), None)
+    tools: ToolForm | None = next((form for form, (begin, _) in TOOL_MARKS.items() if begin in template), None)
     if tools is None and "ipython" in template:  # Llama 3.2 writes calls without a mark
         tools = "llama"
-    return AnswerForm(tools, _REASONING[1] in template)
+    return AnswerForm(tools, REASONING[1] in template, "[ARGS]" in template)
 
 
 class AnswerReader:
@@ -108,7 +109,7 @@ class AnswerReader:
         return self._read_text()
 
     def _read_reasoning(self) -> Piece | None:
-        end = _REASONING[1]
+        end = REASONING[1]
         before, found, after = self._rest.partition(end)
         if found:
             self._state, self._rest, self._has_reasoned = "text", after, True
@@ -117,7 +118,7 @@ class AnswerReader:
         return Piece(reasoning=certain) if certain else None
 
     def _read_call(self) -> Piece | None:
-        end = _MARKS[self._tools][1] if self._tools is not None else None
+        end = TOOL_MARKS[self._tools][1] if self._tools is not None else None
         if end is None or end not in self._rest:
             return None
         call, _, self._rest = self._rest.partition(end)
@@ -128,15 +129,15 @@ class AnswerReader:
         if self._tools == "llama" and not self._has_text and self._rest.lstrip().startswith("{"):
             self._state = "call"  # the whole answer is a call, or several
             return Piece()
-        begins = [_MARKS[self._tools][0]] if self._tools is not None else []
-        start, first = self._rest.lstrip(), _REASONING[0]
+        begins = [TOOL_MARKS[self._tools][0]] if self._tools is not None else []
+        start, first = self._rest.lstrip(), REASONING[0]
         if self._reasons and not self._has_text and (start.startswith(first) or first.startswith(start)):
             begins.append(first)  # reasoning comes first, if at all
         places = sorted((place, mark) for mark in begins if (place := self._rest.find(mark)) >= 0)
         if places:
             place, mark = places[0]
             before, self._rest = self._rest[:place], self._rest[place + len(mark) :]
-            self._state = "reasoning" if mark == _REASONING[0] else "call"
+            self._state = "reasoning" if mark == REASONING[0] else "call"
             return self._text(before)
         certain = self._certain(begins)
         return self._text(certain) if certain else None
@@ -166,7 +167,7 @@ class AnswerReader:
         assert self._tools is not None
         calls = _parsed(self._tools, written) if ended else None
         if calls is None:
-            begin, end = _MARKS[self._tools]
+            begin, end = TOOL_MARKS[self._tools]
             if self._tools == "llama" and written.lstrip().startswith("{"):
                 begin = ""
             return self._text(begin + written + (end or "" if ended else ""))

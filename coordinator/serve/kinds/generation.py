@@ -7,17 +7,19 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
 
 from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.serve.kinds.answer_reader import AnswerReader, Piece, joined
+from coordinator.serve.kinds.constraints import AnswerGrammars
 from coordinator.serve.kinds.prompts import GenerationDefaults, StopTextFilter, TextStream, TextTokenizer
 from coordinator.serve.kinds.text_threads import TextThreads
 from coordinator.serve.requests.runner import Requests, Ticket
 from hearth.errors import BadPlan, BadRequest, ContextTooLong, DeadlineExceeded, HearthError, QueueFull, StepFailed
+from hearth.grammars import Grammars, Vocabulary
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.platform.asyncio_tools import cancel_all
@@ -46,6 +48,34 @@ class TextModel:
     tokenizer: TextTokenizer | None  # None: only token ids are accepted
     defaults: GenerationDefaults
 
+    @cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        """The tokens, for grammars; None if they are not known, or if none of them ends an answer."""
+        stop_ids = [token_id for token_id in self.defaults.stop_ids if 0 <= token_id < self.spec.vocab_size]
+        if self.tokenizer is None or not stop_ids:
+            return None
+        return self.tokenizer.vocabulary(self.spec.vocab_size, stop_ids)
+
+    @cached_property
+    def packed_vocabulary(self) -> bytes | None:
+        """The tokens as the devices get them."""
+        return None if self.vocabulary is None else self.vocabulary.pack()
+
+    @cached_property
+    def _answer_grammars(self) -> AnswerGrammars:
+        if self.tokenizer is None or self.vocabulary is None:
+            raise BadRequest(
+                reason="answers of this model cannot be constrained: its files name no texts of tokens, or no end of text"
+            )
+        special = {self.vocabulary.tokens[n].decode(errors="replace"): n for n in self.vocabulary.special_ids}
+        return AnswerGrammars(Grammars(self.vocabulary), self.tokenizer.form, special)
+
+    def grammar(self, request: wire.Generate, prompt: Sequence[int]) -> str:
+        """The grammar of the answer, which compiles. Raises BadGrammar, BadRequest."""
+        grammars = self._answer_grammars
+        assert self.tokenizer is not None
+        return grammars.grammar(request, self.tokenizer.begins_with_reasoning(prompt))
+
     def prompt_ids(self, request: wire.Generate, token_ids: Array | None) -> list[int]:
         """Token ids of the request's prompt. Raises BadRequest."""
         if [request.prompt is not None, bool(request.messages), token_ids is not None].count(True) != 1:
@@ -58,6 +88,8 @@ class TextModel:
             raise BadRequest(reason="tools need messages, since the chat template describes them to the model")
         if request.tools and self.tokenizer is not None and self.tokenizer.form.tools is None:
             raise BadRequest(reason="the model's chat template has no form for calls of tools that Hearth can read")
+        if request.called_tools and not request.tools:
+            raise BadRequest(reason="a call is demanded, but there are no tools")
         if token_ids is not None:
             if token_ids.ndim != 1 or str(token_ids.dtype) != "int32":
                 raise BadRequest(reason="token ids must be a list of 32-bit integers")
@@ -133,8 +165,13 @@ class GenerationRunner:
             if self.num_running > self.limit:
                 raise QueueFull(limit=self.limit)
             prompt = await self._in_thread(ticket, request, partial(model.prompt_ids, request, token_ids))
+            grammar = ""
+            if request.constraint is not None or request.called_tools:
+                seconds = ticket.deadline - asyncio.get_running_loop().time()
+                grammar = await self._threads.compile(seconds, partial(model.grammar, request, prompt))
             scope = _ALL_APPS if self._shared_prefixes else ticket.place.caller
-            generation = _RunningGeneration(model, request, prompt, ticket.deadline - request.timeout_seconds, scope)
+            began = ticket.deadline - request.timeout_seconds
+            generation = _RunningGeneration(model, request, prompt, began, scope, grammar)
             generation.remaining_tokens(model.spec.max_positions)  # refuse early a prompt that can never fit
             if request.generated:
                 await self._in_thread(ticket, request, generation.replay)
@@ -252,7 +289,13 @@ class _RunningGeneration:
     """One request and its generated tokens. Times are those of the event loop's clock, in seconds."""
 
     def __init__(
-        self, model: TextModel, request: wire.Generate, prompt: list[int], began: float, prefix_scope: str
+        self,
+        model: TextModel,
+        request: wire.Generate,
+        prompt: list[int],
+        began: float,
+        prefix_scope: str,
+        grammar: str = "",
     ) -> None:
         self.model = model
         self.request = request
@@ -274,6 +317,7 @@ class _RunningGeneration:
         self._clock = asyncio.get_running_loop().time
         self._began_at = began
         self._prefix_scope = prefix_scope
+        self._grammar = grammar
         self._num_deployments = 0
         self._sent_at = self._first_token_at = self._last_token_at = began
 
@@ -313,6 +357,7 @@ class _RunningGeneration:
             stream_name=self._stream_name,
             prefix_scope=self._prefix_scope,
             max_drafted=max_drafted,
+            grammar=self._grammar,
         )
 
     def replay(self) -> None:
@@ -334,6 +379,8 @@ class _RunningGeneration:
                     token_ids = token_ids[:count]
                     break
         piece = self._reader.push(text) if self._reader is not None else Piece(text)
+        if piece.tool_calls and not self.request.parallel_calls:
+            self.reason = "stop"
         return wire.TextGenerated(token_ids=tuple(token_ids), **piece._asdict())
 
     def end_message(self) -> wire.TextEnded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -16,11 +17,14 @@ from coordinator.models.checkpoint.families import read_json_object
 from coordinator.serve.kinds.answer_reader import AnswerReader, answer_form
 from coordinator.serve.kinds.sentences import open_tokenizer
 from hearth.errors import BadCheckpoint, BadRequest
+from hearth.grammars import Vocabulary
 from hearth.validation import first_error
 from hearth.wire.messages import ChatMessage, Sampling, SamplingChoice
 
 if TYPE_CHECKING:
     import jinja2
+
+log = logging.getLogger(__name__)
 
 _NO_CHARACTER = "\ufffd"  # decoders write it for invalid or incomplete UTF-8
 _TAIL_TOKENS = 8  # of a prompt, in which it may begin the reasoning
@@ -93,8 +97,29 @@ class TextTokenizer:
 
     def reader(self, prompt_ids: Sequence[int], has_tools: bool, name: str) -> AnswerReader:
         """A reader of the answer to this prompt. `name` makes the ids of its calls."""
+        return AnswerReader(self.form, has_tools, self.begins_with_reasoning(prompt_ids), name)
+
+    def begins_with_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether this prompt ends inside of the reasoning."""
         tail = str(self._tokenizer.decode(list(prompt_ids[-_TAIL_TOKENS:]), skip_special_tokens=False)).rstrip()
-        return AnswerReader(self.form, has_tools, self.form.reasons and tail.endswith("<think>"), name)
+        return self.form.reasons and tail.endswith("<think>")
+
+    def vocabulary(self, num_tokens: int, stop_ids: Sequence[int]) -> Vocabulary | None:
+        """The bytes of all tokens of a model with so many; None if this tokenizer does not tell them."""
+        from llguidance import LLTokenizer
+
+        try:
+            read = LLTokenizer(self._tokenizer.to_str(), n_vocab=max(num_tokens, self._tokenizer.get_vocab_size()))
+        except ValueError as error:
+            log.warning("answers cannot be constrained: llguidance does not read the tokenizer (%s)", error)
+            return None
+        added = self._tokenizer.get_added_tokens_decoder().keys()  # llguidance takes the byte 0xff for special, too
+        special = [token_id for token_id in sorted(added) if token_id < num_tokens and read.is_special_token(token_id)]
+        tokens = [
+            b"" if self._tokenizer.id_to_token(token_id) is None else read.decode_bytes([token_id])
+            for token_id in range(num_tokens)
+        ]
+        return Vocabulary(tokens, special, tuple(stop_ids))
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

@@ -1,4 +1,4 @@
-"""Threads for tokenising, apart from those that read weights and write state, with a deadline for each caller."""
+"""Threads for texts and grammars, apart from those that read weights and write state, with a deadline for each caller."""
 
 from __future__ import annotations
 
@@ -30,11 +30,16 @@ class _Lane:
 
 
 class TextThreads:
-    """One thread for short texts and one for long ones."""
+    """One thread for short texts, one for long ones, and one for grammars, of which a hostile one may take a second."""
 
     def __init__(self) -> None:
         self._short = _Lane("short-texts", _MAX_WAITING_SHORT)
         self._long = _Lane("long-texts", _MAX_WAITING_LONG)
+        self._grammars = _Lane("grammars", _MAX_WAITING_SHORT)
+
+    async def compile(self, timeout_seconds: float, function: Callable[[], _T]) -> _T:
+        """Call `function`, which compiles a grammar, in a thread. Raises QueueFull, DeadlineExceeded and its errors."""
+        return await self._in_lane(self._grammars, "compiling the grammar", timeout_seconds, function)
 
     async def run(
         self,
@@ -49,13 +54,16 @@ class TextThreads:
         Raises QueueFull, DeadlineExceeded and the function's errors.
         """
         lane = self._short if num_characters <= _SHORT_CHARACTERS else self._long
+        return await self._in_lane(lane, "the tokenisation", timeout_seconds, lambda: function(*args, **kwargs))
+
+    async def _in_lane(self, lane: _Lane, action: str, timeout_seconds: float, function: Callable[[], _T]) -> _T:
         if lane.num_calls >= lane.max_waiting:
             raise QueueFull(limit=lane.max_waiting)
-        call = asyncio.get_running_loop().run_in_executor(lane.executor, lambda: function(*args, **kwargs))
+        call = asyncio.get_running_loop().run_in_executor(lane.executor, function)
         lane.num_calls += 1
         try:
             return await with_timeout(timeout_seconds, call)
         except asyncio.TimeoutError:
-            raise DeadlineExceeded(action="the tokenisation", seconds=timeout_seconds) from None
+            raise DeadlineExceeded(action=action, seconds=timeout_seconds) from None
         finally:
             lane.num_calls -= 1

@@ -145,7 +145,10 @@ class TransformerKind:
         fleet, profiler = self._services.fleet, self._services.profiler
         ids = {device.device_id for device in plan.devices} & fleet.devices.keys() - self._kernels.keys()
         known = known_kernels(profiler, [fleet.devices[device_id] for device_id in ids], self.workload)
-        return shard_weights(self.model.directory, plan, manifests, self._kernels | known)
+        return shard_weights(self.model.directory, plan, manifests, self._kernels | known, self._packed_vocabulary)
+
+    def _packed_vocabulary(self) -> bytes | None:
+        return self._text_model.packed_vocabulary if self._text_model is not None else None
 
     def deployment(self, plan: Plan, name: str) -> TransformerDeployment:
         assert is_transformer_plan(plan)

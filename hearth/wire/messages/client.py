@@ -129,6 +129,13 @@ class SamplingChoice(WireModel):
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # None: a random seed
 
 
+class AnswerConstraint(WireModel):
+    """What an answer must look like: a JSON schema, a regular expression, or a grammar in llguidance's form of Lark."""
+
+    kind: Literal["schema", "regex", "grammar"]
+    text: Text
+
+
 class Generate(ModelRequest):
     """Continue a prompt: a text, a chat, or token ids (payload [T] int32; exactly one of the three).
 
@@ -144,6 +151,9 @@ class Generate(ModelRequest):
     tools: tuple[Text, ...] = Field(default=(), max_length=256)
     template_options: dict[Name, bool | int | float | Text] = Field(default={}, max_length=16)  # of the chat template
     takes_parts: bool = False  # whether reasoning and calls of tools are parts of their own; with tools they always are
+    constraint: AnswerConstraint | None = None
+    called_tools: tuple[Name, ...] = Field(default=(), max_length=256)  # the answer must call one; empty: it is free to
+    parallel_calls: bool = True  # whether it may call several
     # The tokens of this answer that arrived before the connection broke; the answer continues after them.
     generated: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(default=(), max_length=1 << 20)
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0

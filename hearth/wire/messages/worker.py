@@ -62,11 +62,13 @@ class ShardParts(WireModel):
     kind: Literal["shard"] = "shard"
     chunks: tuple[ChunkRef, ...] = Field(max_length=50_000, fail_fast=True)
     kernels: tuple[KernelChoice, ...] = Field(default=(), max_length=256)  # empty: the defaults of the worker
+    vocabulary: Hash | None = None  # a chunk with the tokens, for grammars (`hearth.grammars.Vocabulary`)
 
     @property
     def hashes(self) -> tuple[Hash, ...]:
-        """The chunks of the shard, in the order in which they are loaded."""
-        return tuple(chunk.hash for chunk in self.chunks)
+        """The chunks of the shard, in the order in which they are loaded, and that of the vocabulary."""
+        hashes = tuple(chunk.hash for chunk in self.chunks)
+        return hashes if self.vocabulary is None else (*hashes, self.vocabulary)
 
 
 class SegmentParts(WireModel):
@@ -289,6 +291,7 @@ class GenerateTokens(PlanCommand):
     first_index: Annotated[int, Field(ge=0)] = 0
     timeout_seconds: Annotated[float, Field(gt=0, le=90000)] = 600.0  # timeout of the first token
     max_drafted: Annotated[int, Field(ge=0, le=MAX_DRAFTED_TOKENS)] = 0  # of one step; 0: no speculative decoding
+    grammar: Text = ""  # that the answer follows; empty: it is free
 
 
 class TokensGenerated(Message):
@@ -399,6 +402,7 @@ class NewSequence(WireModel):
     sampling: Sampling
     first_index: Annotated[int, Field(ge=0)] = 0
     stream: Name = ""
+    grammar: Text = ""
     moved: MovedCache | None = None
 
 

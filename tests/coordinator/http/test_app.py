@@ -127,6 +127,7 @@ def ask(path: str, body: object = None, home: ScriptedHome | None = None, **opti
     return asyncio.run(asked(homes, method, path, data, **options))
 
 
+TOOL = {"type": "function", "function": {"name": "turn_on", "parameters": {"type": "object"}}}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Light?"}]}
 
 
@@ -156,6 +157,28 @@ def test_chat_in_both_forms() -> None:
     assert json.loads(end)["choices"][0]["finish_reason"] == "stop"
     assert (json.loads(usage)["choices"], json.loads(usage)["usage"]["total_tokens"]) == ([], 10)
     assert done == b"[DONE]\n\n"
+
+
+def test_forms_of_answers_are_constraints() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = {"type": "function", "function": {"name": "turn_on"}}
+    home = ScriptedHome()
+    for fields in (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "text"}, "tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": named, "parallel_tool_calls": False},
+        {"tools": [TOOL], "tool_choice": "none"},
+    ):
+        ask("/v1/chat/completions", {**CHAT, **fields}, home)
+    ask("/api/chat", {**CHAT, "format": schema}, home)
+    ask("/api/generate", {"model": "tiny", "prompt": "Light?", "format": "json"}, home)
+    assert [each["schema"] for each in home.asked] == [
+        schema, {"type": "object"}, None, None, None, schema, {"type": "object"},
+    ]  # fmt: skip
+    assert [each["tool_choice"] for each in home.asked[:5]] == ["auto", "auto", "required", "turn_on", "auto"]
+    assert [each["parallel_tool_calls"] for each in home.asked[2:4]] == [True, False]
+    assert home.asked[4]["tools"] == ()
 
 
 def test_ollama_streams_lines_unless_told_otherwise() -> None:
@@ -221,7 +244,11 @@ def test_client_that_goes_away_ends_the_answer(path: str) -> None:
     [
         ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools.0"),
         ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
-        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}},
+         400, "tool_choice"),
+        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "xml"}}, 400, "response_format.type"),
+        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, 400,
+         "response_format.json_schema.schema"),
         ("/v1/chat/completions", {**CHAT, "n": 99}, 400, "n"),
         ("/v1/chat/completions", {**CHAT, "top_logprob": 1}, 400, "top_logprob"),
         ("/v1/chat/completions", {**CHAT, "model": "other"}, 404, "model"),
@@ -257,7 +284,8 @@ _VALUES = st.recursive(
 )
 _FIELDS = st.sampled_from(
     ["model", "messages", "prompt", "input", "n", "stream", "options", "max_tokens", "stop", "seed", "temperature", "system",
-     "role", "content", "dimensions", "stream_options", "tools", "tool_choice", "think", "raw", "name"]
+     "role", "content", "dimensions", "stream_options", "tools", "tool_choice", "response_format", "format",
+     "think", "raw", "name"]
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from agent.worker.transformer.generation.scheduler import Scheduler
 from agent.worker.transformer.generation.sequence import SequenceState
 from agent.worker.transformer.generation.speculation import Speculation
 from agent.worker.transformer.generation.steps import StepExecutor
-from hearth.errors import BadRequest, HearthError, StepFailed
+from hearth.errors import BadGrammar, BadRequest, HearthError, StepFailed
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.framing import unpack_array
 from hearth.wire.messages import Failed, GenerateTokens, GenerationEnded, KeptCache, Message, TokensGenerated
@@ -153,6 +153,9 @@ class Leader:
         self._record_time()
         replies: Replies = []
         for cache, new in tokens.items():
+            if not new:
+                replies += self._refuse(cache)
+                continue
             sequence, appended = self._scheduler.append_tokens(cache, new)
             if sequence is not None and sequence.number in self._requests:  # it may have been cancelled meanwhile
                 replies += self._answer_tokens(sequence, self._requests[sequence.number], appended)
@@ -190,6 +193,18 @@ class Leader:
             num_free = self._scheduler.num_free_blocks
             log_fact(log, SchedulerIdle(num_blocks=self._limits.num_kv_blocks, num_free_blocks=num_free))
         return True
+
+    def _refuse(self, cache: int) -> Replies:
+        """Fail the one request whose grammar cannot be followed any further."""
+        sequence = self._scheduler.with_cache(cache)
+        if sequence is None or (request := self._requests.pop(sequence.number, None)) is None:
+            return []
+        self._scheduler.remove(sequence.number)
+        error = BadGrammar(
+            what="grammar",
+            reason=f"after {len(sequence.generated)} tokens no further one was found, or a device cannot apply it",
+        )
+        return [(request.request_id, Failed.of(error))]
 
     def _answer_tokens(self, sequence: SequenceState, request: _PendingRequest, tokens: Sequence[int]) -> Replies:
         if request.first_token is None:

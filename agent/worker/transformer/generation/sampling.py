@@ -25,17 +25,26 @@ from hearth.wire.messages import Sampling
 Array = np.ndarray[Any, Any]
 
 
-def select_candidates(logits_V: Array, first_id: int, sampling: Sampling, tokens: Sequence[int], index: int) -> Array:
+def select_candidates(
+    logits_V: Array,
+    first_id: int,
+    sampling: Sampling,
+    tokens: Sequence[int],
+    index: int,
+    allowed_V: Array | None = None,
+) -> Array:
     """Select the candidates of one rank's share of the vocabulary: token ids and logits [n,2], float32.
 
-    `tokens` are the prompt and the answer so far; `index` is the number of tokens in the answer so far. Ids are exact in
-    float32, since a vocabulary has at most 2^24 tokens.
+    `tokens` are the prompt and the answer so far; `index` is the number of tokens in the answer so far. Only the tokens of
+    `allowed_V` may be chosen (None: all). Ids are exact in float32, since a vocabulary has at most 2^24 tokens.
     """
     logits = apply_repetition_penalty(logits_V, first_id, sampling.repetition_penalty, tokens)
     logits = apply_answer_penalties(logits, first_id, sampling, tokens, index)
+    ids = np.arange(first_id, first_id + len(logits))
+    if allowed_V is not None:
+        ids, logits = ids[allowed_V], logits[allowed_V]
     if not len(logits):
         return np.empty((0, 2), np.float32)
-    ids = np.arange(first_id, first_id + len(logits))
     if sampling.temperature == 0:
         chosen = np.array([logits.argmax()])
     elif sampling.top_k:
@@ -100,16 +109,18 @@ def sample_token(candidates_n2: Array, sampling: Sampling, index: int) -> int:
     return int(ids[(logits + gumbel_noise(sampling.seed, index, ids)).argmax()])
 
 
-def verify_drafts(drafted: Sequence[int], sample: Callable[[int], int]) -> list[int]:
-    """The accepted ones of the drafted tokens, and the token after them.
+def verify_drafts(drafted: Sequence[int], sample: Callable[[int], int | None]) -> list[int]:
+    """The accepted ones of the drafted tokens, and the token after them, if there is one.
 
-    `sample(i)` is the token that the model chooses after i drafted tokens.
+    `sample(i)` is the token that the model chooses after i drafted tokens; None: its grammar cannot be followed further.
     """
-    tokens = [sample(0)]
-    for index, draft in enumerate(drafted, start=1):
-        if tokens[-1] != draft:
+    tokens: list[int] = []
+    for index in range(len(drafted) + 1):
+        if (token := sample(index)) is None:
             break
-        tokens.append(sample(index))
+        tokens.append(token)
+        if index < len(drafted) and token != drafted[index]:
+            break
     return tokens
 
 

@@ -219,6 +219,7 @@ class Scheduler:
             sampling=sequence.request.sampling,
             first_index=sequence.request.first_index,
             stream=sequence.request.stream,
+            grammar=sequence.request.grammar,
             moved=moved,
         )
 

@@ -64,6 +64,6 @@ class SequenceState:
             own.stream == request.stream != ""
             and 0 <= count <= len(self.generated) - self.ended
             and (request.first_index, request.max_tokens) == (own.first_index + count, own.max_tokens - count)
-            and (request.sampling, request.stop_ids) == (own.sampling, own.stop_ids)
+            and (request.sampling, request.stop_ids, request.grammar) == (own.sampling, own.stop_ids, own.grammar)
             and prompt == [*self.prompt, *self.generated[:count]]
         )

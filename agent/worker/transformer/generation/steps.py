@@ -25,13 +25,15 @@ from agent.worker.transformer.comm.communicator import Communicator
 from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.generation import decoding, sampling
 from agent.worker.transformer.generation.cache_exchange import CacheExchange
+from agent.worker.transformer.generation.constraints import Constraints
 from agent.worker.transformer.generation.facts import StepBegun, log_fact
 from agent.worker.transformer.kv_cache import KeptCaches
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
 from agent.worker.transformer.shard import Shard
 from agent.worker.transformer.strategies.pipeline import run_stage
 from agent.worker.transformer.strategies.step import Step
-from hearth.errors import BadMessage, StepFailed
+from hearth.errors import BadGrammar, BadMessage, StepFailed
+from hearth.grammars import Grammars
 from hearth.plan.geometry import Span, rows_per_rank, spans
 from hearth.plan.kept_caches import cached_block
 from hearth.plan.phases import Phase
@@ -77,8 +79,9 @@ class StepExecutor:
         communicator: Communicator,
         staging: Staging,
         kept: KeptCaches | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`kept` are KV caches of earlier plans, with which sequences may begin."""
+        """`kept` are KV caches of earlier plans, with which sequences may begin. `grammars`: of the model's tokens."""
         self._plan = plan
         self._rank = rank
         self._shard = shard
@@ -90,6 +93,7 @@ class StepExecutor:
         self._memory = PagedRows(plan.model, part, plan.body.generation.num_kv_blocks, staging.device)
         self._caches: dict[int, SequenceCache] = {}
         self._exchange = CacheExchange(plan, rank, communicator, staging, kept or KeptCaches())
+        self._constraints = Constraints(grammars, spans(plan.body.vocabulary)[rank])
         self._in_flight: deque[_InFlightStep | SampledTokens] = deque()  # steps begun and not finished, oldest first
         self._step = 0
         self.peer_timeout_seconds = plan.peer_timeout_seconds(plan.body.seq_len)
@@ -170,6 +174,7 @@ class StepExecutor:
             log_fact(log, StepBegun(kind=order.kind, rows=counts, freed=order.freed))
         for sequence in order.freed:
             self._caches.pop(sequence, None)
+            self._constraints.free(sequence)
         self._exchange.free(order)
         if not order.rows:
             if not self._caches:
@@ -199,6 +204,7 @@ class StepExecutor:
             if rows.new is not None:
                 cache = self._caches[rows.sequence] = SequenceCache(self._memory, rows.new)
                 self._exchange.begin(rows.sequence)
+                self._constraints.add(rows.sequence, rows.new.grammar)
                 if rows.new.moved is not None:
                     moves.append((rows.new.moved, cache))
         if moves:
@@ -370,17 +376,28 @@ class StepExecutor:
     def _candidates(self, row: _SampledRow, logits_V: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         cache, first_id = self._caches[row.sequence], self._shard.embedding.vocabulary.start
         tokens = cache.tokens[: row.num_tokens]
-        return sampling.select_candidates(logits_V, first_id, cache.sampling, tokens, _answer_index(cache, len(tokens)))
+        index = _answer_index(cache, len(tokens))
+        try:
+            allowed_V = self._constraints.allowed(row.sequence, tokens[len(tokens) - index :])
+        except BadGrammar as error:
+            log.warning("%s", error)
+            return np.array([[first_id, np.nan]], np.float32)  # tells rank 0 that no token may be chosen
+        return sampling.select_candidates(logits_V, first_id, cache.sampling, tokens, index, allowed_V)
 
     def _sample_tokens(self, sequence: int, candidates: Sequence[np.ndarray[Any, Any]]) -> list[int]:
-        """The new tokens of a sequence, given the candidates after its newest settled token and after each drafted one."""
+        """The new tokens of a sequence, given the candidates after its newest settled token and after each drafted one.
+
+        None if its grammar cannot be followed any further.
+        """
         cache = self._caches[sequence]
         num_settled = len(cache.settled_tokens)
 
-        def sample(num_drafted: int) -> int:
+        def sample(num_drafted: int) -> int | None:
             candidates_n2 = candidates[num_drafted]
-            if candidates_n2.ndim != 2 or candidates_n2.shape[1] != 2 or not len(candidates_n2):
+            if candidates_n2.ndim != 2 or candidates_n2.shape[1] != 2:
                 raise BadMessage(reason=f"candidates have the shape {candidates_n2.shape}")
+            if not len(candidates_n2) or np.isnan(candidates_n2).any():
+                return None
             index = _answer_index(cache, num_settled + num_drafted)
             return sampling.sample_token(candidates_n2, cache.sampling, index)
 

@@ -145,6 +145,7 @@ class Script:
         stream_name: str = "",
         prefix_scope: str = "",
         max_drafted: int = 0,
+        grammar: str = "",
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         assert token_ids.dtype == np.int32
         assert timeout_seconds > 0

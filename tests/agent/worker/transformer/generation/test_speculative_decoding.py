@@ -11,7 +11,7 @@ from support.models import save_random_model, small_decoder
 from support.plans import make_plan, with_generation
 
 from agent.worker.transformer.generation.drafting import NgramProposer, Proposer
-from agent.worker.transformer.generation.speculation import Speculation, StepTimes
+from agent.worker.transformer.generation.speculation import Speculation
 from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits
@@ -20,7 +20,7 @@ from hearth.wire.messages import Sampling
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, GenerationCluster  # noqa: E402 (needs torch)
+from support.engines import EngineCluster, FreeRows, GenerationCluster  # noqa: E402 (needs torch)
 
 PROMPTS = [[5, 9, 11] * 6, [7, 8, 21, 40, 8], [5, 9, 11] * 6 + [33], [3]]
 SAMPLED = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=4)
@@ -29,16 +29,6 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=4)
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("llama"), small_decoder("llama"), generates=True)
-
-
-class FreeRows(StepTimes):
-    """As if further rows cost nothing, so that everything is drafted."""
-
-    def is_measured(self, num_rows: int) -> bool:
-        return True
-
-    def seconds(self, num_rows: int) -> float:
-        return 1.0
 
 
 class Remembered:
