@@ -473,6 +473,15 @@ class BadGrammar(HearthError, scope="request"):
     advice = "Correct or simplify it; docs/client.md says what is supported."
 
 
+class UnknownModel(HearthError, scope="request"):
+    """A request names a model that is not served."""
+
+    model: str
+    served: str
+    summary = "The model '{model}' is not served here. Served: {served}."
+    advice = "Name one that is served (`hearth ps`), or add it with `hearth serve MODEL`."
+
+
 class TextTooLong(HearthError, scope="request"):
     """A text has more tokens than the model accepts."""
 

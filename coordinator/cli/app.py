@@ -18,6 +18,7 @@ from coordinator.cli.commands.infer import bench_model, infer
 from coordinator.cli.commands.key import key_app
 from coordinator.cli.commands.learn import learn
 from coordinator.cli.commands.plan import plan
+from coordinator.cli.commands.ps import ps, stop
 from coordinator.cli.commands.serve import serve
 from coordinator.cli.commands.status import status
 from coordinator.cli.output import handles_errors
@@ -46,7 +47,9 @@ def _main(
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s %(levelname)s %(message)s")
 
 
-for command in (devices, plan, serve, embed, generate, chat, infer, bench_model, learn, status, gateway, doctor, demo):
+for command in (
+    devices, plan, serve, stop, ps, embed, generate, chat, infer, bench_model, learn, status, gateway, doctor, demo,
+):  # fmt: skip
     # systemd does not restart `hearth serve` after exit status 2 (RestartPreventExitStatus).
     app.command()(handles_errors(command, contradiction_status=2 if command is serve else 1))
 app.add_typer(key_app, name="key")

@@ -245,7 +245,7 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
 }
 # Options of `serve` that require MODEL.
 MODEL_OPTIONS = (
-    "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "tiles", "seq_len", "context",
+    "name_as", "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "tiles", "seq_len", "context",
     "sequences", "no_kv_copies", "kv_cache", "shared_prefixes", "speculate", "weights", "deterministic", "wire", "lz4",
     "accuracy_budget", "exclude", "limit", "learn", "no_learn",
 )  # fmt: skip

@@ -202,6 +202,8 @@ class Controller:
             return
         before = self.state
         self.lifecycle, actions = cycle.step(self.lifecycle, event, self._clock())
+        if self.lifecycle.plan is not None:  # the next plan of another deployment has a newer epoch
+            self._services.fleet.last_epoch = max(self._services.fleet.last_epoch, self.lifecycle.last_epoch)
         if self.state != before:
             self._services.report(self.state)
         for action in actions:

@@ -8,10 +8,11 @@ from coordinator.deploy.distribution import PushProgress
 from coordinator.serve.clients.client_port import client_port
 from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.service import Service, locked_state
+from coordinator.serve.service import Service
 from coordinator.serve.standby.leadership import AnotherLeads
 from coordinator.serve.standby.standby import Standby
 from coordinator.serve.state import Goal
+from coordinator.serve.state_folder import locked_state, note_address
 from hearth.plan.plan import Plan
 from hearth.platform.security import HomeKey
 
@@ -23,6 +24,7 @@ async def run_coordinator(
     progress: PushProgress,
     goal: Goal | None,
     plan: Plan | None = None,
+    name: str = "",
 ) -> None:
     """Lead, or stand by with the setting `standby`, until stopped. Raises PortInUse, BadSetting, and as `Service.run` does.
 
@@ -32,15 +34,16 @@ async def run_coordinator(
     with locked_state(settings.state_dir):
         trust = Trust(settings, home)
         async with client_port(settings, trust) as port:
+            note_address(settings, port.port)
             while True:
                 if stands_by:
                     taking_over = await Standby(settings, home, report, trust, port, settings.leader_addresses).run()
                     if taking_over is None:
                         return
-                    goal, plan, leading = None, None, taking_over  # it serves what the leader served
+                    goal, plan, name, leading = None, None, "", taking_over  # it serves what the leader served
                 service = Service(leading, home, report, progress, trust, port)
                 try:
-                    await service.run(goal, plan)
+                    await service.run(goal, plan, name)
                     return
                 except AnotherLeads:
                     if service.is_stopping:

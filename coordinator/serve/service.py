@@ -7,8 +7,8 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ import hearth
 from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
-from coordinator.devices.registry import Device
 from coordinator.devices.silences import SilenceFile
-from coordinator.models.graph_file import GraphFile
 from coordinator.serve.clients.client_port import ClientPort
 from coordinator.serve.clients.disclosure import error_for_app, response_for_app
 from coordinator.serve.clients.http_gateway import keep_http_gateway
@@ -28,8 +26,8 @@ from coordinator.serve.clients.repeats import RepeatedChanges
 from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
+from coordinator.serve.deployments import Deployments
 from coordinator.serve.durable_file import RETRY_SECONDS
-from coordinator.serve.goal import TransformerModel, open_model
 from coordinator.serve.kinds.kind import SharedServices
 from coordinator.serve.requests.admission import CALLER
 from coordinator.serve.standby.followers import Followers
@@ -37,17 +35,14 @@ from coordinator.serve.standby.hand_over import HandOver
 from coordinator.serve.standby.leadership import AnotherLeads, Leadership
 from coordinator.serve.standby.replica import ReplicaFile, replica_files
 from coordinator.serve.standby.standby import ALIVE_SECONDS
-from coordinator.serve.state import Goal, StateFile
+from coordinator.serve.state import Goal, StateFile, goal_from_json
 from hearth.errors import (
     AppRevoked,
-    BadPlan,
     BadRequest,
-    BadSetting,
     HearthError,
     NotServing,
     ProtocolMismatch,
 )
-from hearth.files import FolderInUse, locked_folder
 from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.platform.curve import fingerprint
@@ -55,7 +50,7 @@ from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk
 from hearth.platform.notify import Notifier
 from hearth.platform.security import HomeKey, agent_access
-from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
+from hearth.protocol import PROTOCOL_VERSION
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Reply, Response
 
@@ -64,13 +59,10 @@ log = logging.getLogger(__name__)
 # Interval at which files for a standby are compared with those sent; the state itself is sent at once.
 _SCAN_SECONDS = 5.0
 # Messages that change something: repeated by a client, they get the answer of the first one.
-_CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice)
+_CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice, wire.ServeModel, wire.StopModel)
 _LEAVES = "it leaves its devices to its standby"
 _ASKS_FOR_LEASES = "it asks most devices for their leases, because its standby may lead"
 _DISK_CHECK_SECONDS = 10.0  # short compared with the time limits of accesses to a disk
-# For reading a model without its weights. It is mostly computing: the largest graphs and tokenizers take a Raspberry Pi a
-# minute. As long as a worker may take to load.
-_OPEN_SECONDS = 300.0
 _ANSWER_SECONDS = 2.0  # for the last answers to leave after a stop; they are small, and the clients wait for them
 
 
@@ -97,16 +89,16 @@ class Service:
             settings.name,
             settings.interfaces,
             settings.devices,
-            on_change=self._device_changed,
+            on_change=lambda device: self.deployments.device_changed(device),
             holder=self._state.load().holder,
             device_keys=lambda: self._devices.current().keys,
             known_silences=self._silences.devices,
         )
         profiler = Profiler(self._fleet, settings.state_dir / "profiles", report, provisional=True)
         self._services = SharedServices(self._fleet, profiler, settings, self._state, report, progress)
-        self._controllers: dict[str, Controller] = {}
+        self.deployments = Deployments(self._services)
         self._repeats = RepeatedChanges()
-        self._leadership = Leadership(self._fleet, self._state, self._lost_majority)
+        self._leadership = Leadership(self._fleet, self._state, self.deployments.lose_all)
         self._followers = Followers()
         self._hand_over = HandOver(self._followers)
         self._stopping: asyncio.Task[None] | None = None
@@ -116,20 +108,24 @@ class Service:
         """Whether SIGTERM or SIGINT has come."""
         return self._stopping is not None
 
-    async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
+    async def run(self, goal: Goal | None, plan: Plan | None = None, name: str = "") -> None:
         """Serve `goal`, or the saved deployments if it is None, until SIGTERM or SIGINT. A second signal skips draining.
 
-        Raises NotServing if nothing was served before, AnotherLeads, and the errors of `Controller` and
-        `Controller.run`. If a standby follows, the first signal hands over to it, if it accepts, instead of draining.
+        `name`: of the deployment; empty: that of its model. Raises NotServing if nothing was served before, AnotherLeads, and
+        the errors of `Controller` and `Deployments.run`. If a standby follows, the first signal hands over to it, if it
+        accepts, instead of draining.
         """
         notifier = Notifier(os.environ)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, notifier)
         async with AsyncExitStack() as stack:
-            await self._create_controllers(goal, plan)
+            if goal is not None:
+                await self.deployments.create_only(goal, plan, name)
+            else:
+                await self.deployments.restore()
             if self._stopping is not None and self._stopping.done():  # before there was anything to stop
-                self._stop_controllers()
+                self.deployments.stop()
             port = self._port
             await stack.enter_async_context(port.serving(self.handle))
             if self._settings.advertise:
@@ -143,17 +139,15 @@ class Service:
             await stack.enter_async_context(self._fleet)
             self._services.report(f"listening on port {port.port}")
             notifier.send("READY=1")
-            serving = asyncio.gather(*(deployment.run() for deployment in self._controllers.values()))
-            proofs = {f"the deployment {name}": each.has_worked for name, each in self._controllers.items()}
-            proofs["the client port"] = port.has_worked
-            watchdog = asyncio.create_task(notifier.keep_alive(self._status_line, proofs))
+            self.deployments.proofs["the client port"] = port.has_worked
             background: list[Coroutine[Any, Any, object]] = [
+                self.deployments.run(), notifier.keep_alive(lambda: self.deployments.state, self.deployments.proofs),
                 self._save_later(), self._leadership.run(), self._watch_disk(), self._hand_over.accepted.wait(),
                 self._silences.keep(self._fleet.devices),
             ]  # fmt: skip
             if self._settings.http:
                 background.append(keep_http_gateway(self._settings, self._trust, port.port, self._services.report))
-            futures: set[asyncio.Future[Any]] = {serving, watchdog, *map(asyncio.ensure_future, background)}
+            futures = set(map(asyncio.ensure_future, background))
             try:
                 done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
                 for finished in done:
@@ -165,28 +159,6 @@ class Service:
                 notifier.send("STOPPING=1")
                 await cancel_all([*futures, *([self._stopping] if self._stopping is not None else [])])
                 await port.finish(_ANSWER_SECONDS)
-
-    async def _create_controllers(self, goal: Goal | None, plan: Plan | None) -> None:
-        services = self._services
-        if goal is not None:
-            last = services.state.load().deployments.get(DEFAULT_DEPLOYMENT)
-            running = last.plan if last is not None and last.goal == goal and plan is None else None
-            self._controllers[DEFAULT_DEPLOYMENT] = Controller(
-                DEFAULT_DEPLOYMENT, goal, await _opened(goal), plan, services, running=_deployed(running)
-            )
-            return
-        for name, saved in services.state.load().deployments.items():
-            model = await _opened(saved.goal)
-            try:
-                self._controllers[name] = Controller(
-                    name, saved.goal, model, saved.plan, services, running=_deployed(saved.plan)
-                )
-            except BadPlan as error:  # saved with keep_plan, but the model has changed since
-                self._services.report(f"the saved plan of {saved.goal.path} is no longer used: {error.reason}")
-                goal = saved.goal.model_copy(update={"keep_plan": False})
-                self._controllers[name] = Controller(name, goal, model, None, services)
-        if not self._controllers:
-            raise NotServing(state="no model has been served here before")
 
     async def _save_later(self) -> None:
         """Write what a failing disk did not take, until cancelled, and once more then."""
@@ -214,26 +186,16 @@ class Service:
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._leave_or_stop())
         else:
-            self._stop_controllers()
+            self.deployments.stop()
 
     async def _leave_or_stop(self) -> None:
         if not await self._hand_over.offer():
-            self._stop_controllers()
-
-    def _stop_controllers(self) -> None:
-        for controller in self._controllers.values():
-            controller.stop()
+            self.deployments.stop()
 
     def _keep_workers(self) -> None:
         """Leave the workers to another coordinator at the end."""
         self._fleet.keep_workers = True
-        for controller in self._controllers.values():
-            controller.keep_workers = True
-
-    def _lost_majority(self, error: HearthError) -> None:
-        """Callback of the leadership: another coordinator may have taken over."""
-        for controller in self._controllers.values():
-            controller.lose_deployment(error)
+        self.deployments.keep_workers()
 
     async def _replicate(self, standby: str, confirms: bool) -> AsyncGenerator[Reply, None]:
         """Send the state of this coordinator to a standby, as it changes."""
@@ -273,16 +235,12 @@ class Service:
 
     def _replica_files(self) -> list[ReplicaFile]:
         models: dict[str, Sequence[Path]] = {}
-        for name, controller in self._controllers.items():
+        for name, controller in self.deployments.controllers.items():
             try:
                 models[name] = controller.kind.files
             except (OSError, HearthError) as error:
                 log.warning("%s cannot be copied to a standby: %s", controller.goal.path, error)
         return replica_files(self._settings.state_dir, self._state.load(), models)
-
-    def _device_changed(self, device: Device) -> None:
-        for controller in self._controllers.values():
-            controller.device_changed(device)
 
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which the RPC server sends to the client."""
@@ -300,7 +258,7 @@ class Service:
                 raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
             return wire.CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
         if isinstance(message, wire.GetReadiness):
-            controller = self._controller_for(message)
+            controller = self.deployments.for_request(message)
             return wire.Readiness(
                 deployment=controller.name,
                 ready=controller.lifecycle.phase == "serving",
@@ -313,7 +271,7 @@ class Service:
         if isinstance(message, wire.ModelRequest):
             if self._leadership.may_be_replaced:
                 raise NotServing(state=_ASKS_FOR_LEASES)
-            controller = self._controller_for(message)
+            controller = self.deployments.for_request(message)
             handler = controller.kind.handlers.get(type(message))
             if handler is None:
                 raise BadRequest(reason=controller.kind.usage)
@@ -324,7 +282,7 @@ class Service:
                 devices=tuple(self._fleet.device_infos()), links=tuple(self._services.profiler.links.values())
             )
         if isinstance(message, wire.GetStatus):
-            return self._status(self._controller_for(message))
+            return self._status(self.deployments.for_request(message))
         if isinstance(message, wire.Follow):
             if message.takes_over:
                 self._hand_over.accept()
@@ -339,10 +297,12 @@ class Service:
             await self._merge_keys(message)
             return self._replicate(message.name, message.confirms)
         if isinstance(message, wire.Learn):
-            self._controller_for(message).learn(message.seconds)
+            self.deployments.for_request(message).learn(message.seconds)
             return wire.Done()
         if isinstance(message, _CHANGES):
             return await self._repeats.once(caller.public_key, message.request_id, partial(self._change, message))
+        if isinstance(message, wire.ListModels):
+            return wire.ModelList(models=tuple(map(_model_of, self.deployments.controllers.values())))
         if isinstance(message, wire.ListApps):
             apps = self._trust.apps.current()
             return wire.AppList(
@@ -350,9 +310,14 @@ class Service:
             )
         raise BadRequest(reason=f"the coordinator does not accept {type(message).__name__} messages")
 
-    async def _change(self, message: wire.ClientRequest) -> wire.KeysChanged:
-        """Admit or revoke a key, and wait for the standbys to store it. Raises NotServing if one takes over without it."""
+    async def _change(self, message: wire.ClientRequest) -> wire.Message:
+        """Carry out a change. One of keys waits until the standbys have it; raises NotServing if one takes over without it."""
         match message:
+            case wire.ServeModel():
+                goal = goal_from_json(message.goal)
+                return wire.ModelChanged(deployment=await self.deployments.add(goal, message.plan, message.name))
+            case wire.StopModel():
+                return wire.ModelChanged(deployment=await self.deployments.remove(message.name))
             case wire.AddApp():
                 self._trust.apps.add(message.name, message.public_key)
                 self._port.change_access()
@@ -407,16 +372,6 @@ class Service:
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
-    def _controller_for(self, message: wire.ClientRequest) -> Controller:
-        """The deployment named in the request; without a name, the first one that handles this type of request."""
-        controllers = list(self._controllers.values())
-        if message.deployment is None:
-            return next((each for each in controllers if type(message) in each.kind.handlers), controllers[0])
-        if message.deployment not in self._controllers:
-            names = ", ".join(self._controllers)
-            raise BadRequest(reason=f"there is no deployment '{message.deployment}'; deployments here: {names}")
-        return self._controllers[message.deployment]
-
     def _status(self, controller: Controller) -> wire.Status:
         requests, deployment = controller.requests, controller.deployment
         return wire.Status(
@@ -447,29 +402,21 @@ class Service:
             learning=controller.learner.status() if controller.learner is not None else None,
         )
 
-    def _status_line(self) -> str:
-        return "; ".join(deployment.state for deployment in self._controllers.values())
 
-
-@contextmanager
-def locked_state(state_dir: Path) -> Iterator[None]:
-    """Lock the state directory, so that two coordinators do not hold the same leases. Raises BadSetting."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked_folder(state_dir))
-        except FolderInUse as other:
-            reason = f"another coordinator (pid {other.pid}) uses {state_dir}"
-            raise BadSetting(setting="--state-dir", reason=reason) from None
-        except OSError as error:  # a full or read-only disk does not end the service
-            log.warning("%s cannot be locked against a second coordinator: %s", state_dir, error)
-        yield
-
-
-async def _opened(goal: Goal) -> TransformerModel | GraphFile:
-    """The model of a goal. Raises as `open_model` does, and DiskHung."""
-    return await on_disk(Path(goal.path), _OPEN_SECONDS, open_model, goal)
-
-
-def _deployed(plan: Plan | None) -> Plan | None:
-    """The plan, if it was deployed; a plan that was only given by the user has no epoch."""
-    return plan if plan is not None and plan.epoch > 0 else None
+def _model_of(controller: Controller) -> wire.ServedModel:
+    plan = controller.deployment.plan if controller.deployment is not None else None
+    return wire.ServedModel(
+        deployment=controller.name,
+        model=controller.goal.path[-256:],
+        ready=controller.lifecycle.phase == "serving",
+        phase=controller.lifecycle.phase,
+        state=controller.state,
+        answers=controller.kind.answers,
+        takes_tools=controller.kind.takes_tools,
+        context_tokens=controller.kind.context_tokens,
+        has_ended=controller.lifecycle.finished and controller.lifecycle.phase == "failed",
+        devices=tuple(device.name for device in plan.devices) if plan is not None else (),
+        memory_bytes=sum(device.memory.total for device in plan.devices) if plan is not None else 0,
+        waiting_requests=controller.requests.admission.num_waiting,
+        running_requests=controller.requests.admission.num_running,
+    )

@@ -6,16 +6,26 @@ import secrets
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from coordinator.devices.quorum import latest
 from coordinator.plan.limits import MemoryLimit
 from coordinator.serve.durable_file import DurableFile
+from hearth.errors import BadRequest
 from hearth.plan.graph import Objective
 from hearth.plan.model_spec import KvFormat, WeightFormat
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import Plan, migrate
 from hearth.protocol import DEFAULT_DEPLOYMENT
+from hearth.validation import first_error
 from hearth.wire.messages import MAX_DRAFTED_TOKENS, Configuration
 
 DEFAULT_MAX_DRAFTED = 16  # with 9 of 10 guesses right, more add less than 2 tokens to the 8 that are expected
@@ -84,6 +94,15 @@ class GraphGoal(_Goal):
 
 
 Goal: TypeAlias = TransformerGoal | GraphGoal
+_GOAL: TypeAdapter[Goal] = TypeAdapter(Annotated[Goal, Field(discriminator="kind")])
+
+
+def goal_from_json(text: str) -> Goal:
+    """The goal that a client has sent. Raises BadRequest."""
+    try:
+        return _GOAL.validate_json(text)
+    except ValidationError as error:
+        raise BadRequest(reason=f"its goal cannot be read: {first_error(error)}") from None
 
 
 class SavedDeployment(BaseModel):
@@ -152,6 +171,10 @@ class StateFile:
         """Save one deployment and leave the others unchanged. The saved epoch never decreases. Never fails (`DurableFile`)."""
         state = self.load()
         self._replace(deployments={**state.deployments, name: deployment}, last_epoch=max(state.last_epoch, last_epoch))
+
+    def remove(self, name: str) -> None:
+        """Forget one deployment. Never fails."""
+        self._replace(deployments={each: saved for each, saved in self.load().deployments.items() if each != name})
 
     def save_configuration(self, configuration: Configuration | None) -> None:
         """Save the configuration of voters. Never fails."""

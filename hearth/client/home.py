@@ -3,6 +3,8 @@
 `hearth.client.sync` is the same API for programs without an event loop, `hearth.client.answers` handles generated text, and
 `hearth.client.arrays` the arrays of an ONNX graph.
 
+`model` names the deployment, or its model, that a request is for; without it, the oldest one of the request's kind answers.
+
 Every call has a timeout and raises a `HearthError`. All requests are safe to repeat: if the connection breaks or the
 coordinator cannot serve, the call is repeated until its timeout, on another coordinator if there is one
 (`hearth.client.connection`). A text that has begun to stream continues with the next token.
@@ -39,7 +41,11 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import Unpack
 
+    from hearth.plan.plan import Plan
+
 CALL_SECONDS = 10.0  # default timeout of calls that run no model: long for a busy coordinator, short for a waiting user
+_OPEN_SECONDS = 330.0  # for a model to be opened: the coordinator may read it for 300 s
+_STOP_SECONDS = 120.0  # for running requests to finish, and for workers to end
 _READY_POLL_SECONDS = 0.2  # interval of the readiness requests in `wait_ready`: short compared with loading a model
 # A call is repeated after pauses that are a fraction of the time since its first refusal, within these limits: short compared
 # with the failover to another coordinator, but a coordinator that is gone for longer is not flooded.
@@ -87,25 +93,32 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
     # ---- inference ------------------------------------------------------------------------------------------------
 
-    async def embed(self, texts: Sequence[str], timeout_seconds: float = 60.0) -> np.ndarray[Any, Any]:
+    async def embed(
+        self, texts: Sequence[str], timeout_seconds: float = 60.0, *, model: str | None = None
+    ) -> np.ndarray[Any, Any]:
         """Return normalised sentence embeddings [N,H], float32.
 
-        Raises TextTooLong, NotServing, QueueFull, WorkerDied, ...
+        Raises TextTooLong, UnknownModel, NotServing, QueueFull, WorkerDied, ...
         """
-        return (await self.request_embeddings(texts, timeout_seconds)).vectors
+        return (await self.request_embeddings(texts, timeout_seconds, model=model)).vectors
 
     async def request_embeddings(
-        self, texts: Sequence[str], timeout_seconds: float = 60.0, trace: bool = False
+        self, texts: Sequence[str], timeout_seconds: float = 60.0, trace: bool = False, *, model: str | None = None
     ) -> Result:
         """As `embed`, but also returns the latency and, with `trace`, each device's timeline."""
-        request = answers.valid(wire.Embed, texts=tuple(texts), **_request_fields(timeout_seconds), trace=trace)
+        fields = _request_fields(timeout_seconds, model)
+        request = answers.valid(wire.Embed, texts=tuple(texts), **fields, trace=trace)
         return await self._vectors(request, (), timeout_seconds)
 
     async def hidden_states(
-        self, token_ids: Sequence[int] | np.ndarray[Any, Any], timeout_seconds: float = 60.0
+        self,
+        token_ids: Sequence[int] | np.ndarray[Any, Any],
+        timeout_seconds: float = 60.0,
+        *,
+        model: str | None = None,
     ) -> np.ndarray[Any, Any]:
         """Return the last hidden states [T,H], float32, of one sequence of T token ids."""
-        request = answers.valid(wire.GetHiddenStates, **_request_fields(timeout_seconds))
+        request = answers.valid(wire.GetHiddenStates, **_request_fields(timeout_seconds, model))
         return (await self._vectors(request, answers.token_frames(token_ids), timeout_seconds)).vectors
 
     def generate(
@@ -125,6 +138,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         tool_choice: str = "auto",
         parallel_tool_calls: bool = True,
         timeout_seconds: float = 600.0,
+        model: str | None = None,
         **sampling: Unpack[answers.SamplingSettings],
     ) -> answers.AsyncGeneration:
         """Continue a prompt, answer a chat, or continue token ids; `async for token in home.generate("Once")`.
@@ -141,8 +155,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         At most one of `schema` (a JSON schema), `regex` and `grammar` (Lark, as llguidance reads it) is what the whole answer
         must match; with tools that are not required, it may call them instead.
 
-        Raises BadRequest at once for a value out of range; while iterating, BadGrammar, ContextTooLong, NotServing, QueueFull,
-        DeadlineExceeded, ConnectionLost, WorkerDied, ...
+        Raises BadRequest at once for a value out of range; while iterating, BadGrammar, ContextTooLong, UnknownModel, NotServing,
+        QueueFull, DeadlineExceeded, ConnectionLost, WorkerDied, ...
         """
         if unknown := sampling.keys() - wire.SamplingChoice.model_fields:
             raise TypeError(f"generate() got an unexpected keyword argument '{min(unknown)}'")
@@ -153,47 +167,55 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             tools=tuple(json.dumps(tool) for tool in tools), template_options=dict(template_options or {}),
             takes_parts=takes_parts, constraint=answers.constraint(schema, regex, grammar),
             called_tools=answers.called_tools(tool_choice, tools), parallel_calls=parallel_tool_calls,
-            **_request_fields(timeout_seconds),
+            **_request_fields(timeout_seconds, model),
         )  # fmt: skip
         if [prompt is not None, bool(messages), token_ids is not None].count(True) != 1:
             raise BadRequest(reason="give a prompt, messages or token_ids, and only one of them")
         payload = answers.token_frames(token_ids) if token_ids is not None else ()
         return answers.AsyncGeneration(self._answer(request, payload, timeout_seconds))
 
-    async def infer(self, inputs: Arrays, timeout_seconds: float = 60.0) -> dict[str, np.ndarray[Any, Any]]:
+    async def infer(
+        self, inputs: Arrays, timeout_seconds: float = 60.0, *, model: str | None = None
+    ) -> dict[str, np.ndarray[Any, Any]]:
         """Run the served ONNX graph once: inputs by name in, outputs by name out; `model_info` lists both.
 
         Raises BadRequest that names the input with a wrong name, dtype or shape; NotServing, QueueFull, DeviceLost, ...
         """
-        return (await self.request_inference(inputs, timeout_seconds)).outputs
+        return (await self.request_inference(inputs, timeout_seconds, model=model)).outputs
 
     async def request_inference(
-        self, inputs: Arrays, timeout_seconds: float = 60.0, trace: bool = False
+        self, inputs: Arrays, timeout_seconds: float = 60.0, trace: bool = False, *, model: str | None = None
     ) -> InferenceResult:
         """As `infer`, but also returns the latency and, with `trace`, each device's timeline."""
-        request = answers.valid(wire.Infer, names=tuple(inputs), **_request_fields(timeout_seconds), trace=trace)
+        request = answers.valid(wire.Infer, names=tuple(inputs), **_request_fields(timeout_seconds, model), trace=trace)
         reply = await self._call(request, array_frames(inputs), timeout_seconds)
         return decode_inference(reply.message, reply.payload)
 
-    async def model_info(self, timeout_seconds: float = CALL_SECONDS) -> wire.ModelInfo:
+    async def model_info(self, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None) -> wire.ModelInfo:
         """Return the names, dtypes and shapes of the served graph's inputs and outputs."""
-        return await self._ask(wire.GetModelInfo, wire.ModelInfo, timeout_seconds)
+        return await self._ask(wire.GetModelInfo, wire.ModelInfo, timeout_seconds, deployment=model)
 
-    async def readiness(self, timeout_seconds: float = CALL_SECONDS) -> wire.Readiness:
-        """Return whether a model is ready, which one, and the state of the deployment."""
-        return await self._ask(wire.GetReadiness, wire.Readiness, timeout_seconds)
+    async def models(self, timeout_seconds: float = CALL_SECONDS) -> tuple[wire.ServedModel, ...]:
+        """List the served models, oldest first. The oldest of each kind answers requests that name no model."""
+        return (await self._ask(wire.ListModels, wire.ModelList, timeout_seconds)).models
 
-    async def ready(self, timeout_seconds: float = CALL_SECONDS) -> bool:
-        """Return whether the coordinator answers inference requests now."""
-        return (await self.readiness(timeout_seconds)).ready
+    async def readiness(self, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None) -> wire.Readiness:
+        """Return whether a model is ready, and the state of its deployment; without `model`, of the oldest one."""
+        return await self._ask(wire.GetReadiness, wire.Readiness, timeout_seconds, deployment=model)
 
-    async def wait_ready(self, timeout_seconds: float) -> None:
-        """Wait until inference requests are answered. Raises DeadlineExceeded, which names the current state."""
+    async def ready(self, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None) -> bool:
+        """Return whether the coordinator answers inference requests to a model now."""
+        return (await self.readiness(timeout_seconds, model=model)).ready
+
+    async def wait_ready(self, timeout_seconds: float, *, model: str | None = None) -> None:
+        """Wait until inference requests to a model are answered. Raises DeadlineExceeded, which names the current state."""
         clock = asyncio.get_running_loop().time
         deadline, state = clock() + timeout_seconds, ""
         while clock() < deadline:
             try:
-                answer = await self.readiness(min(CALL_SECONDS, max(deadline - clock(), _READY_POLL_SECONDS)))
+                answer = await self.readiness(
+                    min(CALL_SECONDS, max(deadline - clock(), _READY_POLL_SECONDS)), model=model
+                )
                 if answer.ready:
                     return
                 state = answer.state
@@ -208,13 +230,30 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         """List the devices that the coordinator knows, and the links that it has measured (admin key)."""
         return await self._ask(wire.ListDevices, wire.DeviceList, timeout_seconds)
 
-    async def learn(self, seconds: float, timeout_seconds: float = CALL_SECONDS) -> None:
+    async def learn(self, seconds: float, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None) -> None:
         """Have the coordinator look for a faster plan by measuring, for `seconds` at most; returns at once (admin key)."""
-        await self._ask(wire.Learn, wire.Done, timeout_seconds, seconds=seconds)
+        await self._ask(wire.Learn, wire.Done, timeout_seconds, seconds=seconds, deployment=model)
 
-    async def status(self, timeout_seconds: float = CALL_SECONDS) -> wire.Status:
-        """Return the coordinator's state: model, plan, queue, counters, last error (admin key)."""
-        return await self._ask(wire.GetStatus, wire.Status, timeout_seconds)
+    async def status(self, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None) -> wire.Status:
+        """Return the state of a model's deployment: plan, queue, counters, last error (admin key)."""
+        return await self._ask(wire.GetStatus, wire.Status, timeout_seconds, deployment=model)
+
+    async def serve_model(
+        self, goal: str, name: str = "", plan: Plan | None = None, timeout_seconds: float = _OPEN_SECONDS
+    ) -> str:
+        """Serve one more model, and return its name before it is ready (admin key).
+
+        `goal` is what `hearth serve` makes of its options, as JSON. Raises BadSetting, and as opening the model does.
+        """
+        fields = {"goal": goal, "name": name, "plan": plan}
+        return (await self._ask(wire.ServeModel, wire.ModelChanged, timeout_seconds, **fields)).deployment
+
+    async def stop_model(self, name: str, timeout_seconds: float = _STOP_SECONDS) -> str:
+        """Serve a model no longer; returns its name once its running requests have finished (admin key).
+
+        Raises UnknownModel.
+        """
+        return (await self._ask(wire.StopModel, wire.ModelChanged, timeout_seconds, name=name)).deployment
 
     async def add_app(self, name: str, public_key: str, timeout_seconds: float = CALL_SECONDS) -> str:
         """Authorise an app's public key (Z85) to request inference (admin key).
@@ -252,7 +291,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         return (await self._ask(request, wire.KeysChanged, timeout_seconds, **fields)).warning
 
     async def _ask(
-        self, request: type[wire.ClientRequest], answer: type[_M], timeout_seconds: float, **fields: str | float
+        self, request: type[wire.ClientRequest], answer: type[_M], timeout_seconds: float, **fields: Any
     ) -> _M:
         reply = await self._call(request(**_request_fields(timeout_seconds), **fields), (), timeout_seconds)
         return wire.expect_message(reply.message, answer, "the coordinator")
@@ -353,13 +392,14 @@ class _Repeats:
         await self.pause(refusing, error)
 
 
-def _request_fields(timeout_seconds: float) -> dict[str, Any]:
-    """The common fields of one request: a unique id and its timeout.
+def _request_fields(timeout_seconds: float, model: str | None = None) -> dict[str, Any]:
+    """The common fields of one request: a unique id, its timeout, and the model that it names.
 
     The timeout sent is shorter than the caller's, so that the coordinator's error, which says why the request is late, arrives
     in time.
     """
-    return {"request_id": secrets.token_hex(8), "timeout_seconds": _server_seconds(timeout_seconds)}
+    named = {} if model is None else {"deployment": model}
+    return {"request_id": secrets.token_hex(8), "timeout_seconds": _server_seconds(timeout_seconds), **named}
 
 
 def _server_seconds(timeout_seconds: float) -> float:

@@ -32,10 +32,12 @@ import agent.daemon.main
 import agent.daemon.store
 import agent.daemon.supervisor
 import coordinator.devices.fleet
+import coordinator.serve.deployments
 import coordinator.serve.kinds.transformer
 import coordinator.serve.roles
 import coordinator.serve.service
 import coordinator.serve.standby.standby
+import coordinator.serve.state_folder
 import hearth.wire.rpc
 from agent.daemon.config import AgentSettings
 from agent.daemon.daemon import AgentDaemon
@@ -190,7 +192,7 @@ class Home:
 
     def controllers(self) -> list[Controller]:
         """The deployments of the coordinators that lead, or have led."""
-        return [each for service in self.leading.values() for each in service._controllers.values()]
+        return [each for service in self.leading.values() for each in service.deployments.controllers.values()]
 
     def leaders(self) -> tuple[str, ...]:
         """The holders of leases that would run a step now."""
@@ -267,7 +269,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (main, "TelemetryReader", _Telemetry),
         (main, "AgentDaemon", _Daemon),
         (main, "choose_address", lambda interface: "127.0.0.1"),
-        (service, "locked_folder", lambda folder: nullcontext()),
+        (coordinator.serve.state_folder, "locked_folder", lambda folder: nullcontext()),
         (fleet, "Browser", _Browser),
         (agent.daemon.daemon, "measure_link", _measure_link),
         (agent.daemon.supervisor, "SocketFolder", _SocketFolder),
@@ -283,7 +285,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (secrets, "randbits", tokens.getrandbits),
         *((module, "write_atomically", disk.write_atomically) for module in _users_of("write_atomically")),
         *((module, "derive_keypair", _derived) for module in _users_of("derive_keypair")),
-        (service, "open_model", model.open_transformer),
+        (coordinator.serve.deployments, "open_model", model.open_transformer),
         (transformer, "block_cluster", model.block_cluster),
         (transformer, "solve_transformer", model.solve_transformer),
         (transformer, "plans_or_errors", model.plans_or_errors),

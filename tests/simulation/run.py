@@ -353,7 +353,7 @@ class Run:
         asking = process.run(ask())
         await asyncio.wait({asking}, timeout=SERVING_SECONDS)
         if not asking.done():
-            state = {name: service._status_line() for name, service in home.leading.items()}
+            state = {name: service.deployments.state for name, service in home.leading.items()}
             self.violated("serving after all faults", f"not served {SERVING_SECONDS:g} s later: {state}")
             asking.cancel()
 
@@ -363,7 +363,7 @@ class Run:
         used, num_admitted = 0, len(home.devices) - len(home.history.revoked_devices)
         while home.loop.time() < deadline:
             for service in home.leading.values():
-                for controller in service._controllers.values():
+                for controller in service.deployments.controllers.values():
                     used = controller.plan.num_ranks if controller.plan else 0
                     if used == num_admitted and controller.lifecycle.phase == "serving":
                         return

@@ -209,6 +209,19 @@ EXAMPLES: tuple[m.Message, ...] = (
         losses=(m.PreparedLoss(device="kitchen", is_prepared=True, spare_bytes=700, missing_bytes=70, pause_seconds=0.9),),
     ),
     m.Learn(**_ASKED, seconds=300.0),
+    m.ListModels(request_id="r1"),
+    m.ModelList(
+        models=(
+            m.ServedModel(
+                deployment="chat", model="/srv/models/llama", ready=True, phase="serving", state="serving llama on a, b (hmp)",
+                answers="text", takes_tools=True, context_tokens=2048, devices=("a", "b"), memory_bytes=1 << 31,
+                waiting_requests=1, running_requests=2,
+            ),
+        )
+    ),
+    m.ServeModel(request_id="r1", goal='{"kind":"graph","model_file":"/srv/detector.onnx"}', name="detector", plan=_GRAPH_PLAN),
+    m.StopModel(request_id="r1", name="detector"),
+    m.ModelChanged(deployment="detector"),
     m.AddApp(**_ASKED, name="lamp", public_key=_KEY),
     m.RevokeApp(**_ASKED, name="lamp"),
     m.AddDevice(**_ASKED, name="kitchen", public_key=_KEY),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from coordinator.cli import options
@@ -19,17 +21,30 @@ from coordinator.serve.clients.http_gateway import http_address
 from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.roles import run_coordinator
 from coordinator.serve.state import Goal
-from hearth.errors import BadKey, BadPlan
+from coordinator.serve.state_folder import address_of_running
+from hearth.client.sync import connect
+from hearth.errors import BadKey, BadPlan, BadRequest, DeadlineExceeded
 from hearth.plan.plan import Plan, plan_from_json
 from hearth.platform.file_limit import raise_file_limit
 from hearth.platform.security import HomeKey, resolve_credential
+
+# Options of the coordinator itself, which it is started with.
+_OF_COORDINATOR = (
+    "port", "http", "state_dir", "name", "min_devices", "mdns_interfaces", "encrypt_data_plane", "standby", "leader",
+)  # fmt: skip
+_READY_SECONDS = 1800.0  # until a model that was added is ready: profiles and weights take minutes on slow devices
+_POLL_SECONDS = 0.3
 
 
 def serve(
     command: typer.Context,
     model: Annotated[
         Path | None,
-        typer.Argument(help="Model directory or ONNX file. Default: the model served last.", show_default=False),
+        typer.Argument(help="Model directory or ONNX file. Default: what was served last.", show_default=False),
+    ] = None,
+    name_as: Annotated[
+        str | None,
+        typer.Option("--as", help="Name for requests to this model. Default: the model's own name.", metavar="NAME"),
     ] = None,
     plan: Annotated[
         Path | None, typer.Option(help="Use the plan in this file, written by `hearth plan --save`.")
@@ -94,19 +109,13 @@ def serve(
     mdns_interfaces: options.InterfacesOption = None,
     key: options.KeyPathOption = None,
 ) -> None:
-    """Serve a model on the devices of this home until stopped. Without MODEL, serve the last one again."""
-    own = (
-        "port",
-        "http",
-        "state_dir",
-        "name",
-        "min_devices",
-        "mdns_interfaces",
-        "encrypt_data_plane",
-        "standby",
-        "leader",
+    """Serve a model on the devices of this home until stopped. Without MODEL, serve again what was served last.
+
+    While a coordinator runs here, this adds the model to those that it serves, and ends once the model is ready.
+    """
+    settings = load_coordinator_settings(
+        {"devices": static, **{each: command.params[each] for each in _OF_COORDINATOR}}
     )
-    settings = load_coordinator_settings({"devices": static, **{each: command.params[each] for each in own}})
     if settings.http:
         check_installed()
         http_address(settings.http)
@@ -126,6 +135,10 @@ def serve(
         if reason := why_wrong_kind(content, "plan"):
             raise BadPlan(reason=f"{plan} {reason}")
         saved = plan_from_json(plan.read_bytes())
+    if goal is not None and (running := address_of_running(settings.state_dir)) is not None:
+        options.reject_options(command, {"static", *_OF_COORDINATOR} - {"state_dir"}, "a coordinator runs here already")
+        _add_model(running, home, goal, name_as or "", saved)
+        return
     logging.getLogger().setLevel(logging.WARNING)
     size = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), *size, console=err, transient=True) as bars:
@@ -141,4 +154,28 @@ def serve(
                 bars.remove_task(tasks.pop(device))
 
         raise_file_limit()
-        asyncio.run(run_coordinator(settings, home, report, progress, goal, saved))
+        asyncio.run(run_coordinator(settings, home, report, progress, goal, saved, name_as or ""))
+
+
+def _add_model(address: str, key: HomeKey, goal: Goal, name: str, plan: Plan | None) -> None:
+    """Have the running coordinator serve one more model, and report its state until it is ready.
+
+    Raises BadRequest if it cannot be served at all, DeadlineExceeded.
+    """
+    with connect(address, key) as home:
+        name = home.serve_model(goal.model_dump_json(), name, plan)
+        deadline, shown = time.monotonic() + _READY_SECONDS, ""
+        while time.monotonic() < deadline:
+            served = next((each for each in home.models() if each.deployment == name), None)
+            if served is None:
+                raise BadRequest(reason=f"{name} was stopped before it was ready")
+            if served.has_ended:
+                home.stop_model(name)
+                raise BadRequest(reason=served.state)
+            if served.state != shown:
+                shown = served.state
+                report(f"{escape(name)}: {escape(shown)}")
+            if served.ready:
+                return
+            time.sleep(_POLL_SECONDS)
+    raise DeadlineExceeded(action=f"getting {name} ready ({shown})", seconds=_READY_SECONDS)

@@ -17,7 +17,7 @@ from hearth.plan.plan import Plan, TransformerPlan
 from hearth.plan.profile import ClusterProfile, Link
 from hearth.plan.transformer import Pipeline
 from hearth.platform.units import format_age, format_bytes, format_rate, format_seconds
-from hearth.wire.messages import DeviceInfo, PhaseEntered, PreparedLoss, WorkerStatus
+from hearth.wire.messages import DeviceInfo, PhaseEntered, PreparedLoss, ServedModel, WorkerStatus
 
 _HEALTH_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
 _SHOWN_SILENCE_SECONDS = 1.0  # of a worker: two signs of life are missing
@@ -31,6 +31,21 @@ _MAX_MEMORY_COLUMNS = 6  # of bytes, besides the device's name: more do not fit 
 # The common style of all tables, and right-aligned columns for numbers.
 make_table = partial(Table, title_justify="left", caption_justify="left", show_edge=False)
 right_column = partial(Column, justify="right")
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+_ANSWERS = {"text": "generates", "vectors": "embeds", "arrays": "infers", "": ""}
+
+
+def model_table(models: Sequence[ServedModel]) -> Table:
+    """The served models; fits a terminal of 80 columns."""
+    table = make_table(Column("name", no_wrap=True), "what", "state", right_column("memory"), right_column("requests"))
+    for each in models:
+        memory = format_bytes(each.memory_bytes) if each.memory_bytes else "-"
+        requests = f"{each.running_requests}" + (f"\n[dim]+{each.waiting_requests}[/]" if each.waiting_requests else "")
+        table.add_row(escape(each.deployment), _ANSWERS[each.answers], escape(each.state), memory, requests)
+    return table
+
 
 # ---- devices --------------------------------------------------------------------------------------------------------
 

@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import PurePath
+from typing import Any, TypeVar
 
 from hearth.errors import HearthError
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, Response
+
+_Served = TypeVar("_Served", wire.Readiness, wire.ServedModel)
 
 # Texts that replace the fields of errors, by name. Errors of the scope `request` keep their reason: it is about the request.
 _SHOWN_TO_APPS = {
@@ -59,9 +62,20 @@ def _answer_for_app(answer: wire.Message | Reply) -> wire.Message | Reply:
 def _message_for_app(message: wire.Message) -> wire.Message:
     match message:
         case wire.Readiness():
-            state = "serving" if message.ready else _SHOWN_TO_APPS["state"]
-            return message.model_copy(update={"state": state, "model": PurePath(message.model).name})
+            return _known_to_apps(message)
+        case wire.ModelList():
+            return wire.ModelList(models=tuple(map(_known_to_apps, message.models)))
         case wire.Vectors() | wire.Inferred() if message.traces:
             traces = tuple(each.model_copy(update={"device": f"device {each.rank}"}) for each in message.traces)
             return message.model_copy(update={"traces": traces})
     return message
+
+
+def _known_to_apps(served: _Served) -> _Served:
+    changes: dict[str, Any] = {
+        "state": "serving" if served.ready else _SHOWN_TO_APPS["state"],
+        "model": PurePath(served.model).name,
+    }
+    if isinstance(served, wire.ServedModel):
+        changes |= {"devices": (), "memory_bytes": 0, "phase": "serving" if served.ready else "idle"}
+    return served.model_copy(update=changes)

@@ -18,7 +18,7 @@ _ALL_APPS_BYTES = 256 << 20
 _ADMIN_LIMITS = Limits(total_bytes=512 << 20, request_bytes=512 << 20, per_second=2000.0, burst=2000.0)
 
 # Messages that an app key may send; all others need an admin key.
-_APP_MESSAGES = (wire.Hello, wire.GetReadiness, wire.ModelRequest)
+_APP_MESSAGES = (wire.Hello, wire.GetReadiness, wire.ListModels, wire.ModelRequest)
 # What clients may send.
 CLIENT_MESSAGES = {
     tag: kind

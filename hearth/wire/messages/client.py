@@ -28,7 +28,7 @@ class ClientRequest(Message, abstract=True):
     """A request by a client. `request_id` is unique; a client that repeats a request uses the same id."""
 
     request_id: Name = ""  # empty: the request will not be repeated
-    deployment: Name | None = None  # None: the deployment that accepts this type of request
+    deployment: Name | None = None  # name of a deployment or of its model; None: the default for this type of request
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0  # from the arrival of the request
 
 
@@ -62,6 +62,39 @@ class Readiness(Message):
     answers: AnswerKind = ""
     takes_tools: bool = False  # whether its chat template has calls of tools that the coordinator reads
     context_tokens: Annotated[int, Field(ge=0)] = 0  # of a prompt and its answer, or of a text to embed; 0: not known
+
+
+class ListModels(ClientRequest):
+    """Ask which models are served. The answer is `ModelList`."""
+
+
+DeploymentPhase: TypeAlias = Literal[
+    "idle", "adopting", "settling", "profiling", "planning", "pushing", "loading", "warming", "serving", "draining", "failed"
+]  # fmt: skip
+
+
+class ServedModel(WireModel):
+    """One deployment; the first of each kind is the default for requests that name no model. Apps do not see the devices."""
+
+    deployment: Name
+    model: Name  # the name of the model
+    ready: bool
+    phase: DeploymentPhase
+    state: Text  # for users
+    answers: AnswerKind = ""
+    takes_tools: bool = False  # as in `Readiness`
+    context_tokens: Annotated[int, Field(ge=0)] = 0  # as in `Readiness`
+    has_ended: bool = False  # it cannot be served, whatever devices come
+    devices: tuple[Name, ...] = Field(default=(), max_length=4096)  # of its plan, by rank
+    memory_bytes: Annotated[int, Field(ge=0)] = 0  # of its plan, over all devices
+    waiting_requests: Annotated[int, Field(ge=0)] = 0
+    running_requests: Annotated[int, Field(ge=0)] = 0
+
+
+class ModelList(Message):
+    """The answer to `ListModels`, oldest first."""
+
+    models: tuple[ServedModel, ...] = Field(max_length=256)
 
 
 # ---- transformers -------------------------------------------------------------------------------------------------
@@ -264,11 +297,6 @@ class GetStatus(ClientRequest):
     """Ask for the coordinator's state. The answer is `Status`."""
 
 
-DeploymentPhase: TypeAlias = Literal[
-    "idle", "adopting", "settling", "profiling", "planning", "pushing", "loading", "warming", "serving", "draining", "failed"
-]  # fmt: skip
-
-
 class PhaseEntered(WireModel):
     """One transition of a deployment's life cycle. A repeated failure counts as one transition, in `times`."""
 
@@ -355,6 +383,30 @@ class Status(Message):
     num_cached_tokens: int = 0  # of these, found in the KV cache
     num_drafted_tokens: int = 0  # of answers, that were guessed before they were computed
     num_accepted_tokens: int = 0  # of these, tokens of the answers
+
+
+class ServeModel(ClientRequest):
+    """Serve one more model. The answer is `ModelChanged`, before the model is ready.
+
+    `goal`: what to serve, as JSON in the form of `serving.json`; its files are on the coordinator's computer. `name`: of the
+    deployment; empty: that of the model. `plan`: to be used, instead of one that is made.
+    """
+
+    goal: Text
+    name: Name = ""
+    plan: Plan | None = None
+
+
+class StopModel(ClientRequest):
+    """Serve a model no longer, once its running requests have finished. The answer is `ModelChanged`, afterwards."""
+
+    name: Name
+
+
+class ModelChanged(Message):
+    """The answer to a change of the models that are served."""
+
+    deployment: Name
 
 
 class AddApp(ClientRequest):

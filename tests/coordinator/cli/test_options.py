@@ -24,6 +24,7 @@ VALUES = {
     "exclude": "attic", "limit": "attic=1GiB", "rounds": "3", "learn": "30s",
     "speculate": "off",
 }  # fmt: skip
+OTHER_NAMES = {"name_as": "--as"}  # of options whose parameter has another name
 FLAGS = {"no_congestion", "no_kv_copies", "shared_prefixes", "deterministic", "no_learn", "compare"}
 
 
@@ -33,7 +34,7 @@ def parameters(command: str) -> set[str]:
 
 
 def arguments_for(name: str) -> list[str]:
-    option = f"--{name.replace('_', '-')}"
+    option = OTHER_NAMES.get(name, f"--{name.replace('_', '-')}")
     return [option] if name in FLAGS else [option, VALUES.get(name, "some-file.json")]
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from support.waiting import until
 
-from coordinator.serve import durable_file
+from coordinator.serve import deployments, durable_file
 from coordinator.serve import service as module
 from coordinator.serve.clients.key_registry import KeyRegistry
 from coordinator.serve.clients.trust import Trust
@@ -40,7 +40,7 @@ def service_in(folder: Path) -> Service:
 
     settings = CoordinatorSettings(state_dir=folder, advertise=False)
     service = Service(settings, HOME, lambda line: None, lambda *_: None, Trust(settings, HOME), cast(Any, None))
-    service._controllers["default"] = cast(
+    service.deployments.controllers["default"] = cast(
         Any,
         SimpleNamespace(
             name="default", state="adopting",
@@ -195,10 +195,10 @@ def test_model_on_a_disk_that_hangs_is_an_error_and_does_not_stop_the_event_loop
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(module, "open_model", lambda goal: answers.wait(30))
-    monkeypatch.setattr(module, "_OPEN_SECONDS", 0.1)
+    monkeypatch.setattr(deployments, "open_model", lambda goal: answers.wait(30))
+    monkeypatch.setattr(deployments, "_OPEN_SECONDS", 0.1)
     try:
         with pytest.raises(DiskHung, match="/models/m"):
-            asyncio.run(asyncio.wait_for(module._opened(TransformerGoal(model_dir="/models/m")), 10))
+            asyncio.run(asyncio.wait_for(deployments._opened(TransformerGoal(model_dir="/models/m")), 10))
     finally:
         answers.set()

@@ -12,8 +12,8 @@ from support.plans import BERT_LARGE, make_plan
 from typer.testing import CliRunner
 
 from coordinator.serve.config import load_coordinator_settings
-from coordinator.serve.service import locked_state
 from coordinator.serve.state import GraphGoal, SavedDeployment, StateFile, TransformerGoal
+from coordinator.serve.state_folder import locked_state
 from hearth.errors import BadSetting
 from hearth.plan.plan import is_graph_plan, plan_from_json
 
