@@ -26,7 +26,7 @@ _WALL_CLOCK_CALLS = {
 _LOOP_FOLDERS = ("agent/daemon", "coordinator/deploy", "coordinator/devices", "coordinator/serve", "hearth/client",
                  "hearth/platform", "hearth/wire")  # fmt: skip
 _MONOTONIC_CALLS = {"time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns", "time.sleep"}
-PLANNER = "coordinator/serve/planning/planner_process.py"  # measures its search in a process of its own
+PLANNER = "coordinator/serve/planning/planner_child.py"  # measures its search in a process of its own
 
 
 def modules(*folders: str) -> Iterator[tuple[str, ast.AST]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from coordinator.plan.simulator import ResourceKind, Task, Timeline
-from hearth.wire.messages import DeviceTrace, TraceEvent
+
+if TYPE_CHECKING:
+    from hearth.wire.messages import DeviceTrace, TraceEvent
 
 _MAX_TENSOR_CHARACTERS = 64  # the last characters of a tensor's name; the limit of a trace event
 _COORDINATOR = "coordinator"
@@ -17,6 +19,9 @@ def simulated_traces(tasks: Sequence[Task], timeline: Timeline, names: Sequence[
 
     An end of a transfer that is not simulated belongs to the coordinator, which is the last rank.
     """
+    # Plans do without, and importing all messages takes a third of the time in which a planner process starts.
+    from hearth.wire.messages import DeviceTrace, TraceEvent
+
     coordinator_rank = len(names)
     events: list[list[TraceEvent]] = [[] for _ in (*names, _COORDINATOR)]
 

@@ -9,12 +9,15 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from hearth.plan.chunks import ChunkKind, chunk_slices
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, num_grains, spans
 from hearth.plan.model_spec import DTYPE_BYTES, ModelSpec
 from hearth.plan.plan import TransformerPlan
-from hearth.wire.messages import ChunkRef
+
+if TYPE_CHECKING:
+    from hearth.wire.messages import ChunkRef
 
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # names of our dtypes in that format
 

@@ -1,25 +1,20 @@
 """Planning in a child process, so that a long search does not delay requests and ends with its caller.
 
-The child runs this module; an idle one that is ready (`spare_planners`) is used instead of a fresh one. It reads one JSON
-object with one or several requests from standard input, and writes a list with the answer to each to standard output. It
-writes the name of each strategy to standard error, one per line, when it starts that strategy.
+The child runs `planner_child`; an idle one that is ready (`spare_planners`) is used instead of a fresh one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
-
-from pydantic import TypeAdapter
+from typing import Any
 
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import PlanningResult
 from coordinator.plan.transformer.request import PlanRequest
+from coordinator.serve.planning import planner_child
+from coordinator.serve.planning.planner_child import STRATEGY_PREFIX, PlanKind, request_and_result
 from coordinator.serve.planning.spare_planners import PlannerKind, SparePlanners, start_planner
 from coordinator.serve.state import GraphGoal
 from hearth.errors import DeadlineExceeded, HearthError, InternalError, error_from_wire
@@ -30,16 +25,7 @@ from hearth.platform.child import ChildResult, run_module
 # alone, not starting the interpreter, building the problem and the heuristics. Generous: it only ends a child that hangs.
 _GRACE_SECONDS = 300.0
 _GRACE_FACTOR = 3.0
-_BACKGROUND_NICENESS = 10  # of 19: plans made ahead get about a tenth of a processor that others want, too
-_STRATEGY_PREFIX = "planning: "  # prefix of a strategy's name on the child's standard error
 ReportStrategy = Callable[[str], None]
-_Kind = PlannerKind | Literal["instance"]
-# Types of request and answer. "instance" is a placement problem in the file that the goal names.
-_TYPES: dict[_Kind, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
-    "transformer": (TypeAdapter(PlanRequest), TypeAdapter(PlanningResult[TransformerPlan])),
-    "graph": (TypeAdapter(GraphRequest), TypeAdapter(PlanningResult[GraphPlan])),
-    "instance": (TypeAdapter(GraphGoal), TypeAdapter(PlanningResult[GraphPlan])),
-}
 
 
 async def solve_transformer(
@@ -95,14 +81,14 @@ def _one(results: list[Any]) -> Any:
 
 
 async def _plan_in_child(
-    kind: _Kind,
+    kind: PlanKind,
     requests: Sequence[Any],
     report_strategy: ReportStrategy = lambda line: None,
     spares: SparePlanners | None = None,
     in_background: bool = False,
 ) -> list[Any]:
     """For each request the `PlanningResult`, or the HearthError that it raised."""
-    request_type, result_type = _TYPES[kind]
+    request_type, result_type = request_and_result(kind)
     limits = ("time_limit_seconds", "learn_seconds")
     search_seconds = sum(getattr(request, limit, 0.0) for request in requests for limit in limits)
     seconds = _GRACE_FACTOR * search_seconds + _GRACE_SECONDS
@@ -127,64 +113,20 @@ async def _plan_in_child(
 
 
 async def _run_child(
-    kind: _Kind, task: bytes, seconds: float, report_strategy: ReportStrategy, spares: SparePlanners | None
+    kind: PlanKind, task: bytes, seconds: float, report_strategy: ReportStrategy, spares: SparePlanners | None
 ) -> ChildResult:
     """Run the task in the idle process of this kind, or in a fresh one. Raises asyncio.TimeoutError."""
 
     def on_stderr_line(line: str) -> None:
-        if line.startswith(_STRATEGY_PREFIX):
-            report_strategy(line.removeprefix(_STRATEGY_PREFIX))
+        if line.startswith(STRATEGY_PREFIX):
+            report_strategy(line.removeprefix(STRATEGY_PREFIX))
 
     if spares is None or kind == "instance":
-        return await run_module(__name__, task, seconds, on_stderr_line)
+        return await run_module(planner_child.__name__, task, seconds, on_stderr_line)
     try:
         spare = spares.take(kind)
         if spare is not None and (ended := await spare.run(task, seconds, on_stderr_line)).output:
             return ended  # one without an answer had died while it was idle
-        return await run_module(__name__, task, seconds, on_stderr_line)
+        return await run_module(planner_child.__name__, task, seconds, on_stderr_line)
     finally:
         spares.replace(kind)
-
-
-# ---- the child ------------------------------------------------------------------------------------------------------
-
-
-def main(stdin_bytes: bytes) -> None:
-    """Entry point of the child: plan what the bytes of its stdin ask for, write the results or errors."""
-    task = json.loads(stdin_bytes)
-    if task["in_background"]:
-        os.nice(_BACKGROUND_NICENESS)
-    json.dump([_answer(task["kind"], request) for request in task["requests"]], sys.stdout)
-
-
-def _answer(kind: _Kind, request: Any) -> Any:
-    request_type, result_type = _TYPES[kind]
-    try:
-        return result_type.dump_python(_plan(kind, request_type.validate_python(request)), mode="json")
-    except HearthError as error:
-        return {"error": error.code, "details": error.details()}
-
-
-def _plan(kind: _Kind, request: Any) -> Any:
-    """Imports the planners late: the coordinator needs none of them, and the child only those of one kind."""
-
-    def progress(strategy: str) -> None:
-        print(f"{_STRATEGY_PREFIX}{strategy}", file=sys.stderr, flush=True)
-
-    if kind == "transformer":
-        from coordinator.plan.transformer.make import plan_transformer
-
-        return plan_transformer(request)
-    if kind == "graph":
-        from coordinator.serve.planning.learnt_policies import plan_with_policy
-
-        return plan_with_policy(request, time.monotonic, progress)
-    from coordinator.devices.cluster_file import read_instance
-    from coordinator.plan.graph.auto import plan_instance
-
-    problem = read_instance(request.model_file, request.congestion)
-    return plan_instance(problem, request.strategy, request.time_limit_seconds, time.monotonic, progress)
-
-
-if __name__ == "__main__":
-    main(sys.stdin.buffer.read())

@@ -20,10 +20,10 @@ PlannerKind = Literal["transformer", "graph"]
 # What a plan of each kind imports, the module with `main` first. With CP-SAT, which takes 0.3 s to import and which plans after
 # a loss do without, an idle process would hold 83 MB (PSS) instead of 37.
 _MODULES: dict[PlannerKind, tuple[str, ...]] = {
-    "transformer": ("coordinator.serve.planning.planner_process", "coordinator.plan.transformer.make"),
+    "transformer": ("coordinator.serve.planning.planner_child", "coordinator.plan.transformer.make"),
     "graph": (
-        "coordinator.serve.planning.planner_process",
-        "coordinator.plan.graph.auto",
+        "coordinator.serve.planning.planner_child",
+        "coordinator.serve.planning.learnt_policies",
         "coordinator.plan.graph.latency.doppler.planner",
     ),
 }

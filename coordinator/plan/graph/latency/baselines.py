@@ -8,11 +8,9 @@ from random import Random
 
 from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.enumerative import enumerative
-from coordinator.plan.graph.latency.getf import getf
 from coordinator.plan.graph.latency.heft import critical_path, heft
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
-from coordinator.plan.graph.latency.sct import m_sct
 from coordinator.plan.solution import SearchOptions, Solution
 from hearth.errors import NoPlacement
 
@@ -48,13 +46,13 @@ def list_schedules(
 ) -> Iterator[Schedule]:
     """The schedules of all baselines, and that of HEFT with contention: the starts of a search, which is called `strategy`.
 
-    `is_short`: the critical path is run a few times only, which take a fifth of the time of all baselines instead of most of
-    it. Those that run out of memory run again, and keep room for an assignment that fits, for which `seconds` are left. Raises
-    ModelDoesNotFit with the missing bytes, or NoPlacement if it is not decided in time whether the graph fits.
+    `is_short`: the critical path is run a few times only, and linear programs are left out; together they take most of the time
+    of all baselines. Those that run out of memory run again, and keep room for an assignment that fits, for which `seconds`
+    are left. Raises ModelDoesNotFit with the missing bytes, or NoPlacement if it is not decided in time whether the graph fits.
     """
-    baselines = {**BASELINES, "critical-path": _short_critical_path} if is_short else BASELINES
+    baselines = _SHORT_BASELINES if is_short else tuple(BASELINES.values())
     failed = []
-    for baseline in (*baselines.values(), contended_heft):
+    for baseline in (*baselines, contended_heft):
         try:
             yield baseline(problem)
         except NoPlacement:
@@ -81,11 +79,24 @@ def _short_critical_path(problem: PlacementProblem) -> Schedule:
     return critical_path(problem, Random(_TIE_BREAK_SEED), _SHORT_RUNS)
 
 
+def _m_sct(problem: PlacementProblem) -> Schedule:
+    from coordinator.plan.graph.latency.sct import m_sct  # imports HiGHS, which plans after a loss do without
+
+    return m_sct(problem)
+
+
+def _getf(problem: PlacementProblem) -> Schedule:
+    from coordinator.plan.graph.latency.getf import getf  # imports HiGHS
+
+    return getf(problem)
+
+
 BASELINES: Mapping[str, Baseline] = {
     "local": local,
     "heft": heft,
     "critical-path": lambda problem: critical_path(problem, Random(_TIE_BREAK_SEED)),
-    "m-sct": m_sct,
-    "getf": getf,
+    "m-sct": _m_sct,
+    "getf": _getf,
     "enumerative": enumerative,
 }
+_SHORT_BASELINES: tuple[Baseline, ...] = (local, heft, _short_critical_path, enumerative)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from coordinator.plan.simulator import Resource, ResourceKind, simulate
 from coordinator.plan.timeline import simulated_traces
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.strategies import strategy_of_body
 from hearth.plan.parts import Prediction
 from hearth.plan.plan import TransformerPlan
-from hearth.wire.messages import DeviceTrace
+
+if TYPE_CHECKING:
+    from hearth.wire.messages import DeviceTrace
 
 
 def predict(layout: PlanLayout) -> tuple[Prediction, tuple[float, ...]]:

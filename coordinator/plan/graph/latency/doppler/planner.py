@@ -61,12 +61,13 @@ def solve_doppler(
 ) -> Solution[Schedule]:
     """The best schedule found within the time limit, with a lower bound; never worse than a list schedule or a start.
 
-    `sample` returns further starts, given the best one. It is called once, within the time limit.
+    With less than two seconds, lists that solve linear programs are left out. `sample` returns further starts, given the
+    best one. It is called once, within the time limit.
     A run repeats for equal seeds unless the clock ends it. Raises ModelDoesNotFit with the missing bytes, or NoPlacement
     if the search could not decide in time whether the graph fits.
     """
     search = PlacementSearch(problem, "doppler", options.time_limit_seconds, options.clock)
-    is_short = options.time_limit_seconds < _MIN_SOLVER_SECONDS
+    is_short = is_short_search(options)
     lists = list_schedules(problem, options.time_limit_seconds, "doppler", is_short)
     known = best_starts([*starts, *map(Start, lists)])
     if sample is not None:
@@ -92,6 +93,11 @@ def solve_doppler(
             _solve_windows_of_start(search, windows, known[0].schedule)
     _take_turns(search, annealing, windows, moves)
     return search.solution()
+
+
+def is_short_search(options: SearchOptions) -> bool:
+    """Whether the time is too short for CP-SAT, linear programs and several runs: requests wait for such a plan."""
+    return options.time_limit_seconds < _MIN_SOLVER_SECONDS
 
 
 class Annealing:
