@@ -26,14 +26,15 @@ def plan_with_policy(
 ) -> PlanningResult[GraphPlan]:
     """`plan_graph`, with the learnt policy if there is one. With time to learn, it learns on, or the one that ships does.
 
+    While requests wait, the one that ships is used: it finds better starts than the search would in the time of its samples.
     What it learns is kept for the next plan. The notes of the result name a file that cannot be used, and say so if no policy
     can learn. Raises as `plan_graph`.
     """
     path, notes = policy_path(request), list[str]()
     policy = _learnt_policy(path, notes)
-    if policy is None and request.learn_seconds:
+    if policy is None and (request.learn_seconds or request.recovering):
         policy = usable_policy()
-        if policy is None:
+        if policy is None and request.learn_seconds:
             notes.append("--learn is ignored: this Hearth has no policy that could learn")
     home = HomePolicy(policy, request.learn_seconds)
     planned = plan_graph(request, clock, progress, home if policy else None)

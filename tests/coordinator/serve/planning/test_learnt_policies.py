@@ -77,6 +77,7 @@ def test_a_policy_that_has_learnt_is_used_by_the_next_plan(tmp_path: Path, monke
     other = request(tmp_path / "policies", speeds=(1.0, 0.5, 0.5))
     assert used_policy(other, monkeypatch) is None
     assert used_policy(replace(other, learn_seconds=1.0), monkeypatch) is SHIPPED
+    assert used_policy(replace(other, recovering=True), monkeypatch) is SHIPPED
 
 
 def test_a_standby_that_takes_over_uses_the_policy_that_has_learnt(
@@ -129,6 +130,7 @@ def test_without_a_policy_there_is_nothing_to_learn(tmp_path: Path, monkeypatch:
     assert note.startswith("--learn is ignored")
     assert list(tmp_path.iterdir()) == []
     assert planned(request(tmp_path)).notes == ()
+    assert planned(replace(request(tmp_path), recovering=True)).notes == ()
 
 
 def test_files_are_named_by_graph_and_devices(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from numpy.random import default_rng
 from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.doppler.features import problem_features
 from coordinator.plan.graph.latency.doppler.learning import learn
-from coordinator.plan.graph.latency.doppler.planner import solve_doppler
+from coordinator.plan.graph.latency.doppler.planner import is_short_search, solve_doppler
 from coordinator.plan.graph.latency.doppler.policy import Policy
-from coordinator.plan.graph.latency.doppler.samples import policy_samples
+from coordinator.plan.graph.latency.doppler.samples import few_samples, policy_samples
 from coordinator.plan.graph.latency.doppler.starts import Start, best_starts
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
@@ -40,7 +40,8 @@ class HomePolicy:
         Raises ModelDoesNotFit, NoPlacement.
         """
         learnt = self._learn(problem, options, measured) if self._learn_seconds else ()
-        sample = partial(policy_samples, problem, self.policy, seed=options.seed) if self.policy else None
+        draw = few_samples if is_short_search(options) else policy_samples
+        sample = partial(draw, problem, self.policy, seed=options.seed) if self.policy else None
         return solve_doppler(problem, options, [*starts, *map(Start, learnt)], sample)
 
     def _learn(

@@ -10,10 +10,11 @@ from support.placement_problems import random_problem
 from support.schedule_checker import violations
 
 from coordinator.plan.graph.latency.contention import contended_heft
+from coordinator.plan.graph.latency.doppler import samples as samples_module
 from coordinator.plan.graph.latency.doppler.features import problem_features
 from coordinator.plan.graph.latency.doppler.policy import random_policy
 from coordinator.plan.graph.latency.doppler.rollout import draw_noise, orders_by_start, roll_out
-from coordinator.plan.graph.latency.doppler.samples import policy_samples
+from coordinator.plan.graph.latency.doppler.samples import few_samples, policy_samples
 from coordinator.plan.graph.latency.doppler.starts import Start
 from coordinator.plan.graph.latency.evaluator import Evaluator
 
@@ -56,6 +57,15 @@ def test_later_rounds_improve_the_best_of_earlier_ones() -> None:
     one, three = samples(), samples(num_rounds=3)
     assert three[0].makespan < one[0].makespan
     assert len({each.schedule.assignment for each in three}) == len(three) == 4
+
+
+@pytest.mark.parametrize(("num_placements", "num_samples"), [(1000, 12), (100, 4), (20, 0), (19, None)])
+def test_short_searches_draw_few_samples(
+    num_placements: int, num_samples: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples_module, "_SHORT_NUM_PLACEMENTS", num_placements)
+    found = few_samples(PROBLEM, POLICY, INCUMBENT, 0)
+    assert found == ([] if num_samples is None else samples(num_samples=num_samples))
 
 
 def test_orders_by_start_are_topological() -> None:
