@@ -11,6 +11,7 @@ pytest.importorskip("ortools")
 from tools.bench.doppler import loss as loss_module
 from tools.bench.doppler.loss import LossRow
 from tools.bench.experiment import Context, Experiment, make_experiment, read_settings
+from tools.bench.results import Result
 
 ROW = LossRow(
     graph="chain-mm", home="wifi", lost="device0", num_operators=76, planner="doppler", latency_seconds=1.1,
@@ -30,11 +31,22 @@ def test_each_device_is_lost_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("coordinator.plan.graph.auto._RECOVERY_SECONDS", 0.01)
     small = experiment('graphs=["chain-mm"]', 'homes=["wifi"]')
     known = [ROW.model_copy(update={"lost": f"device{k}"}) for k in (0, 1, 2)]
-    (row,) = small.measure(Context(tmp_path, lambda step: None, known))
+    *kept, row = small.measure(Context(tmp_path, lambda step: None, known))
+    assert kept == known
     assert (row.lost, row.num_operators) == ("device3", 76)
     assert 0 < row.makespan_seconds <= row.latency_seconds * (1 + 1e-9)
     assert row.reference_seconds > 0
-    assert not list(small.measure(Context(tmp_path, lambda step: None, [*known, row])))
+    all_rows = [*known, row]
+    assert list(small.measure(Context(tmp_path, lambda step: None, all_rows))) == all_rows
+
+    earlier = Result(
+        experiment="loss", title="earlier", command="", commit="", date="", machine="",
+        raw=tuple(each.model_dump() | {"reference_seconds": 7.5} for each in all_rows),
+    )  # fmt: skip
+    earlier.save(tmp_path / "earlier.json")
+    again = experiment('graphs=["chain-mm"]', 'homes=["wifi"]', f'references=["{tmp_path / "earlier.json"}"]')
+    *_, row = again.measure(Context(tmp_path, lambda step: None, known))
+    assert row.reference_seconds == 7.5
 
 
 @pytest.mark.parametrize(
