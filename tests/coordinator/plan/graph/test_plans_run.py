@@ -1,8 +1,9 @@
-"""Plans of every planner, with one session per segment, compute the same as one session of the whole file."""
+"""Plans of every planner, and of tiles, with one session per segment, compute the same as one session of the whole file."""
 
 from __future__ import annotations
 
 import time
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -11,10 +12,12 @@ import pytest
 from support.graphs import cluster_of
 from support.onnx_models import random_inputs, run_segments, run_whole
 
+from coordinator.models.graph_file import read_graph_file
 from coordinator.models.onnx.reader import read_onnx
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.request import GraphRequest
+from coordinator.serve.planning.tiling import tiled_for
 from hearth.errors import ModelDoesNotFit, NoPlacement
 from hearth.plan.graph import Objective
 
@@ -24,11 +27,19 @@ pytest.importorskip("transformers")
 SPEEDS = (1e9, 0.6e9, 0.8e9, 0.5e9)
 
 
-@pytest.mark.parametrize("name", ["resnet50", "mobilenet_v2", "efficientnet_b0", "bert", "vit", "two_branch"])
-def test_plans_of_every_planner_equal_one_session(name: str, tmp_path: Path) -> None:
+NETWORKS = ("resnet50", "mobilenet_v2", "efficientnet_b0", "bert", "vit", "two_branch")
+
+
+@cache
+def exported(name: str, folder: Path) -> Path:
     from tools.graph_models import build, export
 
-    path = export(build(name, tiny=True), tmp_path / f"{name}.onnx")
+    return export(build(name, tiny=True), folder / f"{name}-to-plan.onnx")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_plans_of_every_planner_equal_one_session(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = exported(name, tmp_path_factory.getbasetemp())
     model = read_onnx(path)
     spec = model.spec
     inputs = random_inputs(spec)
@@ -52,3 +63,23 @@ def test_plans_of_every_planner_equal_one_session(name: str, tmp_path: Path) -> 
                     assert np.abs(found[output] - array).max() <= 1e-4, (strategy, num_devices, output)
                 most_devices = max(most_devices, len(plan.devices))
     assert most_devices >= 3
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_tiles_on_two_to_four_devices_equal_one_session(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No device can hold the model alone."""
+    graph = read_graph_file(exported(name, tmp_path_factory.getbasetemp()), {})
+    inputs = random_inputs(graph.spec)
+    expected = run_whole(graph.path, inputs)
+    weights = graph.spec.parameter_bytes(range(graph.spec.num_operators))
+    for num_devices in (2, 3, 4):
+        speeds, rate, budget = SPEEDS[:num_devices], 1e9, int(weights * 0.9)
+        tiled = tiled_for(graph, cluster_of(graph.spec, speeds, rate, budget), num_devices)
+        assert tiled.model is not None
+        assert tiled.spec.num_operators > graph.spec.num_operators
+        request = GraphRequest(tiled.spec, cluster_of(tiled.spec, speeds, rate, budget), strategy="enumerative")
+        plan = plan_graph(request, time.monotonic).plan
+        assert len(plan.devices) == num_devices
+        found = run_segments(tiled.model, plan.body.segments, inputs)
+        for output, array in expected.items():
+            assert np.abs(found[output] - array).max() <= 1e-4, (num_devices, output)
