@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _TIE_TOLERANCE = 1.01  # within 1 % of the fastest, fewer devices win: each device is one more that can fail
 # Of a search for which requests wait: with the rest of planning and the start of a planner process, a plan of 500 operators
 # takes less than a second of processor time.
-_RECOVERY_SECONDS = 0.65
+_RECOVERY_SECONDS = 0.52
 _PROVEN_RATIO = 1 + 1e-6  # of value to bound, up to which a plan counts as proven optimal; allows for rounding
 Clock = Callable[[], float]
 
