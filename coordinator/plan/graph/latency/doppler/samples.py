@@ -15,7 +15,7 @@ from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 from hearth.errors import NoPlacement
 
 NUM_SAMPLES, NUM_ROUNDS = 64, 3
-# Of the one round of a search that is short: a fifth of half a second on a graph of 229 operators. Larger graphs get fewer samples.
+# Of the one round of a search that is short: a tenth of a second on a graph of 229 operators. Larger graphs get fewer samples.
 _SHORT_NUM_SAMPLES, _SHORT_NUM_PLACEMENTS = 12, 4000
 _NUM_KEPT = 4
 
