@@ -155,8 +155,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         At most one of `schema` (a JSON schema), `regex` and `grammar` (Lark, as llguidance reads it) is what the whole answer
         must match; with tools that are not required, it may call them instead.
 
-        Raises BadRequest at once for a value out of range; while iterating, BadGrammar, ContextTooLong, UnknownModel, NotServing,
-        QueueFull, DeadlineExceeded, ConnectionLost, WorkerDied, ...
+        Raises BadRequest at once for a value out of range; while iterating, BadGrammar, ContextTooLong, UnknownModel,
+        NotServing, QueueFull, DeadlineExceeded, ConnectionLost, WorkerDied, ...
         """
         if unknown := sampling.keys() - wire.SamplingChoice.model_fields:
             raise TypeError(f"generate() got an unexpected keyword argument '{min(unknown)}'")
