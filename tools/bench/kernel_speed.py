@@ -18,8 +18,9 @@ from torch import Tensor
 
 from agent.worker.transformer.kernel_times import layer_shapes, measure_kernels
 from agent.worker.transformer.kernels.base import Partition
-from agent.worker.transformer.kernels.int4 import dequantise_int4, multiplies_bfloat16, quantise_int4
+from agent.worker.transformer.kernels.int4 import dequantise_int4, quantise_int4
 from agent.worker.transformer.kernels.int8 import quantise_int8
+from agent.worker.transformer.kernels.processor import multiplies_bfloat16
 from agent.worker.transformer.matrices import Matrix, empty_matrix
 from agent.worker.transformer.random_weights import layer_matrices, random_layer
 from hearth.plan.kernels import KERNEL_ROWS, KernelChoice, choose_kernels

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from agent.worker.transformer.kernels.base import QuantisedMatrix, add_bias
-from agent.worker.transformer.kernels.int4_tiles import can_expand, multiply_expanded
+from agent.worker.transformer.kernels.int4_tiles import (
+    can_expand,
+    in_order_of_outputs,
+    multiply_expanded,
+    packed_order,
+)
+from agent.worker.transformer.kernels.processor import multiplies_bfloat16
 from hearth.errors import StepFailed
 
 INT4_GROUP_SIZE = 32  # inputs that share a scale; grain borders of shards are multiples of it
 _OUTPUT_GROUP = 16  # outputs; torch's int4 layout groups them so
 _SCALE_STEPS = 32  # of a scale's mantissa below 1: five bits
 _MIN_SCALE = 1e-30  # minimum of a scale, so that a zero group does not divide by zero
-_NATIVE_MAX_ROWS = 32  # rows by default; with more, a bfloat16 GEMM on expanded tiles is faster
+_NATIVE_MAX_ROWS = 32  # rows by default; with more, a GEMM on expanded tiles is faster
 
 
 class Int4Matrix(QuantisedMatrix):
     """Weight-only int4 with a scale and a zero point for every 32 inputs of an output.
 
-    Stored in torch's packed layout for CPUs, of which there are no views.
+    Stored in torch's packed layout for CPUs, of which there are no views, with the outputs in `packed_order`.
     """
 
     layout = "torch"
@@ -46,9 +50,10 @@ class Int4Matrix(QuantisedMatrix):
     def _quantise(self, weight_nk: Tensor) -> Tensor:
         steps, scales, zero_points = quantise_int4(weight_nk)
         zeros = (8 - zero_points) * scales  # exact in bfloat16; torch adds it to (step - 8) * scale
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.flatten(1).to(torch.int32), 1)
+        order = packed_order(self.shape[0])
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps[order].flatten(1).to(torch.int32), 1)
         self._packed.copy_(packed.view(self._packed.shape))
-        self._scales_and_zeros.copy_(torch.stack([scales, zeros], dim=2).transpose(0, 1))
+        self._scales_and_zeros.copy_(torch.stack([scales, zeros], dim=2)[order].transpose(0, 1))
         return dequantise_int4(steps, scales, zero_points)
 
     def rows(self, part: slice) -> Int4Matrix:
@@ -63,16 +68,17 @@ class Int4Matrix(QuantisedMatrix):
         return self
 
     def default_kernel(self, rows: int) -> str:
-        expand = rows > _NATIVE_MAX_ROWS and multiplies_bfloat16()
-        return "expand-bfloat16" if expand else "torch"
+        expand = rows > _NATIVE_MAX_ROWS and can_expand()
+        return "torch" if not expand else "expand-bfloat16" if multiplies_bfloat16() else "expand-float32"
 
     def product(self, kernel: str, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if not x_sk.shape[0]:
             y = x_sk.new_empty(0, self.shape[0])
         elif kernel == "torch":
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            packed = torch.ops.aten._weight_int4pack_mm_for_cpu(
                 x_sk.bfloat16(), self._packed, INT4_GROUP_SIZE, self._scales_and_zeros
-            ).to(x_sk.dtype)
+            )
+            y = in_order_of_outputs(packed, x_sk.dtype)
         else:
             dtype = torch.float32 if kernel == "expand-float32" else torch.bfloat16
             y = multiply_expanded(x_sk, self._packed, self._scales_and_zeros, dtype)
@@ -96,10 +102,3 @@ def quantise_int4(weight_nk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def dequantise_int4(steps: Tensor, scales: Tensor, zero_points: Tensor) -> Tensor:
     """The weights [n,k] float32 that `quantise_int4` has stored."""
     return ((steps - zero_points[..., None]) * scales.float()[..., None]).flatten(1)
-
-
-@lru_cache(maxsize=1)
-def multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for bfloat16 products (x86: AMX or AVX512-BF16)."""
-    probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
-    return any(probe is not None and bool(probe()) for probe in probes)

@@ -1,87 +1,162 @@
 """Products of many rows with int4 weights in torch's packed layout: expand a tile to floats, then multiply by a GEMM.
 
-torch packs outputs in blocks [k, block / 2] of bytes. A byte of a whole block holds output j in its low half and output
-j + block / 2 in its high half (vectorised builds); a byte of the last, smaller block holds two neighbours. The layout is
-internal to torch, so `can_expand` compares it with a matrix that torch has packed.
+torch packs outputs in blocks [k, block / 2] of bytes, two outputs in a byte: outputs j and j + block / 2 of the block
+(vectorised builds), or two neighbours (other builds, and a last, smaller block). The layout is internal to torch, so
+`can_expand` compares it with a matrix that torch has packed.
+
+Outputs are packed in an order (`packed_order`) in which the low halves of the bytes hold the first half of a section's outputs
+and the high halves the second. So each half of a tile expands to consecutive outputs, a whole row of bytes at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _GROUP = 32  # inputs that share a scale
-_BLOCKS = (64, 32)  # outputs in a block: AVX512, AVX2
-_TILE_OUTPUTS = 512  # expanded at once: 2 MiB in bfloat16 for 2048 inputs, about an L2 cache
+_BLOCKS = ((64, False), (32, False), (32, True), (16, True))  # outputs, and whether neighbours share a byte
+_TILE_OUTPUTS = 512  # expanded at once, in two halves
+_LOW_HALVES = 0x0F0F0F0F  # of four bytes
+_UPPER_WORD = -(1 << 16)  # mask of the upper 16 bits
+
+
+class Section(NamedTuple):
+    """Outputs that are packed in blocks of one size."""
+
+    start: int
+    num_outputs: int
+    block: int
+    neighbours: bool  # two neighbours share a byte
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_outputs
+
+    def halves(self, packed: Tensor) -> Tensor:
+        """A view [..., 2, blocks, block / 2] of values [..., num_outputs] in packed order; in the order of the outputs."""
+        lanes = self.block // 2
+        if self.neighbours:
+            return packed.unflatten(-1, (-1, lanes, 2)).movedim(-1, -3)
+        return packed.unflatten(-1, (-1, 2, lanes)).transpose(-3, -2)
 
 
 @lru_cache(maxsize=1)
 def can_expand() -> bool:
     """Whether this build of torch packs int4 weights in a layout that is known here."""
-    return _block_size() > 0
+    return _blocks_of_torch() is not None
 
 
 @lru_cache(maxsize=1)
-def _block_size() -> int:
-    """Outputs in a whole block; 0 if the layout is not known."""
+def _blocks_of_torch() -> tuple[int, bool] | None:
+    """The entry of `_BLOCKS` that this build of torch uses; None if the layout is not known."""
     steps = torch.randint(0, 16, (80, 32), generator=torch.Generator().manual_seed(0))
     try:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.to(torch.int32), 1).view(80, 16)
     except (AttributeError, RuntimeError):
-        return 0
-    for block in _BLOCKS:
-        whole = 80 // block * block
-        parts = [
-            _steps_of_blocks(packed[:whole], whole // block, block, torch.int8),
-            _steps_of_rest(packed[whole:], 80 - whole, torch.int8),
-        ]
-        if torch.equal(torch.cat(parts, dim=1).t() + 8, steps.to(torch.int8)):
-            return block
-    return 0
+        return None
+    for blocks in _BLOCKS:
+        found = torch.empty(80, 32, dtype=torch.int64)
+        for section in _sections(80, *blocks):
+            of_blocks = packed[section.start : section.stop].view(-1, 32, section.block // 2)
+            low, high = section.halves(torch.arange(80)[_span(section)])
+            found[low] = (of_blocks & 15).transpose(1, 2).long()
+            found[high] = (of_blocks >> 4).transpose(1, 2).long()
+        if torch.equal(found, steps):
+            return blocks
+    return None
 
 
-def _steps_of_blocks(packed: Tensor, num_blocks: int, block: int, dtype: torch.dtype) -> Tensor:
-    """The steps less 8 of whole blocks [k, num_blocks * block]."""
-    signed = packed.view(num_blocks, -1, block // 2).transpose(0, 1).contiguous() ^ 0x88  # [k, blocks, block / 2]
-    steps = torch.empty(*signed.shape[:2], 2, block // 2, dtype=dtype)
-    steps[:, :, 0], steps[:, :, 1] = _signed_halves(signed)
-    return steps.view(signed.shape[0], -1)
+def _span(section: Section) -> slice:
+    return slice(section.start, section.stop)
 
 
-def _steps_of_rest(packed: Tensor, num_outputs: int, dtype: torch.dtype) -> Tensor:
-    """The same for a last block of fewer outputs [k, num_outputs]."""
-    return torch.stack(_signed_halves(packed.reshape(-1, num_outputs // 2) ^ 0x88), dim=2).flatten(1).to(dtype)
+def _sections(num_outputs: int, block: int, neighbours: bool) -> list[Section]:
+    whole = num_outputs // block * block
+    sections = (Section(0, whole, block, neighbours), Section(whole, num_outputs - whole, num_outputs - whole, True))
+    return [section for section in sections if section.num_outputs]
 
 
-def _signed_halves(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """The lower and the upper four bits of each byte as int8 in two's complement."""
-    return (pairs << 4).view(torch.int8) >> 4, pairs.view(torch.int8) >> 4
+@lru_cache(maxsize=64)
+def sections(num_outputs: int) -> list[Section]:
+    """How the outputs are packed. Empty if the layout of this build of torch is not known."""
+    blocks = _blocks_of_torch()
+    return [] if blocks is None else _sections(num_outputs, *blocks)
+
+
+def packed_order(num_outputs: int) -> Tensor:
+    """The outputs in the order in which they are packed [num_outputs] int64."""
+    order = torch.arange(num_outputs)
+    for section in sections(num_outputs):
+        outputs = torch.arange(section.start, section.stop).view(section.halves(order[_span(section)]).shape)
+        section.halves(order[_span(section)]).copy_(outputs)
+    return order
+
+
+def in_order_of_outputs(y_sn: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a product [s,n] in packed order to `dtype` and the order of the outputs."""
+    ordered = torch.empty(y_sn.shape, dtype=dtype)
+    known = sections(y_sn.shape[1])
+    for section in known:
+        packed = section.halves(y_sn[:, _span(section)])
+        ordered[:, _span(section)].unflatten(1, packed.shape[1:]).copy_(packed)
+    return ordered if known else ordered.copy_(y_sn)
 
 
 def multiply_expanded(x_sk: Tensor, packed: Tensor, scales_and_zeros: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x W^T [s,n], computed in `dtype`.
-
-    `packed` [n, k / 2] uint8, `scales_and_zeros` [k / 32, n, 2]. A weight is (step - 8) * scale + zero; the zeros multiply
-    sums of 32 activations, so that they cost a GEMM of a 32nd of the size instead of a pass over the tile.
-    """
-    num_outputs, num_inputs = packed.shape[0], packed.shape[1] * 2
-    block, x = _block_size(), x_sk.to(dtype)
-    sums = x_sk.unflatten(1, (-1, _GROUP)).sum(dim=2)
-    y_sn = x_sk.new_empty(x_sk.shape[0], num_outputs)
-    whole = num_outputs // block * block
-    borders = [*range(0, whole, _TILE_OUTPUTS), whole]
-    if whole < num_outputs:
-        borders.append(num_outputs)
-    for start, stop in zip(borders, borders[1:], strict=False):
-        if start == whole:
-            steps = _steps_of_rest(packed[start:stop], stop - start, dtype)
+    """Return x W^T [s,n], computed in `dtype`. `packed` [n, k / 2] uint8, `scales_and_zeros` [k / 32, n, 2] bfloat16."""
+    num_rows, num_outputs = x_sk.shape[0], packed.shape[0]
+    x, y_sn = x_sk.to(dtype), x_sk.new_empty(num_rows, num_outputs)
+    product = x.new_empty(0 if dtype == x_sk.dtype else num_rows * _TILE_OUTPUTS // 2)
+    for start, tile_km in _tiles(packed, scales_and_zeros, dtype):
+        part = y_sn[:, start : start + tile_km.shape[1]]
+        if dtype == part.dtype:
+            torch.mm(x, tile_km, out=part)
         else:
-            steps = _steps_of_blocks(packed[start:stop], (stop - start) // block, block, dtype)
-        scales, zeros = (
-            scales_and_zeros[:, start:stop].permute(2, 0, 1).contiguous()
-        )  # strided, `mul_` takes 5 x as long
-        tile = steps.view(-1, _GROUP, stop - start).mul_(scales.to(dtype)[:, None])
-        torch.mm(sums, zeros.to(sums.dtype), out=y_sn[:, start:stop]).add_(x @ tile.view(num_inputs, -1))
+            part.copy_(torch.mm(x, tile_km, out=product[: part.numel()].view(part.shape)))
     return y_sn
+
+
+def _tiles(packed: Tensor, scales_and_zeros: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """The weights as tiles [k,m] of consecutive outputs, each with its first output. A tile is valid until the next one.
+
+    A weight is (step - zero point) * scale. Few passes, over memory that is reused, so that it stays in a cache: the bytes
+    are put side by side, halves are taken from four bytes at once, zero points subtracted from bytes, and only the conversion
+    and the scales need a pass over floats.
+    """
+    num_inputs, most = packed.shape[1] * 2, _TILE_OUTPUTS // 2
+    pairs_of_bytes = torch.empty(num_inputs * most, dtype=torch.uint8)
+    steps_of_tile = torch.empty(num_inputs * most, dtype=torch.int8)
+    floats_of_tile = torch.empty(num_inputs * most, dtype=dtype)
+    for section in sections(packed.shape[0]):
+        lanes = section.block // 2
+        unit = torch.complex128 if lanes % 16 == 0 else torch.int64  # the largest elements that a copy can move
+        blocks = packed[_span(section)].view(-1, num_inputs, lanes).view(unit)
+        at_once = max(most // lanes, 1)
+        for first in range(0, len(blocks), at_once):
+            some = blocks[first : first + at_once]
+            width, begin = len(some) * lanes, section.start + first * section.block
+            size = num_inputs * width
+            pairs = pairs_of_bytes[:size].view(num_inputs, width)
+            pairs.view(unit).view(num_inputs, len(some), -1).copy_(some.transpose(0, 1))
+            words, steps = pairs.view(torch.int32), steps_of_tile[:size].view(-1, _GROUP, width)
+            tile = floats_of_tile[:size].view(num_inputs, width)
+            scales, zero_points = _scales(scales_and_zeros[:, begin : begin + len(some) * section.block], section)
+            for half in (0, 1):
+                if half:
+                    torch.bitwise_right_shift(words, 4, out=words)
+                torch.bitwise_and(words, _LOW_HALVES, out=steps.view(num_inputs, width).view(torch.int32))
+                steps.sub_(zero_points[half, :, None])
+                tile.copy_(steps.view(num_inputs, width)).view(steps.shape).mul_(scales[half, :, None].to(dtype))
+                yield section.start + (half * section.num_outputs // 2) + first * lanes, tile
+
+
+def _scales(scales_and_zeros: Tensor, section: Section) -> tuple[Tensor, Tensor]:
+    """Scales float32 and zero points int8 [2, k / 32, m] of a tile's halves; a zero is (8 - zero point) * scale."""
+    pairs = section.halves(scales_and_zeros.view(torch.int32).squeeze(-1)).movedim(-3, 0).flatten(2)
+    scales = (pairs << 16).view(torch.float32)
+    zeros = (pairs & _UPPER_WORD).view(torch.float32)
+    return scales, zeros.div_(scales).neg_().add_(8).to(torch.int8)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (torch's own custom)
 from torch import Tensor
 
 from agent.worker.transformer.kernels.base import QuantisedMatrix, add_bias
+from agent.worker.transformer.kernels.processor import multiplies_bfloat16
 
 _NATIVE_MAX_ROWS = 8  # rows by default; with more, a GEMM on converted weights is faster
 _NATIVE_INPUT_GROUP = 32  # inputs; torch 2.13's int8 kernel on x86 reads them in groups of this size
-_TILE_BYTES = 1 << 20  # of converted weights: a tile stays in the L2 cache between its conversion and its GEMM
+_TILE_BYTES = 2 << 20  # of converted weights: a tile stays in a cache between its conversion and its GEMM
 _MIN_SCALE = 1e-30  # minimum of a scale, so that a zero row does not divide by zero
 
 
@@ -47,7 +47,9 @@ class Int8Matrix(QuantisedMatrix):
         return view
 
     def default_kernel(self, rows: int) -> str:
-        return "torch" if rows <= _NATIVE_MAX_ROWS else "expand-bfloat16"
+        if rows <= _NATIVE_MAX_ROWS and self._native_is_safe():
+            return "torch"
+        return "expand-bfloat16" if self._device.type != "cpu" or multiplies_bfloat16() else "expand-float32"
 
     def product(self, kernel: str, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if kernel == "torch" and self._native_is_safe():
@@ -57,17 +59,23 @@ class Int8Matrix(QuantisedMatrix):
         return add_bias(y, bias_n, out)
 
     def _multiply_expanded(self, x_sk: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert the weights and multiply, on a CPU tile by tile."""
+        """Convert the weights and multiply, on a CPU tile by tile, in memory that all tiles use."""
         values, x = self._values, x_sk.to(dtype)
         num_outputs, num_inputs = values.shape
         size = max(num_outputs, 1)
         if values.device.type == "cpu":
-            size = max(_TILE_BYTES // (max(num_inputs, 1) * dtype.itemsize), 1)
+            size = min(max(_TILE_BYTES // (max(num_inputs, 1) * dtype.itemsize), 1), size)
         y_sn = x_sk.new_empty(x_sk.shape[0], num_outputs)
+        floats_nk = values.new_empty(size, num_inputs, dtype=dtype)
+        product = x.new_empty(0 if dtype == y_sn.dtype else x.shape[0] * size)
         for start in range(0, num_outputs, size):
-            tile = slice(start, start + size)
-            y_sn[:, tile] = F.linear(x, values[tile].to(dtype)) * self._scales[tile].to(dtype)
-        return y_sn
+            part_sn = y_sn[:, start : start + size]
+            tile_nk = floats_nk[: part_sn.shape[1]].copy_(values[start : start + size])
+            if dtype == part_sn.dtype:
+                torch.mm(x, tile_nk.t(), out=part_sn)
+            else:
+                part_sn.copy_(torch.mm(x, tile_nk.t(), out=product[: part_sn.numel()].view(part_sn.shape)))
+        return y_sn.mul_(self._scales.to(y_sn.dtype))
 
     def _native_is_safe(self) -> bool:
         """Whether torch's int8 kernel is safe: for other numbers of inputs it reads past the end of the weights."""

@@ -1,0 +1,14 @@
+"""Instructions of the processor that decide which kernels are fast."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+
+@lru_cache(maxsize=1)
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for bfloat16 products (x86: AMX or AVX512-BF16)."""
+    probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(probe is not None and bool(probe()) for probe in probes)
