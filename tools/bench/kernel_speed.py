@@ -1,16 +1,17 @@
-"""Kind `kernels`: products with a layer's matrices on one core, by the default kernels, by the chosen ones, and in bfloat16.
+"""Kind `kernels`: products with a layer's matrices on one core, by every kernel of the device's table, and in plain floats.
 
 Times are the thread's processor time, so that other processes disturb them little. Weights are random; the model's layers take
-turns, as in decoding, so that their weights come from where decoding finds them.
+turns, as in decoding, so that their weights come from where decoding finds them. With one row, a kernel that expands weights
+shows the time of the expansion alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from statistics import median
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -23,48 +24,51 @@ from agent.worker.transformer.kernels.int8 import quantise_int8
 from agent.worker.transformer.kernels.processor import multiplies_bfloat16
 from agent.worker.transformer.matrices import Matrix, empty_matrix
 from agent.worker.transformer.random_weights import layer_matrices, random_layer
-from hearth.plan.kernels import KERNEL_ROWS, KernelChoice, choose_kernels
+from hearth.plan.kernels import KERNEL_ROWS, KernelChoice, KernelTime, choose_kernels
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from tools.bench.experiment import Context, Experiment
 from tools.bench.results import Summary, Table
 from tools.bench.stats import Ratio, paired_ratio, rotated
 
-Variant = Literal["default", "chosen", "bfloat16"]
-VARIANTS: tuple[Variant, ...] = get_args(Variant)
+DEFAULT, CHOSEN = "default", "chosen"  # kernels; the others are named by their layout and kernel
 _CPU = torch.device("cpu")
 _SAMPLE_SECONDS = 0.05  # of one round of a variant, at least
 _ERROR_ROWS = (
     64  # rows of activations with which errors are measured, at most: a row's error does not depend on their number
 )
 _WEIGHT_SCALE = 0.02  # standard deviation of the weights
+_HOPELESS = 2.0  # times the fastest kernel's time in the table: such a kernel is not measured again
 
 
 class KernelRow(BaseModel):
     """Products of `rows` rows with one layer's matrices. `seconds`: of all of them, by round.
 
-    `error`: relative, of the worst matrix, against the product in float32 with the weights as they are stored.
+    `error`: relative, of the worst matrix, against the product in float64 with the weights as they are stored.
     """
 
     model_config = ConfigDict(frozen=True)
 
     weights: str
     rows: int
-    variant: Variant
+    variant: str
     layout: str
     kernels: tuple[str, ...]
     processor: str  # the instructions that torch uses
     bytes_per_weight: float
     seconds: tuple[float, ...]
     over_default: Ratio  # speed, in the same rounds
-    over_bfloat16: Ratio
+    over_fastest: Ratio  # over the fastest kernel of this weight format
+    over_bfloat16: Ratio | None  # None: the processor has no bfloat16 products, and would take a minute
     error: float
 
 
-class _Setting(NamedTuple):
-    """The weight format and the kernels of a variant."""
+class _Variant(NamedTuple):
+    """How products are computed: with the matrices of one layout, by one kernel or by the matrices' own choice."""
 
-    spec: ModelSpec
-    choices: Sequence[KernelChoice]
+    weights: WeightFormat
+    layers: Sequence[Sequence[Matrix]]
+    choices: Sequence[KernelChoice]  # of the layout, and by which `kernel` chooses
+    kernel: Callable[[Matrix, int], str]  # for a matrix and a number of rows
 
 
 class KernelSpeed(Experiment):
@@ -85,50 +89,51 @@ class KernelSpeed(Experiment):
 
     def _of_format(self, spec: ModelSpec, context: Context) -> Iterator[KernelRow]:
         context.report(f"{spec.weights}: choosing kernels")
-        chosen = choose_kernels(measure_kernels(spec, max(KERNEL_ROWS), _CPU))
-        plain = spec.model_copy(update={"weights": "bfloat16"})
-        settings: dict[Variant, _Setting] = {
-            "default": _Setting(spec, ()), "chosen": _Setting(spec, chosen), "bfloat16": _Setting(plain, ()),
-        }  # fmt: skip
-        layers = {
-            name: [layer_matrices(random_layer(each.spec, _CPU, each.choices)) for _ in range(spec.num_layers)]
-            for name, each in settings.items()
-        }
+        times = measure_kernels(spec, max(KERNEL_ROWS), _CPU)
+        variants = _variants(spec, times)
         for rows in self.rows:
-            seconds = self._rounds(layers, rows, context)
+            hopeless = _hopeless(times, rows)
+            if rows > 1 and not multiplies_bfloat16():
+                hopeless.add("bfloat16")
+            present = {name: variant for name, variant in variants.items() if name not in hopeless}
+            seconds = self._rounds(present, rows, context)
             context.report(f"{spec.weights}: errors with {rows} rows")
-            for name, setting in settings.items():
-                layer = layers[name][0]
+            quantised = [name for name in present if present[name].weights == spec.weights]
+            fastest = min(quantised, key=lambda name: median(seconds[name]))
+            for name, variant in present.items():
+                layer = variant.layers[0]
                 yield KernelRow(
-                    weights=setting.spec.weights,
+                    weights=variant.weights,
                     rows=rows,
                     variant=name,
                     layout=", ".join(dict.fromkeys(matrix.layout for matrix in layer)),
-                    kernels=tuple(dict.fromkeys(matrix.kernel(rows) for matrix in layer)),
+                    kernels=tuple(dict.fromkeys(variant.kernel(matrix, rows) for matrix in layer)),
                     processor=_processor(),
                     bytes_per_weight=_bytes_per_weight(layer),
                     seconds=tuple(seconds[name]),
-                    over_default=paired_ratio(seconds["default"], seconds[name]),
-                    over_bfloat16=paired_ratio(seconds["bfloat16"], seconds[name]),
-                    error=max(_error(shape, setting, rows) for shape in layer_shapes(spec)),
+                    over_default=paired_ratio(seconds[DEFAULT], seconds[name]),
+                    over_fastest=paired_ratio(seconds[fastest], seconds[name]),
+                    over_bfloat16=paired_ratio(seconds["bfloat16"], seconds[name]) if "bfloat16" in present else None,
+                    error=max(_error(shape, variant, rows) for shape in layer_shapes(spec)),
                 )
 
-    def _rounds(
-        self, layers: Mapping[Variant, Sequence[list[Matrix]]], rows: int, context: Context
-    ) -> dict[Variant, list[float]]:
+    def _rounds(self, variants: Mapping[str, _Variant], rows: int, context: Context) -> dict[str, list[float]]:
         """Seconds of one layer's products by round, after a warm-up round."""
-        turns = {name: cycle(layers[name]) for name in VARIANTS}
-        inputs = {matrix.shape[1]: torch.randn(rows, matrix.shape[1]) for matrix in layers["default"][0]}
-        seconds: dict[Variant, list[float]] = {name: [] for name in VARIANTS}
+        turns = {name: cycle(variant.layers) for name, variant in variants.items()}
+        inputs = {matrix.shape[1]: torch.randn(rows, matrix.shape[1]) for matrix in variants[DEFAULT].layers[0]}
+        seconds: dict[str, list[float]] = {name: [] for name in variants}
         for index in range(self.rounds + 1):
             context.report(f"{rows} rows: round {index} of {self.rounds}")
-            for name in rotated(VARIANTS, index):
-                found = _seconds(turns[name], inputs)
+            for name in rotated(list(variants), index):
+                found = _seconds(turns[name], inputs, variants[name].kernel)
                 if index:
                     seconds[name].append(found)
         return seconds
 
     def summary(self, rows: Sequence[KernelRow]) -> Summary:
+        def ratio(of: Ratio | None) -> str:
+            return "-" if of is None else f"{of.median:.2f} {of.interval}"
+
         columns = {
             "weights": lambda row: row.weights,
             "rows": lambda row: row.rows,
@@ -137,13 +142,54 @@ class KernelSpeed(Experiment):
             "layout": lambda row: row.layout,
             "bytes per weight": lambda row: f"{row.bytes_per_weight:.2f}",
             "ms a layer": lambda row: f"{median(row.seconds) * 1e3:.3g}",
-            "speed over default": lambda row: f"{row.over_default.median:.2f} {row.over_default.interval}",
-            "speed over bfloat16": lambda row: f"{row.over_bfloat16.median:.2f} {row.over_bfloat16.interval}",
+            "speed over default": lambda row: ratio(row.over_default),
+            "over the fastest": lambda row: ratio(row.over_fastest),
+            "over bfloat16": lambda row: ratio(row.over_bfloat16),
             "error": lambda row: f"{row.error:.1e}",
         }
         processors = " and ".join(dict.fromkeys(row.processor for row in rows))
         title = f"Products with a layer's matrices of {self.model.name}, one core, {processors}"
         return Summary(tables=(Table.of_columns(title, columns, rows),))
+
+
+def _variants(spec: ModelSpec, times: Sequence[KernelTime]) -> dict[str, _Variant]:
+    """The default and the chosen kernels, each measured kernel for all shapes, and plain bfloat16 and float32."""
+    shapes = {(time.num_outputs, time.num_inputs): () for time in times}
+    kernels = dict.fromkeys((time.layout, time.kernel) for time in times)
+    chosen = choose_kernels(times)
+
+    def of(weights: WeightFormat, choices: Sequence[KernelChoice]) -> _Variant:
+        copy = spec.model_copy(update={"weights": weights})
+        layers = [layer_matrices(random_layer(copy, _CPU, choices)) for _ in range(spec.num_layers)]
+        return _Variant(weights, layers, choices, lambda matrix, rows: matrix.kernel(rows))
+
+    def single(layout: str, kernel: str) -> list[KernelChoice]:
+        return [
+            KernelChoice(num_outputs=n, num_inputs=k, layout=layout, rows=(1,), kernels=(kernel,)) for n, k in shapes
+        ]
+
+    variants = {DEFAULT: of(spec.weights, ()), CHOSEN: of(spec.weights, chosen)}
+    known = {variant.layers[0][0].layout: variant.layers for variant in variants.values()}
+    for layout, kernel in kernels:
+        choices = single(layout, kernel)
+        if layout not in known:
+            known[layout] = of(spec.weights, choices).layers
+        variants[f"{layout} {kernel}"] = _Variant(
+            spec.weights, known[layout], choices, lambda matrix, rows, kernel=kernel: kernel
+        )
+    return variants | {"bfloat16": of("bfloat16", ()), "float32": of("float32", ())}
+
+
+def _hopeless(times: Sequence[KernelTime], rows: int) -> set[str]:
+    """The kernels that take much longer than the fastest, by the table."""
+    counts = sorted({time.rows for time in times})
+    nearest = next((count for count in counts if count >= rows), counts[-1]) if counts else 0
+    totals: dict[str, float] = {}
+    for each in times:
+        if each.rows == nearest:
+            name = f"{each.layout} {each.kernel}"
+            totals[name] = totals.get(name, 0.0) + each.seconds
+    return {name for name, seconds in totals.items() if rows > 1 and seconds > _HOPELESS * min(totals.values())}
 
 
 def _processor() -> str:
@@ -156,26 +202,28 @@ def _bytes_per_weight(layer: Sequence[Matrix]) -> float:
     return num_bytes / sum(matrix.shape[0] * matrix.shape[1] for matrix in layer)
 
 
-def _seconds(layers: Iterator[list[Matrix]], inputs: Mapping[int, Tensor]) -> float:
+def _seconds(
+    layers: Iterator[Sequence[Matrix]], inputs: Mapping[int, Tensor], kernel: Callable[[Matrix, int], str]
+) -> float:
     """Processor time of one layer's products: the mean of as many layers as fit into `_SAMPLE_SECONDS`."""
     began, count = time.thread_time(), 0
     while not count or time.thread_time() - began < _SAMPLE_SECONDS:
         for matrix in next(layers):
-            matrix.matmul(inputs[matrix.shape[1]])
+            x_sk = inputs[matrix.shape[1]]
+            matrix.product(kernel(matrix, x_sk.shape[0]), x_sk)
         count += 1
     return (time.thread_time() - began) / count
 
 
-def _error(shape: tuple[int, int], setting: _Setting, rows: int) -> float:
+def _error(shape: tuple[int, int], variant: _Variant, rows: int) -> float:
     """Relative error of a product with a random matrix, by the kernel for this number of rows."""
-    weights = setting.spec.weights
-    matrix = empty_matrix(*shape, weights, _CPU, Partition(0, (0, shape[0])), setting.choices)
+    matrix = empty_matrix(*shape, variant.weights, _CPU, Partition(0, (0, shape[0])), variant.choices)
     generator = torch.Generator().manual_seed(0)
     weight_nk = torch.randn(shape, generator=generator) * _WEIGHT_SCALE
     x_sk = torch.randn(min(rows, _ERROR_ROWS), shape[1], generator=generator)
     matrix.load(slice(None), slice(None), weight_nk)
-    exact = x_sk @ _stored(weight_nk, weights).t()
-    return float((matrix.product(matrix.kernel(rows), x_sk) - exact).norm() / exact.norm())
+    exact = x_sk.double() @ _stored(weight_nk, variant.weights).double().t()
+    return float((matrix.product(variant.kernel(matrix, rows), x_sk) - exact).norm() / exact.norm())
 
 
 def _stored(weight_nk: Tensor, weights: WeightFormat) -> Tensor:
