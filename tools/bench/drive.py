@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from agent.daemon.store import ShardStore
@@ -13,6 +14,7 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes
+from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, Link
@@ -79,12 +81,21 @@ class EngineRunners(ProcessGroup):
         encrypt: bool,
         link_bytes_per_second: float,
         text: str = "",
+        kernels: Mapping[str, Sequence[KernelChoice]] = MappingProxyType({}),
     ) -> None:
-        """Load and connect a plan, whose device names are the testbed's. `text`: the plan in the runners' file format."""
+        """Load and connect a plan, whose device names are the testbed's. `text`: the plan in the runners' file format.
+
+        `kernels`: the measured choice by device name; other devices compute with their defaults.
+        """
         names = [device.name for device in plan.devices]
         self._plans[plan_id] = plan
         shards = [chunks_for_rank(model.refs, plan, rank) for rank in range(plan.num_ranks)]
-        parts = [{"rank": rank, "chunks": [ref.model_dump() for ref in shard]} for rank, shard in enumerate(shards)]
+        parts: list[dict[str, Any]] = [
+            {"rank": rank, "chunks": [ref.model_dump() for ref in shard]} for rank, shard in enumerate(shards)
+        ]
+        for name, part in zip(names, parts, strict=True):
+            if choices := kernels.get(name):  # older checkouts do not know this argument
+                part["kernels"] = [choice.model_dump() for choice in choices]
         text, store = text or plan.model_dump_json(), str(model.store_dir)
         bound = self.call_all(names, "load", parts, plan_id=plan_id, plan=text, store=store, encrypt=encrypt)
         peers = self._peers(names, bound, link_bytes_per_second)

@@ -44,6 +44,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "http-overhead": ("http.overhead", "HttpOverhead"),
     "http-fuzz": ("http.fuzz", "HttpFuzz"),
     "http-turns": ("http.turns", "HttpTurns"),
+    "one-core": ("one_core", "OneCore"),
     "doppler-stage3": ("doppler.stage3", "DopplerStage3"),
 }
 

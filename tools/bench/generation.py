@@ -148,7 +148,7 @@ class Generation(Experiment):
 
         def generate(name: str) -> dict[str, Any]:
             if name == REFERENCE:
-                return reference.call("generate", prompt=prompt, num_tokens=self.new_tokens)
+                return reference.call("generate", prompt=prompt, num_tokens=self.new_tokens, dtype=_REFERENCE_TYPE)
             return engine.generate(name, prompt, self.new_tokens)
 
         report("warming up")

@@ -35,6 +35,7 @@ from agent.worker.transformer.shard import Shard, load_shard
 from coordinator.serve.state import DEFAULT_MAX_DRAFTED
 from hearth.errors import StepFailed
 from hearth.plan.geometry import spans
+from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan, plan_from_json
@@ -122,20 +123,41 @@ class Runner:
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
-    def load(self, plan_id: str, plan: str, rank: int, chunks: list[Any], store: str, encrypt: bool) -> dict[str, Any]:
+    def load(
+        self,
+        plan_id: str,
+        plan: str,
+        rank: int,
+        chunks: list[Any],
+        store: str,
+        encrypt: bool,
+        kernels: Sequence[Any] = (),
+    ) -> dict[str, Any]:
+        """Load a plan's shard. `kernels`: the measured choice; without, the worker's defaults."""
         parsed = plan_from_json(plan, TransformerPlan)
-        shard = self._shard(parsed, rank, tuple(ChunkRef.model_validate(chunk) for chunk in chunks), Path(store))
+        refs = tuple(ChunkRef.model_validate(chunk) for chunk in chunks)
+        choices = tuple(KernelChoice.model_validate(choice) for choice in kernels)
+        shard = self._shard(parsed, rank, refs, Path(store), choices)
         keypair = new_keypair() if encrypt else None
         transport = _CountingTransport(rank, parsed.num_ranks, self._host, (0, 0), keypair)
         self._loaded[plan_id] = _Loaded(parsed, rank, shard, transport)
         return {"port": transport.port, "public_key": transport.public_key}
 
-    def _shard(self, plan: TransformerPlan, rank: int, refs: tuple[ChunkRef, ...], store: Path) -> Shard:
+    def _shard(
+        self,
+        plan: TransformerPlan,
+        rank: int,
+        refs: tuple[ChunkRef, ...],
+        store: Path,
+        kernels: tuple[KernelChoice, ...],
+    ) -> Shard:
         """Load a shard. Plans that differ only in communication share their weights."""
         shares = plan.body.model_dump(mode="json", exclude={"overlap", "exact_links", "seq_len", "generation"})
-        key = json.dumps([str(store), rank, shares], sort_keys=True)
+        key = json.dumps([str(store), rank, shares, [choice.model_dump() for choice in kernels]], sort_keys=True)
         if (shard := self._shards.get(key)) is None:
-            shard = load_shard(plan, rank, refs, lambda name: store / name[:2] / name, torch.device("cpu"))
+            shard = load_shard(
+                plan, rank, refs, lambda name: store / name[:2] / name, torch.device("cpu"), kernels=kernels
+            )
             self._shards[key] = shard
         return shard
 

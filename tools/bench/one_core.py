@@ -1,0 +1,264 @@
+"""Kind `one-core`: generation on one core by Hearth, an older checkout of it, `transformers` and llama.cpp, interleaved.
+
+Hearth computes with the kernels that its profile chooses, as a served model does. llama.cpp runs in an environment of its own
+(`llama_python`), which must have llama-cpp-python and gguf; no package of it enters Hearth's. Its model has the same shape and
+random weights in Q4_0.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from coordinator.plan.transformer.make import plan_transformer
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
+from hearth.errors import BadSetting, DeadlineExceeded, InternalError
+from hearth.plan.kernels import choose_kernels
+from hearth.plan.model_spec import WeightFormat
+from hearth.plan.parts import WireFormat
+from hearth.plan.plan import TransformerPlan, plan_from_json
+from hearth.plan.profile import ClusterProfile
+from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
+from tools.bench.experiment import Context, Experiment
+from tools.bench.generation import LLAMA
+from tools.bench.homes import decoder_directory
+from tools.bench.measure import MIN_ROUNDS, emulated
+from tools.bench.processes import DeviceProcess
+from tools.bench.profiles import Profiles
+from tools.bench.results import Summary, Table
+from tools.bench.stats import Ratio, paired_ratio, rotated
+from tools.testbed import Scenario, Testbed, load_scenario
+from tools.testbed.cluster import check_possible
+
+NEW, OLD, LLAMA_CPP = "hearth", "hearth, old", "llama.cpp"
+_SCRIPT = Path(__file__).parent / "llama_cpp.py"
+_CALL_SECONDS = 300.0  # timeout of one answer of llama.cpp, and of writing its model
+_RATE = 1e9  # bytes per second of links, which one device does not use
+
+Answer = Mapping[str, Any]
+
+
+class OneCoreRow(BaseModel):
+    """One program and weight format. `prefill` and `decode`: seconds by round; decoding excludes the first token.
+
+    The ratios are speeds of Hearth over this program's, in the same rounds.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    program: str
+    weights: str
+    instructions: str  # that the testbed allows
+    kernels: str  # layout and kernels of the MLP's up projection, by rows; or what the program says
+    prompt_tokens: int
+    new_tokens: int
+    prefill: tuple[float, ...]
+    decode: tuple[float, ...]
+    prefill_gain: Ratio
+    decode_gain: Ratio
+
+
+class OneCore(Experiment):
+    """Generation on one core by several programs."""
+
+    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(OneCoreRow)
+
+    model: dict[str, Any] = LLAMA
+    weights: tuple[WeightFormat, ...] = Field(("int4", "int8"), min_length=1)
+    instructions: str = "native"  # instruction set of the testbed's device
+    prompt_tokens: int = Field(256, ge=1)
+    new_tokens: int = Field(64, ge=2)
+    transformers: tuple[str, ...] = ("bfloat16", "float32")
+    old: Path | None = None  # an older checkout of Hearth
+    llama_python: Path | None = None  # the interpreter of an environment with llama-cpp-python and gguf
+    rounds: int = Field(MIN_ROUNDS, ge=1)
+
+    def measure(self, context: Context) -> Iterator[OneCoreRow]:
+        scenario = self._scenario()
+        check_possible(scenario)
+        self._check_paths()
+        name = scenario.devices[0].name
+        context.report("making the model")
+        directory = decoder_directory(self.model, context.folder, "float32")
+        with ExitStack() as stack:
+            testbed = stack.enter_context(emulated(scenario, context.folder / "new", real_mbit=True))
+            engine = stack.enter_context(EngineRunners(testbed, [name]))
+            profiles = Profiles(scenario, testbed, engine, context.report)
+            programs, said = self._others(stack, testbed, name, directory, context)
+            old = None
+            if self.old is not None:
+                old_testbed = stack.enter_context(emulated(scenario, context.folder / "old", True, self.old.resolve()))
+                old = old_testbed, stack.enter_context(EngineRunners(old_testbed, [name]))
+            for weights in self.weights:
+                model = StoredModel(directory, context.folder / f"store-{weights}", weights)
+                cluster = profiles.current(model, [name], self.prompt_tokens, None)
+                context.report(f"loading {weights}")
+                programs[NEW], said[NEW] = self._hearth(engine, model, cluster)
+                if old is not None:
+                    programs[OLD], said[OLD] = self._old_hearth(*old, model, cluster, context.folder), "-"
+                found = self._rounds(programs, model.spec.vocab_size, context)
+                yield from self._rows(found, said, weights)
+                for each in (engine, old[1] if old else None):
+                    if each is not None:
+                        each.unload("one")
+
+    def _scenario(self) -> Scenario:
+        """One whole core, with the instructions that were asked for."""
+        scenario = load_scenario("whole-cores")
+        try:
+            device = type(scenario.devices[0]).model_validate(
+                {**scenario.devices[0].model_dump(), "instruction_set": self.instructions}
+            )
+        except ValueError:
+            raise BadSetting(setting="instructions", reason=f"'{self.instructions}' is not known") from None
+        return scenario.model_copy(update={"devices": (device,)})
+
+    def _check_paths(self) -> None:
+        if self.old is not None and not (self.old / "tools" / "bench" / "runner.py").is_file():
+            raise BadSetting(setting="old", reason=f"{self.old} is not a checkout of Hearth with tools/bench/runner.py")
+        if self.llama_python is not None and not self.llama_python.is_file():
+            raise BadSetting(
+                setting="llama_python", reason=f"there is no {self.llama_python}; make it by `python -m venv`, then "
+                "`pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36 gguf` with its pip",
+            )  # fmt: skip
+
+    def _others(
+        self, stack: ExitStack, testbed: Testbed, name: str, directory: Path, context: Context
+    ) -> tuple[dict[str, Callable[[list[int]], Answer]], dict[str, str]]:
+        """The programs that are not Hearth, and what each says about itself."""
+        programs: dict[str, Callable[[list[int]], Answer]] = {}
+        said: dict[str, str] = {}
+        if self.transformers:
+            reference = stack.enter_context(DeviceProcess(testbed, "reference", name))
+            for dtype in self.transformers:
+                context.report(f"loading transformers in {dtype}")
+                reference.call("load", model_dir=str(directory), dtype=dtype)
+                programs[f"transformers {dtype}"] = partial(_call_reference, reference, dtype, self.new_tokens)
+                said[f"transformers {dtype}"] = "-"
+        if self.llama_python is None:
+            context.report("llama.cpp is left out: set llama_python to compare with it")
+            return programs, said
+        context.report("writing the model of llama.cpp")
+        llama = stack.enter_context(_LlamaCpp(testbed, name, self.llama_python))
+        path = str(context.folder / "model.gguf")
+        llama.call("make", path=path, config=self.model)
+        about = llama.call("load", path=path, context=self.prompt_tokens + self.new_tokens)
+        programs[LLAMA_CPP] = lambda prompt: llama.call("generate", prompt=prompt, num_tokens=self.new_tokens)
+        said[LLAMA_CPP] = f"{about['version']}: {about['system']}"
+        return programs, said
+
+    def _hearth(
+        self, engine: EngineRunners, model: StoredModel, cluster: ClusterProfile
+    ) -> tuple[Callable[[list[int]], Answer], str]:
+        expected = GenerationRequest(self.prompt_tokens + self.new_tokens, 1, self.prompt_tokens, self.new_tokens)
+        request = PlanRequest(model.spec, cluster, self.prompt_tokens, WireFormat(), "local", generation=expected)
+        (device,) = cluster.devices
+        kernels = choose_kernels(device.blocks.kernels)
+        engine.load("one", plan_transformer(request).plan, model, False, _RATE, kernels={device.name: kernels})
+        up = max(kernels, key=lambda choice: choice.num_outputs, default=None)
+        text = "" if up is None else f"{up.layout}: " + ", ".join(dict.fromkeys(up.kernels))
+        return lambda prompt: engine.generate("one", prompt, self.new_tokens), text
+
+    def _old_hearth(
+        self, testbed: Testbed, engine: EngineRunners, model: StoredModel, cluster: ClusterProfile, folder: Path
+    ) -> Callable[[list[int]], Answer]:
+        """The older checkout, with a plan that it makes itself."""
+        profile = folder / "profile.json"
+        profile.write_text(cluster.model_dump_json())
+        text = testbed.plan(
+            str(model.directory), "--strategy", "local", "--seq-len", str(self.prompt_tokens), "--load-profile",
+            str(profile), "--context", str(self.prompt_tokens + self.new_tokens), "--sequences", "1", "--weights",
+            model.spec.weights,
+        )  # fmt: skip
+        engine.load("one", plan_from_json(text, TransformerPlan), model, False, _RATE, text)
+        return lambda prompt: engine.generate("one", prompt, self.new_tokens)
+
+    def _rounds(
+        self, programs: Mapping[str, Callable[[list[int]], Answer]], vocab_size: int, context: Context
+    ) -> dict[str, list[Answer]]:
+        """The answers of every program by round, after a warm-up round."""
+        prompt = made_up_prompt(vocab_size, self.prompt_tokens)
+        found: dict[str, list[Answer]] = {name: [] for name in programs}
+        for index in range(self.rounds + 1):
+            for name in rotated(list(programs), index):
+                context.report(f"round {index} of {self.rounds}: {name}")
+                answer = programs[name](prompt)
+                if index:
+                    found[name].append(answer)
+        return found
+
+    def _rows(
+        self, found: Mapping[str, Sequence[Answer]], said: Mapping[str, str], weights: str
+    ) -> Iterator[OneCoreRow]:
+        def seconds(program: str, part: str) -> tuple[float, ...]:
+            return tuple(answer[part] for answer in found[program])
+
+        for program in found:
+            own = weights if program in (NEW, OLD) else "Q4_0" if program == LLAMA_CPP else program.split()[-1]
+            yield OneCoreRow(
+                program=program, weights=own, instructions=self.instructions, kernels=said[program],
+                prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens, prefill=seconds(program, "prefill"),
+                decode=seconds(program, "decode"),
+                prefill_gain=paired_ratio(seconds(program, "prefill"), seconds(NEW, "prefill")),
+                decode_gain=paired_ratio(seconds(program, "decode"), seconds(NEW, "decode")),
+            )  # fmt: skip
+
+    def summary(self, rows: Sequence[OneCoreRow]) -> Summary:
+        columns = {
+            "program": lambda row: row.program,
+            "weights": lambda row: row.weights,
+            "instructions": lambda row: row.instructions,
+            "prefill tok/s": lambda row: f"{row.prompt_tokens / statistics.median(row.prefill):.1f}",
+            "decode tok/s": lambda row: f"{(row.new_tokens - 1) / statistics.median(row.decode):.1f}",
+            "Hearth's prefill over it": lambda row: f"{row.prefill_gain.median:.2f} {row.prefill_gain.interval}",
+            "Hearth's decode over it": lambda row: f"{row.decode_gain.median:.2f} {row.decode_gain.interval}",
+            "kernels": lambda row: row.kernels,
+        }
+        title = f"{self.prompt_tokens} + {self.new_tokens} tokens on one core"
+        return Summary(tables=(Table.of_columns(title, columns, rows),))
+
+
+def _call_reference(reference: DeviceProcess, dtype: str, num_tokens: int, prompt: list[int]) -> Answer:
+    return reference.call("generate", prompt=prompt, num_tokens=num_tokens, dtype=dtype)
+
+
+class _LlamaCpp:
+    """llama.cpp on a device of the testbed. A context manager; the testbed ends the process, if need be."""
+
+    def __init__(self, testbed: Testbed, name: str, python: Path) -> None:
+        with (testbed.folder / "llama_cpp.log").open("ab") as log:
+            self._process = testbed.popen(
+                name, str(python.absolute()), "-I", str(_SCRIPT), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                memory_limited=False,
+            )  # fmt: skip
+
+    def __enter__(self) -> _LlamaCpp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Call a method. Raises InternalError with the child's error, DeadlineExceeded."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": method, **arguments}).encode() + b"\n")
+        self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], _CALL_SECONDS)[0]:
+            raise DeadlineExceeded(action=f"llama.cpp: {method}", seconds=_CALL_SECONDS)
+        if not (line := self._process.stdout.readline()):
+            raise InternalError(where="llama.cpp", reason="it has ended; llama_cpp.log of the testbed says why")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise InternalError(where="llama.cpp", reason=answer["error"])
+        return answer
