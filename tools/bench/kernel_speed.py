@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import cycle
 from statistics import median
 from typing import Any, ClassVar, NamedTuple
@@ -174,10 +175,12 @@ def _variants(spec: ModelSpec, times: Sequence[KernelTime]) -> dict[str, _Varian
         choices = single(layout, kernel)
         if layout not in known:
             known[layout] = of(spec.weights, choices).layers
-        variants[f"{layout} {kernel}"] = _Variant(
-            spec.weights, known[layout], choices, lambda matrix, rows, kernel=kernel: kernel
-        )
+        variants[f"{layout} {kernel}"] = _Variant(spec.weights, known[layout], choices, partial(_always, kernel))
     return variants | {"bfloat16": of("bfloat16", ()), "float32": of("float32", ())}
+
+
+def _always(kernel: str, matrix: Matrix, rows: int) -> str:
+    return kernel
 
 
 def _hopeless(times: Sequence[KernelTime], rows: int) -> set[str]:

@@ -99,7 +99,7 @@ class OneCore(Experiment):
                 old_testbed = stack.enter_context(emulated(scenario, context.folder / "old", True, self.old.resolve()))
                 old = old_testbed, stack.enter_context(EngineRunners(old_testbed, [name]))
             for weights in self.weights:
-                model = StoredModel(directory, context.folder / f"store-{weights}", weights)
+                model = StoredModel(directory, context.folder / "store", weights)
                 cluster = profiles.current(model, [name], self.prompt_tokens, None)
                 context.report(f"loading {weights}")
                 programs[NEW], said[NEW] = self._hearth(engine, model, cluster)
