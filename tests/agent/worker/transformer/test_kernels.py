@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from agent.worker.transformer.kernels.base import Partition  # noqa: E402 (needs torch)
+from agent.worker.transformer.kernels.int4_tiles import in_order_of_outputs, packed_order  # noqa: E402
+from agent.worker.transformer.kernels.processor import multiplies_bfloat16  # noqa: E402
 from agent.worker.transformer.matrices import Matrix, empty_matrix, layouts_to_measure  # noqa: E402
 from hearth.errors import StepFailed  # noqa: E402
 from hearth.plan.kernels import KernelChoice  # noqa: E402
@@ -51,6 +53,23 @@ def test_all_kernels_multiply_the_same_quantised_values(weights: WeightFormat, s
                 y = matrix.product(kernel, x, bias, out)
                 assert y.data_ptr() == out.data_ptr()
                 assert (y - expected).norm() <= ERRORS[kernel] * (expected - bias).norm()
+
+
+@pytest.mark.parametrize("num_outputs", [16, 32, 80, 144, 592])
+def test_outputs_are_packed_in_an_order_that_is_undone(num_outputs: int) -> None:
+    order = packed_order(num_outputs)
+    assert torch.equal(order.sort().values, torch.arange(num_outputs))
+    y = torch.randn(3, num_outputs)
+    assert torch.equal(in_order_of_outputs(y[:, order], torch.float32), y)
+
+
+def test_many_rows_are_multiplied_in_the_floats_that_the_processor_has() -> None:
+    expected = "expand-bfloat16" if multiplies_bfloat16() else "expand-float32"
+    formats: tuple[WeightFormat, ...] = ("int4", "int8")
+    for weights in formats:
+        matrix = empty_matrix(64, 128, weights, CPU)
+        assert matrix.default_kernel(1) == "torch"
+        assert matrix.default_kernel(256) == (expected if expected in matrix.kernels else "torch")
 
 
 def test_choice_selects_layout_and_kernel_by_rows() -> None:
