@@ -403,6 +403,14 @@ class ModelDoesNotFit(HearthError, scope="plan"):
     advice = "Add a device, raise a device's memory limit, or use a smaller model or a shorter length."
 
 
+class MemoryTaken(ModelDoesNotFit, scope="plan"):
+    """The model would fit, if other models that are served did not hold memory. `holders` names them with their memory."""
+
+    holders: str
+    summary = "{model} does not fit beside the models that are served: {missing_bytes} bytes are missing; {holders}."
+    advice = "Stop one of them (`hearth stop NAME`), add a device, or raise a device's memory limit."
+
+
 class StoresTooSmall(ModelDoesNotFit, scope="plan"):
     """The model exceeds what the stores of the devices have room for. `rooms` names the devices and their room."""
 

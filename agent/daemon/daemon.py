@@ -321,6 +321,9 @@ class AgentDaemon:
 
     async def _read_telemetry(self) -> wire.Telemetry:
         telemetry = self._telemetry.read(time.time())
+        if telemetry.compute_device == "cpu" and not self._telemetry.budget_is_limit:
+            held = {deployment: worker.resident_bytes for deployment, worker in self._workers.items()}
+            telemetry = telemetry.model_copy(update={"memory_held_bytes": held})
         try:
             room_bytes = await self._on_disk(_ROOM_SECONDS, self._store.room_bytes)
         except (OSError, StoreFailed):  # the disk fails: the next access to a chunk says so

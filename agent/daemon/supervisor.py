@@ -86,6 +86,7 @@ class WorkerProcess:
             epoch=self.epoch,
             failure=_failure_reason(self.failure) if self.failure else "",
             peak_bytes=self.peak_bytes,
+            busy_seconds=self.busy_seconds,
             step=progress.step,
             step_seconds=progress.step_seconds,
             silent_seconds=self._liveness.silent_seconds,
@@ -95,12 +96,29 @@ class WorkerProcess:
     @property
     def peak_bytes(self) -> int:
         """Peak resident memory of the process; 0 if the kernel does not report it."""
+        return self._memory_bytes("VmHWM")
+
+    @property
+    def resident_bytes(self) -> int:
+        """Resident memory of the process; 0 if the kernel does not report it."""
+        return self._memory_bytes("VmRSS")
+
+    def _memory_bytes(self, field: str) -> int:
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
             return 0
-        match = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+        match = re.search(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)
         return int(match[1]) << 10 if match else 0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Processor time of the process; 0 if the kernel does not report it."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, IndexError):
+            return 0.0
 
     async def start(self, request: wire.Start) -> wire.WorkerBound:
         """Start the process and load the shard or the segments.

@@ -56,6 +56,11 @@ class TelemetryReader:
             python_version=platform.python_version(),
         )
 
+    @property
+    def budget_is_limit(self) -> bool:
+        """Whether the memory budget is the user's limit, whatever the workers hold."""
+        return self._settings.memory_bytes is not None or self._memory_percent() is not None
+
     def has_room(self, num_bytes: int) -> bool:
         """Whether that much main memory is free, without the reserve for the rest of the system."""
         return num_bytes <= self.free_memory_bytes()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.devices.profile_smoothing import smooth_profiles
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
+from coordinator.devices.taken import Taken, left_bytes, nothing_taken
 from coordinator.devices.workload import Workload
 from hearth.errors import UnsupportedWeights
 from hearth.plan.kernels import KernelChoice, choose_kernels, chosen_bytes_per_weight
@@ -49,9 +50,12 @@ def block_workload(spec: ModelSpec, seq_len: int, deterministic: bool = False) -
 
 
 async def block_cluster(
-    profiler: Profiler, devices: Sequence[Device], workload: Workload[BlockProfile]
+    profiler: Profiler,
+    devices: Sequence[Device],
+    workload: Workload[BlockProfile],
+    taken: Callable[[Device], Taken] = nothing_taken,
 ) -> ClusterProfile:
-    """Measure the devices and smooth their profiles. Raises as `Profiler.measure` does."""
+    """Measure the devices and smooth their profiles; `taken` is not there. Raises as `Profiler.measure` does."""
     measured = await profiler.measure(devices, workload)
     blocks = smooth_profiles(measured.results)
     subject = _subject(workload)
@@ -60,8 +64,8 @@ async def block_cluster(
             DeviceProfile(
                 device_id=device.device_id,
                 name=device.name,
-                budget_bytes=budget_for_layouts(device.budget_bytes, subject, measured.results[device.device_id]),
-                blocks=blocks[device.device_id].scaled(profiler.slowdown(device.device_id)),
+                budget_bytes=budget_for_layouts(left_bytes(device, taken), subject, measured.results[device.device_id]),
+                blocks=blocks[device.device_id].scaled(profiler.slowdown(device.device_id) * taken(device).slowdown),
                 store_room_bytes=device.store_room_bytes,
             )
             for device in measured.devices

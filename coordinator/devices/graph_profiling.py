@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
+from coordinator.devices.taken import Taken, left_bytes, nothing_taken
 from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.cutting import cut
@@ -37,8 +38,11 @@ async def graph_cluster(
     graph: GraphFile,
     workload: Workload[GraphProfile],
     slowdown: Callable[[str], float] | None = None,
+    taken: Callable[[Device], Taken] = nothing_taken,
 ) -> GraphCluster:
     """Measure the devices and price every operator. `slowdown`: a factor on the seconds of a device (default: its drift).
+
+    What is `taken` is not there.
 
     Raises as `Profiler.measure` does.
     """
@@ -46,18 +50,26 @@ async def graph_cluster(
     measured = await profiler.measure(devices, workload)
     profiles = [(device, measured.results[device.device_id]) for device in measured.devices]
     per_device = [
-        [slowdown(device.device_id) * seconds for seconds in operator_seconds(graph.spec, profile)]
+        [
+            slowdown(device.device_id) * taken(device).slowdown * seconds
+            for seconds in operator_seconds(graph.spec, profile)
+        ]
         for device, profile in profiles
     ]
     seconds = tuple(zip(*per_device, strict=True))
-    return cluster_from_links([_device(*each) for each in profiles], seconds, measured.links, measured=True)
+    return cluster_from_links(
+        [_device(*each, left_bytes(device=each[0], taken=taken)) for each in profiles],
+        seconds,
+        measured.links,
+        measured=True,
+    )
 
 
-def _device(device: Device, profile: GraphProfile) -> ClusterDevice:
+def _device(device: Device, profile: GraphProfile, budget_bytes: int) -> ClusterDevice:
     return ClusterDevice(
         device_id=device.device_id,
         name=device.name,
-        budget_bytes=device.budget_bytes,
+        budget_bytes=budget_bytes,
         process_bytes=profile.process_bytes,
         load_bytes=profile.load_bytes,
         loading_bytes=max(profile.peak_bytes - profile.process_bytes - profile.load_bytes, 0),

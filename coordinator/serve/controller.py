@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from coordinator.deploy.deployment import Deployment, loss_error
@@ -35,6 +37,7 @@ from hearth.errors import (
     HearthError,
     LeaseLost,
     LinkLost,
+    MemoryTaken,
     ModelDoesNotFit,
     NoDevices,
     NoPlacement,
@@ -57,6 +60,7 @@ _TAKE_OVER_POLL_SECONDS = 0.02  # interval of looking for them: short against th
 # Timeout of the small request after a failed step: clients wait, and the workers of a plan that does not work are kept anyway.
 _PROBE_SECONDS = 1.5  # and
 _PROBE_FACTOR = 3.0  # times the predicted duration of a whole step
+_MAX_PLAN_ATTEMPTS = 3  # while other deployments are planned at the same time, and take the memory first
 # Actions without I/O: executed inside `handle`, before any task is started.
 _IMMEDIATE_ACTIONS: tuple[cycle.Action, ...] = ("stop_admitting", "refuse_requests", "record_loss")
 
@@ -80,6 +84,7 @@ class Controller:
         clock: Callable[[], float] = loop_time,
         running: Plan | None = None,
     ) -> None:
+        services = replace(services, deployment=name)
         self.name = name
         self.goal = goal
         self.requests: Requests[Any] = Requests(
@@ -204,6 +209,8 @@ class Controller:
         self.lifecycle, actions = cycle.step(self.lifecycle, event, self._clock())
         if self.lifecycle.plan is not None:  # the next plan of another deployment has a newer epoch
             self._services.fleet.last_epoch = max(self._services.fleet.last_epoch, self.lifecycle.last_epoch)
+            plans = [self.lifecycle.plan, *filter(None, [self.lifecycle.next_plan])]
+            self._services.resources.take(self.name, plans)
         if self.state != before:
             self._services.report(self.state)
         for action in actions:
@@ -294,7 +301,7 @@ class Controller:
                     self._warm_workers(device.device_id for device in one_of_each_machine(state.devices))
                 return cycle.DevicesProfiled(cluster)
             case "make_plan":
-                plan = await self.kind.plan(state.cluster, state.has_served, self._held_plan)
+                plan = await self._make_plan(state)
                 self._replanner.record_best_plan(state.devices, plan)
                 if summary := self.kind.summary(plan):
                     services.report(summary)
@@ -355,6 +362,26 @@ class Controller:
                 raise AssertionError(f"cannot {action} in {state}")
         return None
 
+    async def _make_plan(self, state: cycle.Lifecycle) -> Plan:
+        """A plan for the memory that other deployments leave. Raises MemoryTaken if it fits only without them, ..."""
+        resources, cluster = self._services.resources, state.cluster
+        for attempt in count(1):
+            try:
+                plan = await self.kind.plan(cluster, state.has_served, self._held_plan)
+            except ModelDoesNotFit as error:
+                if holders := resources.holders(self.name):
+                    raise MemoryTaken(model=error.model, missing_bytes=error.missing_bytes, holders=holders) from None
+                raise
+            try:
+                resources.check(self.name, plan, self._services.fleet.devices)
+            except MemoryTaken:  # another deployment was planned at the same time
+                if attempt == _MAX_PLAN_ATTEMPTS:
+                    raise
+                cluster = await self.kind.profile(state.devices, self._held_plan)
+                continue
+            return plan
+        raise AssertionError("every attempt returns or raises")
+
     def _warm_workers(self, device_ids: Iterable[str]) -> None:
         """Have devices import in the background what their workers need."""
         library: WorkerLibrary = "onnxruntime" if self.kind.planner == "graph" else "torch"
@@ -375,6 +402,8 @@ class Controller:
         running = [*self._retired, *([self.deployment] if self.deployment is not None else [])]
         self.deployment, self._retired = None, []
         await asyncio.gather(*map(self._unload, running))
+        if self.lifecycle.plan is None:
+            self._services.resources.release(self.name)
 
     async def _unload(self, deployment: Deployment) -> None:
         """Stop the workers of a deployment; an agent that is away stops its own when it grants its lease again."""
@@ -428,6 +457,8 @@ class Controller:
         offered = {device.device_id: device.telemetry.memory_budget_bytes for device in usable if device.telemetry}
         if violation := limit_violation(plan, self.goal.limits, self.goal.exclude, offered):
             return cycle.SavedPlanRejected(violation)
+        if not self._has_room(plan):
+            return cycle.SavedPlanRejected("other models hold the memory")
         self._replanner.record_restored_plan(plan)
         return cycle.SavedPlanAccepted(self._services.fleet.last_epoch)
 
@@ -454,7 +485,7 @@ class Controller:
             found = self._preparer.take(allowed_devices(self.goal, fleet.usable()), error)
             if found.reason:
                 self._services.report(found.reason)
-            if (prepared := found.plan) is not None:
+            if (prepared := found.plan) is not None and self._has_room(prepared.plan):
                 self._prepared = prepared
                 if not found.is_same:
                     considered = {*prepared.made_for, found.left_out} & fleet.devices.keys()
@@ -470,6 +501,15 @@ class Controller:
         for name in unknown_names(names, fleet.devices.values()):  # mistyped, or the device joins later
             self._services.report(f"warning: no device here is called {name} yet; its limit applies once it joins")
         return cycle.DevicesSettled(tuple(devices))
+
+    def _has_room(self, plan: Plan) -> bool:
+        """Whether other deployments leave the memory for a plan that was made before."""
+        try:
+            self._services.resources.check(self.name, plan, self._services.fleet.devices)
+        except MemoryTaken as error:
+            self._services.report(f"that plan is not used: {error.explanation()}")
+            return False
+        return True
 
     # ---- serving --------------------------------------------------------------------------------------------------
 

@@ -143,7 +143,7 @@ class Service:
             background: list[Coroutine[Any, Any, object]] = [
                 self.deployments.run(), notifier.keep_alive(lambda: self.deployments.state, self.deployments.proofs),
                 self._save_later(), self._leadership.run(), self._watch_disk(), self._hand_over.accepted.wait(),
-                self._silences.keep(self._fleet.devices),
+                self._silences.keep(self._fleet.devices), self._services.resources.watch(self._fleet.devices),
             ]  # fmt: skip
             if self._settings.http:
                 background.append(keep_http_gateway(self._settings, self._trust, port.port, self._services.report))

@@ -16,7 +16,7 @@ _TELEMETRY = m.Telemetry(
     host_id="h", cpu_model="Cortex-A72", num_cores=4, load_1min=0.5, frequency_mhz=1500.0, memory_total_bytes=4 << 30,
     memory_available_bytes=3 << 30, memory_budget_bytes=2 << 30, disk_free_bytes=1 << 34, temperature_celsius=51.5,
     gpu=m.Gpu(name="Orin", kind="tegra", memory_total_bytes=8, memory_free_bytes=4, load_fraction=0.25), num_threads=4,
-    compute_device="cpu", clock_unix_seconds=1.5e9, python_version="3.10.12",
+    compute_device="cpu", clock_unix_seconds=1.5e9, python_version="3.10.12", memory_held_bytes={"default": 1 << 29},
 )  # fmt: skip
 _CHUNK = m.ChunkRef(hash=_HASH, num_bytes=1000, kind="mlp", layer=3, grain=2)
 _LINK = Link(source="a", target="b", bytes_per_second=1e7, round_trip_seconds=0.001)
@@ -55,7 +55,14 @@ _LOAD_GRAPH = m.Load(
 )
 _PROFILE = m.Profile(subject=m.BlocksOf(model=BERT_LARGE, seq_len=284), timeout_seconds=120.0)
 _WORKER = m.WorkerStatus(
-    state="ready", epoch=3, peak_bytes=1 << 30, step=9, step_seconds=0.25, silent_seconds=0.5, late_rank=2
+    state="ready",
+    epoch=3,
+    peak_bytes=1 << 30,
+    busy_seconds=7.5,
+    step=9,
+    step_seconds=0.25,
+    silent_seconds=0.5,
+    late_rank=2,
 )
 _ASKED = {"request_id": "r1", "deployment": "minilm"}
 _ARRAY = m.ArrayInfo(name="x", dtype="float32", shape=(1, 3, 224, 224))

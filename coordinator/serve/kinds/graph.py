@@ -84,7 +84,7 @@ class GraphKind:
             raise BadSetting(setting="MODEL", reason=f"{goal.model_file} has no weights to run; serve an ONNX file")
         self.spec = self.graph.spec
         self.graph.check_types()
-        self._graphs = TiledGraphs(goal, graph, services.profiler, services.settings.state_dir)
+        self._graphs = TiledGraphs(goal, graph, services.profiler, services.settings.state_dir, services.taken)
         self.workload = self._graphs.whole.workload
         self.handlers: Mapping[type[Message], RequestHandler] = {GetModelInfo: self.info, Infer: self.infer}
         self._goal = goal
@@ -167,6 +167,7 @@ class GraphKind:
         goal, (served, cluster) = self._goal, option
         if recovering:
             goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, MAX_RECOVERY_SECONDS)})
+        held = self._services.held(held) if held is not None else None
         deployed = held if held is not None and is_graph_plan(held) else None
         request = graph_request(goal, served.graph, graph_cluster_with_limits(cluster, goal.limits, held), deployed)
         # Samples of a policy take longer than a recovery may.

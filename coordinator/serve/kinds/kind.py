@@ -13,13 +13,16 @@ from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
+from coordinator.devices.taken import Taken
 from coordinator.devices.workload import Workload
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.planning.spare_planners import PlannerKind, SparePlanners
+from coordinator.serve.resources import Resources
 from coordinator.serve.state import StateFile
 from hearth.errors import HearthError
 from hearth.plan.plan import Plan
+from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.messages import AnswerKind, Message
 from hearth.wire.rpc import Response
 
@@ -39,6 +42,17 @@ class SharedServices:
     report: Callable[[str], None]
     progress: PushProgress
     spare_planners: SparePlanners = field(default_factory=SparePlanners)
+    resources: Resources = field(default_factory=Resources)
+    deployment: str = DEFAULT_DEPLOYMENT  # of which these are the services
+
+    @property
+    def taken(self) -> Callable[[Device], Taken]:
+        """What the other deployments take of a device."""
+        return self.resources.by_others(self.deployment)
+
+    def held(self, plan: P) -> P:
+        """A plan whose memory counts as free for the next one, as far as other deployments leave it."""
+        return self.resources.with_room(self.deployment, plan, self.fleet.devices)
 
     def chosen(self, planned: PlanningResult[P]) -> P:
         """The chosen plan; its notes are reported."""

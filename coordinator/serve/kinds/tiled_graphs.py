@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
+from coordinator.devices.taken import Taken, nothing_taken
 from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, graph_cluster_with_limits
@@ -51,9 +52,17 @@ class MeasuredGraphs:
 class TiledGraphs:
     """`whole` and its tilings, each made once. Raises CannotTile if the goal asks for tiles that `whole` cannot have."""
 
-    def __init__(self, goal: GraphGoal, whole: GraphFile, profiler: Profiler, state_dir: Path) -> None:
+    def __init__(
+        self,
+        goal: GraphGoal,
+        whole: GraphFile,
+        profiler: Profiler,
+        state_dir: Path,
+        taken: Callable[[Device], Taken] = nothing_taken,
+    ) -> None:
         check_can_tile(whole, goal.tiles)
         self._goal, self._profiler, self._folder = goal, profiler, state_dir / FOLDER
+        self._taken = taken
         self.whole = self._served(whole)
         self._made: dict[tuple[CutOperator, ...], ServedGraph] = {(): self.whole}
 
@@ -93,8 +102,10 @@ class TiledGraphs:
 
     async def _cluster(self, graph: ServedGraph, devices: Sequence[Device]) -> GraphCluster:
         if (measured := graph.measurements) is None:
-            return await graph_cluster(self._profiler, devices, graph.graph, graph.workload)
-        profiled = await graph_cluster(self._profiler, devices, graph.graph, graph.workload, lambda device_id: 1.0)
+            return await graph_cluster(self._profiler, devices, graph.graph, graph.workload, taken=self._taken)
+        profiled = await graph_cluster(
+            self._profiler, devices, graph.graph, graph.workload, lambda device_id: 1.0, self._taken
+        )
         return measured.calibrated(profiled)
 
     def _served(self, graph: GraphFile) -> ServedGraph:

@@ -111,7 +111,7 @@ class TransformerKind:
     async def profile(
         self, devices: Sequence[Device], deployed: Plan | None = None, joined: bool = False
     ) -> ClusterProfile:
-        cluster = await block_cluster(self._services.profiler, devices, self.workload)
+        cluster = await block_cluster(self._services.profiler, devices, self.workload, self._services.taken)
         self._kernels |= chosen_kernels(cluster, self.workload)
         return cluster
 
@@ -123,7 +123,7 @@ class TransformerKind:
         return await plans_or_errors("transformer", [self._request(cluster, held) for cluster in clusters])
 
     def _request(self, cluster: ClusterProfile, held: Plan | None) -> PlanRequest:
-        deployed = held if held is not None and is_transformer_plan(held) else None
+        deployed = self._services.held(held) if held is not None and is_transformer_plan(held) else None
         return plan_request(self._goal, self.model, cluster, self._values, deployed)
 
     def summary(self, plan: Plan) -> str:
@@ -131,7 +131,7 @@ class TransformerKind:
 
     async def revise(self, cluster: ClusterProfile, deployment: TransformerDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan
-        request = plan_request(self._goal, self.model, cluster, self._values, deployed)
+        request = self._request(cluster, deployed)
         members = tuple(device.device_id for device in deployed.devices)
         new = self._services.chosen(await solve_transformer(request, self._services.spare_planners))
         old = build_plan(on_subset(request, members), deployed.body, deployed.planner)

@@ -135,7 +135,8 @@ class Replanner:
         profiler = self._services.profiler
         if reasons.drift is not None:
             for device_id, factor in reasons.drift.factors.items():
-                profiler.multiply_slowdown(device_id, factor)
+                by_others = self._services.resources.load_growth(deployment.name, device_id)
+                profiler.multiply_slowdown(device_id, factor / by_others)
             if reasons.drift.links_suspect:
                 profiler.forget_links([device.device_id for device in deployment.plan.devices])
         for device in devices:

@@ -75,6 +75,8 @@ class Telemetry(Message):
     compute_device: ComputeDevice
     clock_unix_seconds: float
     python_version: Name
+    # Resident memory of the workers, by deployment, that is no longer part of the budget; none if that is the user's limit.
+    memory_held_bytes: dict[Name, Bytes] = Field(default={}, max_length=MAX_WORKERS)
     # Chunks that the store can take besides those of the plans deployed here, if it drops all others; None: not known.
     store_room_bytes: Bytes | None = None
 
@@ -166,6 +168,7 @@ class WorkerStatus(WireModel):
     epoch: Epoch
     failure: Text = ""
     peak_bytes: Bytes = 0  # peak resident memory of the process
+    busy_seconds: Annotated[float, Field(ge=0)] = 0.0  # processor time of the process since it started
     step: StepNumber | None = None  # the step that it computes, since `step_seconds`
     step_seconds: Annotated[float, Field(ge=0)] = 0.0
     silent_seconds: Annotated[float, Field(ge=0)] = 0.0  # since its last sign of life, which it gives every 0.5 s
