@@ -59,7 +59,7 @@ def http_app(homes: Homes, allowed_hosts: tuple[str, ...] = ()) -> Starlette:
 
     async def is_ready() -> bool:
         async with homes.served(None) as served:
-            return served.readiness.ready
+            return bool(served.ready)
 
     async def health(request: Request) -> Response:
         try:

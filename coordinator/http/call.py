@@ -6,8 +6,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from coordinator.http.failures import Failure, unknown_model
-from coordinator.http.homes import Served, wait_until_ready
+from coordinator.http.homes import Asked, Served, wait_until_ready
 from coordinator.http.parts import Receive
+from hearth.errors import NotServing
 
 _READY_SECONDS = 5.0  # for a home that is not ready now: one that has lost a device plans again within a second or two
 
@@ -28,18 +29,15 @@ class Call(NamedTuple):
     body: object
     path: Mapping[str, str]
 
-    async def ready(self, model: str) -> Served:
-        """The home, once it serves this model. Raises Failure for another model, NotServing."""
+    async def ready(self, model: str) -> Asked:
+        """The model of this name, once it is ready. Raises Failure for one that is not served, NotServing."""
         served = self.served
-        if served.model and not is_name_of(model, served.model):
-            raise unknown_model(model, served.model)
-        return await wait_until_ready(served, _READY_SECONDS)
+        if not served.models:
+            raise NotServing(state="no model is served")
+        if (found := served.named(model)) is None:
+            raise unknown_model(model, served.models)
+        return await wait_until_ready(served.home, found, _READY_SECONDS)
 
 
 Answer = dict[str, Any] | EventStream
 Handler = Callable[[Call], Awaitable[Answer]]
-
-
-def is_name_of(name: str, model: str) -> bool:
-    """Whether a request's name means the served model: its own name, with Ollama's tag or without."""
-    return name in (model, f"{model}:latest")

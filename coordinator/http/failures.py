@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from coordinator.http.homes import shown_name
 from hearth import errors
 from hearth.errors import HearthError
+from hearth.wire import messages as wire
 
 
 class Failure(Exception):
@@ -80,9 +82,10 @@ def unsupported(field: str, reason: str = "this version of Hearth does not suppo
     )
 
 
-def unknown_model(name: str, served: str) -> Failure:
+def unknown_model(name: str, served: Sequence[wire.ServedModel]) -> Failure:
     """A request for a model that is not served."""
-    there = f"'{served}' is" if served else "none is"
+    names = ", ".join(f"'{shown_name(each)}'" for each in served)
+    there = f"{names} {'is' if len(served) == 1 else 'are'}" if served else "none is"
     return Failure(
         404,
         f"The model '{name}' is not served; {there}. `GET /v1/models` lists what is.",

@@ -14,6 +14,7 @@ from coordinator.http.settings import HttpSettings
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import AppRevoked, BadKey, DeadlineExceeded, NotServing, WrongKey
 from hearth.platform.security import AppKey, parse_credential, parse_token
+from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire import messages as wire
 
 _MAX_IDLE = 32  # connections without a request that are kept open; each takes a socket and about 100 kB
@@ -29,12 +30,29 @@ class Served(NamedTuple):
     """The home as one token sees it: a connection, and what it serves now."""
 
     home: AsyncHome
-    readiness: wire.Readiness
+    models: tuple[wire.ServedModel, ...]  # that take texts, oldest first
 
     @property
-    def model(self) -> str:
-        """The name of the served model; empty if there is none."""
-        return PurePath(self.readiness.model).name
+    def ready(self) -> tuple[wire.ServedModel, ...]:
+        """The models that can be asked now."""
+        return tuple(each for each in self.models if each.ready)
+
+    def named(self, name: str) -> wire.ServedModel | None:
+        """The model that a request's name means: its own name, with Ollama's tag or without."""
+        return next((each for each in self.models if name in (shown_name(each), f"{shown_name(each)}:latest")), None)
+
+
+class Asked(NamedTuple):
+    """The model that a request is for."""
+
+    home: AsyncHome
+    model: str  # its name, as clients see it
+    deployment: str
+
+
+def shown_name(model: wire.ServedModel) -> str:
+    """The name of a model, as clients see it: that of its deployment, or of the model if that has none of its own."""
+    return PurePath(model.model).name if model.deployment == DEFAULT_DEPLOYMENT else model.deployment
 
 
 class _Connection:
@@ -72,11 +90,11 @@ class Homes:
         try:
             try:
                 home = await self._open(connection, key)
-                readiness = await home.readiness(_ASK_SECONDS)
+                models = await home.models(_ASK_SECONDS)
             except (AppRevoked, WrongKey):
                 self._note_refusal(key)
                 raise
-            yield Served(home, readiness)
+            yield Served(home, tuple(each for each in models if each.answers in ("text", "vectors")))
         finally:
             connection.num_users -= 1
             await self._close_idle()
@@ -124,15 +142,14 @@ class Homes:
             self._refused.popitem(last=False)
 
 
-async def wait_until_ready(served: Served, seconds: float) -> Served:
-    """`served` once the home is ready: a plan that replaces a lost device takes a moment. Raises NotServing."""
-    if served.readiness.ready:
-        return served
-    try:
-        await served.home.wait_ready(seconds)
-    except DeadlineExceeded:
-        raise NotServing(state=served.readiness.state) from None
-    return served._replace(readiness=await served.home.readiness(_ASK_SECONDS))
+async def wait_until_ready(home: AsyncHome, model: wire.ServedModel, seconds: float) -> Asked:
+    """The model once it is ready: a plan that replaces a lost device takes a moment. Raises NotServing."""
+    if not model.ready:
+        try:
+            await home.wait_ready(seconds, model=model.deployment)
+        except DeadlineExceeded:
+            raise NotServing(state=model.state) from None
+    return Asked(home, shown_name(model), model.deployment)
 
 
 def _digest(secret: str) -> bytes:

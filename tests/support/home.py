@@ -44,6 +44,11 @@ class TestHome:
         self._served: dict[Path, tuple[str, ...]] = {}  # by a coordinator's cache of profiles: its options
         self._began: dict[str, int] = {}  # by program: offset in its log of the current run
 
+    @property
+    def device_ids(self) -> set[str]:
+        """The ids of the devices that were started."""
+        return set(self._device_ids)
+
     def __enter__(self) -> TestHome:
         return self
 

@@ -42,7 +42,9 @@ async def embed(call: Call) -> Answer:
     served = await call.ready(asked.model)
     if not asked.input:
         return {"model": asked.model, "embeddings": []}
-    result = await while_connected(call.receive, served.home.request_embeddings(list(asked.input), _EMBED_SECONDS))
+    result = await while_connected(
+        call.receive, served.home.request_embeddings(list(asked.input), _EMBED_SECONDS, model=served.deployment)
+    )
     return {
         "model": asked.model,
         "embeddings": shortened(result.vectors, asked.dimensions).tolist(),
@@ -58,5 +60,7 @@ async def embed_one(call: Call) -> Answer:
     served = await call.ready(asked.model)
     if not asked.prompt:
         return {"embedding": []}
-    result = await while_connected(call.receive, served.home.request_embeddings([asked.prompt], _EMBED_SECONDS))
+    result = await while_connected(
+        call.receive, served.home.request_embeddings([asked.prompt], _EMBED_SECONDS, model=served.deployment)
+    )
     return {"embedding": result.vectors[0].tolist()}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, ClassVar
 
-from coordinator.http.call import Answer, Call, EventStream, is_name_of
+from coordinator.http.call import Answer, Call, EventStream
 from coordinator.http.failures import unknown_model
 from coordinator.http.fields import Body
-from coordinator.http.homes import Served
+from coordinator.http.homes import Served, shown_name
 from coordinator.http.ollama.lines import NDJSON, failed_line, line
+from hearth.wire.messages import ServedModel
 
 # The version of Ollama whose API this is. Clients refuse versions that they think too old.
 API_VERSION = "0.12.6"
@@ -26,28 +27,28 @@ class Named(Body):
     name: str = ""
     stream: bool | None = None
 
-    def served(self, served: Served) -> str:
-        """The name of the model. Raises Failure if it is not served."""
-        if not served.model or not is_name_of(self.model or self.name, served.model):
-            raise unknown_model(self.model or self.name, served.model)
-        return served.model
+    def served(self, served: Served) -> ServedModel:
+        """The model. Raises Failure if it is not served."""
+        name = self.model or self.name
+        if (found := served.named(name)) is None:
+            raise unknown_model(name, served.models)
+        return found
 
 
 async def tags(call: Call) -> Answer:
     """List the models that can be asked."""
-    return {"models": [_entry(call.served)] if call.served.readiness.ready else []}
+    return {"models": list(map(_entry, call.served.ready))}
 
 
 async def running(call: Call) -> Answer:
-    """List the models that are loaded: the served one stays loaded."""
-    entries = [_entry(call.served)] if call.served.readiness.ready else []
+    """List the models that are loaded: those that are served stay loaded."""
+    entries = map(_entry, call.served.ready)
     return {"models": [{**entry, "expires_at": "2318-01-01T00:00:00Z", "size_vram": 0} for entry in entries]}
 
 
 async def show(call: Call) -> Answer:
     """Describe a model."""
-    Named.read(call.body).served(call.served)
-    readiness = call.served.readiness
+    model = Named.read(call.body).served(call.served)
     return {
         "modelfile": "",
         "parameters": "",
@@ -55,9 +56,9 @@ async def show(call: Call) -> Answer:
         "details": _DETAILS,
         "model_info": {
             "general.architecture": "hearth",
-            **({"hearth.context_length": readiness.context_tokens} if readiness.context_tokens else {}),
+            **({"hearth.context_length": model.context_tokens} if model.context_tokens else {}),
         },
-        "capabilities": [*_CAPABILITIES.get(readiness.answers, []), *(["tools"] if readiness.takes_tools else [])],
+        "capabilities": [*_CAPABILITIES.get(model.answers, []), *(["tools"] if model.takes_tools else [])],
         "modified_at": _EPOCH,
     }
 
@@ -82,6 +83,6 @@ _DETAILS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def _entry(served: Served) -> dict[str, Any]:
-    name = f"{served.model}:latest"
+def _entry(model: ServedModel) -> dict[str, Any]:
+    name = f"{shown_name(model)}:latest"
     return {"name": name, "model": name, "modified_at": _EPOCH, "size": 0, "digest": "", "details": _DETAILS}

@@ -186,7 +186,7 @@ async def _answer(call: Call, asked: _Asked, fields: _Fields, prompt: dict[str, 
     served = await call.ready(asked.model)
     if prompt is None:
         return {**head(asked.model), **fields(""), "done": True, "done_reason": "load"}
-    generation = settings.generate(served.home, **prompt)
+    generation = settings.generate(served.home, model=served.deployment, **prompt)
     if asked.stream is False:
         return await while_connected(call.receive, _whole(asked.model, generation, fields))
     return EventStream(NDJSON, _lines(asked.model, generation, fields), failed_line)

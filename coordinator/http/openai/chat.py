@@ -158,7 +158,9 @@ async def chat_completion(call: Call) -> Answer:
     prompt, shows_usage = asked.prompt(), asked.shows_usage
     served = await call.ready(asked.model)
     most = asked.max_completion_tokens or asked.max_tokens
-    generations = [asked.generate(served.home, number, most, **prompt) for number in range(asked.n or 1)]
+    generations = [
+        asked.generate(served.home, number, most, model=served.deployment, **prompt) for number in range(asked.n or 1)
+    ]
     head = {"id": new_id("chatcmpl"), "created": now(), "model": served.model}
     if asked.stream:
         return EventStream("text/event-stream", _chunks(head, generations, shows_usage), failed_event)

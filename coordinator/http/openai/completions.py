@@ -50,7 +50,7 @@ async def completion(call: Call) -> Answer:
     prompts, shows_usage, num_choices = asked.prompts(), asked.shows_usage, asked.n or 1
     served = await call.ready(asked.model)
     generations = [
-        asked.generate(served.home, number, asked.max_tokens, **prompt)
+        asked.generate(served.home, number, asked.max_tokens, model=served.deployment, **prompt)
         for prompt in prompts
         for number in range(num_choices)
     ]

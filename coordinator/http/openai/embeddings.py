@@ -43,7 +43,9 @@ async def embeddings(call: Call) -> Answer:
     asked = Embeddings.read(call.body)
     texts = asked.texts()
     served = await call.ready(asked.model)
-    result = await while_connected(call.receive, served.home.request_embeddings(texts, _EMBED_SECONDS))
+    result = await while_connected(
+        call.receive, served.home.request_embeddings(texts, _EMBED_SECONDS, model=served.deployment)
+    )
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, asked.encoding_format)}
         for index, vector in enumerate(shortened(result.vectors, asked.dimensions))

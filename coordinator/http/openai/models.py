@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.http.call import Answer, Call, is_name_of
+from coordinator.http.call import Answer, Call
 from coordinator.http.failures import unknown_model
+from coordinator.http.homes import shown_name
 
 
 async def models(call: Call) -> Answer:
-    """List the served model; empty while none is ready."""
-    served = call.served
-    return {"object": "list", "data": [_entry(served.model)] if served.readiness.ready else []}
+    """List the models that can be asked."""
+    return {"object": "list", "data": [_entry(shown_name(each)) for each in call.served.ready]}
 
 
 async def model(call: Call) -> Answer:
     """Describe one model."""
     served, name = call.served, call.path["model"]
-    if not served.readiness.ready or not is_name_of(name, served.model):
-        raise unknown_model(name, served.model)
-    return _entry(served.model)
+    found = served.named(name)
+    if found is None or not found.ready:
+        raise unknown_model(name, served.ready)
+    return _entry(shown_name(found))
 
 
 def _entry(name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from coordinator.http.homes import Served
 from hearth.client.answers import AsyncGeneration, Token, Usage
 from hearth.client.home import Result
 from hearth.errors import AppRevoked, HearthError, QueueFull, StepFailed
-from hearth.wire.messages import Readiness
+from hearth.wire.messages import ServedModel
 
 USAGE = Usage(7, 3, "stop", 0.5, 0.1, 0.2, 4)
 POSTS = (
@@ -54,13 +54,13 @@ class ScriptedHome:
         finally:
             self.ended += 1
 
-    async def request_embeddings(self, texts: list[str], seconds: float) -> Result:
+    async def request_embeddings(self, texts: list[str], seconds: float, model: str) -> Result:
         return Result(np.tile(np.float32([0.6, 0.8, 0.0]), (len(texts), 1)), 0.1, 5, ())
 
 
 class ScriptedHomes:
-    def __init__(self, home: ScriptedHome, readiness: Readiness, refusal: HearthError | None = None) -> None:
-        self._served, self._refusal = Served(home, readiness), refusal  # type: ignore[arg-type]
+    def __init__(self, home: ScriptedHome, readiness: ServedModel, refusal: HearthError | None = None) -> None:
+        self._served, self._refusal = Served(home, (readiness,)), refusal  # type: ignore[arg-type]
 
     @asynccontextmanager
     async def served(self, token: str | None) -> AsyncIterator[Served]:
@@ -69,7 +69,9 @@ class ScriptedHomes:
         yield self._served
 
 
-READY = Readiness(ready=True, state="serving", model="tiny", answers="text", context_tokens=64)
+READY = ServedModel(
+    deployment="tiny", ready=True, phase="serving", state="serving", model="tiny", answers="text", context_tokens=64
+)
 
 
 class Answered(NamedTuple):
