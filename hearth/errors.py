@@ -429,6 +429,17 @@ class UnsupportedWeights(HearthError, scope="plan"):
     advice = "Choose another format, such as `--weights int8`, or run its agent with `--compute-device cpu`."
 
 
+class UnsupportedKvCache(HearthError, scope="plan"):
+    """A device's compute device cannot compute attention with keys and values in this format."""
+
+    device: str
+    kv_cache: str
+    compute_device: str
+    reason: str
+    summary = "{device} cannot compute with a KV cache in {kv_cache} on its {compute_device} device: {reason}."
+    advice = "Choose `--kv-cache float32`, exclude the device, or run its agent with `--compute-device cpu`."
+
+
 class BadGraph(HearthError, scope="request"):
     """The file of a graph or of a placement instance cannot be read."""
 

@@ -51,6 +51,7 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
             kv_copies=not options["no_kv_copies"],
             shared_prefixes=bool(options.get("shared_prefixes")),  # `plan` lacks this option
             max_drafted=_max_drafted(options.get("speculate", "auto")),  # and this one
+            draft_dir=str(options["draft"].resolve()) if options["draft"] is not None else None,
             **{name: options[name] for name in _TRANSFORMER_FIELDS},
             **common,
         )

@@ -145,6 +145,15 @@ SpeculateOption = Annotated[
         metavar="auto|off|N",
     ),
 ]
+DraftOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="(decoder) Directory of a small model with the same vocabulary that guesses tokens of an answer, too. It runs on "
+        "the fastest device that has room for it, and only where that pays.",
+        metavar="MODEL",
+        show_default=False,
+    ),
+]
 WireOption = Annotated[
     str,
     typer.Option(
@@ -232,6 +241,7 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
             "kv_cache",
             "shared_prefixes",
             "speculate",
+            "draft",
             "weights",
             "deterministic",
             "accuracy_budget",
@@ -246,7 +256,7 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
 # Options of `serve` that require MODEL.
 MODEL_OPTIONS = (
     "name_as", "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "tiles", "seq_len", "context",
-    "sequences", "no_kv_copies", "kv_cache", "shared_prefixes", "speculate", "weights", "deterministic", "wire", "lz4",
+    "sequences", "no_kv_copies", "kv_cache", "shared_prefixes", "speculate", "draft", "weights", "deterministic", "wire", "lz4",
     "accuracy_budget", "exclude", "limit", "learn", "no_learn",
 )  # fmt: skip
 

@@ -80,6 +80,14 @@ class RunResult(Generic[R]):
         return tuple(map(sum, self.segment_seconds))
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What the workers of a plan go on with: KV caches of running streams, and blocks of the prefix cache."""
+
+    caches: tuple[wire.KeptCache, ...] = ()
+    prefixes: wire.KeptPrefixes | None = None
+
+
 class Deployment:
     """The workers of `plan`, one on each of its devices. The owner calls `fail` when a device is lost."""
 
@@ -175,7 +183,7 @@ class Deployment:
 
         workers = await self.gather_or_abort(map(start, range(self.plan.num_ranks)))
         self.weight_error = max(worker.weight_error for worker in workers)
-        caches = self._kept_caches(workers, links)
+        kept = self._kept_caches(workers, links)
 
         def connect(rank: int) -> Awaitable[wire.Done]:
             peers = tuple(
@@ -189,16 +197,14 @@ class Deployment:
                 for other in range(len(devices))
                 if other != rank
             )
-            request = wire.ConnectPeers(**self.command_fields, peers=peers, caches=caches)
+            request = wire.ConnectPeers(**self.command_fields, peers=peers, caches=kept.caches, prefixes=kept.prefixes)
             return self._ask_to_start(rank, request, wire.Done, CONNECT_SECONDS)
 
         await self.gather_or_abort(map(connect, range(self.plan.num_ranks)))
 
-    def _kept_caches(
-        self, workers: Sequence[wire.WorkerBound], links: Mapping[tuple[str, str], Link]
-    ) -> tuple[wire.KeptCache, ...]:
-        """The state of running requests with which they continue on these workers."""
-        return ()
+    def _kept_caches(self, workers: Sequence[wire.WorkerBound], links: Mapping[tuple[str, str], Link]) -> Kept:
+        """The state of requests of the plan before that these workers go on with."""
+        return Kept()
 
     async def _ask_to_start(self, rank: int, request: wire.Message, expected: type[T], seconds: float) -> T:
         """Ask a rank. Raises WorkerDied if it does not answer in time, although its agent is alive."""

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from hearth.plan.kept_caches import CacheTransfer, HeldBlock, covered_rows, plan_transfers, reserved_bytes
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import KV_BLOCK_TOKENS
-from hearth.wire.messages import HeldCache, KeptCache
+from hearth.wire.messages import HeldCache, HeldPrefixes, KeptCache, KeptPrefixes, split_keys
 
 _TOKEN_BYTES = 4  # of a token id in `HeldCache.token_ids`
+_MAX_PREFIX_SECONDS = 0.5  # of transfers for the prefix cache, before the first step: nobody may need it
 
 
 def kept_caches(
@@ -32,6 +33,32 @@ def kept_caches(
             held[cache.stream].append((rank, cache))
     kept = (_kept_cache(plan, stream, parts, bytes_per_second) for stream, parts in held.items())
     return tuple(cache for cache in kept if cache is not None)
+
+
+def kept_prefixes(
+    plan: TransformerPlan, reports: Sequence[HeldPrefixes | None], bytes_per_second: Callable[[int, int], float]
+) -> KeptPrefixes | None:
+    """The blocks of the prefix cache that all ranks together hold: those on their device already, and some that must be moved.
+
+    `reports` are what each rank holds. All have the same blocks but for the newest and the oldest ones.
+    """
+    held = {rank: report for rank, report in enumerate(reports) if report is not None}
+    if plan.body.generation is None or not held:
+        return None
+    if any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers)):
+        return None  # such a plan prefills whole prompts only
+    everywhere = set.intersection(*(set(split_keys(report.keys)) for report in held.values()))
+    keys = [key for key in split_keys(held[min(held)].keys) if key in everywhere]
+    blocks = [HeldBlock(rank, report.block, KV_BLOCK_TOKENS) for rank, report in held.items()]
+    if not keys or not covered_rows(plan.model, blocks):
+        return None
+    transfers = plan_transfers(plan, blocks, KV_BLOCK_TOKENS)
+    seconds = _seconds(plan, transfers, KV_BLOCK_TOKENS, bytes_per_second)
+    if seconds:
+        keys = keys[-int(_MAX_PREFIX_SECONDS / seconds) :] if seconds <= _MAX_PREFIX_SECONDS else []
+    if not keys:
+        return None
+    return KeptPrefixes(keys=b"".join(keys), transfers=transfers, transfer_seconds=seconds * len(keys))
 
 
 def _kept_cache(

@@ -5,23 +5,24 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from coordinator.deploy.chunk_scheduler import Chunk
-from coordinator.deploy.deployment import Deployment, RunResult, Weights
-from coordinator.deploy.kept_caches import kept_caches
+from coordinator.deploy.deployment import Deployment, Kept, RunResult, Weights
+from coordinator.deploy.kept_caches import kept_caches, kept_prefixes
 from coordinator.devices.fleet import Fleet
 from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
 from hearth.errors import BadCheckpoint, BadMessage, DeviceLost, HearthError, StepFailed
 from hearth.plan.chunks import LAYER_CHUNK_KINDS
+from hearth.plan.draft import DRAFT_RANK, draft_plan
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import Link
@@ -34,7 +35,6 @@ from hearth.wire.messages import (
     ChunkRef,
     GenerateTokens,
     GenerationEnded,
-    KeptCache,
     Sampling,
     ShardParts,
     TokensGenerated,
@@ -52,12 +52,52 @@ async def shard_weights(
     cache_dir: Path,
     kernels: Mapping[str, tuple[KernelChoice, ...]] = MappingProxyType({}),
     vocabulary: Callable[[], bytes | None] = lambda: None,
+    draft_dir: Path | None = None,
 ) -> AsyncIterator[Weights]:
     """The weight chunks of every rank's shard, and its kernels (by device id; without: the worker's defaults).
 
-    `vocabulary`: the tokens, for grammars; ranks that hold rows of the vocabulary get them as one chunk more. The checkpoint
-    is open inside the context. Raises BadCheckpoint, DiskHung.
+    `vocabulary`: the tokens, for grammars; ranks that hold rows of the vocabulary get them as one chunk more. `draft_dir`:
+    directory of the plan's draft model, if it has one. The checkpoints are open inside the context. Raises BadCheckpoint,
+    DiskHung.
     """
+    async with AsyncExitStack() as stack:
+        shards = await stack.enter_async_context(_chunks_by_rank(model_dir, plan, cache_dir))
+        draft: list[_ShardChunk] = []
+        if (alone := draft_plan(plan)) is not None and draft_dir is not None:
+            (draft,) = await stack.enter_async_context(_chunks_by_rank(draft_dir, alone, cache_dir))
+        drafts = [draft if rank == DRAFT_RANK else [] for rank in range(plan.num_ranks)]
+        tokens = await on_disk(model_dir, FILE_SECONDS, vocabulary)
+        tokens_chunks = [_vocabulary_chunk(tokens, model_dir)] if tokens is not None else []
+        of_tokens = [tokens_chunks if rows else [] for rows in plan.body.vocabulary]
+        yield Weights(
+            [
+                [*(each.chunk for each in (*own, *guessing)), *words]
+                for own, guessing, words in zip(shards, drafts, of_tokens, strict=True)
+            ],
+            [
+                ShardParts(
+                    chunks=tuple(each.ref for each in own),
+                    kernels=kernels.get(device.device_id, ()),
+                    vocabulary=words[0].hash if words else None,
+                    draft_chunks=tuple(each.ref for each in guessing),
+                )
+                for device, own, guessing, words in zip(plan.devices, shards, drafts, of_tokens, strict=True)
+            ],
+        )
+
+
+class _ShardChunk(NamedTuple):
+    """A chunk of a rank's shard, and how it is read."""
+
+    ref: ChunkRef
+    chunk: Chunk
+
+
+@asynccontextmanager
+async def _chunks_by_rank(
+    model_dir: Path, plan: TransformerPlan, cache_dir: Path
+) -> AsyncIterator[list[list[_ShardChunk]]]:
+    """The chunks of every rank's shard of one model, whose checkpoint is open inside the context."""
 
     def opened() -> tuple[Checkpoint, int, bool]:
         checkpoint = Checkpoint(model_dir)
@@ -67,28 +107,14 @@ async def shard_weights(
     checkpoint, num_bytes, is_copy = await on_disk(model_dir, FILE_SECONDS, opened)
     with checkpoint:
         manifest = await on_disk(model_dir, read_seconds(num_bytes), cached_manifest, checkpoint, plan.model, cache_dir)
-        refs = [chunks_for_rank(manifest, plan, rank) for rank in range(plan.num_ranks)]
-        tokens = await on_disk(model_dir, read_seconds(num_bytes), vocabulary)
-        tokens_chunks = [_vocabulary_chunk(tokens, model_dir)] if tokens is not None else []
-        of_tokens = [tokens_chunks if rows else [] for rows in plan.body.vocabulary]
 
-        def chunk(ref: ChunkRef) -> Chunk:
+        def chunk(ref: ChunkRef) -> _ShardChunk:
             read = partial(chunk_bytes, checkpoint, plan.model, ref.kind, ref.layer, ref.grain)
             if is_copy:
                 read = partial(_refuse_to_read, model_dir, ref)
-            return Chunk(ref.hash, ref.num_bytes, read, str(model_dir))
+            return _ShardChunk(ref, Chunk(ref.hash, ref.num_bytes, read, str(model_dir)))
 
-        yield Weights(
-            [[*map(chunk, rank_refs), *tokens] for rank_refs, tokens in zip(refs, of_tokens, strict=True)],
-            [
-                ShardParts(
-                    chunks=rank_refs,
-                    kernels=kernels.get(device.device_id, ()),
-                    vocabulary=tokens[0].hash if tokens else None,
-                )
-                for device, rank_refs, tokens in zip(plan.devices, refs, of_tokens, strict=True)
-            ],
-        )
+        yield [list(map(chunk, chunks_for_rank(manifest, plan, rank))) for rank in range(plan.num_ranks)]
 
 
 def _vocabulary_chunk(tokens: bytes, model_dir: Path) -> Chunk:
@@ -115,19 +141,17 @@ class TransformerDeployment(Deployment):
         """Decoders: the agent ends the streams, rank 0 their sequences. An abort would end the plan."""
         return self.plan.body.generation is not None
 
-    def _kept_caches(
-        self, workers: Sequence[WorkerBound], links: Mapping[tuple[str, str], Link]
-    ) -> tuple[KeptCache, ...]:
+    def _kept_caches(self, workers: Sequence[WorkerBound], links: Mapping[tuple[str, str], Link]) -> Kept:
         """The KV caches that the workers have kept of the plan before, and that are whole."""
         ids = [device.device_id for device in self.plan.devices]
-        kept = kept_caches(
-            self.plan,
-            [worker.caches for worker in workers],
-            lambda source, target: links[ids[source], ids[target]].bytes_per_second,
-        )
-        for cache in kept:
+
+        def bytes_per_second(source: int, target: int) -> float:
+            return links[ids[source], ids[target]].bytes_per_second
+
+        caches = kept_caches(self.plan, [worker.caches for worker in workers], bytes_per_second)
+        for cache in caches:
             log.info("%d tokens of the KV cache of a stream are kept", cache.num_rows)
-        return kept
+        return Kept(caches, kept_prefixes(self.plan, [worker.prefixes for worker in workers], bytes_per_second))
 
     async def run_step(
         self,

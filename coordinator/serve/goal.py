@@ -16,6 +16,7 @@ from coordinator.plan.limits import NamedDevice, profile_with_limits
 from coordinator.plan.transformer.request import DEFAULT_SEQUENCES, GenerationRequest, PlanRequest
 from coordinator.serve.kinds.prompts import GenerationDefaults, TextTokenizer, read_generation_defaults
 from coordinator.serve.kinds.sentences import SentenceTokenizer
+from coordinator.serve.kinds.vocabularies import check_vocabularies
 from coordinator.serve.state import DEFAULT_MAX_DRAFTED, Goal, GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec
@@ -30,6 +31,14 @@ _D = TypeVar("_D", bound=NamedDevice)
 
 
 @dataclass(frozen=True)
+class Draft:
+    """A small model that guesses tokens for another one, which has the same vocabulary."""
+
+    directory: Path
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
 class TransformerModel:
     """A model, read once from its directory. A decoder processes a prompt longer than a step in chunks."""
 
@@ -39,6 +48,7 @@ class TransformerModel:
     tokenizer: SentenceTokenizer | TextTokenizer | None  # the latter for decoders; None: only token ids work
     generation: GenerationRequest | None = None  # None for encoders
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    draft: Draft | None = None
 
 
 def open_model(goal: Goal) -> TransformerModel | GraphFile:
@@ -51,12 +61,9 @@ def open_model(goal: Goal) -> TransformerModel | GraphFile:
 def open_transformer(goal: TransformerGoal) -> TransformerModel:
     """Read config and tokenizer. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
     directory = Path(goal.model_dir)
-    # A bfloat16 cache rounds differently for one row and for several.
-    exact = goal.weights == "float32" or goal.deterministic
-    kv_cache = goal.kv_cache or ("float32" if exact else "bfloat16")
-    spec = read_spec(directory)
-    spec = spec.model_copy(update={"weights": goal.weights, "kv_cache": kv_cache if spec.causal else "float32"})
-    generation = _generation_request(goal, spec)
+    spec = _spec_in_formats(goal, directory)
+    draft = _open_draft(goal, spec)
+    generation = _generation_request(goal, spec, draft)
     max_seq_len = generation.context if generation else spec.max_positions
     seq_len = min(goal.seq_len or DEFAULT_SEQ_LEN, max_seq_len)
     if not spec.causal:
@@ -65,10 +72,35 @@ def open_transformer(goal: TransformerGoal) -> TransformerModel:
     if (directory / "tokenizer.json").exists():
         tokenizer = TextTokenizer(directory) if spec.causal else SentenceTokenizer(directory)
     defaults = read_generation_defaults(directory) if spec.causal else GenerationDefaults()
-    return TransformerModel(directory, spec, seq_len, tokenizer, generation, defaults)
+    return TransformerModel(directory, spec, seq_len, tokenizer, generation, defaults, draft)
 
 
-def _generation_request(goal: TransformerGoal, spec: ModelSpec) -> GenerationRequest | None:
+def _spec_in_formats(goal: TransformerGoal, directory: Path) -> ModelSpec:
+    """The spec of a model, with weights and KV cache in the formats of the goal."""
+    # A bfloat16 cache rounds differently for one row and for several.
+    exact = goal.weights == "float32" or goal.deterministic
+    kv_cache = goal.kv_cache or ("float32" if exact else "bfloat16")
+    spec = read_spec(directory)
+    return spec.model_copy(update={"weights": goal.weights, "kv_cache": kv_cache if spec.causal else "float32"})
+
+
+def _open_draft(goal: TransformerGoal, spec: ModelSpec) -> Draft | None:
+    """The draft model of the goal. Raises BadSetting if it cannot guess for this model, BadCheckpoint."""
+    if goal.draft_dir is None:
+        return None
+    if goal.deterministic or not goal.max_drafted:
+        option = "--deterministic" if goal.deterministic else "--speculate off"
+        raise BadSetting(setting="--draft", reason=f"no tokens are guessed with {option}; omit one of the two")
+    directory = Path(goal.draft_dir)
+    draft = _spec_in_formats(goal, directory)
+    if spec.causal and draft.causal:
+        check_vocabularies(Path(goal.model_dir), spec, directory, draft)
+        return Draft(directory, draft)
+    name = draft.name if spec.causal else spec.name
+    raise BadSetting(setting="--draft", reason=f"{name} generates no text")
+
+
+def _generation_request(goal: TransformerGoal, spec: ModelSpec, draft: Draft | None) -> GenerationRequest | None:
     if not spec.causal:
         given = (
             ("--context", goal.context),
@@ -83,7 +115,12 @@ def _generation_request(goal: TransformerGoal, spec: ModelSpec) -> GenerationReq
     context = goal.context or min(spec.max_positions, DEFAULT_CONTEXT)
     if context > spec.max_positions:
         raise BadSetting(setting="--context", reason=f"{spec.name} takes at most {spec.max_positions} tokens")
-    return GenerationRequest(context, goal.sequences or DEFAULT_SEQUENCES, kv_copies=goal.kv_copies)
+    return GenerationRequest(
+        context,
+        goal.sequences or DEFAULT_SEQUENCES,
+        kv_copies=goal.kv_copies,
+        draft=draft.spec if draft is not None else None,
+    )
 
 
 def allowed_devices(goal: Goal, devices: Iterable[_D]) -> list[_D]:

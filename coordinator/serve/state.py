@@ -63,6 +63,7 @@ class TransformerGoal(_Goal):
     shared_prefixes: bool = False  # whether apps share the KV cache of equal prefixes
     # Tokens of an answer that a step guesses, at most; 0: no speculative decoding.
     max_drafted: int = Field(default=DEFAULT_MAX_DRAFTED, ge=0, le=MAX_DRAFTED_TOKENS)
+    draft_dir: str | None = None  # directory of a small model of the same vocabulary, which guesses tokens
     weights: WeightFormat = "float32"  # format of matrices in the devices' memory
     deterministic: bool = False  # whether each matrix has one kernel for all numbers of rows
     # Largest relative error that lossy activation formats may cause; None: use the format in `wire`.

@@ -34,11 +34,12 @@ class MemoryUse(BaseModel, frozen=True):
     activations: int = Field(ge=0)
     workspace: int = Field(ge=0)  # the process, torch, its GEMM buffers, and one chunk while loading
     kv_cache: int = Field(default=0, ge=0)  # of all sequences that the plan reserves room for
+    draft: int = Field(default=0, ge=0)  # of the draft model: its weights, activations and KV cache
 
     @property
     def total(self) -> int:
         """Bytes for all purposes together."""
-        return self.weights + self.embeddings + self.activations + self.workspace + self.kv_cache
+        return self.weights + self.embeddings + self.activations + self.workspace + self.kv_cache + self.draft
 
 
 class PlannedDevice(BaseModel, frozen=True):

@@ -33,6 +33,7 @@ class GenerationLimits(BaseModel, frozen=True):
     new_tokens: int = Field(default=0, ge=0)  # of the reference request's answer
     # Each rank also keeps a copy of the previous rank's KV cache, from which sequences continue after a loss.
     kv_copies: bool = False
+    draft: ModelSpec | None = None  # a small model of the same vocabulary, with which rank 0 guesses tokens
 
     @property
     def num_kv_blocks(self) -> int:

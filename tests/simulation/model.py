@@ -77,7 +77,7 @@ def rank_refs(plan: TransformerPlan, rank: int) -> tuple[ChunkRef, ...]:
 
 @asynccontextmanager
 async def shard_weights(
-    model_dir: Path, plan: TransformerPlan, cache_dir: Path, kernels: Mapping[str, Any]
+    model_dir: Path, plan: TransformerPlan, cache_dir: Path, kernels: Mapping[str, Any], *others: Any
 ) -> AsyncIterator[Weights]:
     """Stands for `coordinator.deploy.transformer.shard_weights`."""
     refs = [rank_refs(plan, rank) for rank in range(plan.num_ranks)]

@@ -19,6 +19,7 @@ from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import make_staging
 from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader, Replies
+from agent.worker.transformer.generation.local_draft import LocalDraft
 from agent.worker.transformer.generation.speculation import Speculation, StepTimes
 from agent.worker.transformer.generation.steps import StepExecutor
 from agent.worker.transformer.shard import Shard, load_shard
@@ -27,6 +28,8 @@ from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes
 from hearth.errors import HearthError
 from hearth.grammars import Grammars, Vocabulary
+from hearth.plan.draft import draft_plan
+from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.framing import pack_array
@@ -85,6 +88,7 @@ class EngineCluster:
         compute_device: str = "cpu",
         chunks: Mapping[ChunkRef, Path] | None = None,
         vocabulary: Vocabulary | None = None,
+        kernels: Sequence[KernelChoice] = (),
     ) -> None:
         self.plan = plan
         self.hub = MemoryHub(plan.num_ranks, bytes_per_second)
@@ -98,7 +102,7 @@ class EngineCluster:
             needed = chunks_for_rank(tuple(stored), plan, rank)
             own = {ref.hash: stored[ref] for ref in needed}  # access to any other chunk is a KeyError
             staging = make_staging(compute_device)
-            shard = load_shard(plan, rank, needed, own.__getitem__, staging.device)
+            shard = load_shard(plan, rank, needed, own.__getitem__, staging.device, kernels=kernels)
             rates = {peer: bytes_per_second or 1e9 for peer in range(plan.num_ranks) if peer != rank}
             codecs = link_codecs(plan, rank, rates)
             communicator = Communicator(self.hub.transport(rank), plan.epoch, TOKEN, codecs)
@@ -142,6 +146,17 @@ class EngineCluster:
     def traces(self, answers: Sequence[RunDone]) -> list[DeviceTrace]:
         """Traces with one clock, since all ranks share this process."""
         return [DeviceTrace(device=f"device{rank}", rank=rank, events=done.trace) for rank, done in enumerate(answers)]
+
+
+def local_draft(model_dir: Path, plan: TransformerPlan) -> LocalDraft:
+    """The draft model of a plan, whose weights are in `model_dir`."""
+    alone = draft_plan(plan)
+    assert alone is not None
+    stored = _stored_chunks(model_dir, alone.model)
+    by_hash = {ref.hash: path for ref, path in stored.items()}
+    staging = make_staging("cpu")
+    shard = load_shard(alone, 0, tuple(stored), by_hash.__getitem__, staging.device)
+    return LocalDraft(alone, shard, plan.model.vocab_size, staging.device)
 
 
 class GenerationCluster:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from support.graph_plans import make_graph_plan
 from support.plans import BERT_LARGE, device_profile, make_plan
 
+from hearth.plan.geometry import Span
+from hearth.plan.kept_caches import CacheBlock, CacheTransfer
 from hearth.plan.kernels import KernelChoice, KernelTime
 from hearth.plan.phases import Phase, Work
 from hearth.plan.profile import Link
@@ -19,6 +21,7 @@ _TELEMETRY = m.Telemetry(
     compute_device="cpu", clock_unix_seconds=1.5e9, python_version="3.10.12", memory_held_bytes={"default": 1 << 29},
 )  # fmt: skip
 _CHUNK = m.ChunkRef(hash=_HASH, num_bytes=1000, kind="mlp", layer=3, grain=2)
+_CACHE_BLOCK = CacheBlock(Span(0, 2), Span(1, 3))
 _LINK = Link(source="a", target="b", bytes_per_second=1e7, round_trip_seconds=0.001)
 _EVENT = m.TraceEvent(lane="compute", kind=Work.QKV, layer=3, tile=1, start_seconds=1.0, end_seconds=1.5)
 _SENT = m.TraceEvent(lane="send", kind=Phase.TENSOR, layer=0, peer=1, tensor="a", start_seconds=1.0, end_seconds=1.0)
@@ -34,7 +37,7 @@ _LOAD = m.Load(
     holder="c",
     plan=_PLAN,
     rank=1,
-    parts=m.ShardParts(chunks=(_CHUNK,), kernels=(_KERNELS,), vocabulary="0" * 64),
+    parts=m.ShardParts(chunks=(_CHUNK,), kernels=(_KERNELS,), vocabulary="0" * 64, draft_chunks=(_CHUNK,)),
     plan_token=bytes(range(16)),
 )
 _GRAPH_PLAN = make_graph_plan([(0, ("x",), ("t",)), (1, ("t",), ("y",))], inputs=("x",), outputs=("y",))
@@ -111,10 +114,16 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.ChunksFetched(missing=(_HASH,)),
     m.GetChunk(hash=_HASH),
     _LOAD,
-    m.WorkerBound(port=47810, public_key=_KEY, num_bytes_loaded=123),
+    m.WorkerBound(
+        port=47810, public_key=_KEY, num_bytes_loaded=123,
+        prefixes=m.HeldPrefixes(block=_CACHE_BLOCK, keys=bytes(range(16))),
+    ),
     m.ConnectPeers(
         holder="c", epoch=3,
         peers=(m.Peer(rank=0, host="10.0.0.2", port=47810, public_key=_KEY, bytes_per_second=1e7),),
+        prefixes=m.KeptPrefixes(
+            keys=bytes(range(16)), transfers=(CacheTransfer(0, 0, _CACHE_BLOCK),), transfer_seconds=0.0
+        ),
     ),
     m.Run(
         holder="c", epoch=3, step=9, names=("token_ids", "cumulative_lengths"), output="mean", values="bf16",
@@ -176,7 +185,8 @@ EXAMPLES: tuple[m.Message, ...] = (
         ),
     ),
     m.StepOrder(
-        kind="decode", rows=(m.SequenceRows(sequence=4, token_ids=(5, 6), sample=True, num_drafted=1, num_rejected=2),)
+        kind="decode", rows=(m.SequenceRows(sequence=4, token_ids=(5, 6), sample=True, num_drafted=1, num_rejected=2),),
+        published=(m.PublishedBlock(3, bytes(range(16))),),
     ),
     m.CoordinatorWelcome(version="0.1.0", name="home"),
     m.GetReadiness(**_ASKED),

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from agent.worker.runtime import Runtime, create_runtime
-from coordinator.deploy.kept_caches import kept_caches
+from coordinator.deploy.kept_caches import kept_caches, kept_prefixes
 from hearth.errors import HearthError
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.wire.messages import (
     ConnectPeers,
     Failed,
     KeptCache,
+    KeptPrefixes,
     Load,
     Message,
     Peer,
@@ -113,6 +114,7 @@ class RuntimeHome:
         self.ranks: list[RuntimeProcess] = []
         self.plan: Plan | None = None
         self.kept: tuple[KeptCache, ...] = ()  # of the plan before
+        self.prefixes: KeptPrefixes | None = None  # the same
         self._store_path = store_path
         self._requests = 0
 
@@ -124,13 +126,15 @@ class RuntimeHome:
         bound = [process.load(plan, rank, parts[rank], token) for rank, process in enumerate(self.ranks)]
         if is_transformer_plan(plan):
             self.kept = kept_caches(plan, [each.caches for each in bound], lambda source, target: 1e9)
+            self.prefixes = kept_prefixes(plan, [each.prefixes for each in bound], lambda source, target: 1e9)
         for rank, process in enumerate(self.ranks):
             peers = tuple(
                 Peer(rank=other, host=LOOPBACK, port=each.port, public_key=each.public_key, bytes_per_second=1e9)
                 for other, each in enumerate(bound)
                 if other != rank
             )
-            process.connect(ConnectPeers(holder="test", epoch=plan.epoch, peers=peers, caches=self.kept))
+            kept = {"caches": self.kept, "prefixes": self.prefixes}
+            process.connect(ConnectPeers(holder="test", epoch=plan.epoch, peers=peers, **kept))
 
     def ask(self, requests: Sequence[tuple[Message, Sequence[bytes]]]) -> list[Answer]:
         """Send one request to each rank and wait for all answers. Raises the first error."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from agent.worker.transformer.generation.sequence import SequenceState
+from hearth.wire.messages import GenerateTokens
 from tools.bench.experiment import make_experiment, read_settings
 from tools.bench.speculation import SpeculationRow
 from tools.bench.stats import paired_ratio
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from tools.bench.runner import Oracle
+from tools.bench.runner import DraftOracle, Oracle
 
 
 def row(right: float, seconds: tuple[float, ...], **changes: Any) -> SpeculationRow:
@@ -40,6 +43,22 @@ def test_speed_is_compared_within_rounds() -> None:
     ]
     assert not summary.failure
     assert experiment.summary([*rows, row(0.3, (1.0, 1.0, 1.0), same_tokens=False)]).failure
+
+
+def test_draft_model_takes_its_time_and_guesses_what_the_oracle_knows() -> None:
+    class Model:
+        def seconds(self, num_sequences: int) -> float:
+            return 0.25
+
+        def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
+            return [[9] * (count - 1) for _, count in wanted]
+
+    draft = DraftOracle(Model())  # type: ignore[arg-type]
+    draft.oracle = Oracle([5, 6, 7, 8], 1.0)
+    sequence = SequenceState(1, GenerateTokens(holder="test", epoch=1, max_tokens=9), [5, 6], 2)
+    assert draft.seconds(1) == 0.25
+    assert draft.propose([(sequence, 3), (sequence, 1)]) == [[7, 8], []]
+    assert make_experiment(read_settings("speculation-draft")).draft
 
 
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])

@@ -14,6 +14,7 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes
+from hearth.plan.draft import DRAFT_RANK
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.plan import TransformerPlan
@@ -82,10 +83,12 @@ class EngineRunners(ProcessGroup):
         link_bytes_per_second: float,
         text: str = "",
         kernels: Mapping[str, Sequence[KernelChoice]] = MappingProxyType({}),
+        draft: StoredModel | None = None,
     ) -> None:
         """Load and connect a plan, whose device names are the testbed's. `text`: the plan in the runners' file format.
 
-        `kernels`: the measured choice by device name; other devices compute with their defaults.
+        `kernels`: the measured choice by device name; other devices compute with their defaults. `draft`: the plan's draft
+        model.
         """
         names = [device.name for device in plan.devices]
         self._plans[plan_id] = plan
@@ -96,6 +99,9 @@ class EngineRunners(ProcessGroup):
         for name, part in zip(names, parts, strict=True):
             if choices := kernels.get(name):  # older checkouts do not know this argument
                 part["kernels"] = [choice.model_dump() for choice in choices]
+        if draft is not None:
+            chunks = [ref.model_dump() for ref in draft.refs]
+            parts[DRAFT_RANK] |= {"draft_chunks": chunks, "draft_store": str(draft.store_dir)}
         text, store = text or plan.model_dump_json(), str(model.store_dir)
         bound = self.call_all(names, "load", parts, plan_id=plan_id, plan=text, store=store, encrypt=encrypt)
         peers = self._peers(names, bound, link_bytes_per_second)

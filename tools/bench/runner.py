@@ -28,12 +28,15 @@ from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import CpuStaging
 from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader
+from agent.worker.transformer.generation.local_draft import LocalDraft
+from agent.worker.transformer.generation.sequence import SequenceState
 from agent.worker.transformer.generation.speculation import Speculation
 from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
 from agent.worker.transformer.profiler import profile_blocks
 from agent.worker.transformer.shard import Shard, load_shard
 from coordinator.serve.state import DEFAULT_MAX_DRAFTED
 from hearth.errors import StepFailed
+from hearth.plan.draft import draft_plan
 from hearth.plan.geometry import spans
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec
@@ -93,6 +96,24 @@ class Oracle:
         return [token if self._chance.random() < self._right else token ^ 1 for token in coming]
 
 
+class DraftOracle:
+    """A draft model that takes its time, and whose guesses are then those of an oracle."""
+
+    def __init__(self, model: LocalDraft) -> None:
+        self.oracle = Oracle((), 0.0)
+        self._model = model
+
+    def seconds(self, num_sequences: int) -> float:
+        return self._model.seconds(num_sequences)
+
+    def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
+        made = self._model.propose(wanted)
+        return [
+            self.oracle.propose([*sequence.prompt, *sequence.generated], len(guess))
+            for (sequence, _), guess in zip(wanted, made, strict=True)
+        ]
+
+
 @dataclass
 class _Loaded:
     plan: TransformerPlan
@@ -104,6 +125,7 @@ class _Loaded:
     generation: StepExecutor = field(init=False)  # of a decoder
     leader: Leader = field(init=False)  # of a decoder's first rank
     oracle: Oracle = field(init=False)  # proposes the tokens of a request that guesses
+    draft: DraftOracle | None = None  # instead, on the rank of the plan's draft model
     step: int = 0
 
 
@@ -132,15 +154,21 @@ class Runner:
         store: str,
         encrypt: bool,
         kernels: Sequence[Any] = (),
+        draft_chunks: Sequence[Any] = (),
+        draft_store: str = "",
     ) -> dict[str, Any]:
-        """Load a plan's shard. `kernels`: the measured choice; without, the worker's defaults."""
+        """Load a plan's shard. `kernels`: the measured choice; without, the worker's defaults. `draft_*`: its draft model."""
         parsed = plan_from_json(plan, TransformerPlan)
         refs = tuple(ChunkRef.model_validate(chunk) for chunk in chunks)
         choices = tuple(KernelChoice.model_validate(choice) for choice in kernels)
         shard = self._shard(parsed, rank, refs, Path(store), choices)
         keypair = new_keypair() if encrypt else None
         transport = _CountingTransport(rank, parsed.num_ranks, self._host, (0, 0), keypair)
-        self._loaded[plan_id] = _Loaded(parsed, rank, shard, transport)
+        self._loaded[plan_id] = loaded = _Loaded(parsed, rank, shard, transport)
+        if draft_chunks and (alone := draft_plan(parsed)) is not None:
+            refs = tuple(ChunkRef.model_validate(chunk) for chunk in draft_chunks)
+            whole = self._shard(alone, 0, refs, Path(draft_store), ())
+            loaded.draft = DraftOracle(LocalDraft(alone, whole, parsed.model.vocab_size, torch.device("cpu")))
         return {"port": transport.port, "public_key": transport.public_key}
 
     def _shard(
@@ -173,7 +201,7 @@ class Runner:
         if loaded.plan.body.generation is not None:
             loaded.generation = StepExecutor(*parts)
             if loaded.rank == LEADER_RANK:
-                speculation = Speculation(lambda: loaded.oracle)
+                speculation = Speculation(lambda: loaded.oracle, loaded.draft)
                 loaded.leader = Leader(loaded.plan, loaded.generation, speculation=speculation)
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> dict[str, Any]:
@@ -238,6 +266,8 @@ class Runner:
                 pass
         else:
             loaded.oracle = Oracle(text, right)
+            if loaded.draft is not None:  # guesses alone
+                loaded.draft.oracle, loaded.oracle = loaded.oracle, Oracle((), 0.0)
             most = DEFAULT_MAX_DRAFTED if text else 0
             request = GenerateTokens(
                 holder="bench", epoch=loaded.plan.epoch, max_tokens=num_tokens, max_drafted=most,

@@ -1,7 +1,8 @@
 """Kind `speculation`: tokens per second of speculative decoding by the share of guesses that are right.
 
 The answers are known from a run without guesses; an oracle in rank 0's process guesses their tokens, each right with the same
-probability. The number of guesses adapts, as in service. Runs with and without guesses are interleaved.
+probability. The number of guesses adapts, as in service. Runs with and without guesses are interleaved. With a draft model, the
+oracle guesses only as many tokens as the model has computed: its time counts, and its weights do not matter.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class SpeculativeDecoding(Experiment):
     model: Model = _MODEL
     weights: WeightFormat = "float32"
     mbit: float = Field(500.0, ge=1)  # real rate
+    draft: Model | None = None  # None: guesses take no time, as those that are looked up
     strategies: tuple[Literal["local", "hmp"], ...] = ("local", "hmp")
     right: tuple[float, ...] = (0.0, 0.3, 0.6, 0.9)
     prompt_tokens: int = Field(32, ge=1)
@@ -77,6 +79,10 @@ class SpeculativeDecoding(Experiment):
         model = StoredModel(
             decoder_directory(self.model, context.folder, "float32"), context.folder / "store", self.weights
         )
+        draft = None
+        if self.draft is not None:
+            folder = context.folder / "draft"
+            draft = StoredModel(decoder_directory(self.draft, folder, "float32"), folder / "store", self.weights)
         names = [device.name for device in scenario.devices]
         with (
             emulated(scenario, context.folder / "testbed", real_mbit=True) as testbed,
@@ -88,11 +94,13 @@ class SpeculativeDecoding(Experiment):
             tokens = self.prompt_tokens + self.new_tokens
             for strategy in self.strategies:
                 used = cluster.subset((cluster.devices[0].device_id,)) if strategy == "local" else cluster
-                expected = GenerationRequest(tokens, 4, self.prompt_tokens, self.new_tokens)
+                expected = GenerationRequest(
+                    tokens, 4, self.prompt_tokens, self.new_tokens, draft=draft.spec if draft is not None else None
+                )
                 request = PlanRequest(model.spec, used, self.prompt_tokens, strategy=strategy, generation=expected)
                 plan = plan_transformer(request).plan
                 context.report(f"loading {strategy}")
-                engine.load(strategy, plan, model, plan.num_ranks > 1, self.mbit * 1e6 / 8)
+                engine.load(strategy, plan, model, plan.num_ranks > 1, self.mbit * 1e6 / 8, draft=draft)
                 yield from self._rows(context, engine, plan, model.spec.vocab_size)
                 engine.unload(strategy)
 

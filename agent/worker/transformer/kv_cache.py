@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.paged_cache import part_of, stored_row
+from agent.worker.transformer.paged_cache import PagedRows, part_of, stored_row
 from hearth.errors import BadMessage, StepFailed
 from hearth.plan.geometry import Span
 from hearth.plan.kept_caches import CacheBlock
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.wire.codec import Array
-from hearth.wire.messages import MAX_KEPT_TOKENS, HeldCache, HeldRows
+from hearth.wire.messages import MAX_KEPT_TOKENS, HeldCache, HeldPrefixes, HeldRows
 
 log = logging.getLogger("hearth.worker")
 
@@ -149,11 +150,52 @@ class KeptStream:
         raise StepFailed(device="this device", reason=f"it has not kept the rows {rows} of the KV cache's {block}")
 
 
+class KeptPrefixes:
+    """Blocks of an earlier plan's prefix cache by key, least recently used first, copied out of the plan's memory."""
+
+    def __init__(self, memory: PagedRows, blocks: Sequence[tuple[bytes, int]]) -> None:
+        self.block = memory.part
+        self.keys = [key for key, _ in blocks]
+        index = _rows_of([block for _, block in blocks]).to(memory.values.device)
+        self._rows = memory.values.index_select(3, index).cpu()
+
+    def shrink(self, num_blocks: int) -> None:
+        """Keep so many blocks, the most recently used ones."""
+        dropped = max(len(self.keys) - num_blocks, 0)
+        self.keys, self._rows = self.keys[dropped:], self._rows[:, :, :, dropped * KV_BLOCK_TOKENS :].clone()
+
+    def pick(self, keys: Sequence[bytes]) -> PickedPrefixes:
+        """The blocks with these keys, in this order. Raises KeyError."""
+        places = {key: place for place, key in enumerate(self.keys)}
+        return PickedPrefixes(self.block, self._rows, _rows_of([places[key] for key in keys]))
+
+
+class PickedPrefixes:
+    """Kept blocks one after the other, a `kv_cache.CachedRows`."""
+
+    def __init__(self, block: CacheBlock, rows: Tensor, index: Tensor) -> None:
+        self.block = block
+        self.num_rows = len(index)
+        self._rows = rows
+        self._index = index
+
+    def rows(self, block: CacheBlock, rows: Span) -> Tensor:
+        """Some rows of a part of the block, copied."""
+        return self._rows[part_of(self.block, block)].index_select(3, self._index[slice(*rows)])
+
+
+def _rows_of(blocks: Sequence[int]) -> Tensor:
+    """The rows of these blocks."""
+    starts = torch.tensor(blocks, dtype=torch.int64) * KV_BLOCK_TOKENS
+    return (starts[:, None] + torch.arange(KV_BLOCK_TOKENS)).flatten()
+
+
 class KeptCaches:
     """The KV caches that a worker keeps over a change of plan, by stream, until the next plan has taken or dropped them."""
 
     def __init__(self) -> None:
         self._streams: dict[str, KeptStream] = {}
+        self.prefixes: KeptPrefixes | None = None
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -176,8 +218,19 @@ class KeptCaches:
         """Free what is kept of all other streams."""
         self.drop(self._streams.keys() - set(streams))
 
+    def take_prefixes(self, keys: Sequence[bytes]) -> list[CachedRows]:
+        """Hand over the blocks of the prefix cache with these keys, and free the others. Raises StepFailed."""
+        prefixes, self.prefixes = self.prefixes, None
+        try:
+            return [prefixes.pick(keys)] if prefixes is not None and keys else []
+        except KeyError:
+            raise StepFailed(device="this device", reason="it has not kept a block of the prefix cache") from None
+
     def shrink(self, spec: ModelSpec, max_bytes: int) -> None:
-        """Drop the longest streams until the rest takes at most `max_bytes`, and can be reported."""
+        """Drop the longest streams until the rest takes at most `max_bytes`, and can be reported.
+
+        What they leave is for the prefix cache.
+        """
         by_length = sorted(self._streams.items(), key=lambda item: len(item[1].tokens))
         num_tokens = num_bytes = 0
         for stream, kept in by_length:
@@ -186,6 +239,9 @@ class KeptCaches:
             if num_tokens > MAX_KEPT_TOKENS or num_bytes > max_bytes:
                 log.info("the KV cache of a stream of %d tokens has no room in the next plan", len(kept.tokens))
                 self.drop([stream])
+        if self.prefixes is not None:
+            left = max_bytes - sum(kept.num_bytes(spec) for kept in self._streams.values())
+            self.prefixes.shrink(left // self.prefixes.block.num_bytes(spec, KV_BLOCK_TOKENS))
 
     def report(self) -> tuple[HeldCache, ...]:
         """What is kept, for the coordinator."""
@@ -197,3 +253,9 @@ class KeptCaches:
             )
             for stream, kept in self._streams.items()
         )
+
+    def report_prefixes(self) -> HeldPrefixes | None:
+        """What is kept of the prefix cache, for the coordinator."""
+        if self.prefixes is None or not self.prefixes.keys:
+            return None
+        return HeldPrefixes(block=self.prefixes.block, keys=b"".join(self.prefixes.keys))

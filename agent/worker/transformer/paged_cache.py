@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hearth.errors import StepFailed
+from agent.worker.transformer.causal_attention import causal_attention
+from hearth.errors import StepFailed, UnsupportedKvCache
 from hearth.plan.geometry import Span
 from hearth.plan.kept_caches import CacheBlock
 from hearth.plan.model_spec import KvFormat, ModelSpec
@@ -60,6 +61,29 @@ def from_format(stored: Tensor, kind: KvFormat) -> Tensor:
     return values.view(torch.int8) * scales
 
 
+def check_format(spec: ModelSpec, device: torch.device) -> None:
+    """Raise UnsupportedKvCache if the device cannot compute attention over the cache's format.
+
+    Older GPUs have no attention in bfloat16, for example.
+    """
+    rows = torch.ones(1, 4, spec.head_dim, device=device)  # of one KV head
+
+    def keys_and_values(wanted: Span) -> list[tuple[Tensor, Tensor]]:
+        keys = from_format(to_format(rows, spec.kv_cache), spec.kv_cache)[:, slice(*wanted)]
+        return [(keys, keys)]
+
+    try:
+        for num_queries in (1, 4):
+            q = torch.ones(1, spec.group_size, num_queries, spec.head_dim, device=device)
+            causal_attention(q, keys_and_values, 4 - num_queries, None).cpu()
+    except (RuntimeError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or ["it failed"])[0]
+        kind = spec.kv_cache
+        raise UnsupportedKvCache(
+            device="this device", kv_cache=kind, compute_device=device.type, reason=reason
+        ) from None
+
+
 class PagedRows:
     """The memory of a rank's KV caches: `num_blocks` blocks of rows of `part`, its layers and KV heads, in one tensor.
 
@@ -86,7 +110,7 @@ class SequenceCache:
         self.block = memory.part
         self._memory = memory
         self._runs: list[Span] = []  # ranges of the memory's rows, adjacent blocks joined, in the order of the sequence
-        self.capacity = 0
+        self.blocks: list[int] = []
         self.sampling = new.sampling
         self.first_index = new.first_index
         self.stream = new.stream
@@ -106,7 +130,12 @@ class SequenceCache:
             if self._runs and self._runs[-1].stop == start:
                 start = self._runs.pop().start
             self._runs.append(Span(start, (block + 1) * KV_BLOCK_TOKENS))
-        self.capacity += len(blocks) * KV_BLOCK_TOKENS
+        self.blocks += blocks
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of tokens in its blocks."""
+        return len(self.blocks) * KV_BLOCK_TOKENS
 
     @property
     def settled_tokens(self) -> list[int]:
@@ -122,7 +151,11 @@ class SequenceCache:
         """Drop the newest `count` drafted tokens, and their rows. Raises StepFailed if fewer were drafted (a scheduler bug)."""
         if count > self.num_drafted:
             raise StepFailed(device="this device", reason=f"{count} of {self.num_drafted} drafted tokens are rejected")
-        del self.tokens[len(self.tokens) - count :]
+        self.truncate(len(self.tokens) - count)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first tokens and their rows only."""
+        del self.tokens[num_tokens:]
         self.num_rows = len(self.tokens)
 
     def extend(self, token_ids: Sequence[int], num_drafted: int = 0) -> None:

@@ -20,11 +20,15 @@ from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import Staging, make_staging
 from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader
+from agent.worker.transformer.generation.local_draft import LocalDraft
+from agent.worker.transformer.generation.speculation import Speculation
 from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
 from agent.worker.transformer.kv_cache import KeptCaches
+from agent.worker.transformer.paged_cache import check_format
 from agent.worker.transformer.shard import HeldWeights, Shard, held_weights, load_shard
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.grammars import Grammars, Vocabulary
+from hearth.plan.draft import DRAFT_RANK, draft_plan
 from hearth.plan.kept_caches import reserved_bytes
 from hearth.plan.plan import TransformerPlan, is_transformer_plan
 from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
@@ -42,6 +46,7 @@ class TransformerRuntime:
     """
 
     _shard: Shard  # from `load` on
+    _draft: Shard | None = None  # the draft model, on the rank that has it
     _staging: Staging
     _transport: SocketTransport
     _communicator: Communicator  # from `connect` on
@@ -59,6 +64,7 @@ class TransformerRuntime:
         self._kept = KeptCaches()
         self._held: HeldWeights | None = None  # while it loads: of the previous plan, and what is loaded of this one
         self._grammars: Grammars | None = None  # None: the model's tokens have no texts
+        self._draft_plan = draft_plan(plan) if self._rank == DRAFT_RANK else None
         self._executor: StepExecutor | None = None
         self._computing_since: float | None = None  # when the main thread began its work; None: it waits for requests
 
@@ -70,17 +76,19 @@ class TransformerRuntime:
             torch.set_num_threads(start.num_threads)
             self._staging = make_staging(start.compute_device)
             self._transport = bind_transport(start)
-            held = HeldWeights()
+            held, held_draft = HeldWeights(), HeldWeights()
         else:
             self._staging = self._previous._staging
             same_weights = self._previous._computes_with(self._plan, self._parts)
-            self._transport, held, kept = self._previous._give_up()
+            self._transport, held, held_draft, kept = self._previous._give_up()
             self._previous = None
             if same_weights:
                 self._kept = kept
             del kept
             self._kept.shrink(self._plan.model, reserved_bytes(self._plan.model, self._plan.body, self._rank))
             self._transport.leave(self._rank, self._plan.num_ranks)
+        if self._plan.body.generation is not None:
+            check_format(self._plan.model, self._staging.device)
         store = Path(start.store_path)
         self._held = held
         self._shard = load_shard(
@@ -97,6 +105,16 @@ class TransformerRuntime:
         if self._parts.vocabulary is not None:
             hash = self._parts.vocabulary
             self._grammars = Grammars(Vocabulary.unpack((store / hash[:2] / hash).read_bytes()))
+        if self._draft_plan is not None:
+            self._draft = load_shard(
+                self._draft_plan,
+                0,
+                self._parts.draft_chunks,
+                lambda chunk: store / chunk[:2] / chunk,
+                self._staging.device,
+                held_draft,
+                is_given_up,
+            )
         if not is_first:
             give_back_freed_buffers()  # weights and caches that this plan does not need
             total = sum(chunk.num_bytes for chunk in self._parts.chunks)
@@ -104,9 +122,10 @@ class TransformerRuntime:
         return wire.WorkerBound(
             port=self._transport.port,
             public_key=self._transport.public_key,
-            num_bytes_loaded=self._shard.num_bytes(),
+            num_bytes_loaded=self._shard.num_bytes() + (self._draft.num_bytes() if self._draft is not None else 0),
             weight_error=self._shard.weight_error(),
             caches=self._kept.report(),
+            prefixes=self._kept.report_prefixes(),
         )
 
     def connect(self, request: wire.ConnectPeers) -> None:
@@ -116,13 +135,17 @@ class TransformerRuntime:
         self._communicator = Communicator(self._transport, self._plan.epoch, token, codecs)
         self._communicator.start()
         self._kept.keep_only(kept.stream for kept in request.caches)
+        if request.prefixes is None:
+            self._kept.prefixes = None
         parts = (self._plan, self._rank, self._shard, self._communicator, self._staging)
         if self._plan.body.generation is None:
             self._compute = partial(self._run_steps, EncoderEngine(*parts))
             return
         self._executor = StepExecutor(*parts, self._kept, self._grammars)
         if self._rank == LEADER_RANK:
-            self._compute = partial(self._lead, Leader(self._plan, self._executor, request.caches))
+            speculation = Speculation(draft=self._draft_model())
+            leader = Leader(self._plan, self._executor, request.caches, speculation, request.prefixes)
+            self._compute = partial(self._lead, leader)
         else:
             self._compute = partial(self._follow, self._executor)
 
@@ -151,8 +174,15 @@ class TransformerRuntime:
             held.get((chunk.kind, chunk.layer, chunk.grain), chunk.hash) == chunk.hash for chunk in parts.chunks
         )
 
-    def _give_up(self) -> tuple[SocketTransport, HeldWeights, KeptCaches]:
-        """Release the transport, the weights and the KV caches for the next plan, and the memory of all else.
+    def _draft_model(self) -> LocalDraft | None:
+        if self._draft_plan is None or self._draft is None:
+            return None
+        return LocalDraft(self._draft_plan, self._draft, self._plan.model.vocab_size, self._staging.device)
+
+    def _give_up(self) -> tuple[SocketTransport, HeldWeights, HeldWeights, KeptCaches]:
+        """Release the transport, the weights, those of the draft model, and the KV caches for the next plan.
+
+        Frees the memory of all else.
 
         `run` has returned, or `load` was given up.
         """
@@ -167,8 +197,12 @@ class TransformerRuntime:
         if held is None:
             held = held_weights(self._plan, self._rank, self._parts.chunks, self._shard)
             del self._shard
+        held_draft = HeldWeights()
+        if self._draft_plan is not None and self._draft is not None:
+            held_draft = held_weights(self._draft_plan, 0, self._parts.draft_chunks, self._draft)
+        self._draft = None
         gc.collect()  # engines and caches refer to each other, and to the weights
-        return self._transport, held, kept
+        return self._transport, held, held_draft, kept
 
     # ---- in the main thread -----------------------------------------------------------------------------------------
 

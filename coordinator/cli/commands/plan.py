@@ -60,6 +60,7 @@ def plan(
     sequences: options.SequencesOption = None,
     no_kv_copies: options.NoKvCopiesOption = False,
     kv_cache: options.KvCacheOption = None,
+    draft: options.DraftOption = None,
     weights: options.WeightsOption = "float32",
     deterministic: options.DeterministicOption = False,
     wire: options.WireOption = "exact",

@@ -64,6 +64,7 @@ def serve(
     kv_cache: options.KvCacheOption = None,
     shared_prefixes: options.SharedPrefixesOption = False,
     speculate: options.SpeculateOption = "auto",
+    draft: options.DraftOption = None,
     weights: options.WeightsOption = "float32",
     deterministic: options.DeterministicOption = False,
     wire: options.WireOption = "exact",

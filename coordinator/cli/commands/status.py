@@ -15,7 +15,7 @@ from coordinator.cli.options import (
 from coordinator.cli.output import out, print_json, print_line
 from coordinator.cli.render.graph_tables import graph_plan_tables, prediction_line
 from coordinator.cli.render.learning import learning_lines, trial_table
-from coordinator.cli.render.tables import device_table, history_table, loss_table, plan_tables
+from coordinator.cli.render.tables import device_table, draft_line, history_table, loss_table, plan_tables
 from hearth.client.sync import connect
 from hearth.errors import NotServing
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
@@ -56,6 +56,8 @@ def status(
     peaks = {device.device_id: device.peak_bytes for device in devices.devices}
     if is_transformer_plan(now.plan):
         out.print(*plan_tables(now.plan, peaks), sep="\n")
+        if line := draft_line(now.plan):
+            print_line(escape(line))
     elif is_graph_plan(now.plan):
         out.print(*graph_plan_tables(now.plan, peaks), sep="\n")
         print_line(prediction_line(now.plan))

@@ -77,6 +77,10 @@ class PlannedTransformer:
         )
         for line in tables.generation_lines(plan):
             out.print(line)
+        if self.request.generation is not None and self.request.generation.draft and not tables.draft_line(plan):
+            out.print(
+                f"draft model: no device has room for {self.request.generation.draft.name}; tokens are only looked up"
+            )
         if plan.body.exact_links:
             out.print(tables.formats_line(plan))
         if explain:
@@ -148,7 +152,10 @@ class TransformerPlanning:
         return TransformerDeployment(fleet, plan)
 
     def weights(self, plan: TransformerPlan, cache_dir: Path) -> AbstractAsyncContextManager[Weights]:
-        return shard_weights(self.model.directory, plan, cache_dir, self._kernels)
+        draft = self.model.draft
+        return shard_weights(
+            self.model.directory, plan, cache_dir, self._kernels, draft_dir=draft.directory if draft else None
+        )
 
     async def measure_seconds(self, deployment: TransformerDeployment, rounds: int) -> tuple[float, ...]:
         """Seconds of each step (decoder: request) on random tokens, after one warm-up run."""

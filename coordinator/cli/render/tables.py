@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from coordinator.plan.solution import PlanningResult
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.explain import bottleneck, decoding_rate, seconds_unit, why_lost
+from hearth.plan.draft import DRAFT_RANK
 from hearth.plan.plan import Plan, TransformerPlan
 from hearth.plan.profile import ClusterProfile, Link
 from hearth.plan.transformer import Pipeline
@@ -23,7 +24,7 @@ _HEALTH_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy":
 _SHOWN_SILENCE_SECONDS = 1.0  # of a worker: two signs of life are missing
 _MEMORY_HEADINGS = {
     "weights": "weights", "embeddings": "embed-\ndings", "activations": "activa-\ntions", "workspace": "work-\nspace",
-    "kv_cache": "KV\ncache",
+    "kv_cache": "KV\ncache", "draft": "draft\nmodel",
 }  # fmt: skip
 
 _MAX_MEMORY_COLUMNS = 6  # of bytes, besides the device's name: more do not fit into a terminal of 80 columns
@@ -211,6 +212,7 @@ def plan_tables(plan: TransformerPlan, peaks: Mapping[str, int] = {}) -> tuple[T
         "busy": [format_seconds(device.compute_seconds) for device in plan.devices],
     }
     kinds = ["weights", "embeddings", "activations", "workspace", *(["kv_cache"] if body.generation else [])]
+    kinds += ["draft"] if body.generation and body.generation.draft else []
     return work_table(plan, title, work), memory_table(plan, kinds, peaks)
 
 
@@ -234,6 +236,7 @@ def generation_lines(plan: TransformerPlan) -> list[str]:
     )
     room += f", in {plan.model.kv_cache}" if plan.model.kv_cache != "float32" else ""
     copies = ["each device also holds a copy of the KV cache of the one before it"] if generation.kv_copies else []
+    copies += [line] if (line := draft_line(plan)) else []
     if rate := decoding_rate(plan):
         return [
             f"decoding: {rate} for one sequence; {format_seconds(request_seconds(plan))} {seconds_unit(plan)}",
@@ -241,6 +244,15 @@ def generation_lines(plan: TransformerPlan) -> list[str]:
             *copies,
         ]
     return [room, *copies]
+
+
+def draft_line(plan: TransformerPlan) -> str:
+    """The draft model and its device; empty without one."""
+    generation = plan.body.generation
+    if generation is None or generation.draft is None:
+        return ""
+    device = plan.devices[DRAFT_RANK]
+    return f"draft model: {generation.draft.name} on {device.name}, {format_bytes(device.memory.draft)}"
 
 
 def candidates_list(planned: PlanningResult[TransformerPlan], cluster: ClusterProfile) -> Table:

@@ -11,6 +11,7 @@ from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.methods import TRANSFORMER_METHODS
 from coordinator.plan.transformer.planners.exact import plan_exact
 from coordinator.plan.transformer.planners.galaxy import plan_galaxy
+from coordinator.plan.transformer.refine.draft import add_draft
 from coordinator.plan.transformer.refine.exact_links import add_exact_links
 from coordinator.plan.transformer.refine.keep_in_place import keep_in_place
 from coordinator.plan.transformer.refine.kv_copies import add_kv_copies
@@ -32,6 +33,14 @@ def plan_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:
 
 def _plan_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:
     """As `plan_transformer`, whatever the stores have room for."""
+    planned = _plan_without_draft(request)
+    if request.generation is not None and request.generation.draft is not None:
+        planned = add_draft(request, planned, _plan_without_draft)
+    plan = add_kv_copies(request, planned.plan)
+    return replace(planned, chosen=replace(planned.chosen, plan=plan))
+
+
+def _plan_without_draft(request: PlanRequest) -> PlanningResult[TransformerPlan]:
     planned = plan_auto(request) if request.strategy == "auto" else _plan_by_name(request)
     plan = planned.plan
     if request.held is not None:
@@ -39,7 +48,6 @@ def _plan_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:
     if request.spare_accuracy:
         plan = add_exact_links(request, plan)
     seconds = planned.chosen.seconds if plan is planned.plan else request_seconds(plan)
-    plan = add_kv_copies(request, plan)
     return replace(planned, chosen=replace(planned.chosen, plan=plan, seconds=seconds))
 
 

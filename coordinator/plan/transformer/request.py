@@ -32,6 +32,7 @@ class GenerationRequest:
     prompt_tokens: int | None = None  # expected; None: as many as one step takes
     new_tokens: int = DEFAULT_NEW_TOKENS  # expected
     kv_copies: bool = True  # whether devices with room keep copies of each other's KV caches
+    draft: ModelSpec | None = None  # guesses tokens, if a device has room for it
 
     def limits(self, seq_len: int) -> GenerationLimits:
         return GenerationLimits(
@@ -44,12 +45,16 @@ class GenerationRequest:
         )
 
     def matches(self, body: TransformerBody, seq_len: int) -> bool:
-        """Whether a plan was made for this request. A pipeline prefills in smaller chunks, and not all plans have KV copies."""
+        """Whether a plan was made for this request.
+
+        A pipeline prefills in smaller chunks, and not all plans have KV copies, or room for the draft model.
+        """
         if (found := body.generation) is None:
             return False
         expected, copies = self.limits(seq_len), self.kv_copies and found.kv_copies
         rows = min(expected.prefill_rows, body.max_step_rows)
-        return found == expected.model_copy(update={"prefill_rows": rows, "kv_copies": copies})
+        draft = self.draft if found.draft is not None else None
+        return found == expected.model_copy(update={"prefill_rows": rows, "kv_copies": copies, "draft": draft})
 
 
 @dataclass(frozen=True)

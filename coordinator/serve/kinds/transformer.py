@@ -28,6 +28,7 @@ from coordinator.serve.requests.runner import ComputedReply, Requests
 from coordinator.serve.standby.replica import transformer_files
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, TextTooLong
+from hearth.plan.draft import DRAFT_RANK
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.plan.profile import ClusterProfile
@@ -89,7 +90,8 @@ class TransformerKind:
 
     @property
     def files(self) -> Sequence[Path]:
-        return transformer_files(self.model.directory)
+        draft = self.model.draft
+        return [*transformer_files(self.model.directory), *(transformer_files(draft.directory) if draft else [])]
 
     def check(self, plan: Plan) -> None:
         model, spec = self.model, self.model.spec
@@ -106,7 +108,7 @@ class TransformerKind:
         if body.seq_len != model.seq_len:
             raise BadPlan(reason=f"it was made for --seq-len {body.seq_len}, not {model.seq_len}")
         if body.generation is not None if generation is None else not generation.matches(body, model.seq_len):
-            raise BadPlan(reason="it was made for another --context or another number of --sequences")
+            raise BadPlan(reason="it was made for another --context, --sequences or --draft")
 
     async def profile(
         self, devices: Sequence[Device], deployed: Plan | None = None, joined: bool = False
@@ -127,7 +129,12 @@ class TransformerKind:
         return plan_request(self._goal, self.model, cluster, self._values, deployed)
 
     def summary(self, plan: Plan) -> str:
-        return ""
+        """Whether the draft model runs."""
+        if self.model.draft is None or not is_transformer_plan(plan) or plan.body.generation is None:
+            return ""
+        if plan.body.generation.draft is None:
+            return f"no device has room for the draft model {self.model.draft.spec.name}; tokens are only looked up"
+        return f"the draft model {self.model.draft.spec.name} runs on {plan.devices[DRAFT_RANK].name}"
 
     async def revise(self, cluster: ClusterProfile, deployment: TransformerDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan
@@ -145,7 +152,10 @@ class TransformerKind:
         fleet, profiler = self._services.fleet, self._services.profiler
         ids = {device.device_id for device in plan.devices} & fleet.devices.keys() - self._kernels.keys()
         known = known_kernels(profiler, [fleet.devices[device_id] for device_id in ids], self.workload)
-        return shard_weights(self.model.directory, plan, manifests, self._kernels | known, self._packed_vocabulary)
+        draft_dir = self.model.draft.directory if self.model.draft is not None else None
+        return shard_weights(
+            self.model.directory, plan, manifests, self._kernels | known, self._packed_vocabulary, draft_dir
+        )
 
     def _packed_vocabulary(self) -> bytes | None:
         return self._text_model.packed_vocabulary if self._text_model is not None else None

@@ -19,10 +19,11 @@ from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.sharding import manifest_path
 from coordinator.plan.graph.request import POLICIES_FOLDER
 from coordinator.serve.planning.measurements import FOLDER as LEARNT
-from coordinator.serve.state import Goal, GraphGoal, SavedDeployment, SavedState
+from coordinator.serve.state import Goal, GraphGoal, SavedDeployment, SavedState, TransformerGoal
 from hearth.errors import HearthError
 from hearth.files import write_atomically
-from hearth.plan.plan import is_transformer_plan
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.wire.messages import ReplicaPart
 from hearth.wire.messages.standby import is_replica_path
 
@@ -35,6 +36,7 @@ _SAFETENSORS = ".safetensors"
 _WEIGHTS = (_SAFETENSORS, ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 _STATE = "serving.json"
 _MANIFEST = "manifest.json"
+_DRAFTS = "drafts"  # folder of a model's draft model, with its own marker and manifest
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,16 @@ def replica_files(state_dir: Path, state: SavedState, model_files: Mapping[str, 
         folder, goal = f"models/{_plain(name)}", deployment.goal
         # A graph is a file, whose weights may lie in folders beside it.
         model = folder if isinstance(goal, GraphGoal) else f"{folder}/{_model_name(goal)}"
+        draft = _draft_dir(goal)
         for path in model_files.get(name, ()):
-            files += _file(f"{model}/{_relative(path, goal)}", path)
-        files += _manifest(state_dir, deployment, f"{folder}/{_MANIFEST}")
-        origin = json.dumps({"path": _origin(deployment.goal)}).encode()
-        files.append(_content(f"{folder}/{COPY_MARKER}", origin))
+            if draft is not None and path.parent == draft:
+                files += _file(f"{folder}/{_DRAFTS}/{_name_of(draft)}/{path.name}", path)
+            else:
+                files += _file(f"{model}/{_relative(path, goal)}", path)
+        spec, draft_spec = _specs(deployment.plan)
+        files += _about_copy(state_dir, Path(goal.path), spec, folder)
+        if draft is not None:
+            files += _about_copy(state_dir, draft, draft_spec, f"{folder}/{_DRAFTS}")
     content = state.model_dump_json(exclude={"holder", "boot_id"}).encode()
     return [*files, _content(_STATE, content)]  # last: it refers to the others
 
@@ -131,29 +138,46 @@ def _header_bytes(path: Path) -> int:
         return 8 + int.from_bytes(file.read(8), "little")
 
 
-def _manifest(state_dir: Path, deployment: SavedDeployment, path: str) -> list[ReplicaFile]:
-    if not is_transformer_plan(deployment.plan):
-        return []
+def _about_copy(state_dir: Path, model: Path, spec: ModelSpec | None, folder: str) -> list[ReplicaFile]:
+    """What a copy of a model needs besides the model's files: where the model came from, and its manifest."""
+    origin = _content(f"{folder}/{COPY_MARKER}", json.dumps({"path": _origin(model)}).encode())
+    if spec is None:
+        return [origin]
     try:
-        with Checkpoint(Path(deployment.goal.path)) as checkpoint:
-            return _file(path, manifest_path(checkpoint, deployment.plan.model, state_dir / "manifests"))
+        with Checkpoint(model) as checkpoint:
+            manifest = manifest_path(checkpoint, spec, state_dir / "manifests")
+            return [*_file(f"{folder}/{_MANIFEST}", manifest), origin]
     except (OSError, HearthError) as error:
-        log.warning("the manifest of %s cannot be sent to a standby: %s", deployment.goal.path, error)
-        return []
+        log.warning("the manifest of %s cannot be sent to a standby: %s", model, error)
+        return [origin]
 
 
-def _origin(goal: Goal) -> str:
+def _specs(plan: Plan | None) -> tuple[ModelSpec | None, ModelSpec | None]:
+    """The spec of a plan's transformer, and that of its draft model."""
+    if not is_transformer_plan(plan):
+        return None, None
+    return plan.model, plan.body.generation.draft if plan.body.generation is not None else None
+
+
+def _draft_dir(goal: Goal) -> Path | None:
+    return Path(goal.draft_dir) if isinstance(goal, TransformerGoal) and goal.draft_dir is not None else None
+
+
+def _origin(model: Path) -> str:
     """Where the first leader has the model itself."""
-    folder = Path(goal.path).parent
     try:
-        return str(json.loads((folder / COPY_MARKER).read_text())["path"])
+        return str(json.loads((model.parent / COPY_MARKER).read_text())["path"])
     except (OSError, ValueError, KeyError, TypeError):
-        return str(Path(goal.path).absolute())
+        return str(model.absolute())
 
 
 def _model_name(goal: Goal) -> str:
     """The name of the model's directory or file, which is the model's name."""
-    name = Path(goal.path).absolute().name
+    return _name_of(Path(goal.path))
+
+
+def _name_of(model: Path) -> str:
+    name = model.absolute().name
     return name if name.isprintable() else _plain(name)
 
 
@@ -212,23 +236,34 @@ class Replica:
 
     def _local_goal(self, name: str, deployment: SavedDeployment) -> Goal:
         goal, folder = deployment.goal, self._state_dir / "models" / _plain(name)
-        copy = folder / _model_name(goal)
+        spec, draft_spec = _specs(deployment.plan)
+        path = self._local_path(folder, _model_name(goal), spec)
+        if isinstance(goal, GraphGoal):
+            return goal.model_copy(update={"model_file": path})
+        changed = {"model_dir": path}
+        if (draft := _draft_dir(goal)) is not None:
+            changed["draft_dir"] = self._local_path(folder / _DRAFTS, _name_of(draft), draft_spec)
+        return goal.model_copy(update=changed)
+
+    def _local_path(self, folder: Path, name: str, spec: ModelSpec | None) -> str:
+        """The model itself where this computer has it, else its copy in `folder`."""
+        copy = folder / name
         try:
             origin = Path(json.loads((folder / COPY_MARKER).read_text())["path"])
         except (OSError, ValueError, KeyError, TypeError):
             origin = copy
-        path = origin if _same_files(origin, copy) else copy
-        if path is copy:
-            self._store_manifest(deployment, copy, folder / _MANIFEST)
-        changed = {"model_file": str(path)} if isinstance(goal, GraphGoal) else {"model_dir": str(path)}
-        return goal.model_copy(update=changed)
+        if _same_files(origin, copy):
+            return str(origin)
+        if spec is not None:
+            self._store_manifest(spec, copy, folder / _MANIFEST)
+        return str(copy)
 
-    def _store_manifest(self, deployment: SavedDeployment, copy: Path, manifest: Path) -> None:
+    def _store_manifest(self, spec: ModelSpec, copy: Path, manifest: Path) -> None:
         """Put the manifest where the copy of the checkpoint finds it: its weights cannot be hashed."""
-        if not is_transformer_plan(deployment.plan) or not manifest.exists():
+        if not manifest.exists():
             return
         with Checkpoint(copy) as checkpoint:
-            target = manifest_path(checkpoint, deployment.plan.model, self._state_dir / "manifests")
+            target = manifest_path(checkpoint, spec, self._state_dir / "manifests")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(manifest, target)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -35,7 +35,16 @@ from hearth.wire.messages.base import (
 # Of the KV caches that a worker reports after a change of plan, all together: 1 MiB in a message of at most 4 MiB.
 MAX_KEPT_TOKENS = 1 << 18
 MAX_DRAFTED_TOKENS = 64  # of a sequence in one step
+MAX_KEPT_BLOCKS = MAX_KEPT_TOKENS // 64  # of the prefix cache: 64 KiB of keys
+PREFIX_KEY_BYTES = 16  # of a block's key
+KeyBytes = Annotated[bytes, Field(max_length=PREFIX_KEY_BYTES * MAX_KEPT_BLOCKS)]  # keys of blocks, one after the other
 TokenBytes = Annotated[bytes, Field(max_length=4 * MAX_KEPT_TOKENS)]  # token ids as int32, little-endian
+
+
+def split_keys(keys: bytes) -> list[bytes]:
+    """The keys of `KeyBytes`."""
+    return [keys[start : start + PREFIX_KEY_BYTES] for start in range(0, len(keys), PREFIX_KEY_BYTES)]
+
 
 # ---- loading ------------------------------------------------------------------------------------------------------
 
@@ -63,11 +72,12 @@ class ShardParts(WireModel):
     chunks: tuple[ChunkRef, ...] = Field(max_length=50_000, fail_fast=True)
     kernels: tuple[KernelChoice, ...] = Field(default=(), max_length=256)  # empty: the defaults of the worker
     vocabulary: Hash | None = None  # a chunk with the tokens, for grammars (`hearth.grammars.Vocabulary`)
+    draft_chunks: tuple[ChunkRef, ...] = Field(default=(), max_length=50_000, fail_fast=True)  # of the draft model
 
     @property
     def hashes(self) -> tuple[Hash, ...]:
-        """The chunks of the shard, in the order in which they are loaded, and that of the vocabulary."""
-        hashes = tuple(chunk.hash for chunk in self.chunks)
+        """The chunks of the shard and of the draft model, in the order in which they are loaded, and that of the vocabulary."""
+        hashes = tuple(chunk.hash for chunk in (*self.chunks, *self.draft_chunks))
         return hashes if self.vocabulary is None else (*hashes, self.vocabulary)
 
 
@@ -123,6 +133,13 @@ class HeldCache(WireModel):
     parts: tuple[HeldRows, ...] = Field(max_length=16, fail_fast=True)
 
 
+class HeldPrefixes(WireModel):
+    """What a worker has kept of the prefix cache: blocks of tokens by key, least recently used first, and what of each."""
+
+    block: CacheBlock
+    keys: KeyBytes
+
+
 class WorkerBound(Message):
     """The worker has loaded its weights and bound its data-plane port."""
 
@@ -132,6 +149,7 @@ class WorkerBound(Message):
     weight_error: Annotated[float, Field(ge=0)] = 0.0  # relative RMS error of the matrices due to their weight format
     # KV caches of the worker's earlier plans; None: this worker cannot take rows of such caches from its peers.
     caches: Annotated[tuple[HeldCache, ...], Field(max_length=4096, fail_fast=True)] | None = None
+    prefixes: HeldPrefixes | None = None
 
 
 class Peer(WireModel):
@@ -159,11 +177,23 @@ class KeptCache(WireModel):
     reserved_tokens: Annotated[int, Field(ge=0)]
 
 
+class KeptPrefixes(WireModel):
+    """Blocks of the prefix cache of earlier plans, least recently used first.
+
+    `transfers` bring every rank its part of all of them, within about `transfer_seconds`.
+    """
+
+    keys: KeyBytes
+    transfers: tuple[CacheTransfer, ...] = Field(max_length=1 << 16, fail_fast=True)
+    transfer_seconds: Annotated[float, Field(ge=0)]
+
+
 class ConnectPeers(PlanCommand):
     """Connect the worker's data plane to all other ranks. KV caches that are not listed are freed."""
 
     peers: tuple[Peer, ...] = Field(max_length=256)
     caches: tuple[KeptCache, ...] = Field(default=(), max_length=4096, fail_fast=True)
+    prefixes: KeptPrefixes | None = None
 
 
 class Unload(PlanCommand):
@@ -423,6 +453,20 @@ class SequenceRows(WireModel):
     new: NewSequence | None = None
 
 
+class AdoptedPrefixes(WireModel):
+    """Kept blocks of the prefix cache that get the blocks of the plan's KV cache with these numbers; all others are dropped."""
+
+    kept: KeptPrefixes
+    blocks: tuple[BlockNumber, ...] = Field(max_length=MAX_KEPT_BLOCKS, fail_fast=True)
+
+
+class PublishedBlock(NamedTuple):
+    """A full block of the KV cache that sequences may find by its key, once the step has run."""
+
+    block: BlockNumber
+    key: Annotated[bytes, Field(min_length=PREFIX_KEY_BYTES, max_length=PREFIX_KEY_BYTES)]
+
+
 class StepOrder(Message):
     """One step of a generation. `freed` sequences are dropped first, and so is what was kept of `dropped_streams`.
 
@@ -433,3 +477,5 @@ class StepOrder(Message):
     rows: tuple[SequenceRows, ...] = Field(max_length=4096, fail_fast=True)
     freed: tuple[int, ...] = Field(default=(), max_length=4096, fail_fast=True)
     dropped_streams: tuple[Name, ...] = Field(default=(), max_length=4096, fail_fast=True)
+    published: tuple[PublishedBlock, ...] = Field(default=(), max_length=MAX_LIST_ITEMS, fail_fast=True)
+    adopted: AdoptedPrefixes | None = None

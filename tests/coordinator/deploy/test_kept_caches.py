@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from support.plans import LLAMA_1B, make_plan, with_generation
 
-from coordinator.deploy.kept_caches import kept_caches
+from coordinator.deploy.kept_caches import kept_caches, kept_prefixes
 from hearth.plan.kept_caches import cached_block
 from hearth.plan.transformer import GenerationLimits
-from hearth.wire.messages import HeldCache, HeldRows, KeptCache
+from hearth.wire.messages import HeldCache, HeldPrefixes, HeldRows, KeptCache, split_keys
 
 TOKENS = list(range(100))
 PLAN = with_generation(
@@ -49,3 +50,37 @@ def test_what_takes_longer_to_move_than_to_compute_is_dropped() -> None:
     assert len(kept([report(1)], [report(0)])) == 1  # the ranks have changed places
     assert kept([report(1)], [report(0)], rate=1e6) == ()
     assert len(kept([report(0)], [report(1)], rate=1e6)) == 1
+
+
+# ---- the prefix cache -------------------------------------------------------------------------------------------------
+
+KEYS = [bytes([number]) * 16 for number in range(6)]
+
+
+def held(rank: int, keys: Sequence[bytes] = KEYS) -> HeldPrefixes:
+    return HeldPrefixes(block=cached_block(LLAMA_1B, PLAN.body, rank), keys=b"".join(keys))
+
+
+def prefixes(*reports: HeldPrefixes | None, rate: float = 1e9) -> list[bytes]:
+    found = kept_prefixes(PLAN, reports, lambda source, target: rate)
+    return split_keys(found.keys) if found is not None else []
+
+
+def test_blocks_that_all_ranks_hold_are_kept() -> None:
+    assert prefixes(held(0), held(1)) == KEYS
+    assert prefixes(held(0, KEYS[1:]), held(1, KEYS[:5])) == KEYS[1:5]
+    assert prefixes(held(0), None) == []
+    assert prefixes(held(0), held(1, [])) == []
+    assert prefixes(held(0), held(0)) == []  # the other heads are nowhere
+    assert prefixes() == []
+
+
+def test_as_many_blocks_are_moved_as_time_permits_the_newest_ones() -> None:
+    of_block = cached_block(LLAMA_1B, PLAN.body, 0).num_bytes(LLAMA_1B, 16)
+    assert prefixes(held(1), held(0)) == KEYS
+    assert prefixes(held(1), held(0), rate=of_block * 6.5) == KEYS[-3:]
+    assert prefixes(held(1), held(0), rate=of_block) == []
+    assert prefixes(held(0), held(1), rate=1) == KEYS  # nothing moves
+    found = kept_prefixes(PLAN, [held(1), held(0)], lambda source, target: of_block * 20.0)
+    assert found is not None
+    assert found.transfer_seconds == pytest.approx(0.3)

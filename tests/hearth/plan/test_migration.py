@@ -31,8 +31,9 @@ def test_v1_plan_keeps_its_content(name: str) -> None:
     plan = plan_from_json(json.dumps(old))
     new = plan.model_dump(mode="json")
     assert new["version"] == 2
-    for field in ("epoch", "planner", "devices", "wire", "alternatives"):
+    for field in ("epoch", "planner", "wire", "alternatives"):
         assert new[field] == old[field]
+    assert new["devices"] == [device | {"memory": device["memory"] | {"draft": 0}} for device in old["devices"]]
     assert plan_from_json(plan.model_dump_json()) == plan
 
 
@@ -49,7 +50,7 @@ def test_v1_transformer_plan_keeps_its_shares(name: str) -> None:
     assert (new["model"], body["seq_len"]) == ({**old["model"], "kv_cache": "float32"}, old["seq_len"])
     limits = dict(old["generation"]) if old["generation"] else None
     assert new["predicted"]["decode_seconds"] == (limits.pop("decode_seconds") if limits else 0.0)
-    assert body["generation"] == (limits and {**limits, "kv_copies": False})
+    assert body["generation"] == (limits and {**limits, "kv_copies": False, "draft": None})
     assert new["predicted"]["latency_seconds"] == old["predicted"]["total_seconds"]
     for field in ("compute_seconds", "transfer_seconds"):
         assert new["predicted"][field] == old["predicted"][field]

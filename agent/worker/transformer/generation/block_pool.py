@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hearth.plan.transformer import KV_BLOCK_TOKENS
+from hearth.wire.messages import PREFIX_KEY_BYTES
 
-_KEY_BYTES = 16
 PrefixKey = bytes  # of a full block: a hash of the scope, and of all tokens up to the block's last one
 
 
@@ -24,10 +24,10 @@ def num_blocks_for(num_tokens: int) -> int:
 
 def prefix_keys(scope: str, token_ids: Sequence[int], parent: PrefixKey | None = None) -> Iterator[PrefixKey]:
     """The key of each full block of these tokens, which follow the block `parent`. Scopes have no key in common."""
-    key = parent or hashlib.blake2b(scope.encode(), digest_size=_KEY_BYTES).digest()
+    key = parent or hashlib.blake2b(scope.encode(), digest_size=PREFIX_KEY_BYTES).digest()
     for start in range(0, len(token_ids) - KV_BLOCK_TOKENS + 1, KV_BLOCK_TOKENS):
         tokens = np.asarray(token_ids[start : start + KV_BLOCK_TOKENS], "<i4").tobytes()
-        key = hashlib.blake2b(key + tokens, digest_size=_KEY_BYTES).digest()
+        key = hashlib.blake2b(key + tokens, digest_size=PREFIX_KEY_BYTES).digest()
         yield key
 
 
@@ -80,11 +80,24 @@ class BlockPool:
                 else:
                     self._vacant[block] = True
 
-    def publish(self, block: int, key: PrefixKey) -> None:
-        """Let sequences find a full block, unless an equal one is there."""
+    def publish(self, block: int, key: PrefixKey) -> bool:
+        """Let sequences find a full block, unless an equal one is there. Returns whether they find this one."""
         if key not in self._cached:
             self._cached[key] = block
             self._keys[block] = key
+        return self._cached[key] == block
+
+    def adopt(self, keys: Sequence[PrefixKey]) -> list[int]:
+        """Vacant blocks for cached prefixes that no sequence uses, least recently used first."""
+        blocks = self.allocate(len(keys))
+        for block, key in zip(blocks, keys, strict=True):
+            self.publish(block, key)
+            self.release([block])
+        return blocks
+
+    def is_cached(self, block: int, key: PrefixKey) -> bool:
+        """Whether a prefix with this key is found in this block."""
+        return self._keys.get(block) == key
 
     def take_prefix(self, keys: Sequence[PrefixKey]) -> list[int]:
         """Use the cached blocks of the longest prefix of `keys`."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from agent.worker.transformer.comm.communicator import Communicator
 from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.kv_cache import CacheCopies, CopiedRows, KeptCaches, KeptStream
-from agent.worker.transformer.paged_cache import SequenceCache, stored_row
+from agent.worker.transformer.paged_cache import PagedRows, SequenceCache, stored_row
 from hearth.errors import BadMessage
 from hearth.plan.geometry import Span
 from hearth.plan.kept_caches import CacheTransfer, cached_block, copied_block, keeper_of
@@ -24,7 +25,7 @@ from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.codec import Array
 from hearth.wire.framing import TileKey
-from hearth.wire.messages import MovedCache, StepOrder
+from hearth.wire.messages import AdoptedPrefixes, MovedCache, NewSequence, Sampling, StepOrder, split_keys
 
 log = logging.getLogger("hearth.worker")
 
@@ -35,6 +36,15 @@ _COPY_SHARE = 0.1  # of a link's capacity for copies, at most: so much do they d
 _MAX_BURST_SECONDS = 0.02  # of a link's capacity at once, also after an idle time
 _MOVED_BYTES = 1 << 20  # of one message: a block of many rows is sent in several, which bounds the memory of each
 _TRANSFER_MARGIN = 5.0  # on the predicted time of a move, for links that are slower than measured
+
+
+class _Transfer(NamedTuple):
+    """A block of the first rows of what is kept, which a sequence's cache on the target gets."""
+
+    transfer: CacheTransfer
+    num_rows: int
+    kept: KeptStream
+    cache: SequenceCache
 
 
 class CacheExchange:
@@ -122,25 +132,36 @@ class CacheExchange:
         self._communicator.extend_timeout(_TRANSFER_MARGIN * seconds)
         # A stream's parts are given up even if the move fails, so that it is not tried again on the next plan.
         all_kept = [self._kept.take(moved.stream) for moved, _ in moves]
-        transfers = [
-            (number, transfer, len(moved.token_ids), kept, cache)
-            for number, (transfer, moved, kept, cache) in enumerate(
-                (transfer, moved, kept, cache)
-                for (moved, cache), kept in zip(moves, all_kept, strict=True)
-                for transfer in moved.transfers
-            )
-        ]
-        for number, transfer, num_rows, kept, _ in transfers:
-            if transfer.source == self._rank != transfer.target:
-                for key, rows in self._pieces(number, transfer, num_rows):
-                    self._send(transfer.target, key, kept.rows(transfer.block, rows))
-        for number, transfer, num_rows, kept, cache in transfers:
-            if transfer.target == self._rank:
-                self._fill(number, transfer, num_rows, kept, cache)
+        self._transfer(
+            _Transfer(transfer, len(moved.token_ids), kept, cache)
+            for (moved, cache), kept in zip(moves, all_kept, strict=True)
+            for transfer in moved.transfers
+        )
         for moved, cache in moves:
             cache.extend(moved.token_ids)
             cache.advance()
             log.info("a stream continues with %d rows of its KV cache", cache.num_rows)
+
+    def adopt(self, adopted: AdoptedPrefixes, memory: PagedRows) -> None:
+        """Fill blocks of the memory with what the ranks have kept of the prefix cache. Raises StepFailed."""
+        self._communicator.extend_timeout(_TRANSFER_MARGIN * adopted.kept.transfer_seconds)
+        kept = KeptStream([], self._kept.take_prefixes(split_keys(adopted.kept.keys)))
+        if not adopted.blocks:
+            return
+        cache = SequenceCache(memory, NewSequence(blocks=adopted.blocks, num_prompt_tokens=1, sampling=Sampling()))
+        self._transfer(_Transfer(each, cache.capacity, kept, cache) for each in adopted.kept.transfers)
+        log.info("%d blocks of the prefix cache are kept", len(adopted.blocks))
+
+    def _transfer(self, transfers: Iterable[_Transfer]) -> None:
+        """Send, receive and copy, all ranks at once."""
+        numbered = list(enumerate(transfers))
+        for number, (transfer, num_rows, kept, _) in numbered:
+            if transfer.source == self._rank != transfer.target:
+                for key, rows in self._pieces(number, transfer, num_rows):
+                    self._send(transfer.target, key, kept.rows(transfer.block, rows))
+        for number, (transfer, num_rows, kept, cache) in numbered:
+            if transfer.target == self._rank:
+                self._fill(number, transfer, num_rows, kept, cache)
 
     def _fill(
         self, number: int, transfer: CacheTransfer, num_rows: int, kept: KeptStream, cache: SequenceCache

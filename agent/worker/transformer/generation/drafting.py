@@ -45,13 +45,12 @@ class NgramProposer:
         return following
 
 
-class Drafter:
-    """The guesses for one sequence, and how often they were right."""
+class TrackRecord:
+    """How often the guesses of one source were right, and when one that does not pay is tried again."""
 
-    def __init__(self, proposer: Proposer) -> None:
-        self._proposer = proposer
+    def __init__(self) -> None:
         self._num_right, self._num_tried = 1.0, 2.0  # decayed; with a prior of one half
-        self._steps_since_draft = 0
+        self.steps_since_draft = 0
         self._probe_steps = _FIRST_PROBE_STEPS
 
     @property
@@ -62,19 +61,28 @@ class Drafter:
     @property
     def is_probe_due(self) -> bool:
         """Whether nothing was drafted for so long that the acceptance rate may have changed."""
-        return self._steps_since_draft >= self._probe_steps
-
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """At most `count` guesses."""
-        return self._proposer.propose(tokens, count) if count > 0 else []
+        return self.steps_since_draft >= self._probe_steps
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
-        """Take note of a step of the sequence."""
+        """Take note of a step of a sequence."""
         if not num_drafted:
-            self._steps_since_draft += 1
+            self.steps_since_draft += 1
             return
-        self._steps_since_draft = 0
+        self.steps_since_draft = 0
         self._probe_steps = _FIRST_PROBE_STEPS if num_accepted else min(2 * self._probe_steps, _MAX_PROBE_STEPS)
         for index in range(min(num_accepted + 1, num_drafted)):
             self._num_right = _MEMORY * self._num_right + (index < num_accepted)
             self._num_tried = _MEMORY * self._num_tried + 1
+
+
+class Drafter(TrackRecord):
+    """The guesses for one sequence without a draft model, and their record. `by_model`: those in flight are a model's."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        super().__init__()
+        self._proposer = proposer
+        self.by_model = False
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        """At most `count` guesses."""
+        return self._proposer.propose(tokens, count) if count > 0 else []

@@ -18,7 +18,15 @@ from agent.worker.transformer.generation.steps import StepExecutor
 from hearth.errors import BadGrammar, BadRequest, HearthError, StepFailed
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.framing import unpack_array
-from hearth.wire.messages import Failed, GenerateTokens, GenerationEnded, KeptCache, Message, TokensGenerated
+from hearth.wire.messages import (
+    Failed,
+    GenerateTokens,
+    GenerationEnded,
+    KeptCache,
+    KeptPrefixes,
+    Message,
+    TokensGenerated,
+)
 
 log = logging.getLogger("hearth.worker")
 
@@ -55,8 +63,9 @@ class Leader:
         executor: StepExecutor,
         kept: Sequence[KeptCache] = (),
         speculation: Speculation | None = None,
+        prefixes: KeptPrefixes | None = None,
     ) -> None:
-        """`kept` are KV caches of earlier plans, with which their streams continue."""
+        """`kept` are KV caches of earlier plans, with which their streams continue; `prefixes`: of their prefix cache."""
         assert plan.body.generation is not None
         self._spec = plan.model
         self._limits = plan.body.generation
@@ -67,7 +76,7 @@ class Leader:
         self._in_flight: deque[tuple[float, int]] = deque()  # when each step began, and its rows if it decodes, else 0
         self._finished_at = 0.0  # on the monotonic clock, the newest finished step
         self._scheduler = self._new_scheduler()
-        self._scheduler.keep(kept)
+        self._scheduler.keep(kept, prefixes)
         self._drops_kept_at = time.monotonic() + _KEPT_SECONDS
         self._expiries: dict[int, float] = {}  # of paused sequences: by number, on the monotonic clock
         self._requests: dict[int, _PendingRequest] = {}  # keyed by sequence number

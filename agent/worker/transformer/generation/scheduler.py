@@ -24,7 +24,19 @@ from agent.worker.transformer.generation.block_pool import BlockPool, PrefixKey,
 from agent.worker.transformer.generation.sequence import SequenceState
 from agent.worker.transformer.generation.speculation import Speculation
 from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
-from hearth.wire.messages import GenerateTokens, KeptCache, MovedCache, NewSequence, SequenceRows, StepOrder
+from hearth.wire.messages import (
+    PREFIX_KEY_BYTES,
+    AdoptedPrefixes,
+    GenerateTokens,
+    KeptCache,
+    KeptPrefixes,
+    MovedCache,
+    NewSequence,
+    PublishedBlock,
+    SequenceRows,
+    StepOrder,
+    split_keys,
+)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -57,6 +69,8 @@ class Scheduler:
         self._running: dict[int, SequenceState] = {}
         self._by_cache: dict[int, SequenceState] = {}  # running and paused ones
         self._freed: list[int] = []
+        self._published: list[PublishedBlock] = []  # since the last order
+        self._kept_prefixes: KeptPrefixes | None = None  # of the plan's ranks, until the first order
         self._kept: dict[str, KeptCache] = {}  # of the plan's ranks, by stream, until a sequence takes it over
         self._dropped: list[str] = []
         self._paused: dict[int, SequenceState] = {}  # whose KV caches are kept, by number, oldest first
@@ -65,7 +79,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute and nothing to free."""
-        return not (self._waiting or self._running or self._freed or self._dropped)
+        return not (self._waiting or self._running or self._freed or self._dropped or self._kept_prefixes)
 
     @property
     def running(self) -> dict[int, SequenceState]:
@@ -91,9 +105,10 @@ class Scheduler:
         room = min(limits.kv_tokens, limits.context or limits.kv_tokens)
         return min(room, limits.prefill_rows) if self._whole_prompts else room
 
-    def keep(self, caches: Iterable[KeptCache]) -> None:
-        """Let the sequences of these streams continue with the rows that the ranks have kept of earlier plans."""
+    def keep(self, caches: Iterable[KeptCache], prefixes: KeptPrefixes | None = None) -> None:
+        """Let sequences use what the ranks have kept of earlier plans: those of these streams, and the prefix cache."""
         self._kept = {kept.stream: kept for kept in caches}
+        self._kept_prefixes = prefixes
 
     @property
     def has_kept(self) -> bool:
@@ -149,6 +164,8 @@ class Scheduler:
 
     def next_order(self) -> StepOrder | None:
         """Decide the next step, which must then be executed. None: nothing to do until a step in flight has ended."""
+        if self._kept_prefixes is not None:
+            return self._adopt(self._kept_prefixes)
         decoding = [sequence for sequence in self._running.values() if sequence.pending and sequence.prefilled]
         self._num_orders += 1
         rows = self._prefill_rows() if not (decoding and self._prefilled_last) else ()
@@ -159,8 +176,18 @@ class Scheduler:
             return None
         freed, self._freed = tuple(self._freed), []
         dropped, self._dropped = tuple(self._dropped), []
+        published, self._published = [each for each in self._published if self._pool.is_cached(*each)], []
         kind: Literal["prefill", "decode"] = "prefill" if self._prefilled_last else "decode"
-        return StepOrder(kind=kind, rows=rows, freed=freed, dropped_streams=dropped)
+        return StepOrder(kind=kind, rows=rows, freed=freed, dropped_streams=dropped, published=tuple(published))
+
+    def _adopt(self, kept: KeptPrefixes) -> StepOrder:
+        """Have the ranks take what they have kept of the prefix cache into blocks of this plan, as far as there is room."""
+        self._kept_prefixes = None
+        num_blocks = len(kept.keys) // PREFIX_KEY_BYTES
+        num_dropped = max(num_blocks - max(self._pool.num_free - self._num_kept_blocks, 0), 0)
+        kept = kept.model_copy(update={"keys": kept.keys[num_dropped * PREFIX_KEY_BYTES :]})
+        blocks = self._pool.adopt(split_keys(kept.keys))
+        return StepOrder(kind="decode", rows=(), adopted=AdoptedPrefixes(kept=kept, blocks=tuple(blocks)))
 
     def append_tokens(self, cache: int, tokens: Sequence[int]) -> tuple[SequenceState | None, list[int]]:
         """Append a step's accepted drafts and the token after them, up to a stop token.
@@ -172,7 +199,7 @@ class Scheduler:
             return None, []
         num_accepted = len(tokens) - 1
         if sequence.drafter is not None:
-            sequence.drafter.record(len(sequence.drafts), num_accepted)
+            self._speculation.record(sequence.drafter, len(sequence.drafts), num_accepted)
         sequence.num_drafted += len(sequence.drafts)
         sequence.num_accepted += num_accepted
         stop = next((n for n, token in enumerate(tokens) if token in sequence.request.stop_ids), num_accepted)
@@ -339,9 +366,7 @@ class Scheduler:
             )
             for sequence in group
         ]
-        tokens = [[*sequence.prompt, *sequence.generated] for sequence in group]
-        room = self._limits.max_sequences - len(group)
-        return self._speculation.drafts([sequence.drafter for sequence in group], tokens, most, room)
+        return self._speculation.drafts(group, most, self._limits.max_sequences - len(group))
 
     def _prefill_rows(self) -> tuple[SequenceRows, ...]:
         """The next rows of prompts, of running sequences and then of those that can be admitted."""
@@ -395,5 +420,6 @@ class Scheduler:
         if num_full > sequence.num_published and self._shares_prefixes(sequence):
             keys = self._keys_of(sequence)
             for index in range(sequence.num_published, num_full):
-                self._pool.publish(sequence.blocks[index], keys[index])
+                if self._pool.publish(sequence.blocks[index], keys[index]):
+                    self._published.append(PublishedBlock(sequence.blocks[index], keys[index]))
             sequence.num_published = num_full

@@ -2,6 +2,9 @@
 
 With the acceptance rate a of a sequence, the expected number of its tokens after a step with k drafted ones is
 1 + a + ... + a^k (Leviathan et al., ICML 2023, equation 1). A drafted token is a further row of the step.
+
+Guesses are looked up in the sequence itself, which costs nothing, or come from a draft model, whose steps cost time. Each
+sequence of a step has the source that was right more often.
 """
 
 from __future__ import annotations
@@ -11,10 +14,14 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from agent.worker.transformer.generation.drafting import Drafter, NgramProposer, Proposer
+from agent.worker.transformer.generation.drafting import Drafter, NgramProposer, Proposer, TrackRecord
+from agent.worker.transformer.generation.sequence import SequenceState
 
 _NUM_TIMES = 7  # steps whose median is the time of a number of rows
+_MAX_DEPTH = 12  # steps of a draft model before one of the model: with 9 of 10 guesses right, more add 3 tokens to 7
+_MAX_PROBE_SHARE = 0.01  # of the time, for guesses of a draft model that do not pay
 _MAX_AGE_STEPS = 512  # the time of a number of rows is measured again then: contexts grow, other programs come and go
 
 
@@ -86,33 +93,132 @@ def draft_counts(
     return counts
 
 
+class DraftModel(Protocol):
+    """A small model that guesses the tokens of several sequences at once."""
+
+    def seconds(self, num_sequences: int) -> float:
+        """Expected seconds of one token for each of so many sequences; infinity if that was not measured."""
+
+    def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
+        """At most so many guesses for each sequence. There are fewer, or none, where the model is not ready for more."""
+
+
+class _Choice(NamedTuple):
+    """A number of drafted tokens for each sequence of a step; `by_model`: whether the draft model guesses them."""
+
+    tokens_per_second: float
+    counts: list[int]
+    by_model: list[bool]
+
+
 class Speculation:
     """Decides the drafted tokens of each decoding step. `make_proposer` makes the proposer of a sequence."""
 
-    def __init__(self, make_proposer: Callable[[], Proposer] = NgramProposer) -> None:
+    def __init__(self, make_proposer: Callable[[], Proposer] = NgramProposer, draft: DraftModel | None = None) -> None:
         self.times = StepTimes()
         self._make_proposer = make_proposer
+        self._draft = draft
+        self._draft_record = (
+            TrackRecord()
+        )  # of all sequences together: how well two models agree depends little on the text
 
     def new_drafter(self) -> Drafter:
         """The drafter of a new sequence."""
         return Drafter(self._make_proposer())
 
-    def drafts(
-        self, drafters: Sequence[Drafter | None], tokens: Sequence[Sequence[int]], most: Sequence[int], room: int
-    ) -> list[list[int]]:
-        """The drafted tokens of each sequence of a step: at most `most` of each, and `room` of all; None: no drafts.
+    def record(self, drafter: Drafter, num_drafted: int, num_accepted: int) -> None:
+        """Take note of a step of a sequence."""
+        by_model, drafter.by_model = drafter.by_model, False
+        nothing = (0, 0)
+        drafter.record(*(nothing if by_model else (num_drafted, num_accepted)))
+        self._draft_record.record(*((num_drafted, num_accepted) if by_model else nothing))
 
-        A sequence whose drafts do not pay gets one now and then, so that its acceptance rate stays known.
+    def drafts(self, group: Sequence[SequenceState], most: Sequence[int], room: int) -> list[list[int]]:
+        """The drafted tokens of each sequence of a step: at most `most` of each, and `room` of all.
+
+        A source whose drafts do not pay gives one now and then, so that its acceptance rate stays known.
         """
-        guesses = [
-            drafter.propose(known, min(count, room)) if drafter is not None else []
-            for drafter, known, count in zip(drafters, tokens, most, strict=True)
+        found = [
+            sequence.drafter.propose([*sequence.prompt, *sequence.generated], min(count, room))
+            if sequence.drafter is not None
+            else []
+            for sequence, count in zip(group, most, strict=True)
         ]
-        counts = [0] * len(guesses)
-        if any(guesses) and self.times.is_measured(len(guesses)):
-            rates = [drafter.acceptance if drafter is not None else 0.0 for drafter in drafters]
-            counts = draft_counts(rates, [len(each) for each in guesses], room, self.times.seconds)
-            for n, drafter in enumerate(drafters):
-                if drafter is not None and drafter.is_probe_due and guesses[n] and sum(counts) < room:
-                    counts[n] = max(counts[n], 1)
-        return [each[:count] for each, count in zip(guesses, counts, strict=True)]
+        if not self.times.is_measured(len(group)) or not (self._draft or any(found)):
+            return [[] for _ in group]
+        _, counts, by_model = max(
+            (self._choice(group, found, most, room, depth) for depth in range(_MAX_DEPTH + 1 if self._draft else 1)),
+            key=lambda choice: choice.tokens_per_second,
+        )
+        for n, sequence in enumerate(group):
+            is_due = sequence.drafter is not None and sequence.drafter.is_probe_due and not by_model[n]
+            if is_due and found[n] and sum(counts) < room:
+                counts[n] = max(counts[n], 1)
+        if self._draft is not None and not any(by_model):
+            self._try_model(self._draft, group, most, room, counts, by_model)
+        return self._with_model(
+            group, [each[:count] for each, count in zip(found, counts, strict=True)], counts, by_model
+        )
+
+    def _choice(
+        self,
+        group: Sequence[SequenceState],
+        found: Sequence[Sequence[int]],
+        most: Sequence[int],
+        room: int,
+        depth: int,
+    ) -> _Choice:
+        """The best numbers if the draft model runs `depth` steps, for sequences with nothing better."""
+        rates, limits, by_model = [], [], []
+        for sequence, guess, count in zip(group, found, most, strict=True):
+            drafter = sequence.drafter
+            rate, limit = (drafter.acceptance, len(guess)) if drafter is not None else (0.0, 0)
+            is_better = drafter is not None and (not guess or self._draft_record.acceptance > rate)
+            takes_model = depth > 0 and count > 0 and is_better
+            rates.append(self._draft_record.acceptance if takes_model else rate)
+            limits.append(min(count, depth) if takes_model else limit)
+            by_model.append(takes_model)
+        num_guessed = sum(by_model)
+        draft_seconds = depth * self._draft.seconds(num_guessed) if self._draft is not None and num_guessed else 0.0
+
+        def seconds(num_rows: int) -> float:
+            return self.times.seconds(num_rows) + draft_seconds
+
+        counts = draft_counts(rates, limits, room, seconds)
+        expected = sum(sum(rate**k for k in range(count + 1)) for rate, count in zip(rates, counts, strict=True))
+        return _Choice(expected / seconds(len(group) + sum(counts)), counts, by_model)
+
+    def _try_model(
+        self,
+        draft: DraftModel,
+        group: Sequence[SequenceState],
+        most: Sequence[int],
+        room: int,
+        counts: list[int],
+        by_model: list[bool],
+    ) -> None:
+        """Let the draft model guess one token where nothing else is guessed: of one sequence, of all if its time is unknown."""
+        idle = [n for n, sequence in enumerate(group) if sequence.drafter is not None and most[n] > 0 and not counts[n]]
+        if math.isfinite(draft.seconds(max(len(idle), 1))):
+            passed = self._draft_record.steps_since_draft / len(group) * self.times.seconds(len(group))
+            is_due = self._draft_record.is_probe_due and draft.seconds(1) <= _MAX_PROBE_SHARE * passed
+            idle = idle[:1] if is_due else []
+        for n in idle[: max(room - sum(counts), 0)]:
+            counts[n], by_model[n] = 1, True
+
+    def _with_model(
+        self,
+        group: Sequence[SequenceState],
+        drafts: list[list[int]],
+        counts: Sequence[int],
+        by_model: Sequence[bool],
+    ) -> list[list[int]]:
+        """The drafts, with those of the draft model."""
+        chosen = [n for n, count in enumerate(counts) if by_model[n] and count]
+        if chosen and self._draft is not None:
+            guesses = self._draft.propose([(group[n], counts[n]) for n in chosen])
+            for n, guess in zip(chosen, guesses, strict=True):
+                drafts[n] = guess
+                if (drafter := group[n].drafter) is not None:
+                    drafter.by_model = bool(guess)
+        return drafts

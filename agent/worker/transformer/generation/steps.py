@@ -27,7 +27,8 @@ from agent.worker.transformer.generation import decoding, sampling
 from agent.worker.transformer.generation.cache_exchange import CacheExchange
 from agent.worker.transformer.generation.constraints import Constraints
 from agent.worker.transformer.generation.facts import StepBegun, log_fact
-from agent.worker.transformer.kv_cache import KeptCaches
+from agent.worker.transformer.generation.prefix_blocks import PrefixBlocks
+from agent.worker.transformer.kv_cache import KeptCaches, KeptPrefixes
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
 from agent.worker.transformer.shard import Shard
 from agent.worker.transformer.strategies.pipeline import run_stage
@@ -38,8 +39,9 @@ from hearth.plan.geometry import Span, rows_per_rank, spans
 from hearth.plan.kept_caches import cached_block
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.platform.allocator import give_back_freed_buffers
-from hearth.wire.messages import SequenceRows, StepOrder, decode, encode
+from hearth.wire.messages import MAX_KEPT_BLOCKS, AdoptedPrefixes, SequenceRows, StepOrder, decode, encode, split_keys
 
 log = logging.getLogger("hearth.worker")
 
@@ -91,8 +93,10 @@ class StepExecutor:
         assert plan.body.generation is not None
         part = cached_block(plan.model, plan.body, rank)
         self._memory = PagedRows(plan.model, part, plan.body.generation.num_kv_blocks, staging.device)
+        self._prefixes = PrefixBlocks()
         self._caches: dict[int, SequenceCache] = {}
-        self._exchange = CacheExchange(plan, rank, communicator, staging, kept or KeptCaches())
+        kept = KeptCaches() if kept is None else kept  # one without streams is false
+        self._exchange = CacheExchange(plan, rank, communicator, staging, kept)
         self._constraints = Constraints(grammars, spans(plan.body.vocabulary)[rank])
         self._in_flight: deque[_InFlightStep | SampledTokens] = deque()  # steps begun and not finished, oldest first
         self._step = 0
@@ -157,8 +161,13 @@ class StepExecutor:
         return order
 
     def keep_caches(self) -> KeptCaches:
-        """Hand over all KV caches of named streams for the next plan, which ends this executor."""
-        return self._exchange.keep(self._caches)
+        """Hand over all KV caches of named streams, and the prefix cache, for the next plan, which ends this executor."""
+        for cache in self._caches.values():
+            self._prefixes.use(cache.blocks)
+        kept = self._exchange.keep(self._caches)
+        if self._memory.part.size and (newest := self._prefixes.newest(MAX_KEPT_BLOCKS)):
+            kept.prefixes = KeptPrefixes(self._memory, newest)
+        return kept
 
     # ---- one step -------------------------------------------------------------------------------------------------
 
@@ -173,10 +182,14 @@ class StepExecutor:
             counts = {rows.sequence: len(rows.token_ids) for rows in order.rows}
             log_fact(log, StepBegun(kind=order.kind, rows=counts, freed=order.freed))
         for sequence in order.freed:
-            self._caches.pop(sequence, None)
+            if (cache := self._caches.pop(sequence, None)) is not None:
+                self._prefixes.use(cache.blocks)
             self._constraints.free(sequence)
         self._exchange.free(order)
+        if order.adopted is not None:
+            self._adopt(order.adopted)
         if not order.rows:
+            self._publish(order)
             if not self._caches:
                 give_back_freed_buffers()  # idle: leave the memory to other programs
             if self._is_pipeline:
@@ -194,8 +207,21 @@ class StepExecutor:
                 self._collectives(1).receive_rows(0, Phase.STEP_DONE, rank, self._done_marker())
         for rows in order.rows:
             self._caches[rows.sequence].advance()
+        self._publish(order)
         self._exchange.send_copies(self._caches)
         return tokens
+
+    def _publish(self, order: StepOrder) -> None:
+        """Take note of full blocks, whose rows have been computed."""
+        for block, key in order.published:
+            self._prefixes.publish(block, key)
+
+    def _adopt(self, adopted: AdoptedPrefixes) -> None:
+        """Take blocks of the prefix cache of earlier plans into this plan's memory."""
+        with torch.inference_mode():
+            self._exchange.adopt(adopted, self._memory)
+        for block, key in zip(adopted.blocks, split_keys(adopted.kept.keys), strict=True):
+            self._prefixes.publish(block, key)
 
     def _add_sequences(self, order: StepOrder) -> None:
         """Make the KV caches of sequences that begin, with the rows that ranks have kept of earlier plans."""
@@ -203,6 +229,7 @@ class StepExecutor:
         for rows in order.rows:
             if rows.new is not None:
                 cache = self._caches[rows.sequence] = SequenceCache(self._memory, rows.new)
+                self._prefixes.forget(rows.new.blocks[len(rows.new.cached_tokens) // KV_BLOCK_TOKENS :])
                 self._exchange.begin(rows.sequence)
                 self._constraints.add(rows.sequence, rows.new.grammar)
                 if rows.new.moved is not None:
@@ -217,6 +244,7 @@ class StepExecutor:
         cache = self._caches[rows.sequence]
         cache.reject(rows.num_rejected)
         cache.add_blocks(rows.blocks)
+        self._prefixes.forget(rows.blocks)
         cache.extend(rows.token_ids, rows.num_drafted)
 
     def _run(self, order: StepOrder) -> SampledTokens:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 
-from hearth.errors import StepFailed
+from hearth.errors import StepFailed, UnsupportedKvCache
 from hearth.plan.geometry import Span
 from hearth.plan.kept_caches import CacheBlock
 from hearth.plan.model_spec import KvFormat
@@ -18,7 +19,15 @@ torch = pytest.importorskip("torch", reason="torch has no wheel for this Python 
 from support.plans import LLAMA_1B  # noqa: E402
 
 from agent.worker.transformer import blocks as compute  # noqa: E402 (needs torch)
-from agent.worker.transformer.paged_cache import PagedRows, SequenceCache, from_format, stored_row, to_format  # noqa: E402
+from agent.worker.transformer import causal_attention  # noqa: E402
+from agent.worker.transformer.paged_cache import (  # noqa: E402
+    PagedRows,
+    SequenceCache,
+    check_format,
+    from_format,
+    stored_row,
+    to_format,
+)
 
 PART = CacheBlock(Span(1, 3), Span(0, 2))  # layers and KV heads
 SPEC = LLAMA_1B.model_copy(update={"num_heads": 8, "num_kv_heads": 2, "head_dim": 8})
@@ -39,6 +48,24 @@ def filled(blocks: Sequence[int], length: int, kind: KvFormat = "float32") -> tu
             cache.store(layer, start, k, v)
     cache.advance()
     return cache, values
+
+
+@pytest.mark.parametrize("kind", get_args(KvFormat))
+def test_cpu_computes_with_each_format(kind: KvFormat) -> None:
+    check_format(SPEC.model_copy(update={"kv_cache": kind}), torch.device("cpu"))
+
+
+def test_format_that_the_device_cannot_compute_with_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> None:
+        if k.dtype == torch.bfloat16:  # as on a GPU of compute capability 7.5
+            raise RuntimeError("Expected query, key and value to all be of dtype: {Half, Float}\nmore")
+
+    monkeypatch.setattr(causal_attention, "_attention_of_one_row", lambda q, pieces: unsupported(q, *pieces[0]))
+    with pytest.raises(
+        UnsupportedKvCache, match=r"in bfloat16 on its cpu device: Expected.*--kv-cache float32"
+    ) as error:
+        check_format(SPEC.model_copy(update={"kv_cache": "bfloat16"}), torch.device("cpu"))
+    assert "more" not in str(error.value)
 
 
 @pytest.mark.parametrize("blocks", [ADJACENT, TWO_RUNS, SCATTERED], ids=str)

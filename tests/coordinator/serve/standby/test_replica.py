@@ -32,9 +32,9 @@ def copied(leader: Path, state: SavedState, files: list[Path], standby: Path) ->
     return replica.state
 
 
-def chunk_hashes(directory: Path, plan: TransformerPlan, cache: Path) -> list[str]:
+def chunk_hashes(directory: Path, plan: TransformerPlan, cache: Path, draft: Path | None = None) -> list[str]:
     async def main() -> list[str]:
-        async with shard_weights(directory, plan, cache) as weights:
+        async with shard_weights(directory, plan, cache, draft_dir=draft) as weights:
             return [chunk.hash for chunks in weights.chunks for chunk in chunks]
 
     return asyncio.run(main())
@@ -69,6 +69,39 @@ def test_standby_opens_and_plans_the_model_without_its_weights(tmp_path: Path) -
 
     with pytest.raises(BadCheckpoint, match="no device holds the chunk"):
         asyncio.run(read_chunk())
+
+
+def test_standby_has_the_draft_model_too(tmp_path: Path) -> None:
+    leader, standby = tmp_path / "leader", tmp_path / "standby"
+    model_dir, draft_dir = write_model(tmp_path / "model", "llama"), write_model(tmp_path / "draft", "llama")
+    goal = TransformerGoal(model_dir=str(model_dir), draft_dir=str(draft_dir))
+    model = open_transformer(goal)
+    assert model.draft is not None
+    assert model.generation is not None
+    limits = model.generation.limits(model.seq_len).model_copy(update={"draft": model.draft.spec})
+    plan = make_plan(model.spec, "hmp", (1, 1), generation=limits)
+    hashes = chunk_hashes(model_dir, plan, leader / "manifests", draft_dir)
+    assert len(hashes) > len(chunk_hashes(model_dir, plan, leader / "manifests"))
+    state = SavedState(deployments={"default": SavedDeployment(goal=goal, plan=plan)})
+    files = [*transformer_files(model_dir), *transformer_files(draft_dir)]
+    assert copied(leader, state, files, standby).deployments["default"].goal == goal  # the models are here
+    model_dir.rename(tmp_path / "away")
+    draft_dir.rename(tmp_path / "gone")
+    (tmp_path / "model").symlink_to(tmp_path / "away")
+    (tmp_path / "draft").symlink_to(tmp_path / "gone")
+    files = [*transformer_files(model_dir), *transformer_files(draft_dir)]
+    parts = [each for file in replica_files(leader, state, {"default": files}) for each in file.parts()]
+    (tmp_path / "model").unlink()  # as on another computer
+    (tmp_path / "draft").unlink()
+    replica = Replica(standby)
+    for part, data in parts:
+        replica.receive(part, data)
+    assert replica.state is not None
+    copy = open_transformer(replica.state.deployments["default"].goal)  # type: ignore[arg-type]
+    assert copy.draft is not None
+    assert copy.draft.spec == model.draft.spec
+    assert copy.draft.directory.is_relative_to(standby)
+    assert chunk_hashes(copy.directory, plan, standby / "manifests", copy.draft.directory) == hashes
 
 
 def test_standby_uses_the_model_itself_where_it_is(tmp_path: Path) -> None:

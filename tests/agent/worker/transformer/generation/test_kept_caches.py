@@ -72,11 +72,13 @@ class Home:
         first_index: int = 0,
         stop_after: int | None = None,
         stream: str = "story",
+        scope: str = "",
     ) -> tuple[list[int], GenerationEnded | None]:
         """The tokens, and how the answer ended. `stop_after` so many tokens, the answer is left alone."""
         request = GenerateTokens(
-            holder="test", epoch=self.epoch, max_tokens=count, first_index=first_index, sampling=sampling, stream=stream
-        )
+            holder="test", epoch=self.epoch, max_tokens=count, first_index=first_index, sampling=sampling, stream=stream,
+            prefix_scope=scope,
+        )  # fmt: skip
         request_id = self._request_id(stream, first_index)
         answer = self.home.ranks[0].begin(request_id, request, list(pack_array(np.asarray(prompt, np.int32))))
         tokens: list[int] = []
@@ -246,3 +248,60 @@ def test_new_requests_take_the_room_of_streams_that_do_not_return(home: Home) ->
     assert len(tokens) == 100
     runtime = home.home.ranks[0]._runtime
     assert not len(runtime._kept)  # type: ignore[union-attr]
+
+
+# ---- the prefix cache -------------------------------------------------------------------------------------------------
+
+# Names by rank before and after; whether the devices have all heads of all layers then.
+PREFIX_CHANGES: list[tuple[Strategy, tuple[float, ...], str, Strategy, tuple[float, ...], str, bool]] = [
+    ("hmp", (1, 2), "ka", "megatron-tp", (1, 2), "ka", True),  # all heads stay
+    ("hmp", (1, 2), "ka", "hmp", (2, 1), "ka", True),  # one head of three moves
+    ("hmp", (1, 2), "ka", "hmp", (1, 1, 1), "akc", True),  # a device joins, and ranks change
+    ("hmp", (1, 2), "ka", "pipeline", (1, 2), "ka", True),
+    ("pipeline", (1, 1, 1), "kac", "pipeline", (2, 1), "kc", False),  # the layer of a lost device is gone
+    ("local", (1,), "k", "hmp", (1, 1), "ka", True),
+]
+
+
+@pytest.mark.parametrize("change", PREFIX_CHANGES, ids=str)
+def test_prefix_cache_outlives_a_change_of_plan(
+    home: Home,
+    change: tuple[Strategy, tuple[float, ...], str, Strategy, tuple[float, ...], str, bool],
+) -> None:
+    before, split, names, after, next_split, next_names, is_whole = change
+    by_letter = {name[0]: name for name in NAMES}
+    home.deploy([by_letter[each] for each in names], home.plan(before, split))
+    whole, _ = home.generate(PROMPT, COUNT, GREEDY, stream="", scope="app")
+    for gone in set(names) - set(next_names):
+        home.home.kill(by_letter[gone])
+    home.deploy([by_letter[each] for each in next_names], home.plan(after, next_split))
+    for scope, num_cached in (("another", 0), ("app", 144 if is_whole else 0)):  # 9 of the prompt's blocks are full
+        answer, end = home.generate(PROMPT, COUNT, GREEDY, stream=f"as {scope}", scope=scope)
+        assert end is not None
+        assert end.num_kept_rows == num_cached
+        if answer != whole:  # sums in another order may differ in the last bit
+            assert after != before or split != next_split
+    turn = [*PROMPT, *whole, 5, 6]
+    _, end = home.generate(turn, 4, GREEDY, stream="next", scope="app")
+    assert end is not None
+    assert end.num_kept_rows >= 144
+
+
+def test_prefix_cache_outlives_a_plan_that_ran_nothing(home: Home) -> None:
+    home.deploy(NAMES[:2], home.plan("hmp", (1, 2)))
+    whole, _ = home.generate(PROMPT, COUNT, GREEDY, stream="", scope="app")
+    for _ in range(2):
+        home.deploy(NAMES[:2], home.plan("hmp", (1, 2)))
+    again, end = home.generate(PROMPT, COUNT, GREEDY, stream="", scope="app")
+    assert again == whole
+    assert end is not None
+    assert end.num_kept_rows == 144
+
+
+def test_prefix_cache_is_cut_to_the_room_of_the_next_plan(home: Home) -> None:
+    home.deploy(NAMES[:2], home.plan("hmp", (1, 2)))
+    home.generate(PROMPT, COUNT, GREEDY, stream="", scope="app")
+    home.deploy(NAMES[:2], home.plan("hmp", (1, 2), kv_tokens=64))
+    _, end = home.generate(PROMPT[:50], 10, GREEDY, stream="", scope="app")
+    assert end is not None
+    assert 0 < end.num_kept_rows <= 48

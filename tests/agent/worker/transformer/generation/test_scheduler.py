@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent.worker.transformer.generation.prefix_blocks import PrefixBlocks
 from agent.worker.transformer.generation.sampling import verify_drafts
 from agent.worker.transformer.generation.scheduler import Scheduler
 from agent.worker.transformer.generation.sequence import SequenceState
 from agent.worker.transformer.generation.speculation import Speculation
 from coordinator.plan.transformer.request import GenerationRequest
 from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
-from hearth.wire.messages import GenerateTokens, SequenceRows, StepOrder
+from hearth.wire.messages import GenerateTokens, KeptPrefixes, SequenceRows, StepOrder, split_keys
 
 
 def sequence(number: int, prompt: int, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> SequenceState:
@@ -115,10 +116,12 @@ class Ranks:
         self.memory: dict[int, tuple[int, ...]] = {}  # by block and row
         self.blocks: dict[int, list[int]] = {}  # of each KV cache
         self.tokens: dict[int, list[int]] = {}
+        self.prefixes = PrefixBlocks()
 
     def execute(self, order: StepOrder) -> None:
         """Execute an order; check that no row is attended to which is not there, or another's."""
         for freed in order.freed:
+            self.prefixes.use(self.blocks[freed])
             del self.blocks[freed], self.tokens[freed]
         assert sum(len(rows.token_ids) for rows in order.rows) <= max(
             self.limits.prefill_rows, self.limits.max_sequences
@@ -130,6 +133,8 @@ class Ranks:
                 assert rows.sequence not in self.tokens
                 self.blocks[rows.sequence] = list(rows.new.blocks)
                 self.tokens[rows.sequence] = list(rows.new.cached_tokens)
+                self.prefixes.forget(rows.new.blocks[len(rows.new.cached_tokens) // KV_BLOCK_TOKENS :])
+            self.prefixes.forget(rows.blocks)
             self.blocks[rows.sequence] += rows.blocks
             del self.tokens[rows.sequence][len(self.tokens[rows.sequence]) - rows.num_rejected :]
             assert len(rows.token_ids) == 1 + rows.num_drafted or order.kind == "prefill"
@@ -138,6 +143,8 @@ class Ranks:
                 self.memory[self._place(rows.sequence, len(self.tokens[rows.sequence]) - 1)] = self.history(
                     rows.sequence
                 )
+        for block, key in order.published:
+            self.prefixes.publish(block, key)
         assert len(self.tokens) <= self.limits.max_sequences
         for cache in self.tokens:  # also those that did not take part
             for row in range(len(self.tokens[cache])):
@@ -145,6 +152,15 @@ class Ranks:
         assert (
             max((block for blocks in self.blocks.values() for block in blocks), default=0) < self.limits.num_kv_blocks
         )
+
+    def adopt(self, order: StepOrder, earlier: Ranks) -> None:
+        """Take the rows of blocks that were kept of an earlier plan."""
+        assert order.adopted is not None
+        kept = dict(earlier.prefixes.newest(1 << 20))
+        for block, key in zip(order.adopted.blocks, split_keys(order.adopted.kept.keys), strict=True):
+            for row in range(KV_BLOCK_TOKENS):
+                self.memory[block * KV_BLOCK_TOKENS + row] = earlier.memory[kept[key] * KV_BLOCK_TOKENS + row]
+            self.prefixes.publish(block, key)
 
     def _place(self, cache: int, row: int) -> int:
         return self.blocks[cache][row // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + row % KV_BLOCK_TOKENS
@@ -227,6 +243,47 @@ def test_random_traffic_computes_what_each_sequence_would_alone(seed: int, scope
     assert scheduler.num_free_blocks == limits.num_kv_blocks
     for state in states.values():
         assert state.generated == generated_alone(state.prompt, state.request.max_tokens)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prefix_cache_outlives_plans_under_pressure(seed: int) -> None:
+    """`Ranks.execute` checks each row that a sequence finds, in whichever plan it was computed."""
+    rng = random.Random(seed)
+    system = [rng.randint(4, 40) for _ in range(60)]
+    earlier, num_found = None, 0
+    for _ in range(5):
+        limits = GenerationLimits(kv_tokens=rng.randint(100, 400), max_sequences=6, prefill_rows=rng.choice([5, 64]))
+        scheduler, ranks = Scheduler(limits), Ranks(limits)
+        if earlier is not None:
+            keys = [key for key, _ in earlier.prefixes.newest(1 << 20)]
+            scheduler.keep((), KeptPrefixes(keys=b"".join(keys), transfers=(), transfer_seconds=0))
+            assert not scheduler.idle
+            order = scheduler.next_order()
+            assert order is not None
+            ranks.adopt(order, earlier)
+            assert len(order.adopted.blocks) == min(len(keys), limits.num_kv_blocks)
+            assert scheduler.num_free_blocks == limits.num_kv_blocks
+        for step in range(60):
+            if rng.random() < 0.2 or step == 0:
+                prompt = system[: rng.choice([0, 16, 40, 60])] + [rng.randint(4, 40) for _ in range(rng.randint(1, 20))]
+                request = GenerateTokens(holder="test", epoch=1, max_tokens=rng.randint(1, 30), prefix_scope="app")
+                new = SequenceState(step, request, prompt, len(prompt))
+                if scheduler.fits(new):
+                    scheduler.add(new)
+            if (order := scheduler.next_order()) is None:
+                continue
+            ranks.execute(order)
+            num_found += sum(len(rows.new.cached_tokens) for rows in order.rows if rows.new is not None and step == 0)
+            for rows in order.rows:
+                if rows.sample:
+                    known, _ = scheduler.append_tokens(rows.sequence, ranks.answer(rows))
+                    if known is not None and known.ended:
+                        scheduler.remove(known.number)
+        for blocks in ranks.blocks.values():
+            ranks.prefixes.use(blocks)
+        earlier = ranks
+    if seed == 0:
+        assert num_found > 0
 
 
 def test_sequences_run_by_what_they_use_and_the_newest_is_preempted() -> None:

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from agent.worker.transformer.generation.drafting import Drafter, NgramProposer
 from agent.worker.transformer.generation.sampling import sample_token, select_candidates, verify_drafts
+from agent.worker.transformer.generation.sequence import SequenceState
 from agent.worker.transformer.generation.speculation import Speculation, StepTimes, draft_counts
-from hearth.wire.messages import Sampling
+from hearth.wire.messages import GenerateTokens, Sampling
 
 
 @pytest.mark.parametrize(
@@ -93,19 +95,47 @@ class Certain:
         return [7] * count
 
 
-def simulated(acceptance: float, seconds_of_row: float, num_steps: int = 400) -> tuple[float, list[int]]:
+class Silent:
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        return []
+
+
+class Model:
+    """A draft model whose steps take so long, once one was measured."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds_of_step = seconds
+        self.num_tokens = 0
+
+    def seconds(self, num_sequences: int) -> float:
+        return self.seconds_of_step if self.num_tokens else math.inf
+
+    def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
+        self.num_tokens += max(count for _, count in wanted)
+        return [[8] * count for _, count in wanted]
+
+
+def sequence(drafter: Drafter | None) -> SequenceState:
+    request = GenerateTokens(holder="test", epoch=1, max_tokens=100)
+    return SequenceState(1, request, [1], 1, drafter=drafter)
+
+
+def simulated(
+    acceptance: float, seconds_of_row: float, num_steps: int = 400, model: Model | None = None
+) -> tuple[float, list[int]]:
     """Speed-up over single tokens of one sequence, and the number of drafted tokens of each step."""
-    rng, speculation = random.Random(1), Speculation(Certain)
+    rng, speculation = random.Random(1), Speculation(Silent if model else Certain, model)
     drafter = speculation.new_drafter()
     counts, num_tokens, total = [], 0, 0.0
     for _ in range(num_steps):
-        (drafts,) = speculation.drafts([drafter], [[1]], [15], 15)
+        (drafts,) = speculation.drafts([sequence(drafter)], [15], 15)
         seconds = 1.0 + seconds_of_row * len(drafts)
         accepted = next((n for n in range(len(drafts)) if rng.random() >= acceptance), len(drafts))
         speculation.times.record(1 + len(drafts), seconds)
-        drafter.record(len(drafts), accepted)
+        speculation.record(drafter, len(drafts), accepted)
         counts.append(len(drafts))
-        num_tokens, total = num_tokens + accepted + 1, total + seconds
+        guessing = model.seconds_of_step * len(drafts) if model else 0.0
+        num_tokens, total = num_tokens + accepted + 1, total + seconds + guessing
     return num_tokens / total, counts
 
 
@@ -121,6 +151,33 @@ def test_wrong_guesses_end_but_are_tried_now_and_then() -> None:
     assert speed > 0.97
     assert 0 < sum(counts[-200:]) < 10
     assert max(counts[-200:]) == 1
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "seconds_of_step", "least"), [(0.9, 0.05, 3.0), (0.6, 0.1, 1.4), (0.6, 2.0, 0.97), (0.0, 0.3, 0.97)]
+)
+def test_draft_model_guesses_as_much_as_its_steps_pay_for(
+    acceptance: float, seconds_of_step: float, least: float
+) -> None:
+    speed, counts = simulated(acceptance, 0.05, 1000, Model(seconds_of_step))
+    assert speed > least
+    assert sum(counts) > 0
+    if least < 1:
+        assert sum(counts[-500:]) < 20
+
+
+def test_each_sequence_has_the_better_source() -> None:
+    speculation = Speculation(Certain, model := Model(0.02))
+    for rows in (2, 2, 10, 10):
+        speculation.times.record(rows, 1.0)
+    model.num_tokens = 1
+    looked_up, guessed = speculation.new_drafter(), speculation.new_drafter()
+    for _ in range(20):
+        looked_up.record(4, 4)
+        guessed.record(4, 0)
+    first, second = speculation.drafts([sequence(looked_up), sequence(guessed)], [4, 4], 9)
+    assert (set(first), set(second)) == ({7}, {8})
+    assert (looked_up.by_model, guessed.by_model) == (False, True)
 
 
 def test_guesses_return_when_they_are_right_again() -> None:
@@ -139,13 +196,13 @@ def test_guesses_return_when_they_are_right_again() -> None:
 
 def test_nothing_is_drafted_until_the_time_of_such_a_step_is_known() -> None:
     speculation = Speculation(Certain)
-    drafters = [speculation.new_drafter(), None]
-    assert speculation.drafts(drafters, [[1], [1]], [4, 4], 9) == [[], []]
+    group = [sequence(speculation.new_drafter()), sequence(None)]
+    assert speculation.drafts(group, [4, 4], 9) == [[], []]
     speculation.times.record(2, 1.0)
     speculation.times.record(2, 1.0)
-    assert speculation.drafts(drafters, [[1], [1]], [4, 4], 9) == [[7, 7], []]
-    assert speculation.drafts(drafters, [[1], [1]], [4, 4], 1) == [[7], []]
-    assert speculation.drafts(drafters, [[1], [1]], [0, 4], 9) == [[], []]
+    assert speculation.drafts(group, [4, 4], 9) == [[7, 7], []]
+    assert speculation.drafts(group, [4, 4], 1) == [[7], []]
+    assert speculation.drafts(group, [0, 4], 9) == [[], []]
 
 
 def test_verified_tokens_end_with_the_first_that_differs() -> None:
@@ -154,23 +211,38 @@ def test_verified_tokens_end_with_the_first_that_differs() -> None:
     assert verify_drafts([5, 6], [5, 6, 7].__getitem__) == [5, 6, 7]
 
 
+@pytest.mark.parametrize("has_draft_model", [False, True])
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.7}], ids=str)
-def test_drafts_leave_the_distribution_of_answers_as_it_is(sampling: dict[str, float]) -> None:
-    """Chi-square of all answers of three tokens, of which the second depends on the first, and the third on the second."""
+def test_drafts_leave_the_distribution_of_answers_as_it_is(sampling: dict[str, float], has_draft_model: bool) -> None:
+    """Chi-square of all answers of three tokens, of which the second depends on the first, and the third on the second.
+
+    A draft model has a distribution of its own, and samples from it with the noise of the answer.
+    """
     rng = np.random.default_rng(2)
     logits = {token: rng.normal(0, 1, 3).astype(np.float32) for token in (-1, *range(3))}  # by the token before
-    count = 1500
+    of_draft = {token: row + rng.normal(0, 0.5, 3).astype(np.float32) for token, row in logits.items()}
+    count, accepted = 1500, []
 
-    def next_token(seed: int, known: Sequence[int], first: int, num_drafted: int) -> int:
+    def next_token(seed: int, known: Sequence[int], first: int, num_drafted: int, by_token: Any = logits) -> int:
         answer = known[: first + num_drafted]
-        settings, row = Sampling(temperature=0.8, seed=seed, **sampling), logits[answer[-1] if answer else -1]
+        settings, row = Sampling(temperature=0.8, seed=seed, **sampling), by_token[answer[-1] if answer else -1]
         return sample_token(select_candidates(row, 0, settings, answer, len(answer)), settings, len(answer))
+
+    def guesses(seed: int, answer: Sequence[int], num_guesses: int) -> list[int]:
+        if not has_draft_model:
+            return rng.integers(0, 3, num_guesses).tolist()
+        known = list(answer)
+        for _ in range(num_guesses):
+            known.append(next_token(seed, known, len(known), 0, of_draft))
+        return known[len(answer) :]
 
     def answer_with_drafts(seed: int) -> tuple[int, ...]:
         answer: list[int] = []
         while len(answer) < 3:
-            drafts = rng.integers(0, 3, 2 - len(answer)).tolist()
-            answer += verify_drafts(drafts, partial(next_token, seed, [*answer, *drafts], len(answer)))
+            drafts = guesses(seed, answer, 2 - len(answer))
+            verified = verify_drafts(drafts, partial(next_token, seed, [*answer, *drafts], len(answer)))
+            accepted.extend(n < len(verified) - 1 for n in range(min(len(drafts), len(verified))))
+            answer += verified
         return tuple(answer)
 
     def probabilities(row: np.ndarray) -> np.ndarray:
@@ -191,3 +263,5 @@ def test_drafts_leave_the_distribution_of_answers_as_it_is(sampling: dict[str, f
     chi_square = sum((seen[each] - expected[each]) ** 2 / expected[each] for each in possible)
     freedom = len(possible) - 1
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom)  # four standard deviations
+    # Guesses that know nothing are right once in three times.
+    assert (sum(accepted) / len(accepted) > 0.7) == has_draft_model
