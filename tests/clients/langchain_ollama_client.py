@@ -12,6 +12,14 @@ import ollama
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_ollama import ChatOllama, OllamaEmbeddings
+from pydantic import BaseModel, ConfigDict
+
+
+class Light(BaseModel):
+    """State of a light."""
+
+    model_config = ConfigDict(extra="forbid")
+    on: bool
 
 
 @tool
@@ -21,7 +29,7 @@ def turn_on(name: str) -> str:
 
 
 def check_text(where: dict[str, Any]) -> None:
-    """Chat, streams, and a round with a tool."""
+    """Chat, streams, a round with a tool, and an answer of a given form."""
     chat = ChatOllama(**where, validate_model_on_init=True)
     answer = chat.invoke("hello")
     assert answer.content == "hello", answer
@@ -34,6 +42,7 @@ def check_text(where: dict[str, Any]) -> None:
     (call,) = called.tool_calls
     assert (call["name"], call["args"]) == ("turn_on", {"name": "kitchen"})
     assert with_tools.invoke([*messages, called, turn_on.invoke(call)]).content == "The light is on."
+    assert isinstance(chat.with_structured_output(Light).invoke("Is it on?"), Light)
 
 
 def check_vectors(where: dict[str, Any]) -> None:

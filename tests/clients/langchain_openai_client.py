@@ -12,6 +12,14 @@ import openai
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from pydantic import BaseModel, ConfigDict
+
+
+class Light(BaseModel):
+    """State of a light."""
+
+    model_config = ConfigDict(extra="forbid")
+    on: bool
 
 
 @tool
@@ -21,7 +29,7 @@ def turn_on(name: str) -> str:
 
 
 def check_text(address: str, token: str, model: str) -> None:
-    """Chat, streams, and a round with a tool."""
+    """Chat, streams, a round with a tool, and answers of a given form."""
     chat = ChatOpenAI(model=model, base_url=address, api_key=token, max_retries=0)
     answer = chat.invoke("hello")
     assert answer.content == "hello", answer
@@ -40,6 +48,8 @@ def check_text(address: str, token: str, model: str) -> None:
     result = turn_on.invoke(call)
     assert isinstance(result, ToolMessage)
     assert with_tools.invoke([*messages, called, result]).content == "The light is on."
+    for method in ("json_schema", "function_calling"):  # the weights do not spell it: the mask does
+        assert isinstance(chat.with_structured_output(Light, method=method).invoke("Is it on?"), Light)
 
 
 def check_vectors(address: str, token: str, model: str) -> None:

@@ -14,6 +14,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # the list of prices that i
 
 import litellm
 import openai
+from pydantic import BaseModel, ConfigDict
 
 TOOL: Any = {
     "type": "function",
@@ -24,8 +25,15 @@ TOOL: Any = {
 }
 
 
+class Light(BaseModel):
+    """State of a light."""
+
+    model_config = ConfigDict(extra="forbid")
+    on: bool
+
+
 def check_text(where: dict[str, Any]) -> None:
-    """Chat, a stream, a round with a tool, and the class of an error."""
+    """Chat, a stream, a round with a tool, and an answer of a given form."""
     chat: Any = [{"role": "user", "content": "hello"}]
     answer = litellm.completion(messages=chat, **where)
     assert answer.choices[0].message.content == "hello", answer
@@ -37,6 +45,8 @@ def check_text(where: dict[str, Any]) -> None:
     result = {"role": "tool", "tool_call_id": call.id, "name": "turn_on", "content": "done"}
     said = litellm.completion(messages=[*chat, called.model_dump(), result], tools=[TOOL], **where)
     assert said.choices[0].message.content == "The light is on."
+    formed = litellm.completion(messages=chat, response_format=Light, **where)
+    Light.model_validate_json(formed.choices[0].message.content)
 
 
 def check_vectors(where: dict[str, Any]) -> None:

@@ -21,6 +21,11 @@ def turn_on(name: str) -> str:
 """
 
 
+SCHEMA = json.dumps(
+    {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}
+)
+
+
 def llm(*arguments: str) -> str:
     """The output of the command."""
     command = [str(Path(sys.executable).parent / "llm"), *arguments]
@@ -36,6 +41,7 @@ def check_text(address: str, token: str, model: str, folder: Path) -> None:
         "model_name": model,
         "api_base": address,
         "supports_tools": True,
+        "supports_schema": True,
         "api_key_name": "home",
     }
     (folder / "extra-openai-models.yaml").write_text(json.dumps([entry]))  # JSON is YAML
@@ -43,6 +49,7 @@ def check_text(address: str, token: str, model: str, folder: Path) -> None:
     assert llm("-m", "home", "hello") == "hello"
     assert llm("-m", "home", "--no-stream", "hello") == "hello"
     assert llm("-m", "home", "--functions", FUNCTION, "Light, please.") == "The light is on."
+    assert set(json.loads(llm("-m", "home", "--no-stream", "--schema", SCHEMA, "Is it on?"))) == {"on"}
 
 
 if __name__ == "__main__":

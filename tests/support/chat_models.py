@@ -54,6 +54,7 @@ def save_scripted_chat(directory: Path, call: str, answer: str, context_tokens: 
     """A Llama whose weights map each token to the next one of a script.
 
     With tools it calls one (`call` is the JSON), after a tool's result it says `answer`, and without tools "hello".
+    Where a mask demands JSON, it closes an object behind a boolean.
     """
     import torch
     from support.models import save_random_model, small_decoder
@@ -70,6 +71,7 @@ def save_scripted_chat(directory: Path, call: str, answer: str, context_tokens: 
     script = [
         ("<|call|>", "<tool_call>"), ("<tool_call>", call), (call, "</tool_call>"), ("</tool_call>", "</s>"),
         ("<|answer|>", answer), (answer, "</s>"), ("<|assistant|>", "hello"), ("hello", "</s>"),
+        ("e", "}"),
     ]  # fmt: skip
     end = tokenizer.token_to_id("</s>")
     shape = {"vocab_size": 512, "max_position_embeddings": context_tokens, "tie_word_embeddings": False}

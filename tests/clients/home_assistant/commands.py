@@ -117,6 +117,14 @@ def task(hass: HomeAssistant, entity: str) -> Command:
     return command
 
 
+async def state_of_light(hass: HomeAssistant, entity: str) -> Any:
+    """A task whose answer has a given form, as automations ask it."""
+    structure = {"on": {"selector": {"boolean": {}}, "required": True}}
+    asked = {"task_name": "light", "instructions": "Is it on?", "entity_id": entity, "structure": structure}
+    answer = await hass.services.async_call("ai_task", "generate_data", asked, blocking=True, return_response=True)
+    return answer["data"]
+
+
 async def check_light(hass: HomeAssistant, command: Command) -> None:
     """Switch the light off by hand, and on by a command."""
     await hass.services.async_call("input_boolean", "turn_off", {"entity_id": LIGHT}, blocking=True)
@@ -136,6 +144,7 @@ async def test_ollama_conversation_and_task(hass: HomeAssistant) -> None:
     agent, entity = await add_ollama(hass)
     await check_light(hass, said(hass, agent))
     await check_light(hass, task(hass, entity))
+    assert (await state_of_light(hass, entity))["on"] in (True, False)  # the weights do not spell it: the mask does
 
 
 @pytest.mark.parametrize("integration", ["llama_cpp", "ollama"])
