@@ -176,7 +176,7 @@ def test_refusals_name_the_field(home: TestHome, token: str, body: object, statu
 def test_generated_requests_are_answered_as_they_may_be(home: TestHome, token: str) -> None:
     """The short form of `python -m tools.bench run http-fuzz`, with 50 idle connections beside it."""
     strange = format_token(AppKey(name="x", secret=new_keypair().secret, coordinator_public=new_keypair().public))
-    requests = Requests("tiny", token, [strange], Random(1))
+    requests = Requests("tiny", token, [strange], Random(1), tools=False)
     port = home.port(gateway_of(home), http=True)
 
     async def run() -> list[str]:

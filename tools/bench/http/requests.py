@@ -39,14 +39,19 @@ class Sent(NamedTuple):
 
 
 class Requests:
-    """Makes requests. `token`: of an app; `strangers`: tokens that the home does not know."""
+    """Makes requests. `token`: of an app; `strangers`: tokens that the home does not know; `tools`: the model takes them."""
 
-    def __init__(self, model: str, token: str, strangers: Sequence[str], chance: random.Random) -> None:
+    def __init__(
+        self, model: str, token: str, strangers: Sequence[str], chance: random.Random, tools: bool = True
+    ) -> None:
         self._token, self._strangers, self._chance = token, strangers, chance
         named = {"model": model}
         self._posts: Sequence[tuple[str, Mapping[str, Any]]] = (
             ("/v1/chat/completions", {**named, **_SHORT, "messages": _CHAT}),
-            ("/v1/chat/completions", {**named, **_SHORT, "messages": _CHAT, "stream": True, "tools": [_TOOL]}),
+            (
+                "/v1/chat/completions",
+                {**named, **_SHORT, "messages": _CHAT, "stream": True, "tools": [_TOOL] if tools else []},
+            ),
             ("/v1/completions", {**named, **_SHORT, "prompt": ["he", "ll"], "n": 2, "seed": 7, "temperature": 1.0}),
             (
                 "/api/chat",
