@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from hearth.client.home import AsyncHome, connect_async
-from hearth.errors import DeadlineExceeded, HearthError
+from hearth.errors import DeadlineExceeded, HearthError, InternalError
 from tools.bench.child import AsyncTarget, serve
 
 _CONNECT_SECONDS = 30.0  # most time to reach a coordinator that serves already
@@ -76,6 +77,20 @@ def losses_are_prepared(redundancy: str) -> bool:
 
 class Clients(HomeClients):
     """A client that generates."""
+
+    async def ping(self) -> dict[str, Any]:
+        """Answer, to show that the process has started."""
+        return {}
+
+    async def first_answer(self, prompt: list[int], timeout_seconds: float) -> dict[str, Any]:
+        """Wait until a plan serves, then for the first token of an answer, whose time is returned."""
+        async with await self.connected(timeout_seconds) as home:
+            await home.wait_ready(timeout_seconds)
+            began = time.monotonic()
+            outcome = await _generate(home, Request(token_ids=prompt, max_tokens=1))
+            if outcome.error:
+                raise InternalError(where="the first answer", reason=outcome.error)
+            return {"answer_seconds": time.monotonic() - began}
 
     async def generate(self, requests: list[Any]) -> dict[str, Any]:
         """Send all requests concurrently. `outcomes`: in the order of the requests."""
