@@ -39,6 +39,7 @@ def block_workload(spec: ModelSpec, seq_len: int, deterministic: bool = False) -
     return Workload(
         title=spec.name,
         request=Profile(subject=subject, timeout_seconds=_PROFILE_SECONDS),
+        probe=Profile(subject=subject.model_copy(update={"quick": True}), timeout_seconds=_PROFILE_SECONDS),
         described=subject,
         result=BlockProfile,
         cache_prefix=BLOCKS_PREFIX,

@@ -40,7 +40,7 @@ class ProfileCache:
 
     def result_of_equals(self, device: Device, workload: Workload[R]) -> R | None:
         """What was measured last on a device with the same hardware and settings."""
-        path = self._path_of_equals(device, workload)
+        path = self.path_of_equals(device, workload)
         return _read(path, workload.result) if path is not None else None
 
     def keep_result(self, device: Device, workload: Workload[R], result: R) -> None:
@@ -54,7 +54,7 @@ class ProfileCache:
                 device=device.name, processor=t.cpu_model, num_threads=t.num_threads, compute_device=t.compute_device
             )
             content |= {"measured_on": measured_on.model_dump(), "subject": workload.described.model_dump(mode="json")}
-        for path in (self.result_path(device, workload), self._path_of_equals(device, workload)):
+        for path in (self.result_path(device, workload), self.path_of_equals(device, workload)):
             if path is not None:
                 write_cached(path, json.dumps(content).encode())
 
@@ -74,7 +74,8 @@ class ProfileCache:
         settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
         return result_path(self._folder, workload, device.device_id, settings)
 
-    def _path_of_equals(self, device: Device, workload: Workload[R]) -> Path | None:
+    def path_of_equals(self, device: Device, workload: Workload[R]) -> Path | None:
+        """The file of the result that devices with the same hardware and settings share; None if they share none."""
         hardware = _hardware(device.telemetry)
         if hardware is None or not workload.shared:
             return None

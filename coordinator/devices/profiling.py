@@ -12,6 +12,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Generic
 
+from pydantic import BaseModel
+
 from coordinator.devices.fleet import Fleet, ask_with_listener
 from coordinator.devices.measuring_order import measure_each, measure_pairs
 from coordinator.devices.profile_cache import ProfileCache
@@ -22,7 +24,7 @@ from hearth.plan.profile import Link
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.protocol import REPLY_MARGIN_SECONDS
-from hearth.wire.messages import LinkMeasured, MeasureLink, Profiled
+from hearth.wire.messages import LinkMeasured, MeasureLink, Profile, Profiled
 
 # Wi-Fi rates vary over time. One hour is a compromise between outdated rates and frequent measurements.
 LINK_CACHE_SECONDS = 3600.0
@@ -48,8 +50,9 @@ class MeasuredDevices(Generic[R]):
 class Profiler:
     """Measures the devices of a fleet and caches results in `cache_dir`.
 
-    With `provisional`, a device that was not measured has the result of an equal one, and a link what was measured when it was
-    last used, until `measure_provisional` and `measure_provisional_links` measure them: a first plan need not wait for that.
+    With `provisional`, a device that was not measured has the result of an equal one or of a quick probe, and a link what was
+    measured when it was last used, until `measure_provisional` and `measure_provisional_links` measure them: a first plan need
+    not wait for that.
     """
 
     def __init__(
@@ -59,7 +62,8 @@ class Profiler:
         self._cache = ProfileCache(cache_dir)
         self._report = report
         self._uses_provisional = provisional
-        self._provisional: set[Path] = set()  # results that were taken from an equal device: the files that are missing
+        self._provisional: set[Path] = set()  # results of an equal device, or of a probe: the files that are missing
+        self._probed: dict[Path, BaseModel] = {}  # results of probes, by the file that equal devices would share
         self.provisional_links: set[tuple[str, str]] = set()
         self.links: dict[tuple[str, str], Link] = {}
         self.failed_links: set[tuple[str, str]] = set()  # that could not be measured when last tried
@@ -95,19 +99,32 @@ class Profiler:
             self._report(f"{device.name} has the profile of an equal device until it is measured")
             self._provisional.add(self._cache.result_path(device, workload))
             return found
+        if self._uses_provisional and workload.probe is not None:
+            return await self._probe(device, workload, workload.probe)
         self._report(f"profiling {workload.title} on {device.name}")
-        result = await self._run_workload(device, workload)
+        result = await self._run_workload(device, workload, workload.request)
         self._cache.keep_result(device, workload, result)
+        return result
+
+    async def _probe(self, device: Device, workload: Workload[R], request: Profile) -> R:
+        """A rough result for a first plan, which also stands for equal devices. It is kept in memory only."""
+        path = self._cache.path_of_equals(device, workload) or self._cache.result_path(device, workload)
+        if path not in self._probed:
+            self._report(f"probing {workload.title} on {device.name}; it is profiled once no request runs")
+            self._probed[path] = await self._run_workload(device, workload, request)
+        self._provisional.add(self._cache.result_path(device, workload))
+        result = self._probed[path]
+        assert isinstance(result, workload.result)
         return result
 
     def known_result(self, device: Device, workload: Workload[R]) -> R | None:
         """What was measured before on this device, or on an equal one; None: nothing. Asks no device."""
         return self._cache.result(device, workload) or self._cache.result_of_equals(device, workload)
 
-    async def _run_workload(self, device: Device, workload: Workload[R]) -> R:
+    async def _run_workload(self, device: Device, workload: Workload[R], request: Profile) -> R:
         frames = await on_disk(workload.path, FILE_SECONDS, workload.frames)
-        seconds = workload.request.timeout_seconds + REPLY_MARGIN_SECONDS
-        reply = await self._fleet.call(device.device_id, workload.request, frames, timeout_seconds=seconds)
+        seconds = request.timeout_seconds + REPLY_MARGIN_SECONDS
+        reply = await self._fleet.call(device.device_id, request, frames, timeout_seconds=seconds)
         if not isinstance(reply.message, Profiled) or not isinstance(reply.message.result, workload.result):
             raise BadMessage(reason=f"an agent answered Profile with {type(reply.message).__name__}")
         return reply.message.result
@@ -115,14 +132,14 @@ class Profiler:
     # ---- provisional results --------------------------------------------------------------------------------------
 
     def is_provisional(self, device: Device, workload: Workload[R]) -> bool:
-        """Whether the device was last planned for with the result of an equal one."""
+        """Whether the device was last planned for with the result of an equal one, or of a probe."""
         return self._cache.result_path(device, workload) in self._provisional
 
     async def measure_provisional(
         self, device: Device, workload: Workload[R], is_disturbed: Callable[[], bool]
     ) -> bool:
-        """Measure a device that has the result of an equal one. Returns False if that was disturbed: it is kept then."""
-        result = await self._run_workload(device, workload)
+        """Measure a device whose result is provisional. Returns False if that was disturbed: it is kept then."""
+        result = await self._run_workload(device, workload, workload.request)
         if is_disturbed():
             return False
         self._cache.keep_result(device, workload, result)
@@ -152,7 +169,7 @@ class Profiler:
     async def remeasure(self, device: Device, workload: Workload[R]) -> None:
         """Measure a device again and set its factor against the cached result. It should be idle otherwise."""
         before = workload.total_seconds(await self._cached_or_measured(device, workload))
-        now = workload.total_seconds(await self._run_workload(device, workload))
+        now = workload.total_seconds(await self._run_workload(device, workload, workload.request))
         self._slowdowns[device.device_id] = now / before if before > 0 and now > 0 else 1.0
 
     def forget_links(self, device_ids: Collection[str]) -> None:

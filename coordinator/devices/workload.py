@@ -29,4 +29,5 @@ class Workload(Generic[R]):
     path: Path = Path()  # of the file that `frames` reads
     check: Callable[[Device], None] = lambda device: None  # raises if a device cannot run the model
     described: BaseModel | None = None  # kept with a result, for those who read it later without the workload
+    probe: Profile | None = None  # a quick request with the same kind of result, for a first plan
     shared: bool = False  # whether the result of one device may stand for that of an equal one

@@ -171,6 +171,21 @@ class BlockProfile(BaseModel, frozen=True):
             return 1.0
         return max(self.mlp_rows(rows) / (whole_seconds * rows / self.seq_len), 1.0)
 
+    def with_rows(self, seq_len: int) -> BlockProfile:
+        """The profile of more rows, if all times grow with them: those of attention, which pairs rows, with their square."""
+        factor = seq_len / self.seq_len
+
+        def by_heads(curve: LatencyCurve, power: int = 1) -> LatencyCurve:
+            return curve.model_copy(update={"seconds": tuple(each * factor**power for each in curve.seconds)})
+
+        def by_rows(curve: LatencyCurve) -> LatencyCurve:
+            sizes = tuple(max(round(size * factor), 1) for size in curve.sizes)
+            return by_heads(curve).model_copy(update={"sizes": sizes})
+
+        changes = {name: by_heads(getattr(self, name)) for name in ("qkv", "out", "up", "down")}
+        changes |= {name: by_rows(getattr(self, name)) for name in ("connective", "embedding", "mlp_rows")}
+        return self.model_copy(update={"seq_len": seq_len, "core": by_heads(self.core, power=2), **changes})
+
     @property
     def error(self) -> float:
         """The largest expected relative error of the GEMM and attention curves."""

@@ -49,6 +49,8 @@ _MEASURED_FRACTIONS = (
 )  # of the whole size: three points are the least that can tell a line from a curve
 _SAMPLE_SECONDS = 0.03  # of one sample: long compared with the clock's resolution and with pauses by the scheduler
 _SAMPLES_PER_POINT = 3  # samples, whose median counts: one of them may be disturbed
+# Rows of a quick profile, which takes one sample of each point: enough for a GEMM that is bound by compute.
+_QUICK_ROWS = 64
 _MAX_REPEATS = 3  # of points that background load disturbed: bounds the time on a busy device
 # Measurements cycle through copies of the weights, as through a model's layers, so that weights come from memory, not cache.
 _MAX_COPIES_BYTES = 160 << 20
@@ -60,20 +62,29 @@ _MIN_READ_FRACTION = 0.01
 
 
 def profile_blocks(
-    spec: ModelSpec, seq_len: int, num_threads: int, compute_device: ComputeDevice, deterministic: bool = False
+    spec: ModelSpec,
+    seq_len: int,
+    num_threads: int,
+    compute_device: ComputeDevice,
+    deterministic: bool = False,
+    quick: bool = False,
 ) -> BlockProfile:
     """Measure kernels, then one layer's blocks with the chosen ones.
 
-    Each point of a block is the median of several samples after a warm-up run.
+    Each point of a block is the median of several samples after a warm-up run. `quick`: no kernels, one sample of each point,
+    and few rows, whose times are scaled up.
     """
+    if quick and seq_len > _QUICK_ROWS:
+        few = profile_blocks(spec, _QUICK_ROWS, num_threads, compute_device, deterministic, quick=True)
+        return few.with_rows(seq_len)
     torch.set_num_threads(num_threads)
     device = make_staging(compute_device).device
     S = seq_len
     H, d = spec.hidden_size, spec.head_dim
     synchronise = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    measure = _BlockMeter(_SAMPLE_SECONDS, synchronise)
+    measure = _BlockMeter(_SAMPLE_SECONDS, synchronise, 1 if quick else _SAMPLES_PER_POINT)
     with torch.inference_mode():
-        times = measure_kernels(spec, seq_len, device, deterministic)
+        times = () if quick else measure_kernels(spec, seq_len, device, deterministic)
         give_back_freed_buffers()
         kernels = choose_kernels(times, single=deterministic)
         # Measured while nothing else is in memory: a device may hold little more than these copies.
@@ -222,13 +233,17 @@ def _decode_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> C
 
 
 class _BlockMeter(Meter):
-    """Measures latency curves of blocks."""
+    """Measures latency curves of blocks. `num_samples`: of each point; one alone is not measured again."""
+
+    def __init__(self, sample_seconds: float, synchronise: Callable[[], None], num_samples: int) -> None:
+        super().__init__(sample_seconds, synchronise)
+        self._num_samples = num_samples
 
     def curve(self, sizes: Iterable[int], block: Callable[[int], Callable[[], object]]) -> LatencyCurve:
         """Measure each size; suspicious points are measured again, and the least time counts."""
         measured = {size: self.seconds(block(size)) for size in sizes}
         give_back_freed_buffers()
-        for _ in range(_MAX_REPEATS):
+        for _ in range(_MAX_REPEATS if self._num_samples > 1 else 0):
             suspicious = suspicious_point(measured)
             if suspicious is None:
                 break
@@ -238,7 +253,7 @@ class _BlockMeter(Meter):
     def seconds(self, block: Callable[[], object]) -> float:
         """Seconds per run: the median of several samples after a warm-up run."""
         block()
-        return statistics.median(self.sample(block) for _ in range(_SAMPLES_PER_POINT))
+        return statistics.median(self.sample(block) for _ in range(self._num_samples))
 
 
 def _num_copies(spec: ModelSpec) -> int:
@@ -260,7 +275,7 @@ def _profile_request(start: StartProfile) -> BlockProfile:
     if not isinstance(subject, BlocksOf):
         raise BadRequest(reason="this profiler measures blocks of transformers")
     return profile_blocks(
-        subject.model, subject.seq_len, start.num_threads, start.compute_device, subject.deterministic
+        subject.model, subject.seq_len, start.num_threads, start.compute_device, subject.deterministic, subject.quick
     )
 
 

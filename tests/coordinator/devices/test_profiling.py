@@ -20,11 +20,17 @@ from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from hearth.errors import DeviceLost, NoDevices, UnsupportedWeights
 from hearth.plan.profile import ClusterProfile
-from hearth.wire.messages import MeasureLink, Message, Profile
+from hearth.wire.messages import BlocksOf, MeasureLink, Message, Profile
 from hearth.wire.rpc import Reply
 
 INT4 = LLAMA_1B.model_copy(update={"weights": "int4"})
 Kind = Literal["transformer", "graph"]
+
+
+def probes(fleet: FakeFleet) -> list[bool]:
+    """Whether each request for a profile of blocks was for a quick one."""
+    subjects = [message.subject for _, message in fleet.asked if isinstance(message, Profile)]
+    return [subject.quick for subject in subjects if isinstance(subject, BlocksOf)]
 
 
 def profiled_on(fleet: FakeFleet) -> str:
@@ -178,12 +184,14 @@ def names_of_provisional(case: Case) -> str:
     )
 
 
-def test_device_has_the_profile_of_an_equal_one_until_it_is_measured(tmp_path: Path) -> None:
+def test_device_is_probed_and_stands_for_equal_ones_until_they_are_measured(tmp_path: Path) -> None:
     case = Case("transformer", tmp_path, "abc")
     equals(case)
     provisional(case)
     first = case.seconds()
-    assert (profiled_on(case.fleet), names_of_provisional(case)) == ("a", "bc")
+    assert (profiled_on(case.fleet), names_of_provisional(case)) == ("a", "abc")
+    assert case.seconds() == first  # not probed again
+    assert probes(case.fleet) == [True]
     assert first["a"] == first["b"] == first["c"]
 
     async def measure(name: str, disturbed: bool) -> bool:
@@ -192,12 +200,13 @@ def test_device_has_the_profile_of_an_equal_one_until_it_is_measured(tmp_path: P
 
     case.profiler.multiply_slowdown("b", 2.0)  # against the times of a, which are not its own
     assert not asyncio.run(measure("b", disturbed=True))
-    assert (names_of_provisional(case), case.profiler.slowdown("b")) == ("bc", 2.0)
+    assert (names_of_provisional(case), case.profiler.slowdown("b")) == ("abc", 2.0)
     assert asyncio.run(measure("b", disturbed=False))
-    assert (names_of_provisional(case), case.profiler.slowdown("b")) == ("c", 1.0)
+    assert (names_of_provisional(case), case.profiler.slowdown("b")) == ("ac", 1.0)
+    assert probes(case.fleet) == [True, False, False]
     provisional(case)
-    case.seconds()
-    assert (profiled_on(case.fleet), names_of_provisional(case)) == ("abb", "c")
+    case.seconds()  # the others have the profile of b
+    assert (profiled_on(case.fleet), names_of_provisional(case)) == ("abb", "ac")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +221,7 @@ def test_profile_is_not_that_of_other_hardware(change: dict[str, Any], tmp_path:
     equals(case, **change)
     provisional(case)
     case.seconds()
-    assert (profiled_on(case.fleet), names_of_provisional(case)) == ("ab", "")
+    assert (profiled_on(case.fleet), names_of_provisional(case)) == ("ab", "ab")
 
 
 @pytest.mark.parametrize("kind", ["transformer", "graph"])

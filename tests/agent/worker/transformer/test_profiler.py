@@ -190,3 +190,15 @@ def test_profiler_measures_every_curve_of_a_model() -> None:
     assert all(seconds > 0 for curve in curves for seconds in curve.seconds)
     assert 0 < blocks.wire.encrypted_seconds_per_byte < 1e-6
     assert set(blocks.wire.convert_seconds_per_value) == {"exact", "bf16", "fp16", "int8"}
+
+
+@pytest.mark.parametrize("spec", [SMALL, LEARNED])
+def test_quick_profile_is_scaled_up_from_few_rows(spec: ModelSpec) -> None:
+    blocks = profile_blocks(spec, 256, 1, "cpu", quick=True)
+    assert (blocks.seq_len, blocks.kernels, blocks.qkv.sizes[-1], blocks.mlp_rows.sizes[-1]) == (256, (), 8, 256)
+    assert 0 < blocks.decode_seconds_per_byte < 1e-6
+    assert blocks.tile_factor(256) == 1.0
+    few = blocks.with_rows(64)
+    assert few.core(8) == pytest.approx(blocks.core(8) / 16)
+    assert few.attention(8) - few.core(8) == pytest.approx((blocks.attention(8) - blocks.core(8)) / 4)
+    assert few.mlp_rows(64) == pytest.approx(blocks.mlp_rows(256) / 4)
