@@ -134,7 +134,7 @@ class TransformerDeployment(Deployment):
 
     def __init__(self, fleet: Fleet, plan: TransformerPlan, name: str = DEFAULT_DEPLOYMENT) -> None:
         super().__init__(fleet, plan, name)
-        self.values: ValueFormatName | None = None  # activation format of steps; None: the plan's
+        self.values: ValueFormatName | None = None  # format of activations; None: the plan's
 
     @property
     def ends_requests_alone(self) -> bool:
@@ -199,13 +199,15 @@ class TransformerDeployment(Deployment):
         prefix_scope: str = "",
         max_drafted: int = 0,
         grammar: str = "",
+        values: ValueFormatName | None = None,
+        logits: Literal["", "keep", "compare"] = "",
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         """Stream rank 0's continuation of a prompt [T] int32: tokens, then the end. Closing early drops the sequence.
 
         `timeout_seconds` bounds the wait for each reply. `stream_name` is the same when the answer continues on the next
         deployment. Requests of one `prefix_scope` share the KV cache of equal prefixes. A step guesses `max_drafted` tokens at
-        most. The answer follows `grammar`, unless it is empty. Raises as `run` does; except for errors of scope `request`, a
-        failure ends all running sequences.
+        most. The answer follows `grammar`, unless it is empty. `values` and `logits`: see `GenerateTokens`. Raises as `run` does;
+        except for errors of scope `request`, a failure ends all running sequences.
         """
         self.check_may_run()
         request = GenerateTokens(
@@ -218,6 +220,8 @@ class TransformerDeployment(Deployment):
             prefix_scope=prefix_scope,
             max_drafted=max_drafted,
             grammar=grammar,
+            values=values or self.values,
+            logits=logits,
         )
         first = self.plan.devices[0].device_id
         stream = self._fleet.stream(first, request, pack_array(token_ids), GenerationEnded, timeout_seconds)

@@ -168,15 +168,17 @@ EXAMPLES: tuple[m.Message, ...] = (
         compute_device="cpu",
     ),
     m.GenerateTokens(
-        holder="c", epoch=3, sampling=_SAMPLING, max_tokens=64, stop_ids=(2,), first_index=5, grammar='start: "a"'
+        holder="c", epoch=3, sampling=_SAMPLING, max_tokens=64, stop_ids=(2,), first_index=5, grammar='start: "a"',
+        values="bf16", logits="compare",
     ),
     m.TokensGenerated(token_ids=(17, 4)),
     m.GenerationEnded(
-        reason="stop", num_prompt_tokens=9, num_tokens=31, queued_seconds=0.0, prefill_seconds=0.5, decode_seconds=1.5
+        reason="stop", num_prompt_tokens=9, num_tokens=31, queued_seconds=0.0, prefill_seconds=0.5, decode_seconds=1.5,
+        logit_error=0.003,
     ),
     m.Cancel(request=bytes(range(8))),
     m.StepOrder(
-        kind="prefill", freed=(3,),
+        kind="prefill", freed=(3,), values="bf16",
         rows=(
             m.SequenceRows(
                 sequence=4, token_ids=(5, 6), sample=True,

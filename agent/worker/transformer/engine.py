@@ -13,14 +13,13 @@ from torch import Tensor
 from agent.worker.tracing import Recorder
 from agent.worker.transformer import blocks, strategies
 from agent.worker.transformer.comm.collectives import Collectives
-from agent.worker.transformer.comm.communicator import Communicator
+from agent.worker.transformer.comm.communicator import Communicator, link_formats
 from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.shard import Shard
 from agent.worker.transformer.strategies.step import Step
 from hearth.errors import BadRequest
 from hearth.plan.geometry import rows_per_rank, spans
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.value_formats import ValueFormatName
 from hearth.wire.messages import Run, RunDone
 
 
@@ -45,7 +44,8 @@ class EncoderEngine:
         """
         began = time.monotonic()
         recorder = Recorder(request.trace)
-        self._communicator.begin_step(request.step, request.timeout_seconds, recorder, self._formats(request.values))
+        formats = link_formats(self._plan, self._rank, request.values)
+        self._communicator.begin_step(request.step, request.timeout_seconds, recorder, formats)
         rows = self._pack(token_ids, cumulative_lengths)
         tiles = spans(rows_per_rank(self._plan.body.row_weights, rows.num_rows))
         collectives = Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap)
@@ -65,13 +65,6 @@ class EncoderEngine:
             trace=recorder.events(),
         )
         return done, array
-
-    def _formats(self, values: ValueFormatName | None) -> dict[int, ValueFormatName] | None:
-        """The value format of this step's tiles for each peer; None: the plan's."""
-        if values is None:
-            return None
-        body, peers = self._plan.body, range(self._plan.num_ranks)
-        return {peer: body.values_on(self._rank, peer, values) for peer in peers if peer != self._rank}
 
     def _pack(self, token_ids: np.ndarray[Any, Any], cumulative_lengths: np.ndarray[Any, Any]) -> blocks.PackedRows:
         spec = self._plan.model

@@ -72,8 +72,8 @@ def serve(
     accuracy_budget: Annotated[
         float | None,
         typer.Option(
-            help="Maximum relative error of the output (0.01: one percent) from a lossy format of activations. Measures "
-            "all formats and uses the fastest within this budget.",
+            help="Maximum relative error of the output, or of a decoder's logits (0.01: one percent), from a lossy format of "
+            "activations. Measures all formats and uses the fastest within this budget.",
             metavar="X",
         ),
     ] = None,

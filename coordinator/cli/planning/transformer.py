@@ -23,7 +23,13 @@ from coordinator.plan.solution import PlanningResult
 from coordinator.plan.stores import lacking
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import predicted_step_timeline
-from coordinator.plan.transformer.explain import best_of_each_strategy, candidate_as_json, seconds_unit, why_won
+from coordinator.plan.transformer.explain import (
+    best_of_each_strategy,
+    candidate_as_json,
+    rates_by_format,
+    seconds_unit,
+    why_won,
+)
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest, on_subset
 from coordinator.plan.transformer.stored import stored_chunks, with_stored
@@ -85,6 +91,8 @@ class PlannedTransformer:
             out.print(tables.formats_line(plan))
         if explain:
             out.print(f"\n{why_won(self.result, cluster, self.request.strategy)}")
+            if rates := rates_by_format(plan, cluster, self.request.num_cached_tokens):
+                out.print(rates)
             out.print(tables.candidates_list(self.result, cluster))
         elif plan.alternatives:
             title = f"Not chosen ({seconds_unit(plan)})" if plan.body.generation else "Not chosen"

@@ -20,13 +20,19 @@ MIN_TIME_SAVING = 0.05  # fraction of the exact format's time that a lossy one m
 _REPEATS = 3  # timed steps of each format, on the longest batch: the fewest with a median that ignores one outlier
 _SEED = 20240525  # arbitrary; fixed, so that every run measures the same inputs
 
+_DECODED_PROMPT_TOKENS = 64  # at most; a prompt's rows and those of its answer cross the links in the same format
+DECODED_TOKENS = 8  # of each answer: each one's logits are compared, and its time counts
+
 # Runs one step in a format: takes token ids [T], returns hidden states [T,H] and the seconds of the step.
 RunBatch: TypeAlias = Callable[[ValueFormatName, Array], Awaitable[tuple[Array, float]]]
+# Generates `DECODED_TOKENS` after token ids [T] in a format; returns the relative error of the logits, and seconds per token.
+# The second argument says whether the logits are kept, as the exact ones with which others are compared.
+RunPrompt: TypeAlias = Callable[[ValueFormatName, bool, Array], Awaitable[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
 class FormatMeasurement:
-    """One format's worst relative error over all rows, and its median seconds for a full-length step."""
+    """One format's worst relative error over all rows, and its median seconds for a full-length step or for a token."""
 
     values: ValueFormatName
     error: float
@@ -66,6 +72,24 @@ async def calibrate(run: RunBatch, vocab_size: int, seq_len: int) -> list[Format
             rows, step_seconds = await run(values, longest)
             errors[values].append(max_relative_error(exact, rows))
             seconds[values].append(step_seconds)
+    return [FormatMeasurement(values, max(errors[values]), median(seconds[values])) for values in FORMATS]
+
+
+async def calibrate_decoding(run: RunPrompt, vocab_size: int, context: int) -> list[FormatMeasurement]:
+    """Measure every format while tokens are decoded. Raises the errors of `run`."""
+    errors: dict[ValueFormatName, list[float]] = {values: [] for values in FORMATS}
+    seconds: dict[ValueFormatName, list[float]] = {values: [] for values in FORMATS}
+    *short, longest = calibration_batches(vocab_size, max(min(_DECODED_PROMPT_TOKENS, context - DECODED_TOKENS), 1))
+    for ids in (*short, longest):
+        await run("exact", True, ids)
+    for ids in short:
+        for values in FORMATS[1:]:
+            errors[values].append((await run(values, False, ids))[0])
+    for _ in range(_REPEATS):
+        for values in FORMATS:
+            error, token_seconds = await run(values, False, longest)
+            errors[values].append(error)
+            seconds[values].append(token_seconds)
     return [FormatMeasurement(values, max(errors[values]), median(seconds[values])) for values in FORMATS]
 
 

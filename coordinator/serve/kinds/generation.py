@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -13,15 +14,26 @@ from typing import TypeVar
 import numpy as np
 
 from coordinator.deploy.transformer import TransformerDeployment
+from coordinator.serve.kinds.accuracy import DECODED_TOKENS
 from coordinator.serve.kinds.answer_reader import AnswerReader, Piece, joined
 from coordinator.serve.kinds.constraints import AnswerGrammars
 from coordinator.serve.kinds.prompts import GenerationDefaults, StopTextFilter, TextStream, TextTokenizer
 from coordinator.serve.kinds.text_threads import TextThreads
 from coordinator.serve.requests.runner import Requests, Ticket
-from hearth.errors import BadPlan, BadRequest, ContextTooLong, DeadlineExceeded, HearthError, QueueFull, StepFailed
+from hearth.errors import (
+    BadMessage,
+    BadPlan,
+    BadRequest,
+    ContextTooLong,
+    DeadlineExceeded,
+    HearthError,
+    QueueFull,
+    StepFailed,
+)
 from hearth.grammars import Grammars, Vocabulary
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
+from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.protocol import REPLY_MARGIN_SECONDS
 from hearth.wire import messages as wire
@@ -33,6 +45,7 @@ _MAX_STOP_CHARACTERS = 1000  # of a stop text: bounds the search at every token;
 # A deployment is silent after this many times the longest wait of its workers for a peer, which is 20 times the prediction of a
 # step. A worker that is dead or stopped is found much sooner, by its agent.
 _SILENCE_FACTOR = 2
+_ALL_LOGITS = 0.999999  # top-p of a request whose logits are compared
 _ALL_APPS = "all apps"  # the scope of prefixes that are shared; no public key is that short
 _PROBE_TOKENS = 8  # of the prompt of a probe: short, but several rows to share
 _PROBE_SECONDS = 120.0  # timeout of a probe's answer: the first step also pages the weights in and loads the kernels
@@ -126,6 +139,27 @@ async def probe(deployment: TransformerDeployment) -> None:
     async with aclosing(deployment.generate(prompt, wire.Sampling(), max_tokens, (), 0, _PROBE_SECONDS)) as answers:
         async for _ in answers:
             pass
+
+
+async def decode_prompt(
+    deployment: TransformerDeployment, token_ids: Array, values: ValueFormatName, keep: bool
+) -> tuple[float, float]:
+    """Generate a few tokens in a value format: the relative error of the logits, and seconds per token after the first.
+
+    `keep`: the logits are kept instead, for comparisons with those of the next calls; the error is 0.
+    """
+    # The same noise for all formats leads to the same tokens, as far as their logits agree; top-p brings all of them to rank 0.
+    sampling = wire.Sampling(temperature=1.0, top_p=_ALL_LOGITS, seed=1)
+    answers = deployment.generate(
+        token_ids, sampling, DECODED_TOKENS, (), 0, _PROBE_SECONDS, values=values, logits="keep" if keep else "compare"
+    )
+    async with aclosing(answers):
+        async for answer in answers:
+            if isinstance(answer, wire.GenerationEnded):
+                error = 0.0 if keep else answer.logit_error
+                seconds = answer.decode_seconds / max(answer.num_tokens - 1, 1)
+                return (math.inf if error is None else error), seconds
+    raise BadMessage(reason="a generation had no end")
 
 
 class GenerationRunner:

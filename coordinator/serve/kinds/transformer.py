@@ -16,8 +16,8 @@ from coordinator.devices.registry import Device
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from coordinator.serve.goal import TransformerModel, plan_request
-from coordinator.serve.kinds.accuracy import calibrate, choose_format, describe_choice
-from coordinator.serve.kinds.generation import GenerationRunner, TextModel, probe
+from coordinator.serve.kinds.accuracy import calibrate, calibrate_decoding, choose_format, describe_choice
+from coordinator.serve.kinds.generation import GenerationRunner, TextModel, decode_prompt, max_context_tokens, probe
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
 from coordinator.serve.kinds.prompts import TextTokenizer
 from coordinator.serve.kinds.sentences import SentenceTokenizer, mean_pool, pack_sequences, step_batches
@@ -43,7 +43,7 @@ _PROBE_TOKENS = 8  # of the probe of an encoder: short, but several rows to shar
 
 
 class TransformerKind:
-    """A `ModelKind`. Raises BadSetting."""
+    """A `ModelKind`."""
 
     usage = "the model is a transformer; it embeds (home.embed()) or generates (home.generate())"
     planner: PlannerKind = "transformer"
@@ -71,10 +71,6 @@ class TransformerKind:
         self._values: ValueFormatName | None = None  # activation format that the accuracy budget chose last
         self._text_model: TextModel | None = None  # None for encoders
         if self.model.spec.causal:
-            if goal.accuracy_budget is not None:
-                raise BadSetting(
-                    setting="--accuracy-budget", reason="it applies to models that embed, not to models that generate"
-                )
             tokenizer = self.model.tokenizer
             assert not isinstance(tokenizer, SentenceTokenizer)
             self._text_model = TextModel(self.model.spec, tokenizer, self.model.defaults)
@@ -177,7 +173,10 @@ class TransformerKind:
             await deployment.run_step(*pack_sequences([[0] * min(_PROBE_TOKENS, self.model.seq_len)]), "mean")
 
     async def tune(self, deployment: TransformerDeployment) -> None:
-        """Choose the activation format within the accuracy budget; until then activations are sent exactly."""
+        """Choose the activation format within the accuracy budget; until then activations are sent exactly.
+
+        A decoder's error is that of its logits, and its time that of a token.
+        """
         budget = self._goal.accuracy_budget
         self._values = deployment.values
         if budget is None or deployment.plan.num_ranks == 1:  # one device sends nothing
@@ -188,7 +187,15 @@ class TransformerKind:
                 result = await deployment.run_step(*pack_sequences([ids.tolist()]), "hidden", values=values)
             return result.outputs, result.step_seconds
 
-        measured = await calibrate(run, self.model.spec.vocab_size, self.model.seq_len)
+        async def decode(values: ValueFormatName, keep: bool, ids: Array) -> tuple[float, float]:
+            async with self._requests.admission.exclusively():
+                return await decode_prompt(deployment, ids, values, keep)
+
+        spec = self.model.spec
+        if spec.causal:
+            measured = await calibrate_decoding(decode, spec.vocab_size, max_context_tokens(deployment.plan))
+        else:
+            measured = await calibrate(run, spec.vocab_size, self.model.seq_len)
         chosen = choose_format(measured, budget)
         self._values = deployment.values = chosen.values
         self._services.report(describe_choice(measured, chosen, budget))

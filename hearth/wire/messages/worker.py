@@ -310,6 +310,9 @@ class GenerateTokens(PlanCommand):
     which the answer continues; rows of its KV cache that the ranks have kept are not computed again. A sequence of the same
     stream, with equal tokens and settings, goes on as it is, even if its request was cancelled in the last 30 s, or has
     ended in the last 10 s.
+
+    `logits`: rank 0 keeps the logits of every sampled token until a request without this field comes, or compares them with
+    those kept after the same tokens. That needs `top_p` below 1, with which all logits reach rank 0.
     """
 
     stream: Name = ""  # empty: its KV cache ends with the plan
@@ -322,6 +325,8 @@ class GenerateTokens(PlanCommand):
     timeout_seconds: Annotated[float, Field(gt=0, le=90000)] = 600.0  # timeout of the first token
     max_drafted: Annotated[int, Field(ge=0, le=MAX_DRAFTED_TOKENS)] = 0  # of one step; 0: no speculative decoding
     grammar: Text = ""  # that the answer follows; empty: it is free
+    values: ValueFormatName | None = None  # format of tiles while this request is the newest; None: the plan's
+    logits: Literal["", "keep", "compare"] = ""
 
 
 class TokensGenerated(Message):
@@ -342,6 +347,7 @@ class GenerationEnded(Message):
     num_kept_rows: Annotated[int, Field(ge=0)] = 0  # of the prompt's rows: computed for another request, or plan
     num_drafted: Annotated[int, Field(ge=0)] = 0  # tokens that were guessed before they were computed
     num_accepted: Annotated[int, Field(ge=0)] = 0  # of these, tokens of the answer
+    logit_error: Annotated[float, Field(ge=0)] | None = None  # largest relative error, if logits were compared
 
 
 # ---- from an agent to its own child processes ---------------------------------------------------------------------
@@ -470,7 +476,7 @@ class PublishedBlock(NamedTuple):
 class StepOrder(Message):
     """One step of a generation. `freed` sequences are dropped first, and so is what was kept of `dropped_streams`.
 
-    Without rows, nothing is computed.
+    Without rows, nothing is computed. `values` is the format of the step's tiles; None: the plan's.
     """
 
     kind: Literal["prefill", "decode"]
@@ -479,3 +485,4 @@ class StepOrder(Message):
     dropped_streams: tuple[Name, ...] = Field(default=(), max_length=4096, fail_fast=True)
     published: tuple[PublishedBlock, ...] = Field(default=(), max_length=MAX_LIST_ITEMS, fail_fast=True)
     adopted: AdoptedPrefixes | None = None
+    values: ValueFormatName | None = None

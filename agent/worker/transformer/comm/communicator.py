@@ -55,6 +55,13 @@ def link_codecs(plan: TransformerPlan, rank: int, peers: Mapping[int, float]) ->
     }
 
 
+def link_formats(plan: TransformerPlan, rank: int, values: ValueFormatName | None) -> dict[int, ValueFormatName] | None:
+    """The formats of a rank's outgoing links for steps in the format `values`; None: the plan's."""
+    if values is None:
+        return None
+    return {peer: plan.body.values_on(rank, peer, values) for peer in range(plan.num_ranks) if peer != rank}
+
+
 @dataclass(eq=False)
 class _Wait:
     """A thread waits until one of these sets of missing tiles is empty. `since`: monotonic time; inf: nobody is late."""
@@ -152,9 +159,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         `values` is the value format of this step's tiles for each peer; None: the plan's. `clear_failure`: clear an earlier
         abort; if false, it stays in effect. Steps from `oldest_step` on are still in flight (None: only this one).
         """
-        for peer, codec in self._codecs.items():
-            codec.set_values(values[peer] if values is not None else None)
-        self._broadcasts = {}
+        self.set_values(values)
         self._step_began = time.monotonic()
         self.waited_seconds = 0.0
         with self._changed:
@@ -170,6 +175,12 @@ class Communicator(DataPlane[Callable[[], None]]):
                 self._failure = None
             self._arrived = {key: tile for key, tile in self._arrived.items() if key.step >= oldest}
             self._partials = {}
+
+    def set_values(self, values: Mapping[int, ValueFormatName] | None) -> None:
+        """Set the value format of the running step's tiles for each peer; None: the plan's."""
+        for peer, codec in self._codecs.items():
+            codec.set_values(values[peer] if values is not None else None)
+        self._broadcasts = {}
 
     def progress(self, since: float) -> WorkerProgress:
         """The step that began last, unless this rank waits for its order. Thread-safe.

@@ -7,16 +7,19 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from agent.worker.transformer.generation.facts import SchedulerIdle, SequenceCancelled, SequenceResumed, log_fact
+from agent.worker.transformer.generation.logit_errors import LogitErrors
 from agent.worker.transformer.generation.scheduler import Scheduler
 from agent.worker.transformer.generation.sequence import SequenceState
 from agent.worker.transformer.generation.speculation import Speculation
 from agent.worker.transformer.generation.steps import StepExecutor
 from hearth.errors import BadGrammar, BadRequest, HearthError, StepFailed
 from hearth.plan.plan import TransformerPlan
+from hearth.plan.value_formats import ValueFormatName
 from hearth.wire.framing import unpack_array
 from hearth.wire.messages import (
     Failed,
@@ -81,6 +84,9 @@ class Leader:
         self._expiries: dict[int, float] = {}  # of paused sequences: by number, on the monotonic clock
         self._requests: dict[int, _PendingRequest] = {}  # keyed by sequence number
         self._last_number = 0
+        self._values: ValueFormatName | None = None  # of the newest request
+        self._logit_errors = LogitErrors()
+        executor.observe_candidates = self._observe_candidates
         self._failure: HearthError | None = None
 
     @property
@@ -112,6 +118,9 @@ class Leader:
         if sequence.capacity > self._spec.max_positions or not self._scheduler.fits(sequence):
             room = min(self._spec.max_positions, self._scheduler.max_sequence_tokens)
             raise BadRequest(reason=f"{sequence.capacity} tokens of context; the plan has room for {room}")
+        self._values = request.values
+        if not request.logits:
+            self._logit_errors.clear()
         self._requests[sequence.number] = _PendingRequest(request_id, time.monotonic())
         self._scheduler.add(sequence)
         return []
@@ -197,7 +206,7 @@ class Leader:
                 request.started = request.started or began
         num_rows = sum(len(rows.token_ids) for rows in order.rows) if order.kind == "decode" else 0
         self._in_flight.append((began, num_rows))
-        self._executor.begin(order)
+        self._executor.begin(order.model_copy(update={"values": self._values}) if self._values else order)
         if self._scheduler.idle:
             num_free = self._scheduler.num_free_blocks
             log_fact(log, SchedulerIdle(num_blocks=self._limits.num_kv_blocks, num_free_blocks=num_free))
@@ -237,7 +246,14 @@ class Leader:
             num_kept_rows=max(sequence.num_kept_rows, request.num_kept_rows),
             num_drafted=sequence.num_drafted,
             num_accepted=sequence.num_accepted,
+            logit_error=self._logit_errors.largest(sequence.number),
         )
+
+    def _observe_candidates(self, cache: int, candidates_n2: np.ndarray[Any, Any]) -> None:
+        sequence = self._scheduler.with_cache(cache)
+        if sequence is not None and sequence.request.logits:
+            tokens = [*sequence.prompt, *sequence.generated]
+            self._logit_errors.add(sequence.number, sequence.request.logits, tokens, candidates_n2)
 
     def end(self, error: HearthError) -> Replies:
         """End the generation: all current requests fail with `error`, and so do later ones."""

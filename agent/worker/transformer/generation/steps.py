@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +21,7 @@ from torch import Tensor
 from agent.worker.tracing import Recorder
 from agent.worker.transformer import blocks, micro_batches, strategies
 from agent.worker.transformer.comm.collectives import Collectives
-from agent.worker.transformer.comm.communicator import Communicator
+from agent.worker.transformer.comm.communicator import Communicator, link_formats
 from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.generation import decoding, sampling
 from agent.worker.transformer.generation.cache_exchange import CacheExchange
@@ -104,6 +104,8 @@ class StepExecutor:
         self._last_rank = plan.num_ranks - 1
         self._is_pipeline = plan.body.num_stages > 1
         self._confirming = _ranks_without_share(plan)
+        # Of rank 0: called with the number of a sequence's KV cache and the candidates for its next token [n,2].
+        self.observe_candidates: Callable[[int, np.ndarray[Any, Any]], None] = lambda sequence, candidates_n2: None
         communicator.allow_steps_ahead(plan.body.max_steps_in_flight + plan.body.micro_batches + _MAX_ORDERS_BEHIND)
 
     @property
@@ -181,6 +183,8 @@ class StepExecutor:
         if log.isEnabledFor(logging.DEBUG):
             counts = {rows.sequence: len(rows.token_ids) for rows in order.rows}
             log_fact(log, StepBegun(kind=order.kind, rows=counts, freed=order.freed))
+        if order.values is not None:
+            self._communicator.set_values(link_formats(self._plan, self._rank, order.values))
         for sequence in order.freed:
             if (cache := self._caches.pop(sequence, None)) is not None:
                 self._prefixes.use(cache.blocks)
@@ -399,6 +403,8 @@ class StepExecutor:
         of_sequences: dict[int, list[np.ndarray[Any, Any]]] = {}
         for row, parts in zip(sampled, candidates, strict=True):
             of_sequences.setdefault(row.sequence, []).append(np.concatenate([*parts, *(next(arrived) for _ in others)]))
+        for sequence, rows in of_sequences.items():
+            self.observe_candidates(sequence, rows[0])
         return {sequence: self._sample_tokens(sequence, rows) for sequence, rows in of_sequences.items()}
 
     def _candidates(self, row: _SampledRow, logits_V: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -23,6 +23,7 @@ from coordinator.serve.kinds.accuracy import (
     FormatMeasurement,
     ValueFormatName,
     calibrate,
+    calibrate_decoding,
     calibration_batches,
     choose_format,
     describe_choice,
@@ -148,6 +149,27 @@ def test_calibration_uses_the_worst_error_and_the_median_time() -> None:
     assert [each.error for each in measured] == pytest.approx([3 * error for error in errors.values()], rel=1e-4)
     assert [each.seconds for each in measured] == [1.0, 2.0, 3.0, 4.0]
     assert {length for _, length in steps} == {8, 32, 64}
+
+
+def test_decoding_is_calibrated_against_exact_logits_that_are_kept() -> None:
+    errors = {"exact": 0.0, "bf16": 0.01, "fp16": 0.001, "int8": 0.1}
+    kept: set[bytes] = set()
+    timed: list[ValueFormatName] = []
+
+    async def run(values: ValueFormatName, keep: bool, ids: Array) -> tuple[float, float]:
+        if keep:
+            assert values == "exact"
+            kept.add(ids.tobytes())
+            return 0.0, 9.0
+        assert ids.tobytes() in kept
+        timed.append(values)
+        return errors[values] * (2 if len(ids) == 8 else 1), 1.0 + FORMATS.index(values) + 5 * (
+            timed.count(values) == 3
+        )
+
+    measured = asyncio.run(calibrate_decoding(run, 100, 4096))
+    assert [each.error for each in measured] == [2 * error for error in errors.values()]
+    assert [each.seconds for each in measured] == [1.0, 2.0, 3.0, 4.0]
 
 
 # ---- engines --------------------------------------------------------------------------------------------------------

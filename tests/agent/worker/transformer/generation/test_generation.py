@@ -58,6 +58,33 @@ def generating_plan(
     return with_generation(plan, limits)
 
 
+@pytest.mark.parametrize(("strategy", "split"), [("hmp", (2, 1, 1)), ("pipeline", (1, 1))])
+def test_logits_in_another_format_are_compared_with_exact_ones(
+    strategy: str, split: tuple[int, ...], models: Any
+) -> None:
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    prompt, other = prompts_of(spec, [30, 20])
+    all_logits = {"sampling": Sampling(temperature=1.0, top_p=0.999999, seed=5)}
+    with EngineCluster(model_dir, generating_plan(spec, strategy, split)) as cluster:
+        home = GenerationCluster(cluster)
+
+        def error(tokens: list[int], **fields: Any) -> float | None:
+            request = home.submit(tokens, 6, **all_logits, **fields)
+            home.run()
+            return home.ended[request].logit_error
+
+        assert error(prompt, values="exact", logits="keep") is None
+        assert error(other, values="exact", logits="compare") is None  # after other tokens
+        errors = [error(prompt, values=values, logits="compare") for values in ("exact", "fp16", "bf16", "int8")]
+        assert errors[0] == pytest.approx(0.0, abs=1e-6)
+        assert None not in errors
+        assert errors[1:] == sorted(errors[1:]), errors
+        assert 1e-5 < errors[1] < errors[3] < 0.2
+        assert error(prompt) is None  # an ordinary request: what was kept is dropped
+        assert error(prompt, logits="compare") is None
+
+
 EVERYWHERE = [("local", (1,)), ("hmp", (2, 1, 3)), ("hmp", (1, 0, 2)), ("sp", (3, 1)), ("megatron-tp", (1, 2, 1, 1))]
 FURTHER = [("hmp", (1, 1)), ("hmp", (3, 1)), ("hmp", (1, 2, 1, 1)), ("sp", (1, 2, 1, 1)), ("megatron-tp", (2, 1, 3))]
 CASES = [(family, *case) for family in FAMILIES for case in EVERYWHERE]
