@@ -33,6 +33,7 @@ from tools.bench.plans import Entry, Name, baseline_of, entries
 from tools.bench.results import Result, Table, load_result
 from tools.bench.rows import Row, by_setting, cells, footnotes
 from tools.bench.shapes import SHAPES, shape_of_file
+from tools.bench.start_up import COLD, WARM, Known, StartRow, StartUp
 from tools.bench.stats import Ratio, bootstrap_interval, paired_ratio, percentile, rotated
 from tools.bench.strategies import Strategies, say_auto, say_prediction
 from tools.testbed import load_scenario
@@ -520,11 +521,12 @@ def generate(files: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
 
 
 def test_prefill_of_several_devices_is_compared_with_one() -> None:
-    def row(strategy: str, seconds: float, predicted: float | None) -> GenerationRow:
+    def row(strategy: str, seconds: float, predicted: float | None, **more: Any) -> GenerationRow:
         return GenerationRow(
             scenario="four", mbit=500, strategy=strategy, weights="int8", devices="m0", prompt_tokens=2048, new_tokens=2,
-            prefill=(seconds,) * 5, decode=(1.0,) * 5, prefill_ratio=Ratio(1.0, 1.0, 1.0),
+            prefill=(seconds,) * 5, decode=(seconds / 60,) * 5, prefill_ratio=Ratio(1.0, 1.0, 1.0),
             decode_ratio=Ratio(1.0, 1.0, 1.0), wire="bf16", predicted_prompt_seconds=predicted,
+            **more,
         )  # fmt: skip
 
     experiment = Generation(kind="generation", title="prefill")
@@ -534,6 +536,23 @@ def test_prefill_of_several_devices_is_compared_with_one() -> None:
         "four, 500 Mbit/s, bf16 on the wire, 2048 + 2 tokens: the prompt takes hmp 2.00 s (predicted 2.10 s)"
     )
     assert "3.00" in said
+    # 100 ms a token on one device, 80 of them products; 30 + 20 + 10 messages of 1 ms on several: 100/60. Measured: 100/33.
+    shared = row("hmp", 2.0, 2.1, ping_seconds=0.001, alone_kernel_seconds=0.08, kernel_seconds=0.03, num_exchanges=10)
+    _, bound = experiment.summary([row("local", 6.0, 6.2), shared]).conclusions
+    assert "decodes 3.00 [3.00, 3.00] times as fast as one device, 180% of the 1.67 times" in bound
+
+
+def test_starts_are_itemised_by_phase() -> None:
+    def row(known: Known, seconds: float) -> StartRow:
+        phases = {"settling": 1.0, "loading": 2.0}
+        return StartRow(known=known, seconds=seconds, ready_seconds=4.5, phases=phases, plan="hmp on a, b")
+
+    experiment = StartUp(kind="start-up", title="start-up")
+    assert row(WARM, 5.0).parts == {"process and client": 1.5, "settling": 1.0, "loading": 2.0, "first token": 0.5}
+    assert not experiment.summary([row(COLD, 40.0), row(WARM, 5.0), row(WARM, 9.0), row(WARM, 7.0)]).failure
+    failed = experiment.summary([row(COLD, 4.0), row(WARM, 9.0)])
+    assert failed.failure
+    assert [len(table.rows) for table in failed.tables] == [2, 1, 1]
 
 
 @pytest.mark.namespaces

@@ -8,13 +8,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.profile import ClusterProfile
+from hearth.plan.profile import BlockProfile, ClusterProfile
 from hearth.plan.value_formats import VALUE_FORMATS, ValueFormatName
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment
@@ -63,6 +64,14 @@ class GenerationRow(BaseModel):
     exchange_seconds: float | None = None  # of partial sums of one row, between two devices
     ping_seconds: float | None = None  # one way, a raw message of the same size over the same kind of socket
     swap_seconds: float | None = None  # one such message in each direction at once
+    # Of a token, by the profile: the matrix products on one device, those on the slowest of all, and exchanges between them.
+    alone_kernel_seconds: float | None = None
+    kernel_seconds: float | None = None
+    num_exchanges: int = 0
+
+    @property
+    def token_seconds(self) -> float:
+        return statistics.median(self.decode) / (self.new_tokens - 1)
 
     @property
     def setting(self) -> str:
@@ -122,7 +131,8 @@ class Generation(Experiment):
                         "predicted_token_seconds": plan.predicted.decode_seconds or None,
                         "predicted_prompt_seconds": plan.predicted.prompt_seconds,
                     }
-                    more = {**setting, **(links if variant == "hmp" else {}), **predicted}
+                    shared = {**links, **self._kernels(plan, cluster)} if variant == "hmp" else {}
+                    more = {**setting, **shared, **predicted}
                     yield self._row(variant, found, **more, weights=self.weights, devices=describe(plan))
 
     @property
@@ -139,6 +149,23 @@ class Generation(Experiment):
         request = PlanRequest(spec, cluster, self._step_rows, wire, strategy, generation=expected)
         plan = plan_transformer(request).plan
         return plan if strategy == variant else with_body(request, plan, micro_batches=2)
+
+    def _kernels(self, plan: TransformerPlan, cluster: ClusterProfile) -> dict[str, float]:
+        """The matrix products of a token by the profile, and the number of exchanges that it waits for."""
+        spec, body, blocks = plan.model, plan.body, {each.device_id: each.blocks for each in cluster.devices}
+        tokens = self.prompt_tokens + self.new_tokens / 2
+
+        def seconds(blocks: BlockProfile, heads: int, columns: int, vocabulary: int) -> float:
+            layer = attention_bytes(spec, heads, tokens) + mlp_bytes(spec, columns)
+            return blocks.decode_seconds_per_byte * (spec.num_layers * layer + head_bytes(spec, vocabulary))
+
+        shares = zip(plan.devices, body.heads, body.columns, body.vocabulary, strict=True)
+        return {
+            "alone_kernel_seconds": seconds(cluster.devices[0].blocks, spec.num_heads, spec.ffn_size, spec.vocab_size),
+            "kernel_seconds": max(seconds(blocks[device.device_id], *share) for device, *share in shares),
+            "num_exchanges": 2 * spec.num_layers
+            + 2,  # two a layer; the order of the step, and the candidates for its token
+        }
 
     def _rounds(
         self, engine: EngineRunners, reference: DeviceProcess, vocab_size: int, report: Report
@@ -184,6 +211,8 @@ class Generation(Experiment):
                         f"{setting}: the prompt takes {row.strategy} {statistics.median(row.prefill):.2f} s (predicted "
                         f"{row.predicted_prompt_seconds:.2f} s), {gain.median:.2f} {gain.interval} times as fast as one device"
                     )
+                if alone is not None and row.kernel_seconds and row.ping_seconds:
+                    said.append(_bound(alone, row))
                 if row.exchange_seconds and row.ping_seconds and row.swap_seconds:
                     exchange, ping, swap = (1e3 * s for s in (row.exchange_seconds, row.ping_seconds, row.swap_seconds))
                     said.append(
@@ -192,6 +221,23 @@ class Generation(Experiment):
                         f"({exchange / ping:.2f} x); a raw message each way at once {swap:.2f} ms ({exchange / swap:.2f} x)"
                     )
         return Summary(conclusions=tuple(said), tables=tuple(tables))
+
+
+def _bound(alone: GenerationRow, row: GenerationRow) -> str:
+    """How much faster several devices decode than one, beside what kernels, fixed time and raw messages would allow."""
+    assert row.kernel_seconds
+    assert row.alone_kernel_seconds
+    assert row.ping_seconds
+    fixed = max(alone.token_seconds - row.alone_kernel_seconds, 0.0)
+    bound = alone.token_seconds / (row.kernel_seconds + fixed + row.num_exchanges * row.ping_seconds)
+    gain = paired_ratio(alone.decode, row.decode)
+    return (
+        f"{row.setting}: {row.strategy} decodes {gain.median:.2f} {gain.interval} times as fast as one device, "
+        f"{gain.median / bound:.0%} of the {bound:.2f} times that these allow: kernels "
+        f"{1e3 * row.alone_kernel_seconds:.2f} ms on one device and {1e3 * row.kernel_seconds:.2f} ms, "
+        f"{1e3 * fixed:.2f} ms for the rest of a token, {row.num_exchanges} raw one-way messages of "
+        f"{1e3 * row.ping_seconds:.3f} ms"
+    )
 
 
 _COLUMNS = ("strategy", "weights", "ran", "prefill tok/s", "decode tok/s", "min..max", "predicted", "over transformers")
