@@ -111,7 +111,8 @@ class Profiler:
         path = self._cache.path_of_equals(device, workload) or self._cache.result_path(device, workload)
         if path not in self._probed:
             self._report(f"probing {workload.title} on {device.name}; it is profiled once no request runs")
-            self._probed[path] = await self._run_workload(device, workload, request)
+            probed: R = await self._run_workload(device, workload, request)
+            self._probed[path] = probed
         self._provisional.add(self._cache.result_path(device, workload))
         result = self._probed[path]
         assert isinstance(result, workload.result)

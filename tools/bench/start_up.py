@@ -34,6 +34,9 @@ _ANSWER_SECONDS = 120.0
 
 # What is known at a start: nothing; the chunks on the devices and the links; and the profiles of the devices, too.
 Known = Literal["nothing", "chunks and links", "chunks, links and profiles"]
+COLD: Known
+UNPROFILED: Known
+WARM: Known
 COLD, UNPROFILED, WARM = STARTS = ("nothing", "chunks and links", "chunks, links and profiles")
 
 
@@ -75,7 +78,7 @@ class StartUp(Experiment):
         with agents(hub_scenario(self.devices), context.folder, self.mbit) as testbed:
             context.report("the agents run for a while")
             time.sleep(max(began + self.agent_seconds - time.monotonic(), 0.0))
-            starts = [COLD, *[each for _ in range(self.rounds) for each in (WARM, UNPROFILED)]]
+            starts: list[Known] = [COLD, *[each for _ in range(self.rounds) for each in (WARM, UNPROFILED)]]
             for number, known in enumerate(starts):
                 context.report(f"start {number + 1} of {len(starts)}, known: {known}")
                 yield self._start(testbed, model_dir, known)

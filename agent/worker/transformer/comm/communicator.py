@@ -260,6 +260,7 @@ class Communicator(DataPlane[Callable[[], None]]):
     def receive_inline(self, keys: Mapping[int, TileKey], shape: tuple[int, ...]) -> dict[int, Array]:
         """Wait for one tile of each source, and return their values; `keys` are by source. Raises as `receive`.
 
+        The values are valid until the next call, and read-only.
         Each message is first compared with the tile that is expected of its source; others are processed as ever.
         """
         began = time.monotonic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,26 +17,43 @@ from hearth.wire.codec import NUMPY_CASTS, Array, Codec
 from hearth.wire.framing import MAX_SINGLE_FRAME_BYTES, TileKey, format_code
 from hearth.wire.prepared_tile import PreparedTile
 
-# By code: the format, and its conversion to float32, for few values faster in numpy than in torch. int8 is not among them,
-# since its scales are a buffer of their own.
-_FORMATS: dict[int, tuple[ValueFormat, Callable[[Array], Array]]] = {
-    EXACT.code: (EXACT, lambda values: values),
-    BF16.code: (BF16, NUMPY_CASTS.from_bf16),
-    FP16.code: (FP16, NUMPY_CASTS.from_fp16),
-}
+# By code. int8 is not among them, since its scales are a buffer of their own.
+_FORMATS: dict[int, ValueFormat] = {each.code: each for each in (EXACT, BF16, FP16)}
 _MAX_FORMS = 64  # of messages: two phases, by the number of rows that running sequences add up to
 
 
-class _Form(NamedTuple):
-    tile: PreparedTile
-    values: Tensor  # the tile's values, as a tensor
-    to_float32: Callable[[Array], Array]
-    may_overflow: bool
+class _Form:
+    """A tile of one phase and shape in one format, and its conversions: for few values, a call costs more than its work."""
+
+    def __init__(self, token: bytes, phase: Phase, shape: tuple[int, ...], values: ValueFormat) -> None:
+        self.tile = PreparedTile(token, phase, shape, values)
+        self._values = values
+        self._shape = shape
+        array = self.tile.values if values is not BF16 else self.tile.values.view(np.int16)
+        with torch.inference_mode(False):  # else only code in inference mode could write to it
+            tensor = torch.from_numpy(array)
+            self._tensor = tensor.view(torch.bfloat16) if values is BF16 else tensor
+        self._widened: dict[
+            int, tuple[Array, Array]
+        ] = {}  # by source: float32 values, and the upper halves of their bits
 
     def write(self, rows: Tensor) -> bool:
         """Convert rows for the following messages; False if the format cannot hold a value."""
-        self.values.copy_(rows)
-        return not self.may_overflow or bool(np.isfinite(self.tile.values).all())
+        self._tensor.copy_(rows)
+        return self._values is not FP16 or bool(np.isfinite(self.tile.values).all())
+
+    def to_float32(self, values: Array, source: int) -> Array:
+        """The values of a received message in float32, valid until the next one of this source."""
+        if self._values is EXACT:
+            return values
+        if self._values is FP16:
+            return NUMPY_CASTS.from_fp16(values)
+        widened = self._widened.get(source)
+        if widened is None:
+            bits = np.zeros(self._shape, "<u4")
+            widened = self._widened[source] = bits.view("<f4"), bits.view("<u2").reshape(*self._shape, 2)[..., 1]
+        np.copyto(widened[1], values)
+        return widened[0]
 
 
 class Broadcast(NamedTuple):
@@ -71,19 +88,13 @@ class SmallTiles:
         return Broadcast(tuple(forms.values()), peers)
 
     def read(self, key: TileKey, shape: tuple[int, ...], frames: Sequence[Buffer]) -> Array | None:
-        """The values of a received message in float32; None if it is not exactly this tile."""
+        """The values of a received message in float32, valid until the next one of its source; None if it is another tile."""
         code = format_code(frames[0])
         if code not in _FORMATS:
             return None
         form = self._form(int(key.phase), shape, code)
         values = form.tile.read(key, frames)
-        return None if values is None else form.to_float32(values)
+        return None if values is None else form.to_float32(values, key.source)
 
     def _new_form(self, phase: int, shape: tuple[int, ...], code: int) -> _Form:
-        values, to_float32 = _FORMATS[code]
-        tile = PreparedTile(self._token, Phase(phase), tuple(shape), values)
-        array = tile.values if values is not BF16 else tile.values.view(np.int16)
-        with torch.inference_mode(False):  # else only code in inference mode could write to it
-            tensor = torch.from_numpy(array)
-            tensor = tensor.view(torch.bfloat16) if values is BF16 else tensor
-        return _Form(tile, tensor, to_float32, values is FP16)
+        return _Form(self._token, Phase(phase), tuple(shape), _FORMATS[code])
