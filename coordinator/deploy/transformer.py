@@ -206,8 +206,9 @@ class TransformerDeployment(Deployment):
 
         `timeout_seconds` bounds the wait for each reply. `stream_name` is the same when the answer continues on the next
         deployment. Requests of one `prefix_scope` share the KV cache of equal prefixes. A step guesses `max_drafted` tokens at
-        most. The answer follows `grammar`, unless it is empty. `values` and `logits`: see `GenerateTokens`. Raises as `run` does;
-        except for errors of scope `request`, a failure ends all running sequences.
+        most. The answer follows `grammar`, unless it is empty. `values` and `logits`: see `GenerateTokens`.
+
+        Raises as `run` does; except for errors of scope `request`, a failure ends all running sequences.
         """
         self.check_may_run()
         request = GenerateTokens(
