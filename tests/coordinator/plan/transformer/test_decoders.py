@@ -26,7 +26,7 @@ from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.memory import kv_bytes
 from coordinator.plan.transformer.cost.predict import predict, request_seconds
-from coordinator.plan.transformer.explain import bottleneck, candidate_as_json, why_lost, why_won
+from coordinator.plan.transformer.explain import bottleneck, candidate_as_json, rates_by_format, why_lost, why_won
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, excess_bytes
@@ -302,6 +302,17 @@ def test_rank_without_heads_sends_no_partial_sums_of_attention() -> None:
     )
     assert token_seconds(SMALL, body, slow_back, EXACT) > 3 * 96 * 4 / 1e3
     assert token_seconds(SMALL, alone, slow_back, EXACT) < token_seconds(SMALL, body, slow_back, EXACT)
+
+
+def test_decoding_rates_of_all_formats_are_explained() -> None:
+    asked = request([1.0, 1.0], 20, spec=LLAMA_1B, strategy="hmp")
+    plan = plan_for(asked)
+    said = rates_by_format(plan, asked.cluster, asked.num_cached_tokens)
+    rates = dict(zip(said.split()[4::3], map(float, said.split()[5::3]), strict=True))
+    assert list(rates) == ["exact", "bf16", "fp16", "int8"]
+    assert rates["exact"] == pytest.approx(1 / plan.predicted.decode_seconds, rel=5e-3)
+    assert rates["exact"] < rates["bf16"] < rates["int8"]
+    assert not rates_by_format(plan_for(request([1.0])), asked.cluster, 0.0)
 
 
 def test_lossy_format_shortens_exchanges_on_its_links() -> None:

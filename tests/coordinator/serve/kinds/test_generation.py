@@ -768,6 +768,46 @@ class DecoderFleet(TransformerFleet):
                 yield Reply(answer)
 
 
+class MeasuredFleet(DecoderFleet):
+    """Rank 0 answers with the error and the time of each format."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__(names, Script())
+        self.orders: list[GenerateTokens] = []
+
+    async def stream(
+        self, device_id: str, message: GenerateTokens, payload: Sequence[Any], last: type[Any], timeout_seconds: float
+    ) -> AsyncGenerator[Reply, None]:
+        self.orders.append(message)
+        errors = {"exact": 0.0, "fp16": 1e-4, "bf16": 1e-3, "int8": 1e-2}
+        seconds = {"exact": 9.0, "fp16": 5.0, "bf16": 4.0, "int8": 2.0}
+        async with aclosing(super().stream(device_id, message, payload, last, timeout_seconds)) as replies:
+            async for reply in replies:
+                if isinstance(reply.message, GenerationEnded) and message.logits == "compare":
+                    assert message.values is not None
+                    changes = {"logit_error": errors[message.values], "decode_seconds": seconds[message.values]}
+                    yield Reply(reply.message.model_copy(update=changes))
+                else:
+                    yield reply
+
+
+@pytest.mark.parametrize(("budget", "chosen"), [(0.1, "int8"), (0.01, "bf16"), (1e-3, "fp16"), (1e-5, "exact")])
+def test_fastest_format_within_the_budget_is_that_of_later_requests(
+    budget: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        fleet = MeasuredFleet("ab")
+        goal = goal_of(tmp_path, "llama", strategy="hmp", accuracy_budget=budget)
+        async with serving(monkeypatch, fleet, tmp_path / "state", goal) as home:
+            await home.until(lambda: home.count_lines(f"activations travel as {chosen} "))
+            assert {order.values for order in fleet.orders if order.logits == "keep"} == {"exact"}
+            fleet.orders.clear()
+            await tokens_of(home, max_tokens=5)
+            assert [(order.values, order.logits) for order in fleet.orders] == [(chosen, "")]
+
+    asyncio.run(main())
+
+
 def goal_of(folder: Path, family: str, **wishes: Any) -> TransformerGoal:
     return TransformerGoal(model_dir=str(write_model(folder / "model", family)), **wishes)
 
