@@ -49,8 +49,10 @@ _MEASURED_FRACTIONS = (
 )  # of the whole size: three points are the least that can tell a line from a curve
 _SAMPLE_SECONDS = 0.03  # of one sample: long compared with the clock's resolution and with pauses by the scheduler
 _SAMPLES_PER_POINT = 3  # samples, whose median counts: one of them may be disturbed
-# Rows of a quick profile, which takes one sample of each point: enough for a GEMM that is bound by compute.
+# Rows of a quick profile, which takes one sample of each point: enough for a GEMM that is bound by compute. Making weights
+# takes most of its time, so it makes few: more than most caches hold for decoding, else one copy.
 _QUICK_ROWS = 64
+_QUICK_DECODE_BYTES = 64 << 20
 _MAX_REPEATS = 3  # of points that background load disturbed: bounds the time on a busy device
 # Measurements cycle through copies of the weights, as through a model's layers, so that weights come from memory, not cache.
 _MAX_COPIES_BYTES = 160 << 20
@@ -88,9 +90,12 @@ def profile_blocks(
         give_back_freed_buffers()
         kernels = choose_kernels(times, single=deterministic)
         # Measured while nothing else is in memory: a device may hold little more than these copies.
-        per_byte, per_layer = _measure_decoding(spec, measure, device, kernels) if spec.causal else (0.0, 0.0)
+        decode_bytes = _QUICK_DECODE_BYTES if quick else _DECODE_WEIGHT_BYTES
+        per_byte, per_layer = (
+            _measure_decoding(spec, measure, device, kernels, decode_bytes) if spec.causal else (0.0, 0.0)
+        )
     give_back_freed_buffers()
-    layers = [without_matrices(random_layer(spec, device), device)] * _num_copies(spec)
+    layers = [without_matrices(random_layer(spec, device), device)] * (1 if quick else _num_copies(spec))
     embedding = neutral_embedding(spec, device)
     x_TH = torch.randn(S, H, device=device)
     all_rows = Span(0, S)
@@ -183,10 +188,10 @@ def _with_columns(
 
 
 def _measure_decoding(
-    spec: ModelSpec, measure: _BlockMeter, device: torch.device, kernels: Sequence[KernelChoice]
+    spec: ModelSpec, measure: _BlockMeter, device: torch.device, kernels: Sequence[KernelChoice], weight_bytes: int
 ) -> tuple[float, float]:
     """Decoding one row: seconds per byte of weights that it reads, and seconds for the rest of a layer."""
-    layers = [random_layer(spec, device, kernels) for _ in range(_num_decode_layers(spec))]
+    layers = [random_layer(spec, device, kernels) for _ in range(_num_decode_layers(spec, weight_bytes))]
     # The same calls on a layer so narrow that reading its weights takes almost no time.
     narrow = spec.model_copy(
         update={
@@ -260,9 +265,9 @@ def _num_copies(spec: ModelSpec) -> int:
     return max(1, min(_MAX_COPIES, _MAX_COPIES_BYTES // layer_bytes(spec)))
 
 
-def _num_decode_layers(spec: ModelSpec) -> int:
-    """Number of layers to cycle through when measuring decoding."""
-    return max(1, min(spec.num_layers, -(-_DECODE_WEIGHT_BYTES // layer_bytes(spec))))
+def _num_decode_layers(spec: ModelSpec, weight_bytes: int) -> int:
+    """Number of layers to cycle through when measuring decoding, with about this many bytes of weights."""
+    return max(1, min(spec.num_layers, -(-weight_bytes // layer_bytes(spec))))
 
 
 def _sizes(total: int, grain: int) -> list[int]:

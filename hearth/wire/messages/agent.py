@@ -224,7 +224,7 @@ class BlocksOf(WireModel):
     model: ModelSpec
     seq_len: Annotated[int, Field(ge=1, le=1 << 20)]
     deterministic: bool = False  # whether each matrix has one kernel for all numbers of rows
-    quick: bool = False  # in about two seconds: fewer rows, scaled up, and no kernels beside the default ones
+    quick: bool = False  # in a few seconds: fewer rows, scaled up, and no kernels beside the default ones
 
 
 class OperatorsOf(WireModel):
