@@ -41,6 +41,7 @@ PURE_MODULES = (
     "coordinator.devices.quorum",
     "coordinator.devices.quarantine",
     "coordinator.devices.registry",
+    "coordinator.devices.taken",
     "coordinator.gateway.access",
     "coordinator.gateway.link",
     "coordinator.gateway.outbox",
