@@ -27,7 +27,7 @@ from coordinator.serve.planning.spare_planners import PlannerKind
 from coordinator.serve.requests.runner import ComputedReply, Requests
 from coordinator.serve.standby.replica import transformer_files
 from coordinator.serve.state import TransformerGoal
-from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, TextTooLong
+from hearth.errors import BadPlan, BadRequest, HearthError, TextTooLong
 from hearth.plan.draft import DRAFT_RANK
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.plan import Plan, is_transformer_plan
