@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
 from rich.markup import escape
 
 from coordinator.cli.options import (
@@ -15,7 +18,14 @@ from coordinator.cli.options import (
 from coordinator.cli.output import out, print_json, print_line
 from coordinator.cli.render.graph_tables import graph_plan_tables, prediction_line
 from coordinator.cli.render.learning import learning_lines, trial_table
-from coordinator.cli.render.tables import device_table, draft_line, history_table, loss_table, plan_tables
+from coordinator.cli.render.tables import (
+    device_table,
+    draft_line,
+    history_table,
+    loss_table,
+    model_table,
+    plan_tables,
+)
 from hearth.client.sync import connect
 from hearth.errors import NotServing
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
@@ -28,6 +38,10 @@ _NUM_SHOWN_PHASES = 12  # the latest phases: enough for a start and a recovery; 
 
 
 def status(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Name of a served model, as `hearth ps` shows it. Default: the oldest one.", metavar="NAME"),
+    ] = None,
     timeout: TimeoutOption = 10.0,
     address: AddressOption = None,
     mdns_interfaces: InterfacesOption = None,
@@ -36,10 +50,10 @@ def status(
 ) -> None:
     """Show the coordinator's state, plan, devices, requests and last error. Needs an admin or home key."""
     with connect(address, key, timeout, interface_list(mdns_interfaces)) as home:
-        readiness = home.readiness(timeout)
+        readiness = home.readiness(timeout, model=model)
         is_standby = not readiness.model  # only a coordinator that leads has a model
         try:
-            now = home.status(min(timeout, _OTHER_COORDINATOR_SECONDS) if is_standby else timeout)
+            now = home.status(min(timeout, _OTHER_COORDINATOR_SECONDS) if is_standby else timeout, model=model)
         except NotServing:
             if not is_standby:
                 raise
@@ -48,11 +62,14 @@ def status(
             else:
                 print_line(f"{escape(readiness.state)}; the coordinator that leads shows devices and plan")
             return
-        devices = home.devices(timeout)
+        devices, models = home.devices(timeout), home.models(timeout)
     if as_json:
         print_json({**now.model_dump(mode="json"), "devices": devices.model_dump(mode="json")["devices"]})
         return
     print_line(f"[bold]{now.name}[/] (Hearth {now.version}): {escape(now.state)}")
+    if len(models) > 1:
+        out.print(model_table(models))
+        print_line(f"[bold]{escape(now.deployment)}[/] (others with --model NAME):")
     peaks = {device.device_id: device.peak_bytes for device in devices.devices}
     if is_transformer_plan(now.plan):
         out.print(*plan_tables(now.plan, peaks), sep="\n")

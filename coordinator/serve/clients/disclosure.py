@@ -19,6 +19,7 @@ _SHOWN_TO_APPS = {
     "device": "a device", "peer": "a device", "first": "a device", "second": "another device", "device_id": "hidden",
     "holder": "another coordinator", "endpoint": "a device", "where": "the home", "state": "the home is not ready",
     "reason": "an administrator can see the reason with `hearth status`", "action": "a step of the request",
+    "holders": "other models hold the memory",
     "compute_device": "compute", "rooms": "an administrator can see their room with `hearth status`",
 }  # fmt: skip
 _ALWAYS_HIDDEN = _SHOWN_TO_APPS.keys() - {"reason", "action", "state"}

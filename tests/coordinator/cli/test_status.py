@@ -29,10 +29,10 @@ class Coordinator:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def readiness(self, timeout_seconds: float) -> wire.Readiness:
+    def readiness(self, timeout_seconds: float, model: str | None) -> wire.Readiness:
         return wire.Readiness(ready=False, state=STANDBY, model=self.model)
 
-    def status(self, timeout_seconds: float) -> wire.Status:
+    def status(self, timeout_seconds: float, model: str | None) -> wire.Status:
         self.asked.append(timeout_seconds)
         raise NotServing(state=STANDBY)
 

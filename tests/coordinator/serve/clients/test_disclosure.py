@@ -50,6 +50,17 @@ def test_readiness_and_traces_name_no_device_and_no_path() -> None:
     ready = wire.Readiness(ready=True, state="serving bert on kitchen, attic (hmp)", model="/srv/models/bert")
     shown = response_for_app(ready)
     assert shown == wire.Readiness(ready=True, state="serving", model="bert")
+
+
+def test_list_of_models_shows_an_app_no_device_and_no_path() -> None:
+    model = wire.ServedModel(
+        deployment="bert", model="/srv/models/bert", ready=False, phase="failed", state="kitchen is gone", answers="vectors",
+        devices=("kitchen",), memory_bytes=5,
+    )  # fmt: skip
+    (shown,) = response_for_app(wire.ModelList(models=(model,))).models  # type: ignore[union-attr]
+    assert shown == wire.ServedModel(
+        deployment="bert", model="bert", ready=False, phase="idle", state="the home is not ready", answers="vectors"
+    )
     traced = next(each for each in EXAMPLES if isinstance(each, wire.Vectors) and each.traces)
     answer = response_for_app(Reply(traced, [b"x"]))
     assert isinstance(answer, Reply)
