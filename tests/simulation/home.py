@@ -275,6 +275,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (agent.daemon.supervisor, "SocketFolder", _SocketFolder),
         (agent.daemon.supervisor, "_sample", sample),
         (agent.daemon.supervisor.WorkerProcess, "peak_bytes", 0),
+        (agent.daemon.supervisor.WorkerProcess, "busy_seconds", 0.0),
         (agent.daemon.store, "_HASH_THREADS", 1),
         (asyncio, "create_subprocess_exec", _start_process),
         # Tasks are entered in a WeakSet, of which nothing here makes use.
@@ -459,6 +460,8 @@ def _telemetry(name: str, free_bytes: int) -> wire.Telemetry:
 
 
 class _Telemetry:
+    budget_is_limit = True
+
     def __init__(self, *_: Any) -> None:
         pass
 

@@ -132,7 +132,7 @@ def profile_of(device_id: str, name: str, causal: bool) -> DeviceProfile:
     return profile.model_copy(update={"device_id": device_id, "name": name})
 
 
-async def block_cluster(profiler: Profiler, devices: Sequence[Device], workload: Any) -> ClusterProfile:
+async def block_cluster(profiler: Profiler, devices: Sequence[Device], workload: Any, taken: Any) -> ClusterProfile:
     """Stands for `coordinator.devices.block_profiling.block_cluster`: measures links, but not the devices' speed."""
     links = await profiler.measure_links(devices)
     connected = fully_linked_devices([device.device_id for device in devices], links)
