@@ -199,6 +199,7 @@ class TransformerDeployment(Deployment):
         prefix_scope: str = "",
         max_drafted: int = 0,
         grammar: str = "",
+        top_log_probs: int | None = None,
         values: ValueFormatName | None = None,
         logits: Literal["", "keep", "compare"] = "",
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
@@ -206,7 +207,8 @@ class TransformerDeployment(Deployment):
 
         `timeout_seconds` bounds the wait for each reply. `stream_name` is the same when the answer continues on the next
         deployment. Requests of one `prefix_scope` share the KV cache of equal prefixes. A step guesses `max_drafted` tokens at
-        most. The answer follows `grammar`, unless it is empty. `values` and `logits`: see `GenerateTokens`.
+        most. The answer follows `grammar`, unless it is empty. With `top_log_probs`, tokens come with theirs, and those of so
+        many most likely ones. `values` and `logits`: see `GenerateTokens`.
 
         Raises as `run` does; except for errors of scope `request`, a failure ends all running sequences.
         """
@@ -221,6 +223,7 @@ class TransformerDeployment(Deployment):
             prefix_scope=prefix_scope,
             max_drafted=max_drafted,
             grammar=grammar,
+            top_log_probs=top_log_probs,
             values=values or self.values,
             logits=logits,
         )

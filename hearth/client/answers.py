@@ -17,9 +17,11 @@ from hearth.validation import first_error
 from hearth.wire.messages import (
     AnswerConstraint,
     ChatMessage,
+    LogProb,
     Message,
     TextEnded,
     TextGenerated,
+    TokenLogProbs,
     ToolCall,
     expect_message,
 )
@@ -60,6 +62,17 @@ class Token(NamedTuple):
     seconds: float  # from sending the request to receiving this token
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    log_probs: TokenLogProbs | None = None  # if they were asked for
+
+    @property
+    def logprob(self) -> float | None:
+        """The logarithm of the probability that the model gave the token, before penalties, temperature and grammar."""
+        return None if self.log_probs is None else self.log_probs.chosen.value
+
+    @property
+    def top_logprobs(self) -> tuple[LogProb, ...]:
+        """The most likely tokens in its place: `token_id`, `value` and `piece`, the token's bytes."""
+        return () if self.log_probs is None else self.log_probs.top
 
 
 class Usage(NamedTuple):
@@ -84,12 +97,13 @@ class Usage(NamedTuple):
 class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncIterator[Token]):
     """Iterator over the tokens of one answer. The request is sent when the first token is awaited; closing cancels it.
 
-    `token_ids`, `tool_calls` and `reasoning` hold what was received so far; `usage` is set when the answer has ended.
+    `token_ids`, `log_probs`, `tool_calls` and `reasoning` hold what was received so far; `usage` is set at the end.
     """
 
     def __init__(self, parts: AsyncGenerator[Token | Usage, None]) -> None:
         self.token_ids: list[int] = []
         self.tool_calls: list[ToolCall] = []
+        self.log_probs: list[TokenLogProbs] = []
         self.reasoning = ""
         self.usage: Usage | None = None
         self._parts = parts
@@ -108,6 +122,8 @@ class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncItera
         self.tool_calls += part.tool_calls
         if part.token_id is not None:
             self.token_ids.append(part.token_id)
+        if part.log_probs is not None:
+            self.log_probs.append(part.log_probs)
         return part
 
     async def text(self) -> str:
@@ -142,6 +158,11 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
     def token_ids(self) -> list[int]:
         """The token ids received so far."""
         return self._answer.token_ids
+
+    @property
+    def log_probs(self) -> list[TokenLogProbs]:
+        """The tokens' log-probabilities received so far, if they were asked for."""
+        return self._answer.log_probs
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -215,8 +236,10 @@ def stream_parts(message: Message, seconds: float, first_token_seconds: float) -
     """Convert one message of a stream. The text of a message with several tokens is given to the last of them."""
     if isinstance(message, TextGenerated):
         *others, last = message.token_ids or (None,)
-        newest = Token(message.text, last, seconds, message.reasoning, message.tool_calls)
-        return [*(Token("", token_id, seconds) for token_id in others), newest]
+        log_probs = message.log_probs or (None,) * (len(others) + 1)
+        newest = Token(message.text, last, seconds, message.reasoning, message.tool_calls, log_probs[-1])
+        earlier = zip(others, log_probs, strict=False)
+        return [*(Token("", token_id, seconds, log_probs=each) for token_id, each in earlier), newest]
     end = expect_message(message, TextEnded, "the coordinator")
     usage = Usage(
         end.num_prompt_tokens,

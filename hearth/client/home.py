@@ -137,6 +137,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         grammar: str | None = None,
         tool_choice: str = "auto",
         parallel_tool_calls: bool = True,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
         timeout_seconds: float = 600.0,
         model: str | None = None,
         **sampling: Unpack[answers.SamplingSettings],
@@ -155,6 +157,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         At most one of `schema` (a JSON schema), `regex` and `grammar` (Lark, as llguidance reads it) is what the whole answer
         must match; with tools that are not required, it may call them instead.
 
+        With `logprobs`, tokens have log-probabilities, and those of the `top_logprobs` (at most 20) most likely ones.
+
         Raises BadRequest at once for a value out of range; while iterating, BadGrammar, ContextTooLong, UnknownModel,
         NotServing, QueueFull, DeadlineExceeded, ConnectionLost, WorkerDied, ...
         """
@@ -167,6 +171,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             tools=tuple(json.dumps(tool) for tool in tools), template_options=dict(template_options or {}),
             takes_parts=takes_parts, constraint=answers.constraint(schema, regex, grammar),
             called_tools=answers.called_tools(tool_choice, tools), parallel_calls=parallel_tool_calls,
+            top_log_probs=top_logprobs if logprobs or top_logprobs else None,
             **_request_fields(timeout_seconds, model),
         )  # fmt: skip
         if [prompt is not None, bool(messages), token_ids is not None].count(True) != 1:

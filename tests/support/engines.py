@@ -42,6 +42,7 @@ from hearth.wire.messages import (
     Run,
     RunDone,
     Sampling,
+    TokenLogProbs,
     TokensGenerated,
 )
 
@@ -165,6 +166,7 @@ class GenerationCluster:
     def __init__(self, cluster: EngineCluster, speculation: Speculation | None = None) -> None:
         self.leader = Leader(cluster.plan, cluster.executors[0], speculation=speculation)
         self.answers: dict[bytes, list[int]] = {}
+        self.log_probs: dict[bytes, list[TokenLogProbs]] = {}
         self.ended: dict[bytes, GenerationEnded] = {}
         self.refused: list[bytes] = []  # requests that failed alone
         self.chosen: list[bytes] = []  # the request of every token, in the order in which tokens were chosen
@@ -179,7 +181,7 @@ class GenerationCluster:
             holder="test", epoch=1, max_tokens=max_tokens, sampling=sampling or Sampling(), **fields
         )  # fmt: skip
         request_id = len(self.answers).to_bytes(8, "little")
-        self.answers[request_id] = []
+        self.answers[request_id], self.log_probs[request_id] = [], []
         payload = [bytes(frame) for frame in pack_array(np.asarray(prompt, dtype=np.int32))]
         self._take(self.leader.submit(request_id, request, payload))
         return request_id
@@ -191,6 +193,7 @@ class GenerationCluster:
         for request_id, message in replies:
             if isinstance(message, TokensGenerated):
                 self.answers[request_id] += message.token_ids
+                self.log_probs[request_id] += message.log_probs
                 self.chosen += [request_id] * len(message.token_ids)
             elif isinstance(message, GenerationEnded):
                 self.ended[request_id] = message

@@ -40,6 +40,9 @@ _LOAD = m.Load(
     parts=m.ShardParts(chunks=(_CHUNK,), kernels=(_KERNELS,), vocabulary="0" * 64, draft_chunks=(_CHUNK,)),
     plan_token=bytes(range(16)),
 )
+_LOG_PROBS = m.TokenLogProbs(
+    chosen=m.LogProb(token_id=17, value=-0.5, piece=b" Yes"), top=(m.LogProb(token_id=17, value=-0.5, piece=b" Yes"),)
+)
 _GRAPH_PLAN = make_graph_plan([(0, ("x",), ("t",)), (1, ("t",), ("y",))], inputs=("x",), outputs=("y",))
 _LOAD_GRAPH = m.Load(
     holder="c",
@@ -169,9 +172,9 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.GenerateTokens(
         holder="c", epoch=3, sampling=_SAMPLING, max_tokens=64, stop_ids=(2,), first_index=5, grammar='start: "a"',
-        values="bf16", logits="compare",
+        top_log_probs=1, values="bf16", logits="compare",
     ),
-    m.TokensGenerated(token_ids=(17, 4)),
+    m.TokensGenerated(token_ids=(17, 4), log_probs=(_LOG_PROBS, _LOG_PROBS)),
     m.GenerationEnded(
         reason="stop", num_prompt_tokens=9, num_tokens=31, queued_seconds=0.0, prefill_seconds=0.5, decode_seconds=1.5,
         logit_error=0.003,
@@ -182,7 +185,9 @@ EXAMPLES: tuple[m.Message, ...] = (
         rows=(
             m.SequenceRows(
                 sequence=4, token_ids=(5, 6), sample=True,
-                new=m.NewSequence(blocks=(3, 4), num_prompt_tokens=2, sampling=_SAMPLING, grammar='start: "a"'),
+                new=m.NewSequence(
+                    blocks=(3, 4), num_prompt_tokens=2, sampling=_SAMPLING, grammar='start: "a"', top_log_probs=1
+                ),
             ),
         ),
     ),
@@ -199,9 +204,9 @@ EXAMPLES: tuple[m.Message, ...] = (
         **_ASKED,
         messages=(m.ChatMessage(role="user", content="Is the light on?"),), max_tokens=64, stop=("END",),
         sampling=m.SamplingChoice(temperature=0.5, seed=3), constraint=m.AnswerConstraint(kind="regex", text="[ab]+"),
-        called_tools=("turn_on",), parallel_calls=False,
+        called_tools=("turn_on",), parallel_calls=False, top_log_probs=1,
     ),
-    m.TextGenerated(token_ids=(17, 4), text=" Yes"),
+    m.TextGenerated(token_ids=(17, 4), text=" Yes", log_probs=(_LOG_PROBS, _LOG_PROBS)),
     m.TextEnded(
         text=".", reason="length", num_prompt_tokens=9, num_tokens=64, queued_seconds=0.0, first_token_seconds=0.5,
         decode_seconds=1.5,

@@ -114,6 +114,7 @@ class SequenceCache:
         self.sampling = new.sampling
         self.first_index = new.first_index
         self.stream = new.stream
+        self.top_log_probs = new.top_log_probs
         self.tokens = list(new.cached_tokens)
         self.num_rows = len(self.tokens)
         self.num_copied = 0

@@ -11,11 +11,12 @@ from pydantic import Field
 from coordinator.http.call import Answer, Call, EventStream
 from coordinator.http.failures import unsupported
 from coordinator.http.fields import Body, Seed, Temperature, Texts, seed_of
+from coordinator.http.log_probs import NumTop, entries
 from coordinator.http.ollama.lines import NDJSON, end, failed_line, head, line
 from coordinator.http.parts import parts_of, while_connected, whole
 from hearth.client.answers import AsyncGeneration
 from hearth.client.home import AsyncHome
-from hearth.wire.messages import ToolCall
+from hearth.wire.messages import TokenLogProbs, ToolCall
 
 _ANSWER_SECONDS = 3600.0  # longest answer; a client that goes away ends it
 _Fields = Callable[..., dict[str, Any]]  # from a text, reasoning and calls of tools to the fields that hold them
@@ -72,6 +73,9 @@ class _Asked(Body):
     options: dict[str, Any] | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None  # of the answer: any JSON object, or a JSON schema
 
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
         """The JSON schema of the answer; None: any text."""
@@ -113,7 +117,7 @@ class Chat(_Asked):
     """The body of `/api/chat`."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "logprobs": (False,), "top_logprobs": (0,), "truncate": (), "shift": (),
+        "truncate": (), "shift": (),
     }  # fmt: skip
 
     messages: tuple[dict[str, Any], ...] = Field(default=(), max_length=4096)
@@ -138,7 +142,7 @@ class Prompt(_Asked):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "suffix": ("",), "images": ([],), "template": ("",), "context": ([],), "think": (False,),
-        "logprobs": (False,), "top_logprobs": (0,), "truncate": (), "shift": (),
+        "truncate": (), "shift": (),
     }  # fmt: skip
 
     prompt: str = ""
@@ -186,6 +190,7 @@ async def _answer(call: Call, asked: _Asked, fields: _Fields, prompt: dict[str, 
     served = await call.ready(asked.model)
     if prompt is None:
         return {**head(asked.model), **fields(""), "done": True, "done_reason": "load"}
+    prompt |= {"logprobs": bool(asked.logprobs), "top_logprobs": asked.top_logprobs or 0}
     generation = settings.generate(served.home, model=served.deployment, **prompt)
     if asked.stream is False:
         return await while_connected(call.receive, _whole(asked.model, generation, fields))
@@ -194,15 +199,24 @@ async def _answer(call: Call, asked: _Asked, fields: _Fields, prompt: dict[str, 
 
 async def _whole(model: str, generation: AsyncGeneration, fields: _Fields) -> dict[str, Any]:
     (text,), (usage,) = await whole([generation])
-    return {**head(model), **fields(text, generation.reasoning, generation.tool_calls), **end(usage)}
+    shown = fields(text, generation.reasoning, generation.tool_calls)
+    return {**head(model), **shown, **end(usage), **_log_probs(generation.log_probs)}
+
+
+def _log_probs(log_probs: Sequence[TokenLogProbs]) -> dict[str, Any]:
+    return {"logprobs": entries(log_probs)} if log_probs else {}
 
 
 async def _lines(model: str, generation: AsyncGeneration, fields: _Fields) -> AsyncGenerator[bytes, None]:
     async for part in parts_of([generation]):
         if part is None:  # the form has no sign of life but a line with an empty text
             yield line({**head(model), **fields(""), "done": False})
-        elif part.token is not None and (part.token.text or part.token.reasoning or part.token.tool_calls):
+        elif part.token is not None and (
+            part.token.text or part.token.reasoning or part.token.tool_calls or part.token.log_probs
+        ):
             token = part.token
-            yield line({**head(model), **fields(token.text, token.reasoning, token.tool_calls), "done": False})
+            log_probs = _log_probs([token.log_probs] if token.log_probs is not None else [])
+            shown = fields(token.text, token.reasoning, token.tool_calls)
+            yield line({**head(model), **shown, "done": False, **log_probs})
         elif part.usage is not None:
             yield line({**head(model), **fields(""), **end(part.usage)})

@@ -10,6 +10,7 @@ from pydantic import Field
 from coordinator.http.call import Answer, Call, EventStream
 from coordinator.http.failures import Failure, unsupported
 from coordinator.http.fields import Body, TextPart
+from coordinator.http.log_probs import NumTop, entries
 from coordinator.http.openai.sampling import (
     DONE,
     SIGN_OF_LIFE,
@@ -22,7 +23,7 @@ from coordinator.http.openai.sampling import (
 )
 from coordinator.http.parts import parts_of, while_connected, whole
 from hearth.client.answers import AsyncGeneration, Token
-from hearth.wire.messages import ToolCall
+from hearth.wire.messages import TokenLogProbs, ToolCall
 
 
 class Message(Body):
@@ -56,7 +57,7 @@ class ChatCompletion(Sampled):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "functions": ([],), "function_call": ("none", "auto"),
-        "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},),
+        "logit_bias": ({},),
         "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": ("none",), "verbosity": (),
         "web_search_options": (),
     }  # fmt: skip
@@ -67,6 +68,8 @@ class ChatCompletion(Sampled):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
 
     def prompt(self) -> dict[str, Any]:
@@ -81,9 +84,15 @@ class ChatCompletion(Sampled):
             "tool_choice": tool_choice(self.tool_choice, [each["function"].get("name") for each in tools]),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "schema": self._schema(),
+            **self._log_probs(),
             "template_options": self.chat_template_kwargs,
             "takes_parts": True,
         }
+
+    def _log_probs(self) -> dict[str, Any]:
+        if self.top_logprobs and not self.logprobs:
+            raise Failure(400, "The field 'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+        return {"logprobs": bool(self.logprobs), "top_logprobs": self.top_logprobs or 0}
 
     def _schema(self) -> dict[str, Any] | None:
         """The JSON schema of the answer. Raises Failure."""
@@ -182,8 +191,14 @@ async def _whole(head: dict[str, Any], generations: Sequence[AsyncGeneration]) -
         if calls:
             message["tool_calls"] = calls
         reason = "tool_calls" if calls else usage.finish_reason
-        choices.append({"index": index, "message": message, "logprobs": None, "finish_reason": reason})
+        choices.append(
+            {"index": index, "message": message, "logprobs": _shown(generation.log_probs), "finish_reason": reason}
+        )
     return {**head, "object": "chat.completion", "choices": choices, "usage": usage_fields(usages)}
+
+
+def _shown(log_probs: Sequence[TokenLogProbs]) -> dict[str, Any] | None:
+    return {"content": entries(log_probs), "refusal": None} if log_probs else None
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -198,8 +213,10 @@ async def _chunks(
     usages = []
     num_calls = [0 for _ in generations]
 
-    def chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def chunk(
+        index: int, delta: dict[str, Any], reason: str | None = None, log_probs: Sequence[TokenLogProbs] = ()
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": _shown(log_probs), "finish_reason": reason}
         return event({**head, "choices": [choice], **({"usage": None} if shows_usage else {})})
 
     async for part in parts_of(generations):
@@ -210,8 +227,10 @@ async def _chunks(
             started.add(part.number)
             yield chunk(part.number, {"role": "assistant", "content": ""})
         if part.token is not None:
-            for delta in _deltas(part.token, num_calls[part.number]):
-                yield chunk(part.number, delta)
+            log_probs = [part.token.log_probs] if part.token.log_probs is not None else []
+            deltas = list(_deltas(part.token, num_calls[part.number])) or [{"content": ""} for _ in log_probs]
+            for number, delta in enumerate(deltas):
+                yield chunk(part.number, delta, log_probs=log_probs if number == 0 else ())
             num_calls[part.number] += len(part.token.tool_calls)
         if part.usage is not None:
             usages.append(part.usage)

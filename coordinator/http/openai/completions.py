@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from coordinator.http.call import Answer, Call, EventStream
 from coordinator.http.failures import Failure
+from coordinator.http.log_probs import NumTop, token_text
 from coordinator.http.openai.sampling import (
     DONE,
     MAX_CHOICES,
@@ -20,15 +21,17 @@ from coordinator.http.openai.sampling import (
 )
 from coordinator.http.parts import parts_of, while_connected, whole
 from hearth.client.answers import AsyncGeneration, Usage
+from hearth.wire.messages import TokenLogProbs
 
 
 class Completion(Sampled):
     """The body of the request."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "echo": (False,), "suffix": ("",), "best_of": (1,), "logprobs": (), "logit_bias": ({},),
+        "echo": (False,), "suffix": ("",), "best_of": (1,), "logit_bias": ({},),
     }  # fmt: skip
 
+    logprobs: NumTop | None = None
     prompt: str | tuple[str, ...] | tuple[int, ...] | tuple[tuple[int, ...], ...]
 
     def prompts(self) -> list[dict[str, Any]]:
@@ -50,7 +53,15 @@ async def completion(call: Call) -> Answer:
     prompts, shows_usage, num_choices = asked.prompts(), asked.shows_usage, asked.n or 1
     served = await call.ready(asked.model)
     generations = [
-        asked.generate(served.home, number, asked.max_tokens, model=served.deployment, **prompt)
+        asked.generate(
+            served.home,
+            number,
+            asked.max_tokens,
+            model=served.deployment,
+            logprobs=asked.logprobs is not None,
+            top_logprobs=asked.logprobs or 0,
+            **prompt,
+        )
         for prompt in prompts
         for number in range(num_choices)
     ]
@@ -63,27 +74,49 @@ async def completion(call: Call) -> Answer:
 async def _whole(head: dict[str, Any], generations: Sequence[AsyncGeneration], num_choices: int) -> dict[str, Any]:
     texts, usages = await whole(generations)
     choices = [
-        {"index": index, "text": text, "logprobs": None, "finish_reason": usage.finish_reason}
-        for index, (text, usage) in enumerate(zip(texts, usages, strict=True))
+        {
+            "index": index,
+            "text": text,
+            "logprobs": _shown(generation.log_probs, 0),
+            "finish_reason": usage.finish_reason,
+        }
+        for index, (text, usage, generation) in enumerate(zip(texts, usages, generations, strict=True))
     ]
     return {**head, "choices": choices, "usage": usage_fields(usages, num_choices)}
+
+
+def _shown(log_probs: Sequence[TokenLogProbs], offset: int) -> dict[str, Any] | None:
+    """In the form of this path, from this character of the answer on."""
+    if not log_probs:
+        return None
+    texts = [token_text(each.chosen) for each in log_probs]
+    return {
+        "tokens": texts,
+        "token_logprobs": [each.chosen.value for each in log_probs],
+        "top_logprobs": [{token_text(top): top.value for top in each.top} for each in log_probs],
+        "text_offset": [offset + sum(map(len, texts[:number])) for number in range(len(texts))],
+    }
 
 
 async def _chunks(
     head: dict[str, Any], generations: Sequence[AsyncGeneration], num_choices: int, shows_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     ends: dict[int, Usage] = {}
+    num_characters = [0 for _ in generations]
 
-    def chunk(index: int, text: str, reason: str | None = None) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def chunk(index: int, text: str, reason: str | None = None, log_probs: Sequence[TokenLogProbs] = ()) -> bytes:
+        shown = _shown(log_probs, num_characters[index])
+        num_characters[index] += sum(len(token_text(each.chosen)) for each in log_probs)
+        choice = {"index": index, "text": text, "logprobs": shown, "finish_reason": reason}
         return event({**head, "choices": [choice], **({"usage": None} if shows_usage else {})})
 
     async for part in parts_of(generations):
         if part is None:
             yield SIGN_OF_LIFE
             continue
-        if part.token is not None and part.token.text:
-            yield chunk(part.number, part.token.text)
+        if part.token is not None and (part.token.text or part.token.log_probs is not None):
+            log_probs = [part.token.log_probs] if part.token.log_probs is not None else []
+            yield chunk(part.number, part.token.text, log_probs=log_probs)
         if part.usage is not None:
             ends[part.number] = part.usage
             yield chunk(part.number, "", part.usage.finish_reason)

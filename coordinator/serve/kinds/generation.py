@@ -63,25 +63,35 @@ class TextModel:
 
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
-        """The tokens, for grammars; None if they are not known, or if none of them ends an answer."""
+        """The tokens, for grammars and log-probabilities; None if they are not known."""
         stop_ids = [token_id for token_id in self.defaults.stop_ids if 0 <= token_id < self.spec.vocab_size]
-        if self.tokenizer is None or not stop_ids:
+        if self.tokenizer is None:
             return None
         return self.tokenizer.vocabulary(self.spec.vocab_size, stop_ids)
 
     @cached_property
     def packed_vocabulary(self) -> bytes | None:
         """The tokens as the devices get them."""
-        return None if self.vocabulary is None else self.vocabulary.pack()
+        return self.vocabulary.pack() if self.vocabulary is not None and self.vocabulary.stop_ids else None
 
     @cached_property
     def _answer_grammars(self) -> AnswerGrammars:
-        if self.tokenizer is None or self.vocabulary is None:
+        if self.tokenizer is None or self.vocabulary is None or not self.vocabulary.stop_ids:
             raise BadRequest(
                 reason="answers of this model cannot be constrained: its files name no texts of tokens, or no end of text"
             )
         special = {self.vocabulary.tokens[n].decode(errors="replace"): n for n in self.vocabulary.special_ids}
         return AnswerGrammars(Grammars(self.vocabulary), self.tokenizer.form, special)
+
+    def with_pieces(self, log_probs: wire.TokenLogProbs) -> wire.TokenLogProbs:
+        """The same with the bytes of the tokens, if they are known."""
+        if self.vocabulary is None:
+            return log_probs
+        tokens = self.vocabulary.tokens
+        chosen, *top = (
+            each.model_copy(update={"piece": tokens[each.token_id]}) for each in (log_probs.chosen, *log_probs.top)
+        )
+        return wire.TokenLogProbs(chosen=chosen, top=tuple(top))
 
     def grammar(self, request: wire.Generate, prompt: Sequence[int]) -> str:
         """The grammar of the answer, which compiles. Raises BadGrammar, BadRequest."""
@@ -203,6 +213,9 @@ class GenerationRunner:
             if request.constraint is not None or request.called_tools:
                 seconds = ticket.deadline - asyncio.get_running_loop().time()
                 grammar = await self._threads.compile(seconds, partial(model.grammar, request, prompt))
+            if request.top_log_probs is not None:  # with the bytes of tokens, which take a moment to read once
+                seconds = ticket.deadline - asyncio.get_running_loop().time()
+                await self._threads.compile(seconds, lambda: model.vocabulary)
             scope = _ALL_APPS if self._shared_prefixes else ticket.place.caller
             began = ticket.deadline - request.timeout_seconds
             generation = _RunningGeneration(model, request, prompt, began, scope, grammar)
@@ -248,7 +261,7 @@ class GenerationRunner:
                         event = await watch.next_event(events, ticket.deadline, generation.request)
                         if isinstance(event, wire.TokensGenerated):
                             self._requests.record_progress(ticket)
-                            yield generation.append(event.token_ids)
+                            yield generation.append(event.token_ids, event.log_probs)
                         else:
                             generation.worker_end, generation.reason = event, event.reason
 
@@ -392,13 +405,14 @@ class _RunningGeneration:
             prefix_scope=self._prefix_scope,
             max_drafted=max_drafted,
             grammar=self._grammar,
+            top_log_probs=self.request.top_log_probs,
         )
 
     def replay(self) -> None:
         """Take over the tokens that the client has from an earlier attempt, with their text."""
         self.append(self.request.generated)
 
-    def append(self, token_ids: Sequence[int]) -> wire.TextGenerated:
+    def append(self, token_ids: Sequence[int], log_probs: Sequence[wire.TokenLogProbs] = ()) -> wire.TextGenerated:
         """Append the next tokens, up to one that completes a stop text, which ends the answer."""
         self._last_token_at = self._clock()
         if not self._tokens:
@@ -415,7 +429,8 @@ class _RunningGeneration:
         piece = self._reader.push(text) if self._reader is not None else Piece(text)
         if piece.tool_calls and not self.request.parallel_calls:
             self.reason = "stop"
-        return wire.TextGenerated(token_ids=tuple(token_ids), **piece._asdict())
+        shown = tuple(map(self.model.with_pieces, log_probs[: len(token_ids)]))
+        return wire.TextGenerated(token_ids=tuple(token_ids), log_probs=shown, **piece._asdict())
 
     def end_message(self) -> wire.TextEnded:
         """The end message, with the text that was held back."""

@@ -21,7 +21,7 @@ from hearth.wire.messages.base import (
     Text,
     WireModel,
 )
-from hearth.wire.messages.worker import FinishReason, TraceEvent, WireStats
+from hearth.wire.messages.worker import MAX_TOP_LOG_PROBS, FinishReason, TokenLogProbs, TraceEvent, WireStats
 
 
 class ClientRequest(Message, abstract=True):
@@ -187,6 +187,8 @@ class Generate(ModelRequest):
     constraint: AnswerConstraint | None = None
     called_tools: tuple[Name, ...] = Field(default=(), max_length=256)  # the answer must call one; empty: it is free to
     parallel_calls: bool = True  # whether it may call several
+    # The number of most likely tokens to report for each token of the answer; None: no log-probabilities.
+    top_log_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS)] | None = None
     # The tokens of this answer that arrived before the connection broke; the answer continues after them.
     generated: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field(default=(), max_length=1 << 20)
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
@@ -199,6 +201,7 @@ class TextGenerated(Message):
     text: Text
     reasoning: Text = ""
     tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=128)  # that are complete now
+    log_probs: tuple[TokenLogProbs, ...] = Field(default=(), max_length=MAX_LIST_ITEMS, fail_fast=True)  # of each token
 
 
 class TextEnded(Message):

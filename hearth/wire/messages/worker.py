@@ -299,6 +299,7 @@ class Sampling(WireModel):
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
 
 
+MAX_TOP_LOG_PROBS = 20  # as in OpenAI's API
 FinishReason: TypeAlias = Literal["stop", "length"]
 
 
@@ -327,12 +328,33 @@ class GenerateTokens(PlanCommand):
     grammar: Text = ""  # that the answer follows; empty: it is free
     values: ValueFormatName | None = None  # format of tiles while this request is the newest; None: the plan's
     logits: Literal["", "keep", "compare"] = ""
+    # The number of most likely tokens to report for each token of the answer; None: no log-probabilities.
+    top_log_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS)] | None = None
+
+
+class LogProb(WireModel):
+    """The logarithm of the probability that the model gives a token, and the token's bytes (empty between workers)."""
+
+    token_id: Annotated[int, Field(ge=0)]
+    value: float
+    piece: Annotated[bytes, Field(max_length=1 << 16)] = b""
+
+
+class TokenLogProbs(WireModel):
+    """A token's log-probability and those of the most likely tokens in its place, the most likely first.
+
+    They are of the model itself: before penalties, temperature and grammar.
+    """
+
+    chosen: LogProb
+    top: tuple[LogProb, ...] = Field(default=(), max_length=MAX_TOP_LOG_PROBS)
 
 
 class TokensGenerated(Message):
-    """New tokens of an answer."""
+    """New tokens of an answer, with their log-probabilities if these were asked for."""
 
     token_ids: tuple[int, ...] = Field(max_length=MAX_LIST_ITEMS, fail_fast=True)
+    log_probs: tuple[TokenLogProbs, ...] = Field(default=(), max_length=MAX_LIST_ITEMS, fail_fast=True)
 
 
 class GenerationEnded(Message):
@@ -439,6 +461,7 @@ class NewSequence(WireModel):
     first_index: Annotated[int, Field(ge=0)] = 0
     stream: Name = ""
     grammar: Text = ""
+    top_log_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS)] | None = None
     moved: MovedCache | None = None
 
 

@@ -21,13 +21,18 @@ from coordinator.http.homes import Served
 from hearth.client.answers import AsyncGeneration, Token, Usage
 from hearth.client.home import Result
 from hearth.errors import AppRevoked, HearthError, QueueFull, StepFailed
-from hearth.wire.messages import ServedModel
+from hearth.wire.messages import LogProb, ServedModel, TokenLogProbs
 
 USAGE = Usage(7, 3, "stop", 0.5, 0.1, 0.2, 4)
 POSTS = (
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/api/chat", "/api/generate", "/api/embed",
     "/api/embeddings", "/api/show", "/api/pull",
 )  # fmt: skip
+
+
+def _log_probs(word: str) -> TokenLogProbs:
+    each = LogProb(token_id=1, value=-0.5, piece=word.encode())
+    return TokenLogProbs(chosen=each, top=(each,))
 
 
 class ScriptedHome:
@@ -47,7 +52,7 @@ class ScriptedHome:
             for number, word in enumerate(("It ", "is ", "on")):
                 if self._error is not None and number == self._words_before:
                     raise self._error
-                yield Token(word, number, 0.1)
+                yield Token(word, number, 0.1, log_probs=_log_probs(word) if self.asked[-1].get("logprobs") else None)
                 if self._silent:
                     await asyncio.Event().wait()
             yield USAGE
@@ -181,6 +186,24 @@ def test_forms_of_answers_are_constraints() -> None:
     assert [each["tool_choice"] for each in home.asked[:5]] == ["auto", "auto", "required", "turn_on", "auto"]
     assert [each["parallel_tool_calls"] for each in home.asked[2:4]] == [True, False]
     assert home.asked[4]["tools"] == ()
+
+
+def test_log_probabilities_in_all_forms() -> None:
+    home, asked = ScriptedHome(), {**CHAT, "logprobs": True, "top_logprobs": 1}
+    first = {"token": "It ", "logprob": -0.5, "bytes": [73, 116, 32]}
+    (choice,) = ask("/v1/chat/completions", asked, home).json["choices"]
+    assert choice["logprobs"]["content"][0] == {**first, "top_logprobs": [first]}
+    assert (home.asked[0]["logprobs"], home.asked[0]["top_logprobs"]) == (True, 1)
+    pieces = [json.loads(piece[6:]) for piece in ask("/v1/chat/completions", {**asked, "stream": True}).pieces[:-1]]
+    shown = [each["choices"][0]["logprobs"] for each in pieces]
+    assert [each["content"][0]["token"] for each in shown if each] == ["It ", "is ", "on"]
+    (choice,) = ask("/v1/completions", {"model": "tiny", "prompt": "x", "logprobs": 1}).json["choices"]
+    assert choice["logprobs"] == {
+        "tokens": ["It ", "is ", "on"], "token_logprobs": [-0.5] * 3, "text_offset": [0, 3, 6],
+        "top_logprobs": [{"It ": -0.5}, {"is ": -0.5}, {"on": -0.5}],
+    }  # fmt: skip
+    assert ask("/api/chat", {**asked, "stream": False}).json["logprobs"][2]["token"] == "on"
+    assert ask("/v1/chat/completions", {**CHAT, "top_logprobs": 1}).json["error"]["param"] == "top_logprobs"
 
 
 def test_ollama_streams_lines_unless_told_otherwise() -> None:

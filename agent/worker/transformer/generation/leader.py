@@ -142,8 +142,8 @@ class Leader:
         )
         log_fact(log, SequenceResumed(sequence=sequence.cache))
         log.info("a stream goes on with %d rows of its KV cache", request.num_kept_rows)
-        if tokens := sequence.generated[request.num_earlier_tokens :]:
-            replies += self._answer_tokens(sequence, request, tokens)
+        if count := len(sequence.generated) - request.num_earlier_tokens:
+            replies += self._answer_tokens(sequence, request, count)
         return replies
 
     def cancel(self, request_id: bytes) -> None:
@@ -171,12 +171,14 @@ class Leader:
         self._record_time()
         replies: Replies = []
         for cache, new in tokens.items():
-            if not new:
+            if not new.token_ids:
                 replies += self._refuse(cache)
                 continue
-            sequence, appended = self._scheduler.append_tokens(cache, new)
+            sequence, appended = self._scheduler.append_tokens(cache, new.token_ids)
+            if sequence is not None:
+                sequence.log_probs += new.log_probs[: len(appended)]
             if sequence is not None and sequence.number in self._requests:  # it may have been cancelled meanwhile
-                replies += self._answer_tokens(sequence, self._requests[sequence.number], appended)
+                replies += self._answer_tokens(sequence, self._requests[sequence.number], len(appended))
         return replies
 
     def _record_time(self) -> None:
@@ -224,10 +226,12 @@ class Leader:
         )
         return [(request.request_id, Failed.of(error))]
 
-    def _answer_tokens(self, sequence: SequenceState, request: _PendingRequest, tokens: Sequence[int]) -> Replies:
+    def _answer_tokens(self, sequence: SequenceState, request: _PendingRequest, count: int) -> Replies:
+        """Answer with the newest `count` tokens of a sequence."""
         if request.first_token is None:
             request.first_token = time.monotonic()
-        replies: Replies = [(request.request_id, TokensGenerated(token_ids=tuple(tokens)))]
+        tokens, log_probs = (tuple(each[-count:] if count else ()) for each in (sequence.generated, sequence.log_probs))
+        replies: Replies = [(request.request_id, TokensGenerated(token_ids=tokens, log_probs=log_probs))]
         if sequence.ended:
             replies.append((request.request_id, self._end(sequence, request)))
             self._pause(sequence.number, _ENDED_SECONDS)

@@ -247,6 +247,7 @@ class Scheduler:
             first_index=sequence.request.first_index,
             stream=sequence.request.stream,
             grammar=sequence.request.grammar,
+            top_log_probs=sequence.request.top_log_probs,
             moved=moved,
         )
 

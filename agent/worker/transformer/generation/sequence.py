@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from agent.worker.transformer.generation.block_pool import PrefixKey
 from agent.worker.transformer.generation.drafting import Drafter
-from hearth.wire.messages import GenerateTokens
+from hearth.wire.messages import GenerateTokens, TokenLogProbs
 
 
 @dataclass
@@ -21,6 +21,7 @@ class SequenceState:
     pending: list[int]
     num_prompt_tokens: int
     generated: list[int] = field(default_factory=list)
+    log_probs: list[TokenLogProbs] = field(default_factory=list)  # of the generated tokens, if they are asked for
     num_kept_rows: int = 0  # rows that were not computed, when it started first
     cache: int = 0
     blocks: list[int] = field(default_factory=list)  # of the KV cache
@@ -64,6 +65,7 @@ class SequenceState:
             own.stream == request.stream != ""
             and 0 <= count <= len(self.generated) - self.ended
             and (request.first_index, request.max_tokens) == (own.first_index + count, own.max_tokens - count)
-            and (request.sampling, request.stop_ids, request.grammar) == (own.sampling, own.stop_ids, own.grammar)
+            and (request.sampling, request.stop_ids) == (own.sampling, own.stop_ids)
+            and (request.grammar, request.top_log_probs) == (own.grammar, own.top_log_probs)
             and prompt == [*self.prompt, *self.generated[:count]]
         )

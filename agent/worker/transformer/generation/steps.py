@@ -23,7 +23,7 @@ from agent.worker.transformer import blocks, micro_batches, strategies
 from agent.worker.transformer.comm.collectives import Collectives
 from agent.worker.transformer.comm.communicator import Communicator, link_formats
 from agent.worker.transformer.comm.staging import Staging
-from agent.worker.transformer.generation import decoding, sampling
+from agent.worker.transformer.generation import decoding, log_probs, sampling
 from agent.worker.transformer.generation.cache_exchange import CacheExchange
 from agent.worker.transformer.generation.constraints import Constraints
 from agent.worker.transformer.generation.facts import StepBegun, log_fact
@@ -41,7 +41,16 @@ from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.platform.allocator import give_back_freed_buffers
-from hearth.wire.messages import MAX_KEPT_BLOCKS, AdoptedPrefixes, SequenceRows, StepOrder, decode, encode, split_keys
+from hearth.wire.messages import (
+    MAX_KEPT_BLOCKS,
+    AdoptedPrefixes,
+    SequenceRows,
+    StepOrder,
+    TokenLogProbs,
+    decode,
+    encode,
+    split_keys,
+)
 
 log = logging.getLogger("hearth.worker")
 
@@ -50,7 +59,15 @@ LEADER_RANK = 0  # the rank that schedules the steps
 # has some dozens.
 _MAX_ORDERS_BEHIND = 64
 
-SampledTokens: TypeAlias = dict[int, list[int]]  # the new tokens of each sequence: accepted drafts, and one more
+
+class NewTokens(NamedTuple):
+    """The new tokens of a sequence: accepted drafts, and one more; none if its grammar cannot be followed any further."""
+
+    token_ids: list[int]
+    log_probs: list[TokenLogProbs]  # of each token, if they are asked for
+
+
+SampledTokens: TypeAlias = dict[int, NewTokens]  # by the number of the sequence
 
 
 class _SampledRow(NamedTuple):
@@ -400,42 +417,54 @@ class StepExecutor:
             self._communicator.key(tile, Phase.CANDIDATES, LEADER_RANK, rank) for tile in range(len(sampled)) for rank in others
         ]  # fmt: skip
         arrived = iter(self._communicator.receive(keys))
-        of_sequences: dict[int, list[np.ndarray[Any, Any]]] = {}
+        of_sequences: dict[int, list[list[np.ndarray[Any, Any]]]] = {}
         for row, parts in zip(sampled, candidates, strict=True):
-            of_sequences.setdefault(row.sequence, []).append(np.concatenate([*parts, *(next(arrived) for _ in others)]))
+            of_sequences.setdefault(row.sequence, []).append([*parts, *(next(arrived) for _ in others)])
         for sequence, rows in of_sequences.items():
-            self.observe_candidates(sequence, rows[0])
+            if self._caches[sequence].top_log_probs is None:  # the coordinator's own request asks for none
+                self.observe_candidates(sequence, np.concatenate(rows[0]))
         return {sequence: self._sample_tokens(sequence, rows) for sequence, rows in of_sequences.items()}
 
     def _candidates(self, row: _SampledRow, logits_V: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         cache, first_id = self._caches[row.sequence], self._shard.embedding.vocabulary.start
         tokens = cache.tokens[: row.num_tokens]
         index = _answer_index(cache, len(tokens))
+        selected: np.ndarray[Any, Any]
         try:
             allowed_V = self._constraints.allowed(row.sequence, tokens[len(tokens) - index :])
         except BadGrammar as error:
             log.warning("%s", error)
-            return np.array([[first_id, np.nan]], np.float32)  # tells rank 0 that no token may be chosen
-        return sampling.select_candidates(logits_V, first_id, cache.sampling, tokens, index, allowed_V)
+            selected = np.array([[first_id, np.nan]], np.float32)  # tells rank 0 that no token may be chosen
+        else:
+            selected = sampling.select_candidates(logits_V, first_id, cache.sampling, tokens, index, allowed_V)
+        if cache.top_log_probs is None:
+            return selected
+        return log_probs.share(selected, logits_V, first_id, cache.top_log_probs)
 
-    def _sample_tokens(self, sequence: int, candidates: Sequence[np.ndarray[Any, Any]]) -> list[int]:
-        """The new tokens of a sequence, given the candidates after its newest settled token and after each drafted one.
-
-        None if its grammar cannot be followed any further.
-        """
+    def _sample_tokens(self, sequence: int, candidates: Sequence[list[np.ndarray[Any, Any]]]) -> NewTokens:
+        """The new tokens of a sequence, given the candidates after its newest settled token and after each drafted one."""
         cache = self._caches[sequence]
         num_settled = len(cache.settled_tokens)
 
+        found: list[TokenLogProbs] = []
+
         def sample(num_drafted: int) -> int | None:
-            candidates_n2 = candidates[num_drafted]
+            shares = candidates[num_drafted]
+            if cache.top_log_probs is not None:
+                merged = log_probs.MergedShares(shares)
+                shares = merged.candidates
+            candidates_n2 = np.concatenate(shares)
             if candidates_n2.ndim != 2 or candidates_n2.shape[1] != 2:
                 raise BadMessage(reason=f"candidates have the shape {candidates_n2.shape}")
             if not len(candidates_n2) or np.isnan(candidates_n2).any():
                 return None
             index = _answer_index(cache, num_settled + num_drafted)
-            return sampling.sample_token(candidates_n2, cache.sampling, index)
+            token_id = sampling.sample_token(candidates_n2, cache.sampling, index)
+            if cache.top_log_probs is not None:
+                found.append(merged.log_probs(token_id, cache.top_log_probs))
+            return token_id
 
-        return sampling.verify_drafts(cache.tokens[num_settled:], sample)
+        return NewTokens(sampling.verify_drafts(cache.tokens[num_settled:], sample), found)
 
 
 def _answer_index(cache: SequenceCache, num_tokens: int) -> int:

@@ -145,6 +145,7 @@ class Script:
         prefix_scope: str = "",
         max_drafted: int = 0,
         grammar: str = "",
+        top_log_probs: int | None = None,
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         assert token_ids.dtype == np.int32
         assert timeout_seconds > 0
