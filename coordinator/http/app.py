@@ -27,6 +27,7 @@ from coordinator.http.openai import models
 from coordinator.http.openai.chat import chat_completion
 from coordinator.http.openai.completions import completion
 from coordinator.http.openai.embeddings import embeddings
+from coordinator.http.openai.responses import response
 from coordinator.http.parts import while_connected
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import with_timeout
@@ -41,6 +42,7 @@ _HANDLERS: Mapping[tuple[str, str], Handler] = {
     ("POST", "/v1/chat/completions"): chat_completion,
     ("POST", "/v1/completions"): completion,
     ("POST", "/v1/embeddings"): embeddings,
+    ("POST", "/v1/responses"): response,
     ("GET", "/v1/models"): models.models,
     ("GET", "/v1/models/{model:path}"): models.model,
     ("GET", "/api/tags"): library.tags,

@@ -25,7 +25,7 @@ from hearth.wire.messages import LogProb, ServedModel, TokenLogProbs
 
 USAGE = Usage(7, 3, "stop", 0.5, 0.1, 0.2, 4)
 POSTS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/api/chat", "/api/generate", "/api/embed",
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/api/chat", "/api/generate", "/api/embed",
     "/api/embeddings", "/api/show", "/api/pull",
 )  # fmt: skip
 
@@ -206,6 +206,49 @@ def test_log_probabilities_in_all_forms() -> None:
     assert ask("/v1/chat/completions", {**CHAT, "top_logprobs": 1}).json["error"]["param"] == "top_logprobs"
 
 
+def test_responses_whole_and_streamed() -> None:
+    home, schema = ScriptedHome(), {"type": "object"}
+    items = [
+        {"role": "developer", "content": "Be kind."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Light?"}]},
+        {"type": "reasoning", "id": "r", "summary": []},
+        {"type": "function_call", "call_id": "c", "name": "turn_on", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "done"},
+    ]
+    asked = {
+        "model": "tiny", "input": items, "instructions": "Short.", "max_output_tokens": 9, "store": False,
+        "tools": [{"type": "function", "name": "turn_on", "parameters": {}, "strict": True}], "tool_choice": "required",
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}},
+        "include": ["message.output_text.logprobs"],
+    }  # fmt: skip
+    whole = ask("/v1/responses", asked, home).json
+    (given,) = home.asked
+    assert [each["role"] for each in given["messages"]] == ["system", "system", "user", "assistant", "tool"]
+    assert given["messages"][3]["tool_calls"] == [{"id": "c", "function": {"name": "turn_on", "arguments": "{}"}}]
+    assert (given["schema"], given["tool_choice"], given["max_tokens"]) == (schema, "required", 9)
+    assert given["tools"] == [{"type": "function", "function": {"name": "turn_on", "parameters": {}}}]
+    (message,) = whole["output"]
+    assert (whole["status"], message["content"][0]["text"], whole["usage"]["total_tokens"]) == (
+        "completed",
+        "It is on",
+        10,
+    )
+    assert [each["token"] for each in message["content"][0]["logprobs"]] == ["It ", "is ", "on"]
+
+    pieces = ask("/v1/responses", {"model": "tiny", "input": "Light?", "stream": True}).pieces
+    events = [json.loads(piece.partition(b"data: ")[2]) for piece in pieces]
+    assert [each["sequence_number"] for each in events] == list(range(len(events)))
+    assert [each["type"].removeprefix("response.") for each in events] == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
+        "output_text.delta", "output_text.done", "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    assert events[0]["response"]["status"] == "in_progress"
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "It is on"
+    failing = ScriptedHome(StepFailed(device="attic", reason="r"), words_before=1)
+    broken = ask("/v1/responses", {"model": "tiny", "input": "Light?", "stream": True}, failing).pieces[-1]
+    assert "Try again" in json.loads(broken.partition(b"data: ")[2])["error"]["message"]
+
+
 def test_ollama_streams_lines_unless_told_otherwise() -> None:
     lines = [json.loads(piece) for piece in ask("/api/chat", {**CHAT, "keep_alive": -1.0}).pieces]
     assert "".join(line["message"]["content"] for line in lines) == "It is on"
@@ -282,6 +325,11 @@ def test_client_that_goes_away_ends_the_answer(path: str) -> None:
         ("/v1/completions", {"model": "tiny", "prompt": "x", "echo": True}, 400, "echo"),
         ("/v1/embeddings", {"model": "tiny", "input": [[1, 2]]}, 400, "input"),
         ("/v1/embeddings", [1], 400, None),
+        ("/v1/responses", {"model": "tiny", "input": "x", "previous_response_id": "r"}, 400, "previous_response_id"),
+        ("/v1/responses", {"model": "tiny", "input": "x", "store": True}, 400, "store"),
+        ("/v1/responses", {"model": "tiny", "input": [{"type": "item_reference"}]}, 400, "input.0.type"),
+        ("/v1/responses", {"model": "tiny", "input": "x", "tools": [{"type": "web_search"}]}, 400, "tools.0"),
+        ("/v1/responses", {"model": "tiny", "input": "x", "text": {"format": {"type": "xml"}}}, 400, "text.format.type"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_field(path: str, body: object, status: int, field: str | None) -> None:
