@@ -125,7 +125,9 @@ async def response(call: Call) -> Answer:
     asked = ResponseRequest.read(call.body)
     arguments = asked.arguments()
     served = await call.ready(asked.model)
-    generation = asked.generate(served.home, 0, asked.max_output_tokens or asked.max_tokens, **arguments)
+    generation = asked.generate(
+        served.home, 0, asked.max_output_tokens or asked.max_tokens, model=served.deployment, **arguments
+    )
     head = {"id": new_id("resp"), "object": "response", "created_at": now(), "model": served.model, **asked.shown()}
     events = ResponseEvents(head)
     if asked.stream:
