@@ -80,7 +80,12 @@ class ResponseEvents:
             head = (
                 {"type": "message", "role": "assistant"} if kind == "message" else {"type": "reasoning", "summary": []}
             )
-            item = {"id": new_id("msg" if kind == "message" else "rs"), **head, "status": "in_progress", "content": []}
+            item: dict[str, Any] = {
+                "id": new_id("msg" if kind == "message" else "rs"),
+                **head,
+                "status": "in_progress",
+                "content": [],
+            }
             self._items.append(item)
             events.append(
                 self._event("response.output_item.added", output_index=len(self._items) - 1, item=_copy(item))
