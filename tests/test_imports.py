@@ -29,6 +29,7 @@ PURE_MODULES = (
     "agent.worker.transformer.generation.block_pool",
     "agent.worker.transformer.generation.drafting",
     "agent.worker.transformer.generation.prefix_blocks",
+    "agent.worker.transformer.generation.log_probs",
     "agent.worker.transformer.generation.logit_errors",
     "agent.worker.transformer.generation.sampling",
     "agent.worker.transformer.generation.scheduler",

@@ -1,4 +1,4 @@
-"""The events of a response's stream, and the response that they add up to. Pure."""
+"""The events of a response's stream, and the response that they add up to."""
 
 from __future__ import annotations
 
