@@ -27,6 +27,7 @@ class TelemetryReader:
         self._root = root
         self._cpu_model = cpu_model(root)
         self._num_cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+        psutil.cpu_percent()  # the first reading is measured from here on
 
     def read(self, now: float) -> Telemetry:
         """Read the current state; `now` is the wall clock in Unix seconds."""
@@ -54,6 +55,7 @@ class TelemetryReader:
             compute_device=self._gpu.compute_device,
             clock_unix_seconds=now,
             python_version=platform.python_version(),
+            cpu_load=psutil.cpu_percent() / 100,
         )
 
     @property

@@ -13,7 +13,7 @@ class MessageRule(NamedTuple):
     """A type of message that clients may send."""
 
     name: str  # of its class
-    for_apps: bool  # whether an app may send it; all others need an admin key
+    roles: Sequence[str]  # of the apps that may send it; all others need an admin key
     any_version: bool  # whether a peer of another protocol version may send it
 
 
@@ -23,6 +23,7 @@ class Access(NamedTuple):
     admins: Sequence[str]  # public keys
     apps: Mapping[str, str]  # public keys, with the names of the apps
     revoked: Mapping[str, str]
+    roles: Mapping[str, str]  # of apps with another role than "app", by public key
     app_limits: Limits  # of each app
     admin_limits: Limits  # of each administrator
     app_bytes: int  # of the requests and unread answers of all apps together
@@ -39,8 +40,8 @@ class Access(NamedTuple):
             raise AppRevoked(app=self.revoked[public_key])
         if public_key not in self.apps:
             raise NotAuthorised(role="none", action="ask this coordinator")
-        if not rule.for_apps:
-            raise NotAuthorised(role="app", action=f"send {rule.name}")
+        if (role := self.roles.get(public_key, "app")) not in rule.roles:
+            raise NotAuthorised(role=role, action=f"send {rule.name}")
 
     def limits(self, public_key: str) -> Limits:
         """The limits of a key that is admitted."""

@@ -83,5 +83,5 @@ def decode_access(data: bytes) -> Access:
 
 
 def _access(fields: Sequence[Any]) -> Access:
-    admins, apps, revoked, app_limits, admin_limits, app_bytes = fields
-    return Access(admins, apps, revoked, Limits(*app_limits), Limits(*admin_limits), app_bytes)
+    admins, apps, revoked, roles, app_limits, admin_limits, app_bytes = fields
+    return Access(admins, apps, revoked, roles, Limits(*app_limits), Limits(*admin_limits), app_bytes)

@@ -16,6 +16,7 @@ from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from coordinator.plan.limits import limit_violation, unknown_names
 from coordinator.serve import lifecycle as cycle
+from coordinator.serve.events.plans import lifecycle_events
 from coordinator.serve.goal import TransformerModel, allowed_devices
 from coordinator.serve.kinds.graph import GraphKind
 from coordinator.serve.kinds.kind import ModelKind, SharedServices
@@ -205,14 +206,16 @@ class Controller:
         """Apply an event to the life cycle and start the resulting actions; no effect once `run` ends."""
         if self._has_ended:
             return
-        before = self.state
+        before, state_before = self.lifecycle, self.state
         self.lifecycle, actions = cycle.step(self.lifecycle, event, self._clock())
         if self.lifecycle.plan is not None:  # the next plan of another deployment has a newer epoch
             self._services.fleet.last_epoch = max(self._services.fleet.last_epoch, self.lifecycle.last_epoch)
             plans = [self.lifecycle.plan, *filter(None, [self.lifecycle.next_plan])]
             self._services.resources.take(self.name, plans)
-        if self.state != before:
+        if self.state != state_before:
             self._services.report(self.state)
+        for recorded in lifecycle_events(self.name, before, self.lifecycle):
+            self._services.record(recorded)
         for action in actions:
             self._execute_immediate(action, self.lifecycle.error)
         if remaining := [action for action in actions if action not in _IMMEDIATE_ACTIONS]:

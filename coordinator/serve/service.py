@@ -17,6 +17,7 @@ import hearth
 from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
+from coordinator.devices.registry import Device
 from coordinator.devices.silences import SilenceFile
 from coordinator.serve.clients.client_port import ClientPort
 from coordinator.serve.clients.disclosure import error_for_app, response_for_app
@@ -28,6 +29,11 @@ from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
 from coordinator.serve.deployments import Deployments
 from coordinator.serve.durable_file import RETRY_SECONDS
+from coordinator.serve.events.file import EventFile
+from coordinator.serve.events.metrics import CONTENT_TYPE, HomeMetrics
+from coordinator.serve.events.requests import recorded
+from coordinator.serve.events.samples import DeviceChanges, keep_sampling
+from coordinator.serve.events.stream import EventStream
 from coordinator.serve.kinds.kind import SharedServices
 from coordinator.serve.requests.admission import CALLER
 from coordinator.serve.standby.followers import Followers
@@ -89,14 +95,20 @@ class Service:
             settings.name,
             settings.interfaces,
             settings.devices,
-            on_change=lambda device: self.deployments.device_changed(device),
+            on_change=self._device_changed,
             holder=self._state.load().holder,
             device_keys=lambda: self._devices.current().keys,
             known_silences=self._silences.devices,
         )
         profiler = Profiler(self._fleet, settings.state_dir / "profiles", report, provisional=True)
-        self._services = SharedServices(self._fleet, profiler, settings, self._state, report, progress)
+        self._events = EventStream(EventFile(settings.state_dir / "events.jsonl"))
+        self._device_changes = DeviceChanges(self._events)
+        self._services = SharedServices(
+            self._fleet, profiler, settings, self._state, report, progress, record=self._events.record
+        )
         self.deployments = Deployments(self._services)
+        self._metrics = HomeMetrics(self._fleet, profiler, self.deployments.controllers)
+        self._events.listeners.append(self._metrics.count)
         self._repeats = RepeatedChanges()
         self._leadership = Leadership(self._fleet, self._state, self.deployments.lose_all)
         self._followers = Followers()
@@ -144,7 +156,9 @@ class Service:
                 self.deployments.run(), notifier.keep_alive(lambda: self.deployments.state, self.deployments.proofs),
                 self._save_later(), self._leadership.run(), self._watch_disk(), self._hand_over.accepted.wait(),
                 self._silences.keep(self._fleet.devices), self._services.resources.watch(self._fleet.devices),
+                self._events.run(), keep_sampling(self._fleet, self._services.profiler, self._events),
             ]  # fmt: skip
+            self._events.record(wire.CoordinatorStarted(name=self._settings.name, version=hearth.__version__))
             if self._settings.http:
                 background.append(keep_http_gateway(self._settings, self._trust, port.port, self._services.report))
             futures = set(map(asyncio.ensure_future, background))
@@ -242,6 +256,10 @@ class Service:
                 log.warning("%s cannot be copied to a standby: %s", controller.goal.path, error)
         return replica_files(self._settings.state_dir, self._state.load(), models)
 
+    def _device_changed(self, device: Device) -> None:
+        self._device_changes.note(device)
+        self.deployments.device_changed(device)
+
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which the RPC server sends to the client."""
         CALLER.set(caller.public_key)
@@ -275,12 +293,18 @@ class Service:
             handler = controller.kind.handlers.get(type(message))
             if handler is None:
                 raise BadRequest(reason=controller.kind.usage)
-            return await handler(message, payload)
+            app = self._trust.apps.current().keys.get(caller.public_key, "")
+            return await recorded(message, controller, app, handler(message, payload), self._events.record)
         if isinstance(message, wire.ListDevices):
             await self._fleet.refresh_telemetry()
             return wire.DeviceList(
                 devices=tuple(self._fleet.device_infos()), links=tuple(self._services.profiler.links.values())
             )
+        if isinstance(message, wire.WatchEvents):
+            return await self._events.watch(message)
+        if isinstance(message, wire.GetMetrics):
+            self._events.note_reader()
+            return Reply(wire.Metrics(content_type=CONTENT_TYPE), [self._metrics.text()])
         if isinstance(message, wire.GetStatus):
             return self._status(self.deployments.for_request(message))
         if isinstance(message, wire.Follow):
@@ -319,7 +343,7 @@ class Service:
             case wire.StopModel():
                 return wire.ModelChanged(deployment=await self.deployments.remove(message.name))
             case wire.AddApp():
-                self._trust.apps.add(message.name, message.public_key)
+                self._trust.apps.add(message.name, message.public_key, message.role)
                 self._port.change_access()
             case wire.RevokeApp():
                 await self._revoke(message.name)
@@ -353,7 +377,7 @@ class Service:
     async def _merge_keys(self, message: wire.Follow) -> None:
         """Admit and revoke the keys that a standby has and this coordinator lacks: it may have led meanwhile."""
         apps, devices = (
-            registry.merge(dict(theirs.admitted), dict(theirs.revoked))
+            registry.merge(dict(theirs.admitted), dict(theirs.revoked), dict(theirs.roles))
             for registry, theirs in ((self._trust.apps, message.apps), (self._devices, message.devices))
         )
         admitted, revoked = {**apps.keys, **devices.keys}, {**apps.revoked, **devices.revoked}

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from hearth.client import answers
 from hearth.client.arrays import Arrays, InferenceResult, array_frames, decode_inference
 from hearth.client.connection import Connection, error_margin
+from hearth.client.events import AsyncEvents
 from hearth.errors import (
     BadRequest,
     ConnectionLost,
@@ -55,6 +56,8 @@ _MAX_PAUSE_SECONDS = 0.5
 # Errors after which a call is repeated: the request was not sent, its answer was lost, or the coordinator does not serve now.
 _REPEATED = (Unreachable, ConnectionLost, NotServing)
 
+# Without a message about events, after which a coordinator is silent: it sends one every 5 s.
+_EVENTS_SILENCE_SECONDS = 20.0
 _SEED_BITS = 62  # of the seed of a sampled answer; the protocol's limit is 63
 
 _M = TypeVar("_M", bound=wire.Message)
@@ -260,12 +263,34 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         """
         return (await self._ask(wire.StopModel, wire.ModelChanged, timeout_seconds, name=name)).deployment
 
-    async def add_app(self, name: str, public_key: str, timeout_seconds: float = CALL_SECONDS) -> str:
-        """Authorise an app's public key (Z85) to request inference (admin key).
+    def events(
+        self, since: str = "", kinds: Sequence[str] = (), follow: bool = True, timeout_seconds: float = 60.0
+    ) -> AsyncEvents:
+        """Iterate over what the coordinator records; `async for recorded in home.events()` (admin key, or role observer).
+
+        `since`: empty for all events that are kept, "now" for later ones, or the `cursor` of an earlier iterator. `kinds`: of
+        `hearth.wire.messages.EVENT_KINDS`; empty for all. Without `follow`, it ends after the events that are there.
+        `timeout_seconds` bounds the time without a coordinator; it goes on with the one that leads then.
+        """
+        request = answers.valid(
+            wire.WatchEvents, since=since, kinds=tuple(kinds), follow=follow, **_request_fields(timeout_seconds)
+        )
+        return AsyncEvents(self._watch(request, timeout_seconds))
+
+    async def metrics(self, timeout_seconds: float = CALL_SECONDS) -> str:
+        """Return all metrics in Prometheus's text format (admin key, or an app's with the role metrics or observer)."""
+        reply = await self._call(wire.GetMetrics(**_request_fields(timeout_seconds)), (), timeout_seconds)
+        wire.expect_message(reply.message, wire.Metrics, "the coordinator")
+        return bytes(reply.payload[0]).decode() if reply.payload else ""
+
+    async def add_app(
+        self, name: str, public_key: str, timeout_seconds: float = CALL_SECONDS, role: wire.AppRole = "app"
+    ) -> str:
+        """Authorise an app's public key (Z85) to request inference, or as its role says (admin key).
 
         Returns why this may be lost, empty if it lasts; so do the other changes of keys. Then repeat it later.
         """
-        return await self._ask_change(wire.AddApp, timeout_seconds, name=name, public_key=public_key)
+        return await self._ask_change(wire.AddApp, timeout_seconds, name=name, public_key=public_key, role=role)
 
     async def revoke_app(self, name: str, timeout_seconds: float = CALL_SECONDS) -> str:
         """Revoke an app's key; its next request is refused (admin key)."""
@@ -352,6 +377,31 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             except WrongKey as error:
                 await repeats.ask_another(client, error)
                 resumed = bool(received)
+
+    async def _watch(
+        self, request: wire.WatchEvents, timeout_seconds: float
+    ) -> AsyncGenerator[wire.EventsRecorded, None]:
+        """Stream the events; after a loss of the connection, go on after those that have arrived."""
+        repeats, cursor = _Repeats(timeout_seconds, self._connection), request.since
+        while True:
+            client: RpcClient | None = None
+            try:
+                client = await self._connection.client(repeats.failed, repeats.remaining_seconds)
+                asked = repeats.adjusted(request).model_copy(update={"since": cursor})
+                stream = client.stream(asked, timeout_seconds=_EVENTS_SILENCE_SECONDS, last=wire.Done)
+                async with aclosing(stream) as replies:
+                    async for reply in replies:
+                        if isinstance(reply.message, wire.Done):
+                            return
+                        batch = wire.expect_message(reply.message, wire.EventsRecorded, "the coordinator")
+                        cursor = batch.cursor
+                        repeats = _Repeats(timeout_seconds, self._connection)
+                        yield batch
+                raise ConnectionLost(endpoint="the coordinator")  # it has ended the stream
+            except _REPEATED as error:
+                await repeats.pause(client, error)
+            except WrongKey as error:
+                await repeats.ask_another(client, error)
 
 
 class _Repeats:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hearth.client.answers import AsyncGeneration, Generation
+from hearth.client.events import AsyncEvents, Events
 from hearth.client.home import CALL_SECONDS, AsyncHome
 from hearth.errors import ConnectionLost, HearthError
 from hearth.platform.security import Credential, coordinator_access, resolve_credential
@@ -45,6 +46,19 @@ def _blocking_iterator(
     @functools.wraps(call)
     def wrapper(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> Generation:
         return Generation(call(self._home, *args, **kwargs), self._run, self._loop)
+
+    wrapper.__doc__ = str(call.__doc__).replace("async for", "for")
+    return wrapper
+
+
+def _blocking_events(
+    call: Callable[Concatenate[AsyncHome, _P], AsyncEvents],
+) -> Callable[Concatenate[Home, _P], Events]:
+    """As `_blocking`, for a method that returns `AsyncEvents`."""
+
+    @functools.wraps(call)
+    def wrapper(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> Events:
+        return Events(call(self._home, *args, **kwargs), self._run, self._loop)
 
     wrapper.__doc__ = str(call.__doc__).replace("async for", "for")
     return wrapper
@@ -98,6 +112,8 @@ class Home(AbstractContextManager["Home"]):
     status = _blocking(AsyncHome.status)
     serve_model = _blocking(AsyncHome.serve_model)
     stop_model = _blocking(AsyncHome.stop_model)
+    events = _blocking_events(AsyncHome.events)
+    metrics = _blocking(AsyncHome.metrics)
     add_app = _blocking(AsyncHome.add_app)
     revoke_app = _blocking(AsyncHome.revoke_app)
     add_device = _blocking(AsyncHome.add_device)

@@ -71,6 +71,46 @@ _WORKER = m.WorkerStatus(
     late_rank=2,
 )
 _ASKED = {"request_id": "r1", "deployment": "minilm"}
+_EVENTS: tuple[m.Event, ...] = (
+    m.RequestEnded(
+        request_id="r1",
+        app="lamp",
+        deployment="minilm",
+        model="minilm",
+        operation="embed",
+        outcome="failed",
+        devices=("a", "b"),
+        seconds=0.5,
+        queued_seconds=0.25,
+        error="DeviceLost",
+        message="It is lost.",
+        advice="Wait.",
+    ),
+    m.DeviceSampled(
+        device_id="d",
+        name="a",
+        cpu_load=0.5,
+        gpu_load=0.25,
+        memory_available_bytes=1 << 30,
+        memory_budget_bytes=1 << 29,
+        worker_peak_bytes=1 << 28,
+        temperature_celsius=51.5,
+    ),
+    m.DeviceChanged(device_id="d", name="a", state="dead", reason="no answer"),
+    m.LinkRated(source="d", target="e", bytes_per_second=1e7, round_trip_seconds=0.001),
+    m.PlanChanged(
+        deployment="minilm",
+        model="minilm",
+        strategy="hmp",
+        planner="galaxy",
+        epoch=3,
+        devices=("a", "b"),
+        predicted_seconds=0.25,
+        reason="DeviceLost",
+    ),
+    m.PhaseChanged(deployment="minilm", phase="serving", cause="warm-up request completed"),
+    m.CoordinatorStarted(name="home", version="0.1.0"),
+)
 _ARRAY = m.ArrayInfo(name="x", dtype="float32", shape=(1, 3, 224, 224))
 _SAMPLING = m.Sampling(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.1, seed=7)
 _MOVE = m.PhaseEntered(phase="failed", cause="No device answered.", seconds_ago=12.5, times=3)
@@ -246,6 +286,12 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.ServeModel(request_id="r1", goal='{"kind":"graph","model_file":"/srv/detector.onnx"}', name="detector", plan=_GRAPH_PLAN),
     m.StopModel(request_id="r1", name="detector"),
     m.ModelChanged(deployment="detector"),
+    m.WatchEvents(**_ASKED, since="ab12-1000007", kinds=("request_ended",), follow=False),
+    m.EventsRecorded(events=tuple(
+        m.RecordedEvent(number=number, unix_seconds=1.5e9, event=event) for number, event in enumerate(_EVENTS, 1000008)
+    ), cursor="ab12-1000014", has_gap=True),
+    m.GetMetrics(**_ASKED),
+    m.Metrics(content_type="text/plain; version=0.0.4; charset=utf-8"),
     m.AddApp(**_ASKED, name="lamp", public_key=_KEY),
     m.RevokeApp(**_ASKED, name="lamp"),
     m.AddDevice(**_ASKED, name="kitchen", public_key=_KEY),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -13,6 +14,8 @@ from coordinator.serve.durable_file import DurableFile
 from hearth.errors import BadRequest
 
 _NAME = re.compile(r"^[a-z0-9-]{1,32}$")
+_APP = "app"  # the role of a key without an entry in `roles`
+_NO_ROLES: Mapping[str, str] = MappingProxyType({})
 
 
 class RegisteredKeys(BaseModel):
@@ -22,6 +25,7 @@ class RegisteredKeys(BaseModel):
 
     keys: dict[str, str] = {}  # admitted
     revoked: dict[str, str] = {}
+    roles: dict[str, str] = {}  # of admitted keys that have another role than "app"
 
 
 def device_keys(state_dir: Path) -> Callable[[], Collection[str]]:
@@ -42,10 +46,10 @@ class KeyRegistry:
         self._file_stamp: tuple[int, int] | None = None  # None: not read yet
         self._keys = RegisteredKeys()
 
-    def add(self, name: str, public_key: str) -> None:
+    def add(self, name: str, public_key: str, role: str = _APP) -> None:
         """Admit a key; a repetition has no effect. Raises BadRequest for an invalid name or one in use, or a revoked key."""
         known = self.current()
-        if known.keys.get(public_key) == name:
+        if known.keys.get(public_key) == name and known.roles.get(public_key, _APP) == role:
             return
         if public_key in known.revoked:
             raise BadRequest(reason=f"this key of the {self._holder} '{known.revoked[public_key]}' was revoked")
@@ -55,7 +59,8 @@ class KeyRegistry:
             )
         if name in known.keys.values():
             raise BadRequest(reason=f"there is a key of the {self._holder} '{name}' already; revoke it first")
-        self._write(RegisteredKeys(keys={**known.keys, public_key: name}, revoked=known.revoked))
+        roles = known.roles if role == _APP else {**known.roles, public_key: role}
+        self._write(RegisteredKeys(keys={**known.keys, public_key: name}, revoked=known.revoked, roles=roles))
 
     def revoke(self, name: str) -> None:
         """Revoke a key; a repetition has no effect. Raises BadRequest if no key has or had this name."""
@@ -67,9 +72,12 @@ class KeyRegistry:
             names = ", ".join(sorted(known.keys.values())) or "none"
             raise BadRequest(reason=f"there is no key of the {self._holder} '{name}'; admitted are: {names}")
         remaining = {key: app for key, app in known.keys.items() if app != name}
-        self._write(RegisteredKeys(keys=remaining, revoked={**known.revoked, **revoked}))
+        roles = {key: role for key, role in known.roles.items() if key in remaining}
+        self._write(RegisteredKeys(keys=remaining, revoked={**known.revoked, **revoked}, roles=roles))
 
-    def merge(self, admitted: Mapping[str, str], revoked: Mapping[str, str]) -> RegisteredKeys:
+    def merge(
+        self, admitted: Mapping[str, str], revoked: Mapping[str, str], roles: Mapping[str, str] = _NO_ROLES
+    ) -> RegisteredKeys:
         """Add the keys that another coordinator of this home has admitted or revoked; returns those that were unknown here.
 
         A revocation is never taken back, so that it does not matter which of the two happened first. Of two keys with the
@@ -85,7 +93,10 @@ class KeyRegistry:
             if key not in all_revoked and key not in remaining and name not in remaining.values() and _NAME.match(name)
         }
         if new_keys or new_revoked:
-            self._write(RegisteredKeys(keys={**remaining, **new_keys}, revoked=all_revoked))
+            keys = {**remaining, **new_keys}
+            new_roles = {key: role for key, role in roles.items() if key in new_keys}
+            kept = {key: role for key, role in {**known.roles, **new_roles}.items() if key in keys}
+            self._write(RegisteredKeys(keys=keys, revoked=all_revoked, roles=kept))
         return RegisteredKeys(keys=new_keys, revoked=new_revoked)
 
     def current(self) -> RegisteredKeys:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from coordinator.gateway.access import Access, MessageRule
 from coordinator.serve.clients.key_registry import KeyRegistry, RegisteredKeys
 from coordinator.serve.config import CoordinatorSettings
@@ -17,8 +19,13 @@ _ALL_APPS_BYTES = 256 << 20
 # An administrator may do more, but a program with an error must not exhaust the coordinator either.
 _ADMIN_LIMITS = Limits(total_bytes=512 << 20, request_bytes=512 << 20, per_second=2000.0, burst=2000.0)
 
-# Messages that an app key may send; all others need an admin key.
-_APP_MESSAGES = (wire.Hello, wire.GetReadiness, wire.ListModels, wire.ModelRequest)
+# Messages that apps may send, by their role; all others need an admin key.
+_EVERY_APP = (wire.Hello, wire.GetReadiness, wire.ListModels)
+_MESSAGES_OF: Mapping[wire.AppRole, tuple[type[wire.Message], ...]] = {
+    "app": (*_EVERY_APP, wire.ModelRequest),
+    "metrics": (*_EVERY_APP, wire.GetMetrics),
+    "observer": (*_EVERY_APP, wire.ModelRequest, wire.GetMetrics, wire.WatchEvents),
+}
 # What clients may send.
 CLIENT_MESSAGES = {
     tag: kind
@@ -26,7 +33,9 @@ CLIENT_MESSAGES = {
     if issubclass(kind, wire.Hello | wire.ClientRequest | wire.Follow)
 }
 MESSAGE_RULES = {
-    tag: MessageRule(kind.__name__, issubclass(kind, _APP_MESSAGES), kind.any_version)
+    tag: MessageRule(
+        kind.__name__, [role for role, theirs in _MESSAGES_OF.items() if issubclass(kind, theirs)], kind.any_version
+    )
     for tag, kind in CLIENT_MESSAGES.items()
 }
 
@@ -56,7 +65,9 @@ class Trust:
             )
             app_bytes = max(_ALL_APPS_BYTES, 2 * settings.app_request_bytes)
             self._known = known
-            self._access = Access(self.admins, known.keys, known.revoked, app_limits, _ADMIN_LIMITS, app_bytes)
+            self._access = Access(
+                self.admins, known.keys, known.revoked, known.roles, app_limits, _ADMIN_LIMITS, app_bytes
+            )
         return self._access
 
     def authorise(self, public_key: str, kind: type[wire.Message]) -> None:

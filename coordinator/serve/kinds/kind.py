@@ -23,7 +23,7 @@ from coordinator.serve.state import StateFile
 from hearth.errors import HearthError
 from hearth.plan.plan import Plan
 from hearth.protocol import DEFAULT_DEPLOYMENT
-from hearth.wire.messages import AnswerKind, Message
+from hearth.wire.messages import AnswerKind, Event, Message
 from hearth.wire.rpc import Response
 
 D = TypeVar("D", bound=Deployment)
@@ -44,6 +44,7 @@ class SharedServices:
     spare_planners: SparePlanners = field(default_factory=SparePlanners)
     resources: Resources = field(default_factory=Resources)
     deployment: str = DEFAULT_DEPLOYMENT  # of which these are the services
+    record: Callable[[Event], None] = lambda event: None  # tells those who watch the coordinator what has happened
 
     @property
     def taken(self) -> Callable[[Device], Taken]:

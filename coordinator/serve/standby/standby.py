@@ -349,7 +349,8 @@ def _known_keys(registry: KeyRegistry) -> KnownKeys:
     """The keys of a registry; the latest ones, if there are too many."""
     known = registry.current()
     admitted, revoked = (tuple(keys.items())[-MAX_KEYS:] for keys in (known.keys, known.revoked))
-    return KnownKeys(admitted=admitted, revoked=revoked)
+    roles = tuple((key, known.roles[key]) for key, _ in admitted if key in known.roles)
+    return KnownKeys(admitted=admitted, revoked=revoked, roles=roles)
 
 
 def _addresses(fleet: Fleet) -> str:

@@ -79,6 +79,7 @@ class Telemetry(Message):
     memory_held_bytes: dict[Name, Bytes] = Field(default={}, max_length=MAX_WORKERS)
     # Chunks that the store can take besides those of the plans deployed here, if it drops all others; None: not known.
     store_room_bytes: Bytes | None = None
+    cpu_load: float | None = None  # busy fraction of all cores since the last reading
 
 
 # ---- leases -------------------------------------------------------------------------------------------------------

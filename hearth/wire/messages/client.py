@@ -412,11 +412,16 @@ class ModelChanged(Message):
     deployment: Name
 
 
+# What an app may do: ask models; read the metrics; or ask models and read events and metrics.
+AppRole: TypeAlias = Literal["app", "metrics", "observer"]
+
+
 class AddApp(ClientRequest):
     """Authorise an app's public key. The answer is `KeysChanged`."""
 
     name: Name
     public_key: PublicKey
+    role: AppRole = "app"
 
 
 class RevokeApp(ClientRequest):

@@ -45,6 +45,7 @@ class KnownKeys(WireModel):
 
     admitted: NamedKeys = ()
     revoked: NamedKeys = ()
+    roles: NamedKeys = ()  # of admitted keys of apps with another role than "app": each with its role
 
 
 class Follow(Message):

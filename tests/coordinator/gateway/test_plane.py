@@ -29,12 +29,12 @@ from hearth.wire.quota import Limits
 
 ADMIN, APP, OTHER = "admin", "app", "other"
 RULES = {
-    "get_readiness": MessageRule("GetReadiness", for_apps=True, any_version=False),
-    "add_app": MessageRule("AddApp", for_apps=False, any_version=False),
+    "get_readiness": MessageRule("GetReadiness", roles=["app"], any_version=False),
+    "add_app": MessageRule("AddApp", roles=[], any_version=False),
 }
 LIMITS = Limits(requests=4, total_bytes=100_000, request_bytes=50_000)
 ACCESS = Access(
-    admins=[ADMIN], apps={APP: "lamp", OTHER: "door"}, revoked={}, app_limits=LIMITS,
+    admins=[ADMIN], apps={APP: "lamp", OTHER: "door"}, revoked={}, roles={}, app_limits=LIMITS,
     admin_limits=LIMITS._replace(total_bytes=400_000), app_bytes=120_000,
 )  # fmt: skip
 READINESS = encode(GetReadiness())

@@ -1,0 +1,1 @@
+"""What a coordinator records for its users: events and metrics."""

@@ -1,0 +1,173 @@
+"""The event stream of a coordinator: records, keeps and saves events, and sends them to those who watch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+
+from coordinator.serve.events.file import EventFile
+from coordinator.serve.events.ring import EventRing
+from hearth.errors import BadRequest, DiskHung
+from hearth.platform.asyncio_tools import loop_time, with_timeout
+from hearth.platform.disk import FILE_SECONDS, on_disk
+from hearth.wire import messages as wire
+
+log = logging.getLogger(__name__)
+
+_SAVE_SECONDS = 2.0  # interval of writes; what happened since the last one is lost if the coordinator is killed
+_MAX_UNSAVED = 5000  # events that wait for a disk that fails; the oldest are dropped
+# Left out at each start: numbers that clients may have seen, and that were not saved, must not be used again.
+_SKIPPED_NUMBERS = 1_000_000
+_BATCH_SECONDS = 0.1  # events of this time travel together: a flood of requests costs those who watch one message
+_ALIVE_SECONDS = 5.0  # after which those who watch hear that nothing has happened
+_WATCHED_SECONDS = 60.0  # for which the stream counts as watched after somebody has asked
+
+
+class EventStream:
+    """`record` is called where something happens. Until `run` has read the file, events wait without numbers.
+
+    A client that watches has no queue: it reads on where it stopped. If it is too slow, it misses what is no longer kept.
+    """
+
+    def __init__(self, file: EventFile, clock: Callable[[], float] = time.time) -> None:
+        self._file = file
+        self._clock = clock  # wall clock in Unix seconds
+        self._ring = EventRing()
+        self._stream = ""
+        self._last_number = 0
+        self._early: list[tuple[float, wire.Event]] = []  # before the file was read
+        self._is_read = asyncio.Event()
+        self._unsaved: list[wire.RecordedEvent] = []
+        self._saves = True
+        self._news = asyncio.Event()  # set, and replaced, at the next event
+        self._num_watchers = 0
+        self._asked_at: float | None = None
+        self.listeners: list[Callable[[wire.Event], None]] = []  # called with each event, at once
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody watches, or has asked within the last minute."""
+        asked_now = self._asked_at is not None and loop_time() - self._asked_at < _WATCHED_SECONDS
+        return bool(self._num_watchers) or asked_now
+
+    def note_reader(self) -> None:
+        """Somebody has asked for what is recorded."""
+        self._asked_at = loop_time()
+
+    def record(self, event: wire.Event) -> None:
+        """Add an event. Never fails."""
+        for listener in self.listeners:
+            listener(event)
+        if self._is_read.is_set():
+            self._add(self._clock(), event)
+        else:
+            self._early.append((self._clock(), event))
+
+    async def run(self) -> None:
+        """Read the file, then save events until cancelled."""
+        try:
+            stream, events = await on_disk(self._file.path, FILE_SECONDS, self._file.read)
+        except DiskHung as error:
+            log.warning("events of earlier runs are not shown: %s", error)
+            stream, events = "", []
+        for each in events:
+            self._ring.add(each)
+        self._stream = stream or secrets.token_hex(4)
+        self._last_number = (events[-1].number if events else 0) + _SKIPPED_NUMBERS
+        self._is_read.set()
+        for at, event in self._early:
+            self._add(at, event)
+        self._early.clear()
+        try:
+            while True:
+                await asyncio.sleep(_SAVE_SECONDS)
+                await self._save()
+        finally:
+            if self._unsaved:
+                self._saved(self._append(self._unsaved))
+
+    async def watch(self, request: wire.WatchEvents) -> AsyncGenerator[wire.EventsRecorded | wire.Done, None]:
+        """Answer a request. Raises BadRequest for a kind that there is not."""
+        if unknown := set(request.kinds) - set(wire.EVENT_KINDS):
+            kinds = ", ".join(wire.EVENT_KINDS)
+            raise BadRequest(reason=f"there are no events of the kind '{min(unknown)}'; the kinds are: {kinds}")
+        self.note_reader()
+        return self._watch(request)
+
+    async def _watch(self, request: wire.WatchEvents) -> AsyncGenerator[wire.EventsRecorded | wire.Done, None]:
+        self._num_watchers += 1
+        try:
+            await self._is_read.wait()
+            number, has_gap = self._start(request.since)
+            alive_at = loop_time()
+            while True:
+                news = self._news
+                has_gap |= number > 0 and self._ring.has_dropped(number, request.kinds)
+                events = self._ring.after(number, request.kinds, wire.MAX_EVENTS)
+                is_full = len(events) == wire.MAX_EVENTS
+                number = events[-1].number if is_full else self._last_number
+                if events or has_gap or loop_time() >= alive_at:
+                    cursor = f"{self._stream}-{number}"
+                    yield wire.EventsRecorded(events=tuple(events), cursor=cursor, has_gap=has_gap)
+                    alive_at, has_gap = loop_time() + _ALIVE_SECONDS, False
+                if is_full:
+                    continue
+                if not request.follow:
+                    yield wire.Done()
+                    return
+                with suppress(asyncio.TimeoutError):
+                    await with_timeout(max(alive_at - loop_time(), 0.001), news.wait())
+                    await asyncio.sleep(_BATCH_SECONDS)
+        finally:
+            self._num_watchers -= 1
+
+    def _start(self, since: str) -> tuple[int, bool]:
+        """The number after which to begin, and whether events are missing before it."""
+        if since == "now":
+            return self._last_number, False
+        stream, _, number = since.partition("-")
+        if stream == self._stream and number.isdigit() and int(number) <= self._last_number:
+            return int(number), False
+        return 0, bool(since)
+
+    def _add(self, at: float, event: wire.Event) -> None:
+        self._last_number += 1
+        recorded = wire.RecordedEvent(number=self._last_number, unix_seconds=at, event=event)
+        self._ring.add(recorded)
+        self._unsaved.append(recorded)
+        del self._unsaved[:-_MAX_UNSAVED]
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # ---- the file -------------------------------------------------------------------------------------------------
+
+    async def _save(self) -> None:
+        if not (events := self._unsaved):
+            return
+        self._unsaved = []
+        try:
+            error = await on_disk(self._file.path, FILE_SECONDS, self._append, events)
+        except DiskHung as hung:
+            error = hung
+        if error is not None:
+            self._unsaved = [*events, *self._unsaved][-_MAX_UNSAVED:]
+        self._saved(error)
+
+    def _append(self, events: list[wire.RecordedEvent]) -> Exception | None:
+        try:
+            self._file.append(self._stream, events)
+        except OSError as error:
+            return error
+        return None
+
+    def _saved(self, error: Exception | None) -> None:
+        """Report the first failure, and the first success after one."""
+        if error is not None and self._saves:
+            log.warning("%s cannot be written; events are kept in memory: %s", self._file.path, error)
+        elif error is None and not self._saves:
+            log.warning("%s is written again", self._file.path)
+        self._saves = error is None

@@ -1,0 +1,131 @@
+"""Client side of the event stream: iterators over what a coordinator records."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from typing import Any
+
+from hearth.wire.messages import EventsRecorded, RecordedEvent
+
+_CLOSE_SECONDS = 10.0  # longest wait of `Events.close` for the event loop
+
+
+class AsyncEvents(AbstractAsyncContextManager["AsyncEvents"], AsyncIterator[RecordedEvent]):
+    """Iterator over events. The request is sent when the first one is awaited, or by `open`; closing cancels it.
+
+    `cursor`: to go on after the last event, with `since`; empty before the first answer. `has_gap`: events are missing before
+    the last one, because too many happened meanwhile, or another coordinator leads now.
+    """
+
+    def __init__(self, batches: AsyncGenerator[EventsRecorded, None]) -> None:
+        self.cursor = self._last_cursor = ""  # the latter: after all events that have arrived
+        self.has_gap = False
+        self._batches = batches
+        self._waiting: deque[RecordedEvent] = deque()
+        self._next: asyncio.Future[EventsRecorded] | None = None
+        self._ended = False
+
+    async def open(self) -> None:
+        """Wait until the coordinator has accepted the request. Raises what iterating raises."""
+        if not self.cursor and not self._ended:
+            await self._receive()
+
+    async def __anext__(self) -> RecordedEvent:
+        while not self._waiting:
+            if self._ended:
+                raise StopAsyncIteration
+            await self._receive()
+        event = self._waiting.popleft()
+        if self._waiting:
+            self.cursor = f"{self.cursor.partition('-')[0]}-{event.number}"
+        else:
+            self.cursor = self._last_cursor
+        return event
+
+    async def aclose(self) -> None:
+        """End the request. Does nothing if it has ended."""
+        self._ended = True
+        self._waiting.clear()
+        if self._next is not None and not self._next.done():
+            self._next.cancel()
+            await asyncio.wait({self._next})
+        await self._batches.aclose()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _receive(self) -> None:
+        """Wait for the next answer, which may hold no event. A wait that is cancelled loses none."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._batches))
+        try:
+            batch = await asyncio.shield(self._next)
+        except StopAsyncIteration:
+            self._ended = True
+            return
+        finally:
+            if self._next.done():
+                self._next = None
+        self._waiting.extend(batch.events)
+        self._last_cursor = batch.cursor
+        self.has_gap = batch.has_gap
+        if not batch.events:
+            self.cursor = batch.cursor
+        elif not self.cursor:
+            self.cursor = f"{batch.cursor.partition('-')[0]}-{batch.events[0].number - 1}"
+
+
+class Events(AbstractContextManager["Events"], Iterator[RecordedEvent]):
+    """As `AsyncEvents`, for programs without an event loop. Closing it, or Ctrl-C, ends the request."""
+
+    def __init__(
+        self, events: AsyncEvents, run: Callable[[Coroutine[Any, Any, Any]], Any], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """`run` runs a coroutine in `loop`, which runs in another thread, and waits for its result."""
+        self._events = events
+        self._run = run
+        self._loop = loop
+
+    @property
+    def cursor(self) -> str:
+        """As of `AsyncEvents`."""
+        return self._events.cursor
+
+    @property
+    def has_gap(self) -> bool:
+        """As of `AsyncEvents`."""
+        return self._events.has_gap
+
+    def __next__(self) -> RecordedEvent:
+        try:
+            event: RecordedEvent | None = self._run(self._next_event())
+        except BaseException:
+            self.close()
+            raise
+        if event is None:
+            raise StopIteration
+        return event
+
+    def close(self) -> None:
+        """End the request. Does nothing if it has ended."""
+        closing = self._events.aclose()
+        try:
+            future = asyncio.run_coroutine_threadsafe(closing, self._loop)
+        except RuntimeError:  # the connection was closed, and its event loop with it
+            closing.close()
+            return
+        with suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            future.result(_CLOSE_SECONDS)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _next_event(self) -> RecordedEvent | None:
+        try:
+            return await anext(self._events)
+        except StopAsyncIteration:
+            return None
