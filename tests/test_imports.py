@@ -53,6 +53,7 @@ PURE_MODULES = (
     "coordinator.models.onnx.flops",
     "coordinator.models.onnx.tiling.space",
     "coordinator.models.ordering",
+    "coordinator.serve.events.ring",
     "coordinator.serve.kinds.answer_reader",
     "coordinator.serve.planning.drift",
     "coordinator.serve.requests.fairness",

@@ -12,6 +12,7 @@ from coordinator.cli.commands.demo import demo
 from coordinator.cli.commands.devices import devices
 from coordinator.cli.commands.doctor import doctor
 from coordinator.cli.commands.embed import embed
+from coordinator.cli.commands.events import events
 from coordinator.cli.commands.gateway import gateway
 from coordinator.cli.commands.generate import generate
 from coordinator.cli.commands.infer import bench_model, infer
@@ -48,7 +49,8 @@ def _main(
 
 
 for command in (
-    devices, plan, serve, stop, ps, embed, generate, chat, infer, bench_model, learn, status, gateway, doctor, demo,
+    devices, plan, serve, stop, ps, embed, generate, chat, infer, bench_model, learn, status, events,
+    gateway, doctor, demo,
 ):  # fmt: skip
     # systemd does not restart `hearth serve` after exit status 2 (RestartPreventExitStatus).
     app.command()(handles_errors(command, contradiction_status=2 if command is serve else 1))

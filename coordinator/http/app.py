@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from coordinator.http import hosts
+from coordinator.http import hosts, watching
 from coordinator.http.call import Call, EventStream, Handler
 from coordinator.http.failures import Failure, failure
 from coordinator.http.homes import Homes
@@ -70,10 +70,18 @@ def http_app(homes: Homes, allowed_hosts: tuple[str, ...] = ()) -> Starlette:
             ready = False
         return JSONResponse({"status": "ok" if ready else "not ready"}, 200 if ready else 503)
 
+    async def metrics(request: Request) -> Response:
+        return await watching.metrics(request.state.served)
+
+    async def events(request: Request) -> Response:
+        return await _streamed(request, await watching.events(request.state.served, request))
+
     routes = [
         Route("/", _root),
         Route("/health", health),
         Route("/api/version", _version),
+        Route("/metrics", metrics),
+        Route("/v1/events", events),
         *(Route(path, _endpoint(handler), methods=[method]) for (method, path), handler in _HANDLERS.items()),
     ]
     app = Starlette(
@@ -130,11 +138,15 @@ def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         body = await _json_body(request) if request.method == "POST" else None
         answer = await handler(Call(request.state.served, request.receive, body, request.path_params))
         if isinstance(answer, EventStream):
-            # Whatever fails before the first piece has its own status.
-            return _Pieces(answer, await while_connected(request.receive, anext(answer.events)))
+            return await _streamed(request, answer)
         return JSONResponse(answer)
 
     return endpoint
+
+
+async def _streamed(request: Request, answer: EventStream) -> Response:
+    """The answer in pieces. Whatever fails before the first one has its own status."""
+    return _Pieces(answer, await while_connected(request.receive, anext(answer.events)))
 
 
 class _Pieces(Response):

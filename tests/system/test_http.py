@@ -206,6 +206,61 @@ def test_model_of_another_kind_is_refused(home: TestHome, token: str) -> None:
     assert (show["capabilities"], show["model_info"]["hearth.context_length"]) == (["completion"], 320)
 
 
+# ---- events and metrics -----------------------------------------------------------------------------------------------
+
+
+def test_metrics_count_requests_and_need_a_token_of_their_role(home: TestHome, token: str) -> None:
+    scraper = new_token(home, "prometheus", "metrics")
+    labels = 'api="generate",model="tiny",outcome="served"'
+    before = value_of(ask(home, "GET", "/metrics", scraper).text, f"hearth_requests_total{{{labels}}}")
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 2}
+    for _ in range(3):
+        assert ask(home, "POST", "/v1/chat/completions", token, body).status == 200
+    answer = ask(home, "GET", "/metrics", scraper)
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert value_of(answer.text, f"hearth_requests_total{{{labels}}}") == before + 3
+    assert value_of(answer.text, 'hearth_device_up{device="a"}') == 1
+    assert ask(home, "GET", "/metrics").status == 401
+    assert ask(home, "GET", "/metrics", token).status == 403
+    assert ask(home, "POST", "/v1/chat/completions", scraper, body).status == 403
+    assert ask(home, "GET", "/v1/events", scraper).status == 403
+
+
+def test_events_are_streamed_and_resumed(home: TestHome, token: str) -> None:
+    observer = new_token(home, "screen", "observer")
+    assert ask(home, "GET", "/v1/events", token).status == 403
+    assert ask(home, "GET", "/v1/events?kinds=weather", observer).status == 400
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 2}
+    with asked(home, "GET", "/v1/events?since=now&kinds=request_ended", observer) as response:
+        assert (response.status, response.headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+        assert response.readline() == b": events follow\n"
+        assert ask(home, "POST", "/v1/chat/completions", observer, body).status == 200
+        first = next_event(response)
+    assert ask(home, "POST", "/v1/chat/completions", token, body).status == 200
+    with asked(home, "GET", f"/v1/events?since={first['id']}&kinds=request_ended", observer) as response:
+        second = next_event(response)
+    told = [json.loads(each["data"])["event"] for each in (first, second)]
+    assert [(each["app"], each["outcome"], each["num_tokens"], each["devices"]) for each in told] == [
+        ("screen", "served", 2, ["a"]), ("kitchen", "served", 2, ["a"]),
+    ]  # fmt: skip
+
+
+def next_event(response: HTTPResponse) -> dict[str, str]:
+    """The fields of the next event of a stream, without comments."""
+    fields: dict[str, str] = {}
+    while "data" not in fields:
+        line = response.readline().decode()
+        assert line, "the stream has ended"
+        name, _, value = line.rstrip("\n").partition(": ")
+        if name:
+            fields[name] = value
+    return fields
+
+
+def value_of(metrics: str, series: str) -> float:
+    return next((float(line.split(" ")[-1]) for line in metrics.splitlines() if line.startswith(series)), 0.0)
+
+
 # ---- tools ------------------------------------------------------------------------------------------------------------
 
 TOOL = {"type": "function", "function": {"name": "turn_on", "parameters": {"type": "object"}}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -15,6 +15,7 @@ from hearth.client.sync import connect
 from hearth.errors import BadKey, BadSetting
 from hearth.platform import security
 from hearth.platform.curve import fingerprint, new_keypair
+from hearth.wire.messages import AppRole
 
 key_app = typer.Typer(
     no_args_is_help=True,
@@ -118,13 +119,21 @@ def add_app(
         bool,
         typer.Option("--token", help="Print a bearer token for the HTTP gateway instead of a key for the library."),
     ] = False,
+    role: Annotated[
+        str,
+        typer.Option(
+            help="app: ask models. metrics: read the metrics of the home. observer: as app, and read events and metrics."
+        ),
+    ] = "app",
     as_json: AsJsonOption = False,
 ) -> None:
     """Create a key for an app, for inference requests only. Needs an admin or home key and the running coordinator."""
+    if role not in get_args(AppRole):
+        raise BadSetting(setting="--role", reason=f"'{role}' is none of {', '.join(get_args(AppRole))}")
     credential = security.resolve_credential(key)
     pair = new_keypair()
     with connect(address, credential, interfaces=interface_list(mdns_interfaces)) as home:
-        warning = home.add_app(name, pair.public)
+        warning = home.add_app(name, pair.public, role=cast(AppRole, role))
     home_public = security.coordinator_access(credential).server_public
     app = security.AppKey(name=name, secret=pair.secret, coordinator_public=home_public)
     _warn(warning)

@@ -26,8 +26,9 @@ from coordinator.cli.render.tables import (
     model_table,
     plan_tables,
 )
+from coordinator.cli.watching import watch_status
 from hearth.client.sync import connect
-from hearth.errors import NotServing
+from hearth.errors import BadSetting, NotServing
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
 from hearth.platform.units import format_bytes, format_seconds
 
@@ -46,9 +47,15 @@ def status(
     address: AddressOption = None,
     mdns_interfaces: InterfacesOption = None,
     key: KeyPathOption = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show devices, requests and events until Ctrl-C.")] = False,
     as_json: AsJsonOption = False,
 ) -> None:
     """Show the coordinator's state, plan, devices, requests and last error. Needs an admin or home key."""
+    if watch:
+        if as_json:
+            raise BadSetting(setting="--watch", reason="it has no --json; use `hearth events --follow --json`")
+        watch_status(address, key, timeout, interface_list(mdns_interfaces))
+        return
     with connect(address, key, timeout, interface_list(mdns_interfaces)) as home:
         readiness = home.readiness(timeout, model=model)
         is_standby = not readiness.model  # only a coordinator that leads has a model

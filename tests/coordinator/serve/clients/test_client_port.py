@@ -42,6 +42,8 @@ from hearth.wire.messages import (
     Done,
     Embed,
     Generate,
+    GetMetrics,
+    GetModelInfo,
     GetReadiness,
     Infer,
     ListDevices,
@@ -49,6 +51,7 @@ from hearth.wire.messages import (
     Readiness,
     TextEnded,
     TextGenerated,
+    WatchEvents,
 )
 from hearth.wire.rpc import Caller, Reply, Response, RpcClient
 
@@ -209,6 +212,29 @@ def test_roles_are_checked_and_refusals_counted(tmp_path: Path) -> None:
         await until(lambda: home.port.num_refused_requests == 3 and home.port.num_refused_connections > 0)
 
     run(tmp_path, scenario, app_request_bytes=1 << 20)
+
+
+def test_apps_may_send_what_their_roles_permit(tmp_path: Path) -> None:
+    async def scenario(home: Home) -> None:
+        watch, measure, ask = WatchEvents(), GetMetrics(), GetModelInfo()
+        await home.client().call(GetReadiness(), timeout_seconds=20)  # the gateway runs, and hears of changes at once
+        permitted = {"app": (ask,), "metrics": (measure,), "observer": (ask, measure, watch)}
+        for role, theirs in permitted.items():
+            keys = new_keypair()
+            home.trust.apps.add(role, keys.public, role)
+            home.port.change_access()
+            await home.client().call(GetReadiness(), timeout_seconds=20)
+            client = home.client(keys)
+            for message in (watch, measure, ask):
+                if message in theirs:
+                    await client.call(message, timeout_seconds=20)
+                else:
+                    with pytest.raises(NotAuthorised, match=f"role '{role}'"):
+                        await client.call(message, timeout_seconds=20)
+            with pytest.raises(NotAuthorised):
+                await client.call(ListDevices(), timeout_seconds=20)
+
+    run(tmp_path, scenario)
 
 
 def test_new_app_may_connect_at_once_and_revoked_one_is_ended_at_once(tmp_path: Path) -> None:

@@ -50,6 +50,19 @@ def test_revoked_key_is_not_admitted_again(tmp_path: Path) -> None:
             apps.add(name, "k1")
 
 
+def test_roles_are_kept_and_merged_with_their_keys(tmp_path: Path) -> None:
+    apps = KeyRegistry(tmp_path / "apps.json")
+    apps.add("lamp", "k1")
+    apps.add("prometheus", "k2", "metrics")
+    assert KeyRegistry(tmp_path / "apps.json").current().roles == {"k2": "metrics"}
+    with pytest.raises(BadRequest, match="already"):  # a role does not change
+        apps.add("lamp", "k1", "observer")
+    apps.merge({"k3": "screen", "k4": "lamp"}, {"k2": "prometheus"}, {"k3": "observer", "k4": "observer"})
+    assert apps.current().roles == {"k3": "observer"}
+    apps.revoke("screen")
+    assert apps.current().roles == {}
+
+
 def test_keys_of_another_coordinator_are_merged(tmp_path: Path) -> None:
     apps = KeyRegistry(tmp_path / "apps.json")
     for name, key in (("lamp", "k1"), ("door", "k2"), ("clock", "k4")):
