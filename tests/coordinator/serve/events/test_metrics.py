@@ -32,7 +32,7 @@ END = wire.TextEnded(
 def controller(**parts: Any) -> Any:
     requests = SimpleNamespace(admission=SimpleNamespace(num_running=1, num_waiting=2), last_latency_seconds=0.5)
     given = {"plan": PLAN, "deployment": None, "goal": SimpleNamespace(path="/srv/tiny", weights="int8"), **parts}
-    return SimpleNamespace(name="default", requests=requests, **given)
+    return SimpleNamespace(**{"name": "tiny", "requests": requests, **given})
 
 
 def metrics(*controllers: Any, devices: dict[str, Any] | None = None) -> HomeMetrics:
@@ -149,7 +149,7 @@ def test_requests_are_counted() -> None:
 
 
 def test_names_are_escaped() -> None:
-    odd = controller(goal=SimpleNamespace(path='/srv/a "b"\n\\c', weights=""))
+    odd = controller(name='a "b"\n\\c')
     assert samples(metrics(odd))["hearth_requests_running", 'a "b"\n\\c'] == 1
 
 
