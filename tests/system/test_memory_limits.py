@@ -22,8 +22,8 @@ pytestmark = pytest.mark.namespaces
 
 # Of a device's processes, as the kernel enforces it, and of that for a worker. The agent and the process from which workers
 # are forked take the rest.
-_LIMIT_BYTES, _WORKER_BYTES = 384 << 20, 288 << 20
-_ROWS, _WIDTH, _NUM_PRODUCTS = 64, 2048, 12  # 16 MiB of weights for each product
+_LIMIT_BYTES, _WORKER_BYTES = 448 << 20, 352 << 20
+_ROWS, _WIDTH, _NUM_PRODUCTS = 64, 2048, 16  # 16 MiB of weights for each product
 SCENARIO = Scenario(
     name="test-limits",
     scale_links=False,
@@ -36,7 +36,7 @@ SCENARIO = Scenario(
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Products of 64 rows with twelve matrices, each followed by Tanh."""
+    """Products of 64 rows with sixteen matrices, each followed by Tanh."""
     nodes, weights, before = [], [], "x"
     for number in range(_NUM_PRODUCTS):
         after = "y" if number == _NUM_PRODUCTS - 1 else f"h{number}"
@@ -69,7 +69,7 @@ def test_tiles_stay_below_limits_that_the_kernel_enforces(testbed: Testbed, mode
         for name in testbed.cgroups:
             testbed.start_agent(name, "--memory-bytes", f"{_WORKER_BYTES >> 20}MiB")
         testbed.start_coordinator(str(model), "--tiles", "2", "--no-learn", "--time-limit", "5", "--min-devices", "2")
-        wait_for("serving", lambda: "\nserving " in testbed.log("coordinator.log"), 150.0)
+        wait_for("serving", lambda: "\nserving " in testbed.log("coordinator.log"), 300.0)
         plan = json.loads(hearth("status", "--json") or "{}")["plan"]
         assert len(plan["devices"]) == 2  # one alone has no room for the weights
         inputs = {"x": np.random.default_rng(0).standard_normal((_ROWS, _WIDTH)).astype(np.float32)}
