@@ -12,9 +12,12 @@ WALL_CLOCK = {
     "agent/daemon/daemon.py",  # telemetry: `hearth doctor` compares the devices' clocks
     "agent/daemon/store.py",  # use of chunks: tests/agent/daemon/test_store.py
     "coordinator/cli/doctor_checks.py",
+    "coordinator/cli/render/events.py",  # shows when an event happened
+    "coordinator/cli/watching.py",  # shows the time of day
     "coordinator/devices/profile_cache.py",  # age of measured links: tests/coordinator/devices/test_profiling.py
     "coordinator/http/ollama/lines.py",  # when an answer was made, as Ollama's API shows it
     "coordinator/http/openai/sampling.py",  # the same in OpenAI's
+    "coordinator/serve/events/stream.py",  # when an event happened, for people: events are ordered by their numbers
     "coordinator/serve/kinds/prompts.py",  # today's date in a chat template
     "hearth/platform/socket_folder.py",  # age of a folder whose lock is free: the lock decides, a wrong clock only delays
 }

@@ -30,7 +30,7 @@ SECRET = "tcp://10.0.0.7:47800/kitchen"
 @pytest.mark.parametrize("kind", [each for each in ERROR_TYPES.values() if each.scope != "request"])
 def test_no_error_of_the_home_names_a_device(kind: type[HearthError]) -> None:
     samples = {"int": 3, "float": 1.5, "str": SECRET}
-    public = {"tag": "embed", "chunk": "0" * 64, "weights": "int8", "strategy": "moirai"}
+    public = {"tag": "embed", "chunk": "0" * 64, "weights": "int8", "kv_cache": "int8", "strategy": "moirai"}
     error = kind(**{each.name: public.get(each.name, samples[str(each.type)]) for each in dataclasses.fields(kind)})
     shown = error_for_app(error)
     assert type(shown) is kind
