@@ -22,7 +22,7 @@ pytestmark = pytest.mark.namespaces
 
 # Of a device's processes, as the kernel enforces it, and of that for a worker. The agent and the process from which workers
 # are forked take the rest.
-_LIMIT_BYTES, _WORKER_BYTES = 448 << 20, 352 << 20
+_LIMIT_BYTES, _WORKER_BYTES = 512 << 20, 416 << 20
 _ROWS, _WIDTH, _NUM_PRODUCTS = 64, 2048, 16  # 16 MiB of weights for each product
 SCENARIO = Scenario(
     name="test-limits",

@@ -62,12 +62,14 @@ def _fitted_candidate(
 ) -> GraphCandidate:
     """The plan of a strategy for the request as `searched`. If it exceeds a device's budget, reserve the excess and repeat.
 
-    Strategies budget for weights alone; activations and other memory are known only once the plan is built. Raises
-    ModelDoesNotFit and NoPlacement.
+    Strategies budget for weights alone; activations and other memory are known only once the plan is built. Each attempt
+    has half the time of the one before, so that all of them take at most twice the time limit. Raises ModelDoesNotFit and
+    NoPlacement.
     """
     name = method.name
-    for _ in range(_MAX_ATTEMPTS):
-        solution = place_operators(searched, method, options, policy)
+    for attempt in range(_MAX_ATTEMPTS):
+        limited = options._replace(time_limit_seconds=options.time_limit_seconds * 0.5**attempt)
+        solution = place_operators(searched, method, limited, policy)
         plan = build_plan(request, solution, name)
         if reason := _why_not_sendable(request, plan):
             return Candidate(name, name, reason=reason)
