@@ -23,7 +23,8 @@ class Int8Matrix(QuantisedMatrix):
     def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
         super().__init__(num_outputs, num_inputs, device)
         self._values = torch.empty(num_outputs, num_inputs, dtype=torch.int8, device=device)
-        self._scales = torch.empty(num_outputs, dtype=torch.bfloat16, device=device)
+        # Zeros: a matrix without inputs is never loaded, and its products are zero times these.
+        self._scales = torch.zeros(num_outputs, dtype=torch.bfloat16, device=device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

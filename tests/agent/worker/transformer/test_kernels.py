@@ -139,3 +139,11 @@ def test_onnxruntime_gives_the_whole_matrix_or_none_of_it() -> None:
     assert not matrix.columns(slice(0, 0)).matmul(x[:, :0]).any()
     with pytest.raises(StepFailed, match="cannot be divided"):
         matrix.rows(slice(0, 32))
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
+def test_matrix_without_inputs_gives_zeros(weights: WeightFormat) -> None:
+    garbage = [torch.full((64,), float("nan"), dtype=torch.bfloat16) for _ in range(64)]
+    del garbage  # memory that a new matrix is likely to get
+    matrix = empty_matrix(64, 0, weights, CPU)
+    assert torch.equal(matrix.matmul(torch.ones(20, 0)), torch.zeros(20, 64))
