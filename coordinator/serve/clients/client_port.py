@@ -272,18 +272,20 @@ class _Gateway:
             await process.stdin.drain()
         process.stdin.close()
 
-    def send(self, frames: Sequence[Any]) -> None:
-        """Send a message; the socket queues without limit. Without a gateway, nothing is sent: its clients repeat."""
+    def send(self, frames: Sequence[Any]) -> bool:
+        """Send a message; the socket queues without limit. False: no gateway is connected, and its clients repeat."""
         if frames[0] in (link.LAST_ANSWER, link.END):
             self.expected.discard(frames[1])
-        with suppress(zmq.Again):
+        try:
             self.socket.send_now(frames)
+        except zmq.Again:
+            return False
+        return True
 
     def change_access(self, access: Access) -> None:
-        """Send the rules, if they have changed."""
-        if access is not self._access:
+        """Send the rules, if they have changed. While the process starts, they wait for the next tick."""
+        if access is not self._access and self.send([link.ACCESS, link.encode_access(access)]):
             self._access = access
-            self.send([link.ACCESS, link.encode_access(access)])
 
     def hear(self, state: GatewayState) -> None:
         """Take note of a sign of life."""

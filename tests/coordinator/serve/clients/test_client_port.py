@@ -262,6 +262,23 @@ def test_new_app_may_connect_at_once_and_revoked_one_is_ended_at_once(tmp_path: 
     run(tmp_path, scenario)
 
 
+def test_app_that_is_added_while_the_gateway_starts_may_connect(tmp_path: Path) -> None:
+    async def scenario(home: Home) -> None:
+        await until(lambda: home.port.gateway_pid is not None)
+        added = new_keypair()
+        home.trust.apps.add("blind", added.public)
+        home.port.change_access()
+        await home.client().call(GetReadiness(), timeout_seconds=20)  # the gateway has started
+        while True:  # until the next tick
+            try:
+                await home.client(added).call(GetReadiness(), timeout_seconds=20)
+                return
+            except WrongKey:
+                await asyncio.sleep(0.1)
+
+    run(tmp_path, scenario)
+
+
 def test_connection_of_a_revoked_app_ends_if_it_goes_on_asking(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         client, other = home.client(home.app), home.client()
