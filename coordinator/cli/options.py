@@ -148,8 +148,8 @@ SpeculateOption = Annotated[
 DraftOption = Annotated[
     Path | None,
     typer.Option(
-        help="(decoder) Directory of a small model with the same vocabulary that guesses tokens of an answer, too. It runs on "
-        "the fastest device that has room for it, and only where that pays.",
+        help="(decoder) Directory of a small model with the same vocabulary that also guesses tokens (speculative "
+        "decoding). It runs on the fastest device with room for it, and only where that is faster.",
         metavar="MODEL",
         show_default=False,
     ),

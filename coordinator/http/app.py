@@ -61,7 +61,7 @@ def http_app(homes: Homes, allowed_hosts: tuple[str, ...] = ()) -> Starlette:
 
     async def is_ready() -> bool:
         async with homes.served(None) as served:
-            return bool(served.ready)
+            return served.is_ready
 
     async def health(request: Request) -> Response:
         try:

@@ -31,6 +31,7 @@ class Served(NamedTuple):
 
     home: AsyncHome
     models: tuple[wire.ServedModel, ...]  # that take texts, oldest first
+    is_ready: bool  # whether any model is, also one that takes no texts
 
     @property
     def ready(self) -> tuple[wire.ServedModel, ...]:
@@ -94,7 +95,8 @@ class Homes:
             except (AppRevoked, WrongKey):
                 self._note_refusal(key)
                 raise
-            yield Served(home, tuple(each for each in models if each.answers in ("text", "vectors")))
+            take_texts = tuple(each for each in models if each.answers in ("text", "vectors"))
+            yield Served(home, take_texts, any(each.ready for each in models))
         finally:
             connection.num_users -= 1
             await self._close_idle()

@@ -37,7 +37,8 @@ def serve(settings: HttpSettings) -> int:
 
 async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
     homes = Homes(settings)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it has a line for each request that is no HTTP
+    # Otherwise uvicorn logs a warning for each request that is not valid HTTP.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         http_app(homes, settings.allowed_hosts), http=BoundedProtocol, ws="none", lifespan="off", log_config=None,
         access_log=False, server_header=False, date_header=True, limit_concurrency=_MAX_CONNECTIONS,

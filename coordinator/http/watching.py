@@ -12,12 +12,13 @@ from coordinator.http.call import EventStream
 from coordinator.http.failures import Failure
 from coordinator.http.homes import Served
 from coordinator.http.openai.sampling import failed_event
+from coordinator.http.parts import SILENCE_SECONDS
 from hearth.client.events import AsyncEvents
+from hearth.platform.asyncio_tools import with_timeout
 from hearth.wire.messages import RecordedEvent
 
-# Prometheus's text format; the coordinator writes it.
+# As `Metrics.content_type` of the coordinator's answer, which `AsyncHome.metrics` does not return.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_ALIVE_SECONDS = 5.0  # without an event, after which a stream gets a comment
 _ALIVE = b": nothing has happened\n\n"
 _RECONNECT_SECONDS = 120.0  # without a coordinator, after which a stream ends; its client asks again
 
@@ -41,28 +42,21 @@ async def events(served: Served, request: Request) -> EventStream:
 
 
 async def _pieces(happened: AsyncEvents) -> AsyncGenerator[bytes, None]:
-    waiting: asyncio.Future[RecordedEvent] | None = None
     try:
         await happened.open()
         yield b": events follow\n\n"
         while True:
-            waiting = waiting or asyncio.ensure_future(anext(happened))
-            done, _ = await asyncio.wait({waiting}, timeout=_ALIVE_SECONDS)
-            if not done:
+            try:
+                recorded = await with_timeout(SILENCE_SECONDS, anext(happened))
+            except asyncio.TimeoutError:
                 yield _ALIVE
                 continue
-            try:
-                recorded = waiting.result()
             except StopAsyncIteration:
                 return
-            waiting = None
             if happened.has_gap:
                 yield b": events are missing here\n\n"
-                happened.has_gap = False
             yield _piece(recorded, happened.cursor)
     finally:
-        if waiting is not None:
-            waiting.cancel()
         await happened.aclose()
 
 

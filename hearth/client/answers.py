@@ -143,6 +143,17 @@ class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncItera
         await self.aclose()
 
 
+def start_closing(
+    closing: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop
+) -> concurrent.futures.Future[None] | None:
+    """Run `closing` in the loop of another thread; None if the loop has ended."""
+    try:
+        return asyncio.run_coroutine_threadsafe(closing, loop)
+    except RuntimeError:  # the connection was closed, and its event loop with it
+        closing.close()
+        return None
+
+
 class Generation(AbstractContextManager["Generation"], Iterator[Token]):
     """As `AsyncGeneration`, for programs without an event loop. Closing or deleting it, or Ctrl-C, cancels the answer."""
 
@@ -215,12 +226,7 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
         if self._ended:
             return None
         self._ended = True
-        closing = self._answer.aclose()
-        try:
-            return asyncio.run_coroutine_threadsafe(closing, self._loop)
-        except RuntimeError:  # the connection was closed, and its event loop with it
-            closing.close()
-            return None
+        return start_closing(self._answer.aclose(), self._loop)
 
     async def _next_token(self) -> Token | None:
         try:

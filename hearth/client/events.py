@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
-from typing import Any
 
+from hearth.client.answers import RunCoroutine, start_closing
 from hearth.wire.messages import EventsRecorded, RecordedEvent
 
 _CLOSE_SECONDS = 10.0  # longest wait of `Events.close` for the event loop
@@ -18,12 +18,12 @@ class AsyncEvents(AbstractAsyncContextManager["AsyncEvents"], AsyncIterator[Reco
     """Iterator over events. The request is sent when the first one is awaited, or by `open`; closing cancels it.
 
     `cursor`: to go on after the last event, with `since`; empty before the first answer. `has_gap`: events are missing before
-    the last one, because too many happened meanwhile, or another coordinator leads now.
+    the last event, because too many happened meanwhile, or another coordinator leads now.
     """
 
     def __init__(self, batches: AsyncGenerator[EventsRecorded, None]) -> None:
         self.cursor = self._last_cursor = ""  # the latter: after all events that have arrived
-        self.has_gap = False
+        self.has_gap = self._gap_follows = False  # the latter: before the next event
         self._batches = batches
         self._waiting: deque[RecordedEvent] = deque()
         self._next: asyncio.Future[EventsRecorded] | None = None
@@ -40,6 +40,7 @@ class AsyncEvents(AbstractAsyncContextManager["AsyncEvents"], AsyncIterator[Reco
                 raise StopAsyncIteration
             await self._receive()
         event = self._waiting.popleft()
+        self.has_gap, self._gap_follows = self._gap_follows, False
         if self._waiting:
             self.cursor = f"{self.cursor.partition('-')[0]}-{event.number}"
         else:
@@ -62,17 +63,16 @@ class AsyncEvents(AbstractAsyncContextManager["AsyncEvents"], AsyncIterator[Reco
         """Wait for the next answer, which may hold no event. A wait that is cancelled loses none."""
         if self._next is None:
             self._next = asyncio.ensure_future(anext(self._batches))
+        await asyncio.wait({self._next})
+        received, self._next = self._next, None
         try:
-            batch = await asyncio.shield(self._next)
+            batch = received.result()
         except StopAsyncIteration:
             self._ended = True
             return
-        finally:
-            if self._next.done():
-                self._next = None
         self._waiting.extend(batch.events)
         self._last_cursor = batch.cursor
-        self.has_gap = batch.has_gap
+        self._gap_follows |= batch.has_gap
         if not batch.events:
             self.cursor = batch.cursor
         elif not self.cursor:
@@ -82,9 +82,7 @@ class AsyncEvents(AbstractAsyncContextManager["AsyncEvents"], AsyncIterator[Reco
 class Events(AbstractContextManager["Events"], Iterator[RecordedEvent]):
     """As `AsyncEvents`, for programs without an event loop. Closing it, or Ctrl-C, ends the request."""
 
-    def __init__(
-        self, events: AsyncEvents, run: Callable[[Coroutine[Any, Any, Any]], Any], loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, events: AsyncEvents, run: RunCoroutine, loop: asyncio.AbstractEventLoop) -> None:
         """`run` runs a coroutine in `loop`, which runs in another thread, and waits for its result."""
         self._events = events
         self._run = run
@@ -112,14 +110,9 @@ class Events(AbstractContextManager["Events"], Iterator[RecordedEvent]):
 
     def close(self) -> None:
         """End the request. Does nothing if it has ended."""
-        closing = self._events.aclose()
-        try:
-            future = asyncio.run_coroutine_threadsafe(closing, self._loop)
-        except RuntimeError:  # the connection was closed, and its event loop with it
-            closing.close()
-            return
-        with suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-            future.result(_CLOSE_SECONDS)
+        if (closing := start_closing(self._events.aclose(), self._loop)) is not None:
+            with suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+                closing.result(_CLOSE_SECONDS)
 
     def __exit__(self, *_: object) -> None:
         self.close()

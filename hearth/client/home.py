@@ -56,7 +56,7 @@ _MAX_PAUSE_SECONDS = 0.5
 # Errors after which a call is repeated: the request was not sent, its answer was lost, or the coordinator does not serve now.
 _REPEATED = (Unreachable, ConnectionLost, NotServing)
 
-# Without a message about events, after which a coordinator is silent: it sends one every 5 s.
+# Longest pause between two messages of the event stream; the coordinator sends one at least every 5 s.
 _EVENTS_SILENCE_SECONDS = 20.0
 _SEED_BITS = 62  # of the seed of a sampled answer; the protocol's limit is 63
 
@@ -201,7 +201,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
     async def model_info(self, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None) -> wire.ModelInfo:
         """Return the names, dtypes and shapes of the served graph's inputs and outputs."""
-        return await self._ask(wire.GetModelInfo, wire.ModelInfo, timeout_seconds, deployment=model)
+        return await self._ask(wire.GetModelInfo, wire.ModelInfo, timeout_seconds, model)
 
     async def models(self, timeout_seconds: float = CALL_SECONDS) -> tuple[wire.ServedModel, ...]:
         """List the served models, oldest first. The oldest of each kind answers requests that name no model."""
@@ -209,7 +209,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
     async def readiness(self, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None) -> wire.Readiness:
         """Return whether a model is ready, and the state of its deployment; without `model`, of the oldest one."""
-        return await self._ask(wire.GetReadiness, wire.Readiness, timeout_seconds, deployment=model)
+        return await self._ask(wire.GetReadiness, wire.Readiness, timeout_seconds, model)
 
     async def ready(self, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None) -> bool:
         """Return whether the coordinator answers inference requests to a model now."""
@@ -240,11 +240,11 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
     async def learn(self, seconds: float, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None) -> None:
         """Have the coordinator look for a faster plan by measuring, for `seconds` at most; returns at once (admin key)."""
-        await self._ask(wire.Learn, wire.Done, timeout_seconds, seconds=seconds, deployment=model)
+        await self._ask(wire.Learn, wire.Done, timeout_seconds, model, seconds=seconds)
 
     async def status(self, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None) -> wire.Status:
         """Return the state of a model's deployment: plan, queue, counters, last error (admin key)."""
-        return await self._ask(wire.GetStatus, wire.Status, timeout_seconds, deployment=model)
+        return await self._ask(wire.GetStatus, wire.Status, timeout_seconds, model)
 
     async def serve_model(
         self, goal: str, name: str = "", plan: Plan | None = None, timeout_seconds: float = _OPEN_SECONDS
@@ -253,11 +253,11 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
         `goal` is what `hearth serve` makes of its options, as JSON. Raises BadSetting, and as opening the model does.
         """
-        fields = {"goal": goal, "name": name, "plan": plan}
-        return (await self._ask(wire.ServeModel, wire.ModelChanged, timeout_seconds, **fields)).deployment
+        answer = await self._ask(wire.ServeModel, wire.ModelChanged, timeout_seconds, goal=goal, name=name, plan=plan)
+        return answer.deployment
 
     async def stop_model(self, name: str, timeout_seconds: float = _STOP_SECONDS) -> str:
-        """Serve a model no longer; returns its name once its running requests have finished (admin key).
+        """Stop serving a model; return its name once its running requests have finished (admin key).
 
         Raises UnknownModel.
         """
@@ -321,9 +321,14 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         return (await self._ask(request, wire.KeysChanged, timeout_seconds, **fields)).warning
 
     async def _ask(
-        self, request: type[wire.ClientRequest], answer: type[_M], timeout_seconds: float, **fields: Any
+        self,
+        request: type[wire.ClientRequest],
+        answer: type[_M],
+        timeout_seconds: float,
+        model: str | None = None,
+        **fields: Any,
     ) -> _M:
-        reply = await self._call(request(**_request_fields(timeout_seconds), **fields), (), timeout_seconds)
+        reply = await self._call(request(**_request_fields(timeout_seconds, model), **fields), (), timeout_seconds)
         return wire.expect_message(reply.message, answer, "the coordinator")
 
     async def _call(self, request: wire.ClientRequest, payload: Sequence[Any], timeout_seconds: float) -> Reply:
@@ -397,8 +402,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
                         cursor = batch.cursor
                         repeats = _Repeats(timeout_seconds, self._connection)
                         yield batch
-                raise ConnectionLost(endpoint="the coordinator")  # it has ended the stream
-            except _REPEATED as error:
+            except (*_REPEATED, DeadlineExceeded) as error:  # the latter: it is silent
                 await repeats.pause(client, error)
             except WrongKey as error:
                 await repeats.ask_another(client, error)
@@ -453,7 +457,7 @@ def _request_fields(timeout_seconds: float, model: str | None = None) -> dict[st
     The timeout sent is shorter than the caller's, so that the coordinator's error, which says why the request is late, arrives
     in time.
     """
-    named = {} if model is None else {"deployment": model}
+    named = {} if model is None else {"deployment": model}  # requests that concern no model have no such field
     return {"request_id": secrets.token_hex(8), "timeout_seconds": _server_seconds(timeout_seconds), **named}
 
 

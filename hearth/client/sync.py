@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from hearth.client.answers import AsyncGeneration, Generation
-from hearth.client.events import AsyncEvents, Events
+from hearth.client.answers import Generation, RunCoroutine
+from hearth.client.events import Events
 from hearth.client.home import CALL_SECONDS, AsyncHome
 from hearth.errors import ConnectionLost, HearthError
 from hearth.platform.security import Credential, coordinator_access, resolve_credential
@@ -24,6 +24,7 @@ _CLOSE_SECONDS = 2 * CALL_SECONDS  # of `close`, which takes milliseconds: longe
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_A = TypeVar("_A")
 
 
 def _blocking(
@@ -39,26 +40,14 @@ def _blocking(
 
 
 def _blocking_iterator(
-    call: Callable[Concatenate[AsyncHome, _P], AsyncGeneration],
-) -> Callable[Concatenate[Home, _P], Generation]:
-    """As `_blocking`, for a method that returns an `AsyncGeneration`."""
+    call: Callable[Concatenate[AsyncHome, _P], _A],
+    blocking: Callable[[_A, RunCoroutine, asyncio.AbstractEventLoop], _T],
+) -> Callable[Concatenate[Home, _P], _T]:
+    """As `_blocking`, for a method that returns an asynchronous iterator; `blocking` makes the blocking one of it."""
 
     @functools.wraps(call)
-    def wrapper(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> Generation:
-        return Generation(call(self._home, *args, **kwargs), self._run, self._loop)
-
-    wrapper.__doc__ = str(call.__doc__).replace("async for", "for")
-    return wrapper
-
-
-def _blocking_events(
-    call: Callable[Concatenate[AsyncHome, _P], AsyncEvents],
-) -> Callable[Concatenate[Home, _P], Events]:
-    """As `_blocking`, for a method that returns `AsyncEvents`."""
-
-    @functools.wraps(call)
-    def wrapper(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> Events:
-        return Events(call(self._home, *args, **kwargs), self._run, self._loop)
+    def wrapper(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return blocking(call(self._home, *args, **kwargs), self._run, self._loop)
 
     wrapper.__doc__ = str(call.__doc__).replace("async for", "for")
     return wrapper
@@ -99,7 +88,7 @@ class Home(AbstractContextManager["Home"]):
     embed = _blocking(AsyncHome.embed)
     request_embeddings = _blocking(AsyncHome.request_embeddings)
     hidden_states = _blocking(AsyncHome.hidden_states)
-    generate = _blocking_iterator(AsyncHome.generate)
+    generate = _blocking_iterator(AsyncHome.generate, Generation)
     infer = _blocking(AsyncHome.infer)
     request_inference = _blocking(AsyncHome.request_inference)
     model_info = _blocking(AsyncHome.model_info)
@@ -112,7 +101,7 @@ class Home(AbstractContextManager["Home"]):
     status = _blocking(AsyncHome.status)
     serve_model = _blocking(AsyncHome.serve_model)
     stop_model = _blocking(AsyncHome.stop_model)
-    events = _blocking_events(AsyncHome.events)
+    events = _blocking_iterator(AsyncHome.events, Events)
     metrics = _blocking(AsyncHome.metrics)
     add_app = _blocking(AsyncHome.add_app)
     revoke_app = _blocking(AsyncHome.revoke_app)

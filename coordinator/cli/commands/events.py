@@ -14,7 +14,7 @@ from hearth.wire.messages import EVENT_KINDS
 
 
 def events(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what happens from now on.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new events until Ctrl-C.")] = False,
     kind: Annotated[
         list[str], typer.Option(help=f"Only events of this kind: {', '.join(EVENT_KINDS)}.", metavar="KIND")
     ] = [],  # noqa: B006 (typer's form of an empty default)

@@ -44,6 +44,6 @@ def stop(
     mdns_interfaces: InterfacesOption = None,
     key: KeyPathOption = None,
 ) -> None:
-    """Serve a model no longer, once its running requests have finished. Needs an admin or home key."""
+    """Stop serving a model, after its running requests have finished. Needs an admin or home key."""
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
         out.print(f"stopped {home.stop_model(name, timeout)}")

@@ -28,7 +28,7 @@ from hearth.plan.plan import Plan, plan_from_json
 from hearth.platform.file_limit import raise_file_limit
 from hearth.platform.security import HomeKey, resolve_credential
 
-# Options of the coordinator itself, which it is started with.
+# Options that apply to the coordinator's process, not to the model.
 _OF_COORDINATOR = (
     "port", "http", "state_dir", "name", "min_devices", "mdns_interfaces", "encrypt_data_plane", "standby", "leader",
 )  # fmt: skip

@@ -69,7 +69,7 @@ def status(
             else:
                 print_line(f"{escape(readiness.state)}; the coordinator that leads shows devices and plan")
             return
-        devices, models = home.devices(timeout), home.models(timeout)
+        devices, models = home.devices(timeout), () if as_json else home.models(timeout)
     if as_json:
         print_json({**now.model_dump(mode="json"), "devices": devices.model_dump(mode="json")["devices"]})
         return

@@ -85,7 +85,8 @@ class PlannedTransformer:
             out.print(line)
         if self.request.generation is not None and self.request.generation.draft and not tables.draft_line(plan):
             out.print(
-                f"draft model: no device has room for {self.request.generation.draft.name}; tokens are only looked up"
+                f"draft model: no device has room for {self.request.generation.draft.name}; "
+                "tokens are guessed from the text so far only"
             )
         if plan.body.exact_links:
             out.print(tables.formats_line(plan))

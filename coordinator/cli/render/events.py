@@ -56,7 +56,7 @@ def describe(event: Event) -> str:
             return "; ".join(parts)
         case DeviceSampled():
             parts = [
-                f"{event.name}", f"load {_percent(event.cpu_load)}", f"{format_bytes(event.memory_available_bytes)} free"
+                event.name, f"load {_percent(event.cpu_load)}", f"{format_bytes(event.memory_available_bytes)} free"
             ]  # fmt: skip
             if event.gpu_load is not None:
                 parts.append(f"GPU {_percent(event.gpu_load)}")

@@ -235,15 +235,15 @@ def generation_lines(plan: TransformerPlan) -> list[str]:
         f"KV cache: {generation.kv_tokens} tokens: {generation.kv_tokens // context} concurrent sequences of {context}"
     )
     room += f", in {plan.model.kv_cache}" if plan.model.kv_cache != "float32" else ""
-    copies = ["each device also holds a copy of the KV cache of the one before it"] if generation.kv_copies else []
-    copies += [line] if (line := draft_line(plan)) else []
+    extras = ["each device also holds a copy of the KV cache of the one before it"] if generation.kv_copies else []
+    extras += [line] if (line := draft_line(plan)) else []
     if rate := decoding_rate(plan):
         return [
             f"decoding: {rate} for one sequence; {format_seconds(request_seconds(plan))} {seconds_unit(plan)}",
             room,
-            *copies,
+            *extras,
         ]
-    return [room, *copies]
+    return [room, *extras]
 
 
 def draft_line(plan: TransformerPlan) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field
 from coordinator.http.call import Answer, Call, EventStream
 from coordinator.http.failures import unsupported
 from coordinator.http.fields import Body, Seed, Temperature, Texts, seed_of
-from coordinator.http.log_probs import NumTop, entries
+from coordinator.http.log_probs import NumTop, entries, of_token
 from coordinator.http.ollama.lines import NDJSON, end, failed_line, head, line
 from coordinator.http.parts import parts_of, while_connected, whole
 from hearth.client.answers import AsyncGeneration
@@ -215,7 +215,7 @@ async def _lines(model: str, generation: AsyncGeneration, fields: _Fields) -> As
             part.token.text or part.token.reasoning or part.token.tool_calls or part.token.log_probs
         ):
             token = part.token
-            log_probs = _log_probs([token.log_probs] if token.log_probs is not None else [])
+            log_probs = _log_probs(of_token(token))
             shown = fields(token.text, token.reasoning, token.tool_calls)
             yield line({**head(model), **shown, "done": False, **log_probs})
         elif part.usage is not None:

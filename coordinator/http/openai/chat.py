@@ -10,7 +10,7 @@ from pydantic import Field
 from coordinator.http.call import Answer, Call, EventStream
 from coordinator.http.failures import Failure, unsupported
 from coordinator.http.fields import Body, TextPart
-from coordinator.http.log_probs import NumTop, entries
+from coordinator.http.log_probs import NumTop, entries, of_token
 from coordinator.http.openai.sampling import (
     DONE,
     SIGN_OF_LIFE,
@@ -99,7 +99,7 @@ class ChatCompletion(Sampled):
         form = self.response_format or {"type": "text"}
         if form.get("type") != "json_schema":
             return schema_of(form, "response_format")
-        return schema_of({"type": "json_schema", **_object(form.get("json_schema"))}, "response_format.json_schema")
+        return schema_of({**_object(form.get("json_schema")), "type": "json_schema"}, "response_format.json_schema")
 
     def _message(self, number: int, given: dict[str, Any]) -> dict[str, Any]:
         """A message for the chat template. Raises Failure."""
@@ -227,7 +227,7 @@ async def _chunks(
             started.add(part.number)
             yield chunk(part.number, {"role": "assistant", "content": ""})
         if part.token is not None:
-            log_probs = [part.token.log_probs] if part.token.log_probs is not None else []
+            log_probs = of_token(part.token)
             deltas = list(_deltas(part.token, num_calls[part.number])) or [{"content": ""} for _ in log_probs]
             for number, delta in enumerate(deltas):
                 yield chunk(part.number, delta, log_probs=log_probs if number == 0 else ())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from coordinator.http.call import Answer, Call, EventStream
 from coordinator.http.failures import Failure
-from coordinator.http.log_probs import NumTop, token_text
+from coordinator.http.log_probs import NumTop, of_token, token_text
 from coordinator.http.openai.sampling import (
     DONE,
     MAX_CHOICES,
@@ -94,7 +95,7 @@ def _shown(log_probs: Sequence[TokenLogProbs], offset: int) -> dict[str, Any] | 
         "tokens": texts,
         "token_logprobs": [each.chosen.value for each in log_probs],
         "top_logprobs": [{token_text(top): top.value for top in each.top} for each in log_probs],
-        "text_offset": [offset + sum(map(len, texts[:number])) for number in range(len(texts))],
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)),
     }
 
 
@@ -115,8 +116,7 @@ async def _chunks(
             yield SIGN_OF_LIFE
             continue
         if part.token is not None and (part.token.text or part.token.log_probs is not None):
-            log_probs = [part.token.log_probs] if part.token.log_probs is not None else []
-            yield chunk(part.number, part.token.text, log_probs=log_probs)
+            yield chunk(part.number, part.token.text, log_probs=of_token(part.token))
         if part.usage is not None:
             ends[part.number] = part.usage
             yield chunk(part.number, "", part.usage.finish_reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from coordinator.http.failures import Failure
-from coordinator.http.log_probs import entries
+from coordinator.http.log_probs import entries, of_token
 from coordinator.http.openai.sampling import event, new_id
 from hearth.client.answers import Token, Usage
 from hearth.wire.messages import ToolCall
@@ -36,7 +36,7 @@ class ResponseEvents:
         if token.reasoning:
             events += self._grow("reasoning", token.reasoning, [])
         if token.text or (token.log_probs is not None and not token.reasoning):
-            events += self._grow("message", token.text, entries([token.log_probs]) if token.log_probs else [])
+            events += self._grow("message", token.text, entries(of_token(token)))
         for call in token.tool_calls:
             events += [*self._close(), *self._call(call)]
         return events

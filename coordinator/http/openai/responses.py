@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -46,7 +46,7 @@ class ResponseRequest(Sampled):
             raise unsupported("reasoning.effort", "the model decides how much it reasons")
         known = {_LOG_PROBS, "reasoning.encrypted_content"}
         if unknown := sorted(set(self.include or ()) - known):
-            raise unsupported("include", f"'{unknown[0]}' is not there")
+            raise unsupported("include", f"'{unknown[0]}' is not supported")
         tools = [_tool(number, tool) for number, tool in enumerate(self.tools or ()) if self.tool_choice != "none"]
         return {
             "messages": self._messages(),
@@ -136,13 +136,13 @@ async def response(call: Call) -> Answer:
 
 
 async def _whole(events: ResponseEvents, generation: AsyncGeneration) -> dict[str, Any]:
-    async for _ in _steps(events, [generation]):
+    async for _ in _steps(events, generation):
         pass
     return events.response
 
 
 async def _events(events: ResponseEvents, generation: AsyncGeneration) -> AsyncGenerator[bytes, None]:
-    async for step in _steps(events, [generation]):
+    async for step in _steps(events, generation):
         if step is None:
             yield SIGN_OF_LIFE
         for each in step or ():
@@ -150,11 +150,11 @@ async def _events(events: ResponseEvents, generation: AsyncGeneration) -> AsyncG
 
 
 async def _steps(
-    events: ResponseEvents, generations: Sequence[AsyncGeneration]
+    events: ResponseEvents, generation: AsyncGeneration
 ) -> AsyncGenerator[list[dict[str, Any]] | None, None]:
     """The events of each part of the answer; None when nothing has arrived for a while."""
     yield events.begin()
-    async for part in parts_of(generations):
+    async for part in parts_of([generation]):
         if part is None:
             yield None
         elif part.token is not None:

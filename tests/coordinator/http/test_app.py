@@ -65,7 +65,7 @@ class ScriptedHome:
 
 class ScriptedHomes:
     def __init__(self, home: ScriptedHome, readiness: ServedModel, refusal: HearthError | None = None) -> None:
-        self._served, self._refusal = Served(home, (readiness,)), refusal  # type: ignore[arg-type]
+        self._served, self._refusal = Served(home, (readiness,), readiness.ready), refusal  # type: ignore[arg-type]
 
     @asynccontextmanager
     async def served(self, token: str | None) -> AsyncIterator[Served]:
@@ -171,7 +171,7 @@ def test_forms_of_answers_are_constraints() -> None:
     named = {"type": "function", "function": {"name": "turn_on"}}
     home = ScriptedHome()
     for fields in (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "type": "text", "schema": schema}}},
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "text"}, "tools": [TOOL], "tool_choice": "required"},
         {"tools": [TOOL], "tool_choice": named, "parallel_tool_calls": False},
