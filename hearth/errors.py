@@ -407,7 +407,9 @@ class MemoryTaken(ModelDoesNotFit, scope="plan"):
     """The model would fit, if other models that are served did not hold memory. `holders` names them with their memory."""
 
     holders: str
-    summary = "{model} does not fit beside the models that are served: {missing_bytes} bytes are missing; {holders}."
+    summary = (
+        "{model} does not fit in addition to the models that are served: {missing_bytes} bytes are missing; {holders}."
+    )
     advice = "Stop one of them (`hearth stop NAME`), add a device, or raise a device's memory limit."
 
 

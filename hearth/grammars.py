@@ -9,9 +9,8 @@ llguidance is imported when the first grammar is compiled.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
@@ -52,17 +51,11 @@ class Grammars:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled = lru_cache(_MAX_COMPILED)(self._compile)
 
     def constraint(self, grammar: str) -> Constraint:
         """The constraint of a new answer. Raises BadGrammar."""
-        matcher = self._compiled.get(grammar)
-        if matcher is None:
-            matcher = self._compiled[grammar] = self._compile(grammar)
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return Constraint(matcher.deep_copy())
+        return Constraint(self._compiled(grammar).deep_copy())
 
     def _compile(self, grammar: str) -> LLMatcher:
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
@@ -131,7 +124,7 @@ class _Tokens:
 
 
 def _limits() -> LLParserLimits:
-    """What a grammar may cost: some 20 ms to compile and 15 ms for a mask on a fast core, and some 40 MB."""
+    """Limits on the cost of a grammar: some 20 ms to compile and 15 ms for a mask on a fast core, and some 40 MB."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

@@ -160,9 +160,10 @@ class KeptPrefixes:
         self._rows = memory.values.index_select(3, index).cpu()
 
     def shrink(self, num_blocks: int) -> None:
-        """Keep so many blocks, the most recently used ones."""
+        """Keep the `num_blocks` most recently used blocks."""
         dropped = max(len(self.keys) - num_blocks, 0)
-        self.keys, self._rows = self.keys[dropped:], self._rows[:, :, :, dropped * KV_BLOCK_TOKENS :].clone()
+        if dropped:
+            self.keys, self._rows = self.keys[dropped:], self._rows[:, :, :, dropped * KV_BLOCK_TOKENS :].clone()
 
     def pick(self, keys: Sequence[bytes]) -> PickedPrefixes:
         """The blocks with these keys, in this order. Raises KeyError."""

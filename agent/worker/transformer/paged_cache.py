@@ -115,6 +115,7 @@ class SequenceCache:
         self.first_index = new.first_index
         self.stream = new.stream
         self.top_log_probs = new.top_log_probs
+        self.is_constrained = bool(new.grammar)
         self.tokens = list(new.cached_tokens)
         self.num_rows = len(self.tokens)
         self.num_copied = 0

@@ -50,7 +50,7 @@ _MEASURED_FRACTIONS = (
 _SAMPLE_SECONDS = 0.03  # of one sample: long compared with the clock's resolution and with pauses by the scheduler
 _SAMPLES_PER_POINT = 3  # samples, whose median counts: one of them may be disturbed
 # Rows of a quick profile, which takes one sample of each point: enough for a GEMM that is bound by compute. Making weights
-# takes most of its time, so it makes few: more than most caches hold for decoding, else one copy.
+# takes most of its time, so decoding uses just more than most caches hold, and each block a single copy.
 _QUICK_ROWS = 64
 _QUICK_DECODE_BYTES = 64 << 20
 _MAX_REPEATS = 3  # of points that background load disturbed: bounds the time on a busy device

@@ -90,12 +90,16 @@ class TransformerRuntime:
         if self._plan.body.generation is not None:
             check_format(self._plan.model, self._staging.device)
         store = Path(start.store_path)
+
+        def chunk_file(chunk: str) -> Path:
+            return store / chunk[:2] / chunk
+
         self._held = held
         self._shard = load_shard(
             self._plan,
             self._rank,
             self._parts.chunks,
-            lambda chunk: store / chunk[:2] / chunk,
+            chunk_file,
             self._staging.device,
             held,
             is_given_up,
@@ -103,14 +107,13 @@ class TransformerRuntime:
         )
         self._held = None
         if self._parts.vocabulary is not None:
-            hash = self._parts.vocabulary
-            self._grammars = Grammars(Vocabulary.unpack((store / hash[:2] / hash).read_bytes()))
+            self._grammars = Grammars(Vocabulary.unpack(chunk_file(self._parts.vocabulary).read_bytes()))
         if self._draft_plan is not None:
             self._draft = load_shard(
                 self._draft_plan,
                 0,
                 self._parts.draft_chunks,
-                lambda chunk: store / chunk[:2] / chunk,
+                chunk_file,
                 self._staging.device,
                 held_draft,
                 is_given_up,

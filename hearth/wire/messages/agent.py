@@ -225,7 +225,7 @@ class BlocksOf(WireModel):
     model: ModelSpec
     seq_len: Annotated[int, Field(ge=1, le=1 << 20)]
     deterministic: bool = False  # whether each matrix has one kernel for all numbers of rows
-    quick: bool = False  # in a few seconds: fewer rows, scaled up, and no kernels beside the default ones
+    quick: bool = False  # a profile in a few seconds: of fewer rows, scaled up, with the default kernels only
 
 
 class OperatorsOf(WireModel):

@@ -35,7 +35,7 @@ from hearth.wire.messages.base import (
 # Of the KV caches that a worker reports after a change of plan, all together: 1 MiB in a message of at most 4 MiB.
 MAX_KEPT_TOKENS = 1 << 18
 MAX_DRAFTED_TOKENS = 64  # of a sequence in one step
-MAX_KEPT_BLOCKS = MAX_KEPT_TOKENS // 64  # of the prefix cache: 64 KiB of keys
+MAX_KEPT_BLOCKS = 1 << 12  # of the prefix cache: 64 KiB of keys
 PREFIX_KEY_BYTES = 16  # of a block's key
 KeyBytes = Annotated[bytes, Field(max_length=PREFIX_KEY_BYTES * MAX_KEPT_BLOCKS)]  # keys of blocks, one after the other
 TokenBytes = Annotated[bytes, Field(max_length=4 * MAX_KEPT_TOKENS)]  # token ids as int32, little-endian

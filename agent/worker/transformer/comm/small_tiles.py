@@ -33,9 +33,8 @@ class _Form:
         with torch.inference_mode(False):  # else only code in inference mode could write to it
             tensor = torch.from_numpy(array)
             self._tensor = tensor.view(torch.bfloat16) if values is BF16 else tensor
-        self._widened: dict[
-            int, tuple[Array, Array]
-        ] = {}  # by source: float32 values, and the upper halves of their bits
+        # By source: float32 values, and the upper halves of their bits.
+        self._widened: dict[int, tuple[Array, Array]] = {}
 
     def write(self, rows: Tensor) -> bool:
         """Convert rows for the following messages; False if the format cannot hold a value."""

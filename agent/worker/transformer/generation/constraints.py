@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from hearth.errors import BadGrammar
 from hearth.grammars import Constraint, Grammars
 from hearth.plan.geometry import Span
+from hearth.wire.codec import Array
 
 log = logging.getLogger("hearth.worker")
-
-Array = np.ndarray[Any, Any]
 
 
 class Constraints:
@@ -42,7 +40,7 @@ class Constraints:
         self._constraints.pop(sequence, None)
 
     def allowed(self, sequence: int, answer: Sequence[int]) -> Array | None:
-        """Which of this rank's tokens may follow these of the answer [V]; None: all. Raises BadGrammar."""
+        """Mask [V] of this rank's tokens that may follow these of the answer; None: all. Raises BadGrammar."""
         if sequence not in self._constraints:
             return None
         constraint = self._constraints[sequence]

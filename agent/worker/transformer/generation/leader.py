@@ -175,9 +175,10 @@ class Leader:
                 replies += self._refuse(cache)
                 continue
             sequence, appended = self._scheduler.append_tokens(cache, new.token_ids)
-            if sequence is not None:
-                sequence.log_probs += new.log_probs[: len(appended)]
-            if sequence is not None and sequence.number in self._requests:  # it may have been cancelled meanwhile
+            if sequence is None:
+                continue
+            sequence.log_probs += new.log_probs[: len(appended)]
+            if sequence.number in self._requests:  # it may have been cancelled meanwhile
                 replies += self._answer_tokens(sequence, self._requests[sequence.number], len(appended))
         return replies
 
@@ -217,9 +218,12 @@ class Leader:
     def _refuse(self, cache: int) -> Replies:
         """Fail the one request whose grammar cannot be followed any further."""
         sequence = self._scheduler.with_cache(cache)
-        if sequence is None or (request := self._requests.pop(sequence.number, None)) is None:
+        if sequence is None:
             return []
         self._scheduler.remove(sequence.number)
+        self._scheduler.expire(sequence.number)  # if it was cancelled meanwhile
+        if (request := self._requests.pop(sequence.number, None)) is None:
+            return []
         error = BadGrammar(
             what="grammar",
             reason=f"after {len(sequence.generated)} tokens no further one was found, or a device cannot apply it",
@@ -230,7 +234,7 @@ class Leader:
         """Answer with the newest `count` tokens of a sequence."""
         if request.first_token is None:
             request.first_token = time.monotonic()
-        tokens, log_probs = (tuple(each[-count:] if count else ()) for each in (sequence.generated, sequence.log_probs))
+        tokens, log_probs = tuple(sequence.generated[-count:]), tuple(sequence.log_probs[-count:])
         replies: Replies = [(request.request_id, TokensGenerated(token_ids=tokens, log_probs=log_probs))]
         if sequence.ended:
             replies.append((request.request_id, self._end(sequence, request)))
@@ -253,11 +257,11 @@ class Leader:
             logit_error=self._logit_errors.largest(sequence.number),
         )
 
-    def _observe_candidates(self, cache: int, candidates_n2: np.ndarray[Any, Any]) -> None:
+    def _observe_candidates(self, cache: int, candidates: Sequence[np.ndarray[Any, Any]]) -> None:
         sequence = self._scheduler.with_cache(cache)
         if sequence is not None and sequence.request.logits:
             tokens = [*sequence.prompt, *sequence.generated]
-            self._logit_errors.add(sequence.number, sequence.request.logits, tokens, candidates_n2)
+            self._logit_errors.add(sequence.number, sequence.request.logits, tokens, np.concatenate(candidates))
 
     def end(self, error: HearthError) -> Replies:
         """End the generation: all current requests fail with `error`, and so do later ones."""

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from agent.worker.transformer import blocks
 from agent.worker.transformer.generation import sampling
-from agent.worker.transformer.generation.block_pool import BlockPool, PrefixKey, num_blocks_for, prefix_keys
-from agent.worker.transformer.generation.sequence import SequenceState
+from agent.worker.transformer.generation.block_pool import BlockPool, num_blocks_for
+from agent.worker.transformer.generation.sequence import SequenceState, common_prefix
 from agent.worker.transformer.generation.speculation import StepTimes
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
 from agent.worker.transformer.shard import Shard
@@ -37,12 +37,11 @@ _MAX_CANDIDATES = 256
 
 @dataclass
 class _Drafted:
-    """What the draft model has of one sequence. The first `num_settled` tokens of its cache are no guesses."""
+    """The draft model's KV cache of one sequence. The first `num_settled` tokens of its cache are no guesses."""
 
     cache: SequenceCache
     blocks: list[int]
     num_settled: int
-    keys: list[PrefixKey] = field(default_factory=list)
     num_published: int = 0
 
 
@@ -77,7 +76,8 @@ class LocalDraft:
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
         """Guesses. A sequence of which too many rows are missing gets none, until some calls have computed them."""
-        guesses = [self._begin(sequence, count, {each.number for each, _ in wanted}) for sequence, count in wanted]
+        in_use = {sequence.number for sequence, _ in wanted}
+        guesses = [self._begin(sequence, count, in_use) for sequence, count in wanted]
         found = [guess for guess in guesses if guess is not None]
         with torch.inference_mode():
             ready = self._catch_up(found)
@@ -95,11 +95,8 @@ class LocalDraft:
         if drafted is None:
             drafted = self._new(sequence, tokens)
         self._sequences[sequence.number] = drafted
-        num_equal = drafted.num_settled
-        for known, token in zip(drafted.cache.tokens[num_equal:], tokens[num_equal:], strict=False):
-            if known != token:
-                break
-            num_equal += 1
+        known = drafted.num_settled
+        num_equal = known + common_prefix(drafted.cache.tokens[known:], tokens[known:])
         num_equal = min(num_equal, len(tokens) - 1)  # a row at least is computed: a token is guessed after it
         drafted.cache.truncate(num_equal)
         drafted.num_settled = num_equal
@@ -117,16 +114,14 @@ class LocalDraft:
 
     def _new(self, sequence: SequenceState, tokens: Sequence[int]) -> _Drafted:
         """The cache of a sequence, with the rows of its first tokens that were computed for others."""
-        keys: list[PrefixKey] = []
-        if scope := sequence.request.prefix_scope:
-            keys = list(prefix_keys(scope, tokens))
+        keys = sequence.prefix_keys() if sequence.request.prefix_scope else []
         found = self._pool.take_prefix(keys[: (len(tokens) - 1) // KV_BLOCK_TOKENS])
         num_cached = len(found) * KV_BLOCK_TOKENS
         cache = SequenceCache(self._memory, NewSequence.model_construct(
             blocks=tuple(found), cached_tokens=tuple(tokens[:num_cached]), num_prompt_tokens=len(sequence.prompt),
             sampling=sequence.request.sampling,
         ))  # fmt: skip
-        return _Drafted(cache, found, num_cached, keys[: len(found)], len(found))
+        return _Drafted(cache, found, num_cached, len(found))
 
     def _make_room(self, count: int, in_use: set[int]) -> None:
         """Free the caches of other sequences, those first that were used longest ago."""
@@ -193,14 +188,12 @@ class LocalDraft:
 
     def _publish(self, guess: _Guess) -> None:
         """Let later sequences share the full blocks of tokens that are no guesses."""
-        drafted, scope = guess.drafted, guess.sequence.request.prefix_scope
+        drafted, sequence = guess.drafted, guess.sequence
         drafted.num_settled = min(len(drafted.cache.tokens), len(guess.tokens) - len(guess.made))
         num_full = drafted.num_settled // KV_BLOCK_TOKENS
-        if not scope or num_full <= drafted.num_published:
+        if not sequence.request.prefix_scope or num_full <= drafted.num_published:
             return
-        keys = drafted.keys
-        new = guess.tokens[len(keys) * KV_BLOCK_TOKENS : num_full * KV_BLOCK_TOKENS]
-        keys += prefix_keys(scope, new, keys[-1] if keys else None)
+        keys = sequence.prefix_keys()
         for number in range(drafted.num_published, num_full):
             self._pool.publish(drafted.blocks[number], keys[number])
         drafted.num_published = num_full

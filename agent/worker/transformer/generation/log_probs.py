@@ -7,14 +7,12 @@ model gives them, and its most likely tokens. Sums are in float64; a share is se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from hearth.errors import BadMessage
+from hearth.wire.codec import Array
 from hearth.wire.messages import LogProb, TokenLogProbs
-
-Array = np.ndarray[Any, Any]
 
 
 def share(candidates_n2: Array, logits_V: Array, first_id: int, num_top: int) -> Array:
@@ -22,7 +20,10 @@ def share(candidates_n2: Array, logits_V: Array, first_id: int, num_top: int) ->
 
     The head is the number of candidates and the logarithm of the sum; the others are id, logit for sampling, and raw logit.
     """
-    top = np.argsort(-logits_V, kind="stable")[:num_top] if num_top else np.empty(0, np.int64)
+    top = np.empty(0, np.int64)
+    if count := min(num_top, len(logits_V)):
+        top = np.flatnonzero(logits_V >= np.partition(logits_V, -count)[-count])  # a few more if there are ties
+        top = top[np.argsort(-logits_V[top], kind="stable")][:count]
     largest = logits_V.max()
     total = largest + np.log(np.exp(logits_V.astype(np.float64) - largest).sum())
     own = candidates_n2[:, 0].astype(np.int64) - first_id

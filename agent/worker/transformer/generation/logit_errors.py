@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from hearth.wire.codec import Array
 
 MAX_ERROR = 1e6  # stands for every larger one, and for logits that are not finite
 

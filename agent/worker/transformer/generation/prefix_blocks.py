@@ -1,4 +1,4 @@
-"""Which blocks of a rank's KV cache hold the rows of which prefixes. Pure.
+"""Index of the prefix cache on one rank: the block of its KV cache for each prefix key. Pure.
 
 Rank 0 decides (`block_pool`), and names full blocks that may be found again in step orders. All ranks take note, so that they
 can say what they have when the plan ends.

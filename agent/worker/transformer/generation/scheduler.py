@@ -20,8 +20,8 @@ from typing import Literal
 
 import numpy as np
 
-from agent.worker.transformer.generation.block_pool import BlockPool, PrefixKey, num_blocks_for, prefix_keys
-from agent.worker.transformer.generation.sequence import SequenceState
+from agent.worker.transformer.generation.block_pool import BlockPool, num_blocks_for
+from agent.worker.transformer.generation.sequence import SequenceState, common_prefix
 from agent.worker.transformer.generation.speculation import Speculation
 from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
 from hearth.wire.messages import (
@@ -37,11 +37,6 @@ from hearth.wire.messages import (
     StepOrder,
     split_keys,
 )
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of equal tokens at the beginning."""
-    return next((n for n, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))
 
 
 class Scheduler:
@@ -255,17 +250,10 @@ class Scheduler:
         """Use the blocks of a sequence's first tokens in the prefix cache. One row at least is computed: the last."""
         if not self._shares_prefixes(sequence):
             return []
-        return self._pool.take_prefix(self._keys_of(sequence)[: (len(sequence.pending) - 1) // KV_BLOCK_TOKENS])
+        return self._pool.take_prefix(sequence.prefix_keys()[: (len(sequence.pending) - 1) // KV_BLOCK_TOKENS])
 
     def _shares_prefixes(self, sequence: SequenceState) -> bool:
         return not self._whole_prompts and bool(sequence.request.prefix_scope)
-
-    def _keys_of(self, sequence: SequenceState) -> list[PrefixKey]:
-        """The keys of all full blocks of a sequence's tokens."""
-        keys = sequence.keys
-        tokens = [*sequence.prompt, *sequence.generated][len(keys) * KV_BLOCK_TOKENS :]
-        keys += prefix_keys(sequence.request.prefix_scope, tokens, keys[-1] if keys else None)
-        return keys
 
     def _make_room(self, count: int, kept: KeptCache | None = None) -> bool:
         """Have so many free blocks, in addition to what is kept of earlier plans. Returns whether there are.
@@ -319,7 +307,7 @@ class Scheduler:
         """Let a sequence take over what is kept of its stream; None if its tokens are others."""
         tokens = np.frombuffer(kept.token_ids, "<i4").tolist()
         # One row at least is computed: a token is sampled after it.
-        num_rows = min(_common_prefix(tokens, sequence.pending), kept.num_rows, len(sequence.pending) - 1)
+        num_rows = min(common_prefix(tokens, sequence.pending), kept.num_rows, len(sequence.pending) - 1)
         if num_rows < 1:
             self._drop(kept.stream)
             return None
@@ -419,7 +407,7 @@ class Scheduler:
         """
         num_full = sequence.num_computed_rows // KV_BLOCK_TOKENS
         if num_full > sequence.num_published and self._shares_prefixes(sequence):
-            keys = self._keys_of(sequence)
+            keys = sequence.prefix_keys()
             for index in range(sequence.num_published, num_full):
                 if self._pool.publish(sequence.blocks[index], keys[index]):
                     self._published.append(PublishedBlock(sequence.blocks[index], keys[index]))

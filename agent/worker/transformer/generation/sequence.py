@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agent.worker.transformer.generation.block_pool import PrefixKey
+from agent.worker.transformer.generation.block_pool import PrefixKey, prefix_keys
 from agent.worker.transformer.generation.drafting import Drafter
+from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.wire.messages import GenerateTokens, TokenLogProbs
 
 
@@ -58,6 +60,12 @@ class SequenceState:
         """Rows of its KV cache that have been ordered."""
         return len(self.prompt) + len(self.generated) - len(self.pending)
 
+    def prefix_keys(self) -> list[PrefixKey]:
+        """The keys of all full blocks of its tokens."""
+        tokens = [*self.prompt, *self.generated][len(self.keys) * KV_BLOCK_TOKENS :]
+        self.keys += prefix_keys(self.request.prefix_scope, tokens, self.keys[-1] if self.keys else None)
+        return self.keys
+
     def is_continued_by(self, request: GenerateTokens, prompt: list[int]) -> bool:
         """Whether `request` asks for the rest of this answer, with all or some of its tokens so far in the prompt."""
         own, count = self.request, len(prompt) - len(self.prompt)
@@ -69,3 +77,8 @@ class SequenceState:
             and (request.grammar, request.top_log_probs) == (own.grammar, own.top_log_probs)
             and prompt == [*self.prompt, *self.generated[:count]]
         )
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of equal tokens at the beginning."""
+    return next((n for n, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(len(a), len(b)))

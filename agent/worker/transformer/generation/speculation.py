@@ -97,10 +97,10 @@ class DraftModel(Protocol):
     """A small model that guesses the tokens of several sequences at once."""
 
     def seconds(self, num_sequences: int) -> float:
-        """Expected seconds of one token for each of so many sequences; infinity if that was not measured."""
+        """Expected seconds of one token for each of `num_sequences` sequences; infinity if that was not measured."""
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
-        """At most so many guesses for each sequence. There are fewer, or none, where the model is not ready for more."""
+        """Guess at most the given number of tokens for each sequence; fewer, or none, where the model is not ready."""
 
 
 class _Choice(NamedTuple):
@@ -118,9 +118,8 @@ class Speculation:
         self.times = StepTimes()
         self._make_proposer = make_proposer
         self._draft = draft
-        self._draft_record = (
-            TrackRecord()
-        )  # of all sequences together: how well two models agree depends little on the text
+        # Of all sequences together: how well two models agree depends little on the text.
+        self._draft_record = TrackRecord()
 
     def new_drafter(self) -> Drafter:
         """The drafter of a new sequence."""

@@ -112,7 +112,7 @@ class StepExecutor:
         self._memory = PagedRows(plan.model, part, plan.body.generation.num_kv_blocks, staging.device)
         self._prefixes = PrefixBlocks()
         self._caches: dict[int, SequenceCache] = {}
-        kept = KeptCaches() if kept is None else kept  # one without streams is false
+        kept = KeptCaches() if kept is None else kept  # not `or`: without streams it is falsy, and may hold prefixes
         self._exchange = CacheExchange(plan, rank, communicator, staging, kept)
         self._constraints = Constraints(grammars, spans(plan.body.vocabulary)[rank])
         self._in_flight: deque[_InFlightStep | SampledTokens] = deque()  # steps begun and not finished, oldest first
@@ -121,8 +121,10 @@ class StepExecutor:
         self._last_rank = plan.num_ranks - 1
         self._is_pipeline = plan.body.num_stages > 1
         self._confirming = _ranks_without_share(plan)
-        # Of rank 0: called with the number of a sequence's KV cache and the candidates for its next token [n,2].
-        self.observe_candidates: Callable[[int, np.ndarray[Any, Any]], None] = lambda sequence, candidates_n2: None
+        # Of rank 0: called with the number of a sequence's KV cache and all ranks' candidates for its next token, each [n,2].
+        self.observe_candidates: Callable[[int, Sequence[np.ndarray[Any, Any]]], None] = lambda sequence, candidates: (
+            None
+        )
         communicator.allow_steps_ahead(plan.body.max_steps_in_flight + plan.body.micro_batches + _MAX_ORDERS_BEHIND)
 
     @property
@@ -422,7 +424,7 @@ class StepExecutor:
             of_sequences.setdefault(row.sequence, []).append([*parts, *(next(arrived) for _ in others)])
         for sequence, rows in of_sequences.items():
             if self._caches[sequence].top_log_probs is None:  # the coordinator's own request asks for none
-                self.observe_candidates(sequence, np.concatenate(rows[0]))
+                self.observe_candidates(sequence, rows[0])
         return {sequence: self._sample_tokens(sequence, rows) for sequence, rows in of_sequences.items()}
 
     def _candidates(self, row: _SampledRow, logits_V: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -454,9 +456,10 @@ class StepExecutor:
                 merged = log_probs.MergedShares(shares)
                 shares = merged.candidates
             candidates_n2 = np.concatenate(shares)
-            if candidates_n2.ndim != 2 or candidates_n2.shape[1] != 2:
+            is_form = candidates_n2.ndim == 2 and candidates_n2.shape[1] == 2
+            if not is_form or not (len(candidates_n2) or cache.is_constrained):
                 raise BadMessage(reason=f"candidates have the shape {candidates_n2.shape}")
-            if not len(candidates_n2) or np.isnan(candidates_n2).any():
+            if cache.is_constrained and (not len(candidates_n2) or np.isnan(candidates_n2).any()):
                 return None
             index = _answer_index(cache, num_settled + num_drafted)
             token_id = sampling.sample_token(candidates_n2, cache.sampling, index)

@@ -11,6 +11,14 @@ from torch import Tensor
 from hearth.plan.kernels import KernelChoice
 
 
+def multiply_into(part_sn: Tensor, x_sk: Tensor, tile_km: Tensor, product: Tensor) -> None:
+    """Write x @ tile to `part_sn`, by way of the memory of `product` if their data types differ."""
+    if x_sk.dtype == part_sn.dtype:
+        torch.mm(x_sk, tile_km, out=part_sn)
+    else:
+        part_sn.copy_(torch.mm(x_sk, tile_km, out=product[: part_sn.numel()].view(part_sn.shape)))
+
+
 class QuantisationError(NamedTuple):
     """Quantisation error of a matrix: sums of squares of the differences and of the weights."""
 

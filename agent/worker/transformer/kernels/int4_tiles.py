@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from agent.worker.transformer.kernels.base import multiply_into
+
 _GROUP = 32  # inputs that share a scale
 _BLOCKS = ((64, False), (32, False), (32, True), (16, True))  # outputs, and whether neighbours share a byte
 _TILE_OUTPUTS = 512  # expanded at once, in two halves
@@ -113,10 +115,7 @@ def multiply_expanded(x_sk: Tensor, packed: Tensor, scales_and_zeros: Tensor, dt
     product = x.new_empty(0 if dtype == x_sk.dtype else num_rows * _TILE_OUTPUTS // 2)
     for start, tile_km in _tiles(packed, scales_and_zeros, dtype):
         part = y_sn[:, start : start + tile_km.shape[1]]
-        if dtype == part.dtype:
-            torch.mm(x, tile_km, out=part)
-        else:
-            part.copy_(torch.mm(x, tile_km, out=product[: part.numel()].view(part.shape)))
+        multiply_into(part, x, tile_km, product)
     return y_sn
 
 

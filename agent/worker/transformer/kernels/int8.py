@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.kernels.base import QuantisedMatrix, add_bias
+from agent.worker.transformer.kernels.base import QuantisedMatrix, add_bias, multiply_into
 from agent.worker.transformer.kernels.processor import multiplies_bfloat16
 
 _NATIVE_MAX_ROWS = 8  # rows by default; with more, a GEMM on converted weights is faster
@@ -72,10 +72,7 @@ class Int8Matrix(QuantisedMatrix):
         for start in range(0, num_outputs, size):
             part_sn = y_sn[:, start : start + size]
             tile_nk = floats_nk[: part_sn.shape[1]].copy_(values[start : start + size])
-            if dtype == part_sn.dtype:
-                torch.mm(x, tile_nk.t(), out=part_sn)
-            else:
-                part_sn.copy_(torch.mm(x, tile_nk.t(), out=product[: part_sn.numel()].view(part_sn.shape)))
+            multiply_into(part_sn, x, tile_nk.t(), product)
         return y_sn.mul_(self._scales.to(y_sn.dtype))
 
     def _native_is_safe(self) -> bool:
