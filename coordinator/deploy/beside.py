@@ -11,14 +11,14 @@ from coordinator.devices.fleet import Fleet
 from hearth.plan.plan import Plan
 from hearth.plan.profile import Link
 
-_SUFFIX = ".trial"  # of the deployment's name: agents keep one worker for each name
+TRIAL_SUFFIX = ".trial"  # of the deployment's name: agents keep one worker for each name
 
 D = TypeVar("D", bound=Deployment)
 
 
 def trial_name(deployment: str) -> str:
     """The name of a deployment under which its second plan is loaded."""
-    return f"{deployment}{_SUFFIX}"
+    return f"{deployment}{TRIAL_SUFFIX}"
 
 
 @asynccontextmanager

@@ -82,7 +82,7 @@ class RunResult(Generic[R]):
 
 @dataclass(frozen=True)
 class Kept:
-    """What the workers of a plan go on with: KV caches of running streams, and blocks of the prefix cache."""
+    """State that the workers take over from the plan before: KV caches of running streams, blocks of the prefix cache."""
 
     caches: tuple[wire.KeptCache, ...] = ()
     prefixes: wire.KeptPrefixes | None = None

@@ -23,10 +23,8 @@ def kept_caches(
 
     `reports` are what each rank holds; `bytes_per_second` is the rate of the link from one rank to another.
     """
-    if plan.body.generation is None or any(report is None for report in reports):
+    if plan.body.generation is None or any(report is None for report in reports) or _prefills_whole_prompts(plan):
         return ()
-    if any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers)):
-        return ()  # such a plan prefills whole prompts only
     held: dict[str, list[tuple[int, HeldCache]]] = defaultdict(list)
     for rank, report in enumerate(reports):
         for cache in report or ():
@@ -43,10 +41,8 @@ def kept_prefixes(
     `reports` are what each rank holds. All have the same blocks but for the newest and the oldest ones.
     """
     held = {rank: report for rank, report in enumerate(reports) if report is not None}
-    if plan.body.generation is None or not held:
+    if plan.body.generation is None or not held or _prefills_whole_prompts(plan):
         return None
-    if any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers)):
-        return None  # such a plan prefills whole prompts only
     everywhere = set.intersection(*(set(split_keys(report.keys)) for report in held.values()))
     keys = [key for key in split_keys(held[min(held)].keys) if key in everywhere]
     blocks = [HeldBlock(rank, report.block, KV_BLOCK_TOKENS) for rank, report in held.items()]
@@ -123,3 +119,8 @@ def _seconds(
             sending[source] += seconds
             receiving[target] += seconds
     return max(*sending, *receiving)
+
+
+def _prefills_whole_prompts(plan: TransformerPlan) -> bool:
+    """Whether a layer splits attention by rows: such a plan cannot continue from cached tokens."""
+    return any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers))

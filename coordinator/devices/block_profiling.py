@@ -56,7 +56,10 @@ async def block_cluster(
     workload: Workload[BlockProfile],
     taken: Callable[[Device], Taken] = nothing_taken,
 ) -> ClusterProfile:
-    """Measure the devices and smooth their profiles; `taken` is not there. Raises as `Profiler.measure` does."""
+    """Measure the devices and smooth their profiles; Budgets and times account for what other deployments take (`taken`).
+
+    Raises as `Profiler.measure` does.
+    """
     measured = await profiler.measure(devices, workload)
     blocks = smooth_profiles(measured.results)
     subject = _subject(workload)

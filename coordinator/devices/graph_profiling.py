@@ -42,7 +42,7 @@ async def graph_cluster(
 ) -> GraphCluster:
     """Measure the devices and price every operator. `slowdown`: a factor on the seconds of a device (default: its drift).
 
-    What is `taken` is not there.
+    Budgets and times account for what other deployments take (`taken`).
 
     Raises as `Profiler.measure` does.
     """
@@ -58,7 +58,7 @@ async def graph_cluster(
     ]
     seconds = tuple(zip(*per_device, strict=True))
     return cluster_from_links(
-        [_device(*each, left_bytes(device=each[0], taken=taken)) for each in profiles],
+        [_device(device, profile, left_bytes(device, taken)) for device, profile in profiles],
         seconds,
         measured.links,
         measured=True,

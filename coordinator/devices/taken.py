@@ -1,4 +1,4 @@
-"""What other deployments take of a device, so that it is not there for a plan. Pure."""
+"""Memory and processor time of a device that other deployments use and a new plan cannot. Pure."""
 
 from __future__ import annotations
 

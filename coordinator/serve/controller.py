@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 from coordinator.deploy.deployment import Deployment, loss_error
@@ -366,9 +365,14 @@ class Controller:
         return None
 
     async def _make_plan(self, state: cycle.Lifecycle) -> Plan:
-        """A plan for the memory that other deployments leave. Raises MemoryTaken if it fits only without them, ..."""
+        """A plan for the memory that other deployments leave.
+
+        Raises MemoryTaken if it fits only without them, and as `ModelKind.plan`.
+        """
         resources, cluster = self._services.resources, state.cluster
-        for attempt in count(1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 plan = await self.kind.plan(cluster, state.has_served, self._held_plan)
             except ModelDoesNotFit as error:
@@ -377,13 +381,11 @@ class Controller:
                 raise
             try:
                 resources.check(self.name, plan, self._services.fleet.devices)
+                return plan
             except MemoryTaken:  # another deployment was planned at the same time
                 if attempt == _MAX_PLAN_ATTEMPTS:
                     raise
-                cluster = await self.kind.profile(state.devices, self._held_plan)
-                continue
-            return plan
-        raise AssertionError("every attempt returns or raises")
+            cluster = await self.kind.profile(state.devices, self._held_plan)
 
     def _warm_workers(self, device_ids: Iterable[str]) -> None:
         """Have devices import in the background what their workers need."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path, PurePath
 
+from coordinator.deploy.beside import TRIAL_SUFFIX
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from coordinator.serve.controller import Controller
@@ -44,9 +45,8 @@ class Deployments:
         self.proofs: dict[str, Callable[[], bool]] = {}  # whether each life cycle goes on; for the watchdog
         self._services = services
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of those that run
-        self._added: set[str] = (
-            set()
-        )  # since the start; the others were served before, or asked for by the command line
+        # Since the start; the others were served before, or asked for by the command line.
+        self._added: set[str] = set()
         self._failed: dict[str, HearthError] = {}  # those that cannot be served, as long as they are not stopped
         self._adding = asyncio.Lock()
         self._runs = self._stops = False
@@ -75,10 +75,10 @@ class Deployments:
         last = saved[same].plan if same is not None and plan is None else None
         name = same or (checked_name(name) if name else default_name(goal, ()))
         model = await _opened(goal)
+        self._create(name, goal, model, plan, _deployed(last))
         for other in state.load().deployments.keys() - {name}:
             self._services.report(f"{other} is served no longer")
             state.remove(other)
-        self._create(name, goal, model, plan, _deployed(last))
 
     async def add(self, goal: Goal, plan: Plan | None, name: str = "") -> str:
         """Serve one more model, and return its name. Raises BadSetting, and as `open_model` and `Controller` do."""
@@ -221,19 +221,19 @@ class Deployments:
 
 def checked_name(name: str) -> str:
     """The name that a user gave to a deployment. Raises BadSetting."""
-    if not _NAME.fullmatch(name) or name.endswith(".trial"):
+    if not _NAME.fullmatch(name) or name.endswith(TRIAL_SUFFIX):
         reason = f"'{name}' is not a name of at most 64 letters, digits and any of _ . + -, which begins with one of the former"
         raise BadSetting(setting="--as", reason=reason)
     return name
 
 
-def default_name(goal: Goal, taken: Iterable[str]) -> str:
+def default_name(goal: Goal, taken: Collection[str]) -> str:
     """The name of a deployment without a name of its own: that of its model, with a number if that is taken."""
     path = PurePath(goal.path)
     model = path.stem if goal.kind == "graph" else path.name
-    plain = re.sub(r"[^A-Za-z0-9_.+-]", "-", model).lstrip("_.+-")[:56].removesuffix(".trial") or "model"
+    plain = re.sub(r"[^A-Za-z0-9_.+-]", "-", model).lstrip("_.+-")[:56].removesuffix(TRIAL_SUFFIX) or "model"
     names = [plain, *(f"{plain}-{number}" for number in range(2, MAX_DEPLOYMENTS + 2))]
-    return next(name for name in names if name not in set(taken))
+    return next(name for name in names if name not in taken)
 
 
 async def _opened(goal: Goal) -> TransformerModel | GraphFile:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TypeVar
 
+from coordinator.deploy.beside import trial_name
 from coordinator.devices.registry import Device
 from coordinator.devices.taken import Taken
 from coordinator.plan.stores import with_budgets
@@ -18,9 +19,8 @@ from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.units import format_bytes
 
-_SAMPLE_SECONDS = (
-    5.0  # between two looks at the workers' processor time, of which the kernel counts hundredths of a second
-)
+# Between two looks at the workers' processor time, of which the kernel counts hundredths of a second.
+_SAMPLE_SECONDS = 5.0
 _NEWEST_WEIGHT = 0.2  # of the newest sample in the moving average, which follows two thirds of a change within 25 s
 # Of a device's processor time, the most that counts as taken: the scheduler gives equal shares to workers that always compute.
 _MAX_LOAD = 0.9
@@ -57,7 +57,7 @@ class Resources:
         return partial(self._taken, name)
 
     def check(self, name: str, plan: Plan, devices: Mapping[str, Device]) -> None:
-        """Raise MemoryTaken if the plan needs memory that others have taken, since it was begun to be made for example."""
+        """Raise MemoryTaken if the plan needs memory that other deployments hold; they may have taken it while it was made."""
         missing_bytes = 0
         for each in plan.devices:
             device = devices.get(each.device_id)
@@ -105,7 +105,7 @@ class Resources:
     def sample(self, devices: Iterable[Device], now: float) -> None:
         """Take note of the workers' processor time, as of the devices' latest heartbeats."""
         busy: dict[tuple[str, str, int], tuple[float, float]] = {}
-        loads: dict[tuple[str, str], float] = {}
+        shares: dict[tuple[str, str], float] = {}  # of all workers of a deployment: two, while its plan changes
         for device in devices:
             num_threads = device.telemetry.num_threads if device.telemetry is not None else 1
             for worker in device.state.workers if device.state is not None else ():
@@ -114,8 +114,11 @@ class Resources:
                 before_at, before_seconds = self._busy.get(key, busy[key])
                 if now > before_at and worker.busy_seconds >= before_seconds:
                     share = (worker.busy_seconds - before_seconds) / (now - before_at) / max(num_threads, 1)
-                    average = self._loads.get(key[:2], 0.0)
-                    loads[key[:2]] = average + _NEWEST_WEIGHT * (min(share, 1.0) - average)
+                    shares[key[:2]] = shares.get(key[:2], 0.0) + share
+        loads: dict[tuple[str, str], float] = {}
+        for place, share in shares.items():
+            average = self._loads.get(place, 0.0)
+            loads[place] = average + _NEWEST_WEIGHT * (min(share, 1.0) - average)
         self._busy, self._loads = busy, loads
 
     def _room_bytes(self, name: str, device: Device) -> int:
@@ -133,5 +136,6 @@ class Resources:
         return Taken(num_bytes, self._load_of_others(name, device.device_id))
 
     def _load_of_others(self, name: str, device_id: str) -> float:
-        loads = (load for (other, device), load in self._loads.items() if device == device_id and other != name)
+        own = (name, trial_name(name))
+        loads = (load for (other, device), load in self._loads.items() if device == device_id and other not in own)
         return min(sum(loads), _MAX_LOAD)

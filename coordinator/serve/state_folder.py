@@ -10,7 +10,7 @@ from pathlib import Path
 from coordinator.serve.config import CoordinatorSettings
 from hearth.errors import BadSetting
 from hearth.files import FolderInUse, locked_folder, write_atomically
-from hearth.platform.ports import bracketed
+from hearth.platform.ports import local_address
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,8 @@ def locked_state(state_dir: Path) -> Iterator[None]:
 
 def note_address(settings: CoordinatorSettings, port: int) -> None:
     """Write down where this coordinator listens, for `address_of_running`."""
-    host = "127.0.0.1" if settings.bind_host in ("0.0.0.0", "::") else settings.bind_host
     try:
-        write_atomically(settings.state_dir / _ADDRESS, f"{bracketed(host)}:{port}\n")
+        write_atomically(settings.state_dir / _ADDRESS, f"{local_address(settings.bind_host, port)}\n")
     except OSError as error:  # as above
         log.warning("the address of this coordinator cannot be written down: %s", error)
 

@@ -15,6 +15,11 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def local_address(bind_host: str, port: int) -> str:
+    """The address at which programs on this computer reach a port that is bound to `bind_host`."""
+    return f"{bracketed('127.0.0.1' if bind_host in ('0.0.0.0', '::') else bind_host)}:{port}"
+
+
 def listening_socket(host: str, port: int, backlog: int, host_setting: str) -> socket.socket:
     """A listening socket that does not block; port 0: any free port. `::` is all addresses, those of IPv4 too.
 

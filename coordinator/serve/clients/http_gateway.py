@@ -17,7 +17,7 @@ from hearth.errors import BadSetting, HearthError
 from hearth.platform.child import run_module
 from hearth.platform.curve import fingerprint, new_keypair
 from hearth.platform.disk import FILE_SECONDS, on_disk
-from hearth.platform.ports import bracketed
+from hearth.platform.ports import local_address
 from hearth.platform.security import AppKey, format_credential, load_credential, save_credential
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,8 @@ async def keep_http_gateway(
     """Keep the gateway running, until cancelled. Raises BadSetting."""
     host, port = http_address(settings.http)
     key = await _own_key(settings.state_dir / "http.key", trust)
-    coordinator = "127.0.0.1" if settings.bind_host in ("0.0.0.0", "::") else settings.bind_host
     start = HttpSettings(
-        host=host, port=port, key=format_credential(key), address=f"{bracketed(coordinator)}:{client_port}"
+        host=host, port=port, key=format_credential(key), address=local_address(settings.bind_host, client_port)
     )
     pause = _FIRST_PAUSE_SECONDS
     while True:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 
 from coordinator.devices.fleet import Fleet
@@ -13,8 +12,6 @@ from coordinator.serve.events.stream import EventStream
 from hearth.plan.profile import Link
 from hearth.platform.asyncio_tools import loop_time
 from hearth.wire import messages as wire
-
-log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 1.0  # interval of looking for changes, which asks no device
 # Interval of telemetry while somebody watches, and else: it wakes every device.

@@ -13,7 +13,7 @@ from coordinator.serve.events.file import EventFile
 from coordinator.serve.events.ring import EventRing
 from hearth.errors import BadRequest, DiskHung
 from hearth.platform.asyncio_tools import loop_time, with_timeout
-from hearth.platform.disk import FILE_SECONDS, on_disk
+from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk
 from hearth.wire import messages as wire
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class EventStream:
                 await asyncio.sleep(_SAVE_SECONDS)
                 await self._save()
         finally:
-            if self._unsaved:
+            if self._unsaved and not hung_paths():  # a write to a disk that hangs would not return
                 self._saved(self._append(self._unsaved))
 
     async def watch(self, request: wire.WatchEvents) -> AsyncGenerator[wire.EventsRecorded | wire.Done, None]:

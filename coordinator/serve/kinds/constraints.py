@@ -6,6 +6,7 @@ Calls have the form of the model's chat template, as `answer_reader` reads them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,24 +36,25 @@ class AnswerGrammars:
 
         Raises BadGrammar.
         """
+        what: str = "tools"
         rules, starts = [], []
         if request.called_tools:
             rules, starts = self._calls(request), ["calls"]
-        if (constraint := request.constraint) is not None and not request.called_tools:
+        elif (constraint := request.constraint) is not None:
+            what = constraint.kind
             starts.append("answer")
             if constraint.kind == "grammar":
                 return self._checked(constraint.text, "grammar")
             if constraint.kind == "regex":
-                pattern = constraint.text.replace("/", r"\/")
+                pattern = re.sub(r"(?s)(\\.)|/", lambda found: found[1] or r"\/", constraint.text)  # escaped once
                 rules.append(f"answer: /{pattern}/")
             else:
-                rules.append(f"answer: {_json(_schema(constraint.text, 'schema'))}")
+                rules.append(f"answer: {_json(_schema(constraint.text))}")
             if request.tools:
                 rules += self._calls(request)
                 starts.append("calls")
         if not starts:
             return ""
-        what = constraint.kind if constraint is not None and not request.called_tools else "tools"
         text = "\n".join([f"start: {self._reasoning(begins_with_reasoning)}({' | '.join(starts)})", *rules])
         if self._form.reasons:
             text += (
@@ -126,8 +128,8 @@ class AnswerGrammars:
     def _located(self, what: str, request: Generate, error: BadGrammar) -> BadGrammar:
         """The error of the smallest part of a schema that cannot be compiled alone either."""
         schemas = [(f"tool {each.name}", each.parameters) for each in _functions(request.tools)]
-        if request.constraint is not None and request.constraint.kind == "schema":
-            schemas.insert(0, ("schema", _schema(request.constraint.text, "schema")))
+        if request.constraint is not None and what == "schema":
+            schemas.insert(0, ("schema", _schema(request.constraint.text)))
         tried = 0
         for name, root in schemas:
             place, schema, reason = "", root, self._reason(root, root)
@@ -180,13 +182,13 @@ def _is_callable(function: _Function, called_tools: Sequence[str]) -> bool:
     return not called_tools or function.name in called_tools
 
 
-def _schema(text: str, what: str) -> Any:
+def _schema(text: str) -> Any:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadGrammar(what=what, reason=f"it is not valid JSON ({error})") from None
+        raise BadGrammar(what="schema", reason=f"it is not valid JSON ({error})") from None
     if not isinstance(schema, dict | bool):
-        raise BadGrammar(what=what, reason="it must be a JSON object")
+        raise BadGrammar(what="schema", reason="it must be a JSON object")
     return schema
 
 

@@ -211,11 +211,9 @@ class GenerationRunner:
             prompt = await self._in_thread(ticket, request, partial(model.prompt_ids, request, token_ids))
             grammar = ""
             if request.constraint is not None or request.called_tools:
-                seconds = ticket.deadline - asyncio.get_running_loop().time()
-                grammar = await self._threads.compile(seconds, partial(model.grammar, request, prompt))
+                grammar = await self._with_vocabulary(ticket, partial(model.grammar, request, prompt))
             if request.top_log_probs is not None:  # with the bytes of tokens, which take a moment to read once
-                seconds = ticket.deadline - asyncio.get_running_loop().time()
-                await self._threads.compile(seconds, lambda: model.vocabulary)
+                await self._with_vocabulary(ticket, lambda: model.vocabulary)
             scope = _ALL_APPS if self._shared_prefixes else ticket.place.caller
             began = ticket.deadline - request.timeout_seconds
             generation = _RunningGeneration(model, request, prompt, began, scope, grammar)
@@ -242,6 +240,10 @@ class GenerationRunner:
         num_characters += sum(map(len, request.tools))
         seconds = ticket.deadline - asyncio.get_running_loop().time()
         return await self._threads.run(seconds, num_characters + len(request.generated), function)
+
+    async def _with_vocabulary(self, ticket: Ticket, function: Callable[[], _T]) -> _T:
+        """Call `function`, which needs the bytes of the tokens, in the thread for them. Raises DeadlineExceeded, QueueFull."""
+        return await self._threads.compile(ticket.deadline - asyncio.get_running_loop().time(), function)
 
     async def _stream(self, generation: _RunningGeneration, ticket: Ticket) -> AsyncGenerator[wire.TextGenerated, None]:
         """Stream up to the end of the answer, on successive deployments if some fail."""

@@ -38,8 +38,11 @@ class TextThreads:
         self._grammars = _Lane("grammars", _MAX_WAITING_SHORT)
 
     async def compile(self, timeout_seconds: float, function: Callable[[], _T]) -> _T:
-        """Call `function`, which compiles a grammar, in a thread. Raises QueueFull, DeadlineExceeded and its errors."""
-        return await self._in_lane(self._grammars, "compiling the grammar", timeout_seconds, function)
+        """Call `function`, which compiles a grammar or reads the vocabulary, in a thread.
+
+        Raises QueueFull, DeadlineExceeded and its errors.
+        """
+        return await self._in_lane(self._grammars, "reading the vocabulary or the grammar", timeout_seconds, function)
 
     async def run(
         self,

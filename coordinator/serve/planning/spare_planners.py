@@ -24,7 +24,6 @@ _MODULES: dict[PlannerKind, tuple[str, ...]] = {
     "graph": (
         "coordinator.serve.planning.planner_child",
         "coordinator.serve.planning.learnt_policies",
-        "coordinator.plan.graph.latency.doppler.planner",
     ),
 }
 # From the start of serving or the end of a plan until the next process starts: requests that waited go first.

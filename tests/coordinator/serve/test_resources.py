@@ -43,9 +43,8 @@ def test_memory_of_other_plans_is_not_there() -> None:
     limited = device_with(3 * BYTES)  # a limit of the user, whatever the workers hold
     assert left_bytes(limited, resources.by_others("detector")) == 2 * BYTES
     assert left_bytes(limited, resources.by_others("chat")) == 3 * BYTES
-    free = device_with(
-        3 * BYTES, chat=BYTES // 2
-    )  # the budget is free memory: half of the plan is gone from it already
+    # The budget is free memory: half of the plan is gone from it already.
+    free = device_with(3 * BYTES, chat=BYTES // 2)
     assert left_bytes(free, resources.by_others("detector")) == 3 * BYTES - (BYTES - BYTES // 2)
     resources.release("chat")
     assert left_bytes(limited, resources.by_others("detector")) == 3 * BYTES
@@ -98,3 +97,19 @@ def test_load_of_other_workers_slows_a_device_down() -> None:
     assert resources.load_growth("detector", "a") == pytest.approx(2.0, rel=0.05)
     resources.sample([], 201.0)
     assert resources.by_others("detector")(busy(0.0)).load == 0.0
+
+
+def test_load_of_two_workers_of_a_deployment_adds_up_and_its_trials_are_its_own() -> None:
+    resources = Resources()
+
+    def busy(seconds: float) -> Device:
+        workers = tuple(
+            WorkerStatus(deployment=name, state="ready", epoch=epoch, busy_seconds=seconds / 2)
+            for name, epoch in (("chat", 1), ("chat", 2), ("detector.trial", 3))
+        )
+        return replace(device_with(BYTES), state=AgentState(boot_id="1", workers=workers))
+
+    for second in range(200):  # half of one of two threads each
+        resources.sample([busy(float(second))], float(second))
+    assert resources.by_others("detector")(busy(0.0)).load == pytest.approx(0.5, abs=0.01)
+    assert resources.by_others("chat")(busy(0.0)).load == pytest.approx(0.25, abs=0.01)

@@ -70,11 +70,11 @@ def _with_draft(request: PlanRequest, plan: TransformerPlan, draft: ModelSpec) -
     with_draft = {"generation": limits.model_copy(update={"draft": draft})}
     profiles = {device.device_id: device for device in request.cluster.devices}
 
-    def seconds(order: tuple[int, ...]) -> tuple[bool, float]:
+    def moves_and_seconds(order: tuple[int, ...]) -> tuple[bool, float]:
         moves = request.held is not None and order[DRAFT_RANK] != DRAFT_RANK
         return moves, guess_seconds(request, draft, profiles[plan.devices[order[DRAFT_RANK]].device_id])
 
-    for order in sorted(_turns(plan), key=seconds):
+    for order in sorted(_turns(plan), key=moves_and_seconds):
         ordered = on_subset(request, tuple(plan.devices[rank].device_id for rank in order))
         body = reordered(plan.model, plan.body, order).model_copy(update=with_draft)
         if missing_bytes(ordered, body):

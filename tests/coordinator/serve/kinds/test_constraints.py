@@ -110,8 +110,9 @@ def test_schema_and_tools_leave_the_choice(known: tuple[TextTokenizer, Vocabular
     assert all(piece.tool_calls or piece.text.strip() in "12" for piece in pieces)
 
 
-def test_regular_expression_is_the_whole_answer(known: tuple[TextTokenizer, Vocabulary]) -> None:
-    request = Generate(constraint=AnswerConstraint(kind="regex", text="[ab]/[0-9]{2}"))
+@pytest.mark.parametrize("slash", ["/", r"\/"])
+def test_regular_expression_is_the_whole_answer(known: tuple[TextTokenizer, Vocabulary], slash: str) -> None:
+    request = Generate(constraint=AnswerConstraint(kind="regex", text=f"[ab]{slash}[0-9]{{2}}"))
     assert all(
         piece.text[0] in "ab" and piece.text[1] == "/" and piece.text[2:].isdigit() and len(piece.text) == 4
         for piece in answers(known, AnswerForm(), request)
