@@ -58,13 +58,19 @@ class Child:
         """Whether the process has not ended yet, as far as this process has noticed."""
         return self._process.returncode is None
 
-    async def wait_for_line(self, expected: str) -> bool:
-        """Drop lines of its stderr up to the expected one; False if it closes its stderr before."""
+    async def wait_for_line(self, expected: str) -> None:
+        """Drop lines of its stderr up to the expected one. Raises RuntimeError with the last lines if it ends before."""
         assert self._process.stderr is not None
+        lines: deque[str] = deque(maxlen=_STDERR_TAIL_LINES)
         async for line in self._process.stderr:
-            if line.decode(errors="replace").rstrip() == expected:
-                return True
-        return False
+            text = line.decode(errors="replace").rstrip()
+            if text == expected:
+                return
+            lines.append(text)
+        code = await self._process.wait()
+        raise RuntimeError(
+            f"it {describe_exit(code)} before it wrote {expected!r}: {' / '.join(lines) or 'no message'}"
+        )
 
     async def run(
         self, stdin_bytes: bytes, timeout_seconds: float, on_stderr_line: Callable[[str], None] | None = None
@@ -108,6 +114,8 @@ class Child:
     async def kill(self) -> None:
         """End the process, if it has not ended. One that does not end within `_KILL_SECONDS` is left behind."""
         process = self._process
+        if process.stdin is not None:
+            process.stdin.close()  # no more is written, and an open pipe would keep what asyncio holds for the process
         if process.returncode is not None:
             return
         with suppress(ProcessLookupError):

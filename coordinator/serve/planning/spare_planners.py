@@ -29,6 +29,7 @@ _MODULES: dict[PlannerKind, tuple[str, ...]] = {
 # From the start of serving or the end of a plan until the next process starts: requests that waited go first.
 _REST_SECONDS = 5.0
 _START_SECONDS = 120.0  # until it is ready, with low priority on a busy Raspberry Pi; one that takes longer hangs
+_ATTEMPTS = 3  # of a start: what fails for want of memory or threads may succeed later
 
 
 async def start_planner(kind: PlannerKind) -> Child:
@@ -69,15 +70,17 @@ class SparePlanners:
         await asyncio.gather(*(child.kill() for child in children))
 
     async def _start(self, kind: PlannerKind, rest_seconds: float) -> None:
-        await asyncio.sleep(rest_seconds)
-        child = None
-        try:
-            child = await start_planner(kind)
-            if not await with_timeout(_START_SECONDS, child.wait_for_line(READY_LINE)):
-                raise RuntimeError("it ended before it was ready")
-            self._ready[kind], child = child, None
-        except (OSError, RuntimeError, asyncio.TimeoutError) as error:
-            log.info("no planner process is kept ready: %s", error or "it did not become ready")
-        finally:
-            if child is not None:
-                await child.kill()
+        for _ in range(_ATTEMPTS):
+            await asyncio.sleep(rest_seconds)
+            child = None
+            try:
+                child = await start_planner(kind)
+                await with_timeout(_START_SECONDS, child.wait_for_line(READY_LINE))
+                self._ready[kind], child = child, None
+                return
+            except (OSError, RuntimeError, asyncio.TimeoutError) as error:
+                log.warning("no planner process is kept ready: %s", error or f"none was within {_START_SECONDS:g} s")
+            finally:
+                if child is not None:
+                    await child.kill()
+            rest_seconds = _REST_SECONDS

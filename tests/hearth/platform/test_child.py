@@ -106,7 +106,7 @@ def test_child_ends_when_its_parent_is_killed(module: Path) -> None:
 
 async def start_spare() -> Child:
     spare = await Child.start("hearth.platform.spare_child", "short_lived", pipe_stderr=True)
-    assert await asyncio.wait_for(spare.wait_for_line(READY_LINE), 60.0)
+    await asyncio.wait_for(spare.wait_for_line(READY_LINE), 60.0)
     return spare
 
 
@@ -139,12 +139,13 @@ def test_spare_child_is_killed_on_cancellation_and_ends_without_a_task(module: P
     asyncio.run(main())
 
 
-def test_spare_child_whose_import_fails_ends(module: Path) -> None:
+def test_spare_child_whose_import_fails_says_why(module: Path) -> None:
     module.write_text("raise ValueError('not here')")
 
     async def main() -> None:
         spare = await Child.start("hearth.platform.spare_child", "short_lived", pipe_stderr=True)
-        assert not await asyncio.wait_for(spare.wait_for_line(READY_LINE), 60.0)
+        with pytest.raises(RuntimeError, match=r"it exited with code 1 before it wrote 'ready': .*ValueError: not here"):
+            await asyncio.wait_for(spare.wait_for_line(READY_LINE), 60.0)
         await spare.kill()
 
     asyncio.run(main())

@@ -25,7 +25,6 @@ from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.planning.learnt_policies import plan_with_policy
 from coordinator.serve.planning.spare_planners import start_planner
-from hearth.errors import InternalError
 from hearth.plan.plan import GraphPlan
 from hearth.platform.spare_child import READY_LINE
 from tools.bench.experiment import Context, Experiment
@@ -146,10 +145,8 @@ async def _start_seconds() -> float:
     """Processor time of a planner process until it is ready."""
     began = resource.getrusage(resource.RUSAGE_CHILDREN)
     child = await start_planner("graph")
-    is_ready = await child.wait_for_line(READY_LINE)
+    await child.wait_for_line(READY_LINE)
     await child.kill()
-    if not is_ready:
-        raise InternalError(where="the benchmark", reason="the planner process ended before it was ready")
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
 
