@@ -18,13 +18,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from torch import Tensor
 
+from agent.worker.transformer.filled_weights import filled_layer, layer_matrices
 from agent.worker.transformer.kernel_times import layer_shapes, measure_kernels
 from agent.worker.transformer.kernels.base import Partition
 from agent.worker.transformer.kernels.int4 import dequantise_int4, quantise_int4
 from agent.worker.transformer.kernels.int8 import quantise_int8
 from agent.worker.transformer.kernels.processor import multiplies_bfloat16
 from agent.worker.transformer.matrices import Matrix, empty_matrix
-from agent.worker.transformer.random_weights import layer_matrices, random_layer
 from hearth.plan.kernels import KERNEL_ROWS, KernelChoice, KernelTime, choose_kernels
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from tools.bench.experiment import Context, Experiment
@@ -161,7 +161,7 @@ def _variants(spec: ModelSpec, times: Sequence[KernelTime]) -> dict[str, _Varian
 
     def of(weights: WeightFormat, choices: Sequence[KernelChoice]) -> _Variant:
         copy = spec.model_copy(update={"weights": weights})
-        layers = [layer_matrices(random_layer(copy, _CPU, choices)) for _ in range(spec.num_layers)]
+        layers = [layer_matrices(filled_layer(copy, _CPU, choices)) for _ in range(spec.num_layers)]
         return _Variant(weights, layers, choices, lambda matrix, rows: matrix.kernel(rows))
 
     def single(layout: str, kernel: str) -> list[KernelChoice]:

@@ -6,10 +6,12 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from hearth.errors import DeadlineExceeded
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
 from tools.bench.experiment import Context, Experiment
@@ -86,8 +88,9 @@ class StartUp(Experiment):
     def _start(self, testbed: Testbed, model_dir: str, known: Known) -> StartRow:
         """Start a coordinator, ask it, and end it. The plan is forgotten, so that each start makes one."""
         forget_plans(testbed)
+        profiles = {path: path.read_bytes() for path in _profiles(testbed)}
         if known == UNPROFILED:
-            for path in (testbed.folder / "coordinator" / "profiles").glob("blocks*"):
+            for path in profiles:
                 path.unlink()
         with GenerationClients(testbed) as clients:
             clients.call("ping")  # the client's own imports are no part of the start
@@ -102,8 +105,12 @@ class StartUp(Experiment):
                 )
                 seconds = time.monotonic() - began
                 status = clients.ready_status(_READY_SECONDS)
+                if known == COLD:  # the first plan was made from a probe; the next start is to know the profile
+                    _wait_for_profile(testbed)
             finally:
                 stop_coordinator(coordinator)
+                for path, profile in profiles.items():
+                    path.write_bytes(profile)
         phases: dict[str, float] = {}
         for entered, left in pairwise(status["history"]):
             if entered["phase"] == "serving":
@@ -141,3 +148,17 @@ class StartUp(Experiment):
             tables.append(Table.of(f"Seconds by part, known: {known}", ("all", *names, "plan"), lines))
         title = f"From `hearth serve` to the first token, {self.weights}, agents up for {self.agent_seconds:.0f} s"
         return summarise(title, findings, *tables)
+
+
+def _profiles(testbed: Testbed) -> list[Path]:
+    """The files of measured profiles: one at least of each kind of device."""
+    return list((testbed.folder / "coordinator" / "profiles").glob("blocks*"))
+
+
+def _wait_for_profile(testbed: Testbed) -> None:
+    """Wait until the first device is profiled, which all others of the testbed equal. Raises DeadlineExceeded."""
+    deadline = time.monotonic() + _READY_SECONDS
+    while not _profiles(testbed):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(action="the profile of a device", seconds=_READY_SECONDS)
+        time.sleep(1.0)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from agent.worker.transformer.kernels.base import Partition
 from agent.worker.transformer.matrices import Matrix, layouts_to_measure
-from agent.worker.transformer.random_weights import randomise
 from hearth.plan.kernels import KERNEL_ROWS, KernelTime
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.platform.processor_cache import last_level_cache_bytes
@@ -90,7 +89,10 @@ def _times_of_shape(
     if len(options) == 1:
         return []
     for matrix in layouts:
-        randomise(matrix, device, identical_rows=not deterministic)
+        if deterministic:
+            _randomise(matrix, device)
+        else:
+            matrix.fill()
     if deterministic:
         dependence = {option: _row_dependence(*option, max(rows)) for option in options}
         most = max(_MAX_ROW_DEPENDENCE, min(dependence.values()))
@@ -109,6 +111,11 @@ def _times_of_shape(
         for count in rows
         for (matrix, kernel), seconds in zip(options, _least_seconds(options, count, evicted), strict=True)
     ]
+
+
+def _randomise(matrix: Matrix, device: torch.device) -> None:
+    whole = slice(None)
+    matrix.load(whole, whole, torch.randn(matrix.shape, device=device).mul(0.02))
 
 
 def _row_dependence(matrix: Matrix, kernel: str, rows: int) -> float:

@@ -21,16 +21,16 @@ from agent.worker.profiling import serve_one
 from agent.worker.transformer import blocks
 from agent.worker.transformer.comm.casts import TorchCasts
 from agent.worker.transformer.comm.staging import make_staging
+from agent.worker.transformer.filled_weights import (
+    filled_layer,
+    filled_matrix,
+    layer_matrices,
+    neutral_embedding,
+    without_matrices,
+)
 from agent.worker.transformer.kernel_times import layer_bytes, measure_kernels
 from agent.worker.transformer.matrices import Matrix
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
-from agent.worker.transformer.random_weights import (
-    layer_matrices,
-    neutral_embedding,
-    random_layer,
-    random_matrix,
-    without_matrices,
-)
 from agent.worker.transformer.shard import LayerShard
 from agent.worker.wire_cost import measure_wire_cost
 from hearth.errors import BadRequest
@@ -49,8 +49,8 @@ _MEASURED_FRACTIONS = (
 )  # of the whole size: three points are the least that can tell a line from a curve
 _SAMPLE_SECONDS = 0.03  # of one sample: long compared with the clock's resolution and with pauses by the scheduler
 _SAMPLES_PER_POINT = 3  # samples, whose median counts: one of them may be disturbed
-# Rows of a quick profile, which takes one sample of each point: enough for a GEMM that is bound by compute. Making weights
-# takes most of its time, so decoding uses just more than most caches hold, and each block a single copy.
+# Rows of a quick profile, which takes one sample of each point: enough for a GEMM that is bound by compute. Decoding uses just
+# more weights than most caches hold, and each block a single copy.
 _QUICK_ROWS = 64
 _QUICK_DECODE_BYTES = 64 << 20
 _MAX_REPEATS = 3  # of points that background load disturbed: bounds the time on a busy device
@@ -95,13 +95,13 @@ def profile_blocks(
             _measure_decoding(spec, measure, device, kernels, decode_bytes) if spec.causal else (0.0, 0.0)
         )
     give_back_freed_buffers()
-    layers = [without_matrices(random_layer(spec, device), device)] * (1 if quick else _num_copies(spec))
+    layers = [without_matrices(filled_layer(spec, device), device)] * (1 if quick else _num_copies(spec))
     embedding = neutral_embedding(spec, device)
     x_TH = torch.randn(S, H, device=device)
     all_rows = Span(0, S)
 
     def gemm(x_sk: Tensor) -> Callable[[], object]:
-        copies = cycle([random_matrix(H, x_sk.shape[1], device, spec.weights, kernels) for _ in layers])
+        copies = cycle([filled_matrix(H, x_sk.shape[1], device, spec.weights, kernels) for _ in layers])
         return lambda: next(copies).matmul(x_sk)
 
     def qkv(heads: int) -> Callable[[], object]:
@@ -112,7 +112,7 @@ def profile_blocks(
                 replace(
                     layer,
                     qkv_blocks=(Span(0, heads),),
-                    qkv_weight=random_matrix(width, H, device, spec.weights, kernels),
+                    qkv_weight=filled_matrix(width, H, device, spec.weights, kernels),
                 )
                 for layer in layers
             ]
@@ -176,7 +176,7 @@ def _with_columns(
     """A layer with this number of MLP columns, for `blocks.mlp_up` only."""
 
     def matrix() -> Matrix:
-        return random_matrix(columns, spec.hidden_size, device, spec.weights, kernels)
+        return filled_matrix(columns, spec.hidden_size, device, spec.weights, kernels)
 
     def part(bias: Tensor | None) -> Tensor | None:
         return None if bias is None else bias[:columns]
@@ -191,7 +191,7 @@ def _measure_decoding(
     spec: ModelSpec, measure: _BlockMeter, device: torch.device, kernels: Sequence[KernelChoice], weight_bytes: int
 ) -> tuple[float, float]:
     """Decoding one row: seconds per byte of weights that it reads, and seconds for the rest of a layer."""
-    layers = [random_layer(spec, device, kernels) for _ in range(_num_decode_layers(spec, weight_bytes))]
+    layers = [filled_layer(spec, device, kernels) for _ in range(_num_decode_layers(spec, weight_bytes))]
     # The same calls on a layer so narrow that reading its weights takes almost no time.
     narrow = spec.model_copy(
         update={
@@ -199,7 +199,7 @@ def _measure_decoding(
             "ffn_size": COLUMN_GRAIN,
         }
     )  # fmt: skip
-    narrow_layer = random_layer(narrow, device, kernels)
+    narrow_layer = filled_layer(narrow, device, kernels)
     seconds, calls = measure.seconds(_matmuls(layers, device)), measure.seconds(_matmuls([narrow_layer], device))
     num_bytes = sum(math.prod(matrix.shape) for matrix in layer_matrices(layers[0])) * spec.matrix_bytes
     per_byte = max(seconds - calls, _MIN_READ_FRACTION * seconds) / num_bytes

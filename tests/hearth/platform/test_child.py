@@ -144,7 +144,9 @@ def test_spare_child_whose_import_fails_says_why(module: Path) -> None:
 
     async def main() -> None:
         spare = await Child.start("hearth.platform.spare_child", "short_lived", pipe_stderr=True)
-        with pytest.raises(RuntimeError, match=r"it exited with code 1 before it wrote 'ready': .*ValueError: not here"):
+        with pytest.raises(
+            RuntimeError, match=r"it exited with code 1 before it wrote 'ready': .*ValueError: not here"
+        ):
             await asyncio.wait_for(spare.wait_for_line(READY_LINE), 60.0)
         await spare.kill()
 

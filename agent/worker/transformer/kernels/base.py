@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hearth.plan.kernels import KernelChoice
 
+FILLED_WITH = 0.02  # the weights of a matrix that is filled
+
 
 def multiply_into(part_sn: Tensor, x_sk: Tensor, tile_km: Tensor, product: Tensor) -> None:
     """Write x @ tile to `part_sn`, by way of the memory of `product` if their data types differ."""
@@ -57,6 +59,10 @@ class KernelMatrix(ABC):
         """Address and size in bytes of each piece of memory that the matrix takes."""
         return tuple(map(memory_range, self.tensors))
 
+    @abstractmethod
+    def fill(self) -> None:
+        """Set all weights to a constant, for measurements: in any format, that takes no longer than writing them."""
+
     def matmul(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Return x W^T + bias [s,n]; written to `out` if given."""
         return self.product(self.kernel(x_sk.shape[0]), x_sk, bias_n, out)
@@ -93,6 +99,9 @@ class BufferedMatrix(KernelMatrix):
         if self._num_missing == 0:
             self._store(self._buffer)
             self._buffer = None
+
+    def fill(self) -> None:
+        self._store(torch.full(self.shape, FILLED_WITH, device=self._device))
 
     def read(self, rows: slice, columns: slice) -> Tensor | None:
         """A part of the matrix as it was loaded; None if the weight format has changed its values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.kernels.base import QuantisedMatrix, add_bias
+from agent.worker.transformer.kernels.base import FILLED_WITH, QuantisedMatrix, add_bias
 from agent.worker.transformer.kernels.int4_tiles import (
     can_expand,
     in_order_of_outputs,
@@ -55,6 +55,10 @@ class Int4Matrix(QuantisedMatrix):
         self._packed.copy_(packed.view(self._packed.shape))
         self._scales_and_zeros.copy_(torch.stack([scales, zeros], dim=2)[order].transpose(0, 1))
         return dequantise_int4(steps, scales, zero_points)
+
+    def fill(self) -> None:
+        self._packed.fill_(0x88)  # steps of 8, in any order, to which the zeros are added
+        self._scales_and_zeros.fill_(FILLED_WITH)
 
     def rows(self, part: slice) -> Int4Matrix:
         return self._require_whole(part, self.shape[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.kernels.base import QuantisedMatrix, add_bias, multiply_into
+from agent.worker.transformer.kernels.base import FILLED_WITH, QuantisedMatrix, add_bias, multiply_into
 from agent.worker.transformer.kernels.processor import multiplies_bfloat16
 
 _NATIVE_MAX_ROWS = 8  # rows by default; with more, a GEMM on converted weights is faster
@@ -35,6 +35,10 @@ class Int8Matrix(QuantisedMatrix):
         self._scales.copy_(scales)
         self._values.copy_(values)
         return values * scales.float()[:, None]
+
+    def fill(self) -> None:
+        self._values.fill_(1)
+        self._scales.fill_(FILLED_WITH)
 
     def rows(self, part: slice) -> Int8Matrix:
         return self._view(self._values[part], self._scales[part])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.kernels.base import QuantisedMatrix, add_bias
+from agent.worker.transformer.kernels.base import FILLED_WITH, QuantisedMatrix, add_bias
 from agent.worker.transformer.kernels.int4 import INT4_GROUP_SIZE, dequantise_int4, quantise_int4
 from agent.worker.transformer.kernels.int8 import quantise_int8
 from agent.worker.transformer.kernels.plain import FloatMatrix
@@ -26,6 +26,7 @@ _INT8_BLOCKS = (128, 64, 32)  # inputs that share a scale of the activations: th
 # By bits: onnxruntime 1.31 keeps a block's scale twice, and a sum; in 4 bits also a zero point, and bindings take memory
 # (0.923 bytes per weight were measured for 2048 x 2048).
 _BLOCK_BYTES = {4: 14, 8: 12}
+_STEPS_OF_ONE = {4: 0x11, 8: 0x81}  # bytes whose steps are one above the zero point: 0 in 4 bits, 128 in 8 bits
 _ERRORS_ONLY = 3  # onnxruntime's log severity ERROR
 _PROBE_TOLERANCE = 0.05  # relative error; int8 activations cause 0.01
 
@@ -68,6 +69,13 @@ class NBitsMatrix(QuantisedMatrix):
     def supports(cls, num_outputs: int, num_inputs: int, device: torch.device) -> bool:
         fits = num_outputs > 0 and num_inputs > 0 and num_outputs % 16 == 0 and num_inputs % INT4_GROUP_SIZE == 0
         return device.type == "cpu" and fits and _is_available(cls)
+
+    def fill(self) -> None:
+        num_blocks = self.shape[1] // self._block
+        steps = np.full((self.shape[0], num_blocks, self._block * self.bits // 8), _STEPS_OF_ONE[self.bits], np.uint8)
+        scales = np.full((self.shape[0], num_blocks), FILLED_WITH, np.float32)
+        zero_points = np.zeros((self.shape[0], -(-num_blocks // 2)), np.uint8) if self.bits == 4 else None
+        self._session = _session(self.bits, self._block, steps, scales, zero_points)
 
     def rows(self, part: slice) -> NBitsMatrix | FloatMatrix:
         return self._view(0, part)

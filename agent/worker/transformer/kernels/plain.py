@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own custom)
 from torch import Tensor
 
-from agent.worker.transformer.kernels.base import KernelMatrix, QuantisationError, add_bias
+from agent.worker.transformer.kernels.base import FILLED_WITH, KernelMatrix, QuantisationError, add_bias
 
 # Largest activation for which sums of float16 products stay far below float16's limit of 65504.
 _FLOAT16_MAX_ACTIVATION = 1000.0
@@ -36,6 +36,9 @@ class FloatMatrix(KernelMatrix):
         stored = self.weight[rows, columns].copy_(values)
         if stored.dtype not in (values.dtype, torch.float32):
             self.quantisation_error = self.quantisation_error.add(stored, values.to(stored.device))
+
+    def fill(self) -> None:
+        self.weight.fill_(FILLED_WITH)
 
     def read(self, rows: slice, columns: slice) -> Tensor | None:
         """A part of the matrix as it was loaded; None if the weight format has changed its values."""

@@ -14,7 +14,7 @@ from agent.worker.transformer.kernels.int4 import Int4Matrix  # noqa: E402
 from agent.worker.transformer.kernels.int8 import Int8Matrix  # noqa: E402
 from agent.worker.transformer.kernels.onednn import PackedMatrix  # noqa: E402
 from agent.worker.transformer.kernels.plain import FloatMatrix  # noqa: E402
-from agent.worker.transformer.matrices import Matrix, empty_matrix  # noqa: E402
+from agent.worker.transformer.matrices import Matrix, empty_matrix, layouts_to_measure  # noqa: E402
 from hearth.errors import StepFailed, UnsupportedWeights  # noqa: E402
 from hearth.plan.model_spec import WeightFormat  # noqa: E402
 
@@ -178,3 +178,14 @@ def test_packing_overhead_is_small() -> None:
     assert 4 * 1000 * 520 <= sum(memory_range(tensor)[1] for tensor in matrix.tensors) < 1.1 * 4 * 1000 * 520
     assert isinstance(empty_matrix(64, 64, "float32", CPU, Partition(0, (0, 64))), FloatMatrix)
     assert isinstance(empty_matrix(640, 640, "float32", CPU), FloatMatrix)
+
+
+@pytest.mark.parametrize("weights", ERRORS)
+def test_filled_matrix_multiplies_as_a_constant_one(weights: WeightFormat) -> None:
+    """In every layout: so are weights made for measurements."""
+    torch.manual_seed(0)
+    shape, x = (64, 128), torch.rand(3, 128)
+    expected = 0.02 * x.sum(dim=1, keepdim=True).expand(3, shape[0])
+    for matrix in layouts_to_measure(*shape, weights, CPU, Partition(0, (0, shape[0]))):
+        matrix.fill()
+        assert torch.allclose(matrix.matmul(x), expected, rtol=0.02), matrix.layout

@@ -21,9 +21,9 @@ from hearth.wire.messages import BlocksOf, Profile, Profiled, StartProfile, deco
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from agent.worker.transformer import kernel_times
+from agent.worker.transformer.filled_weights import filled_layer, layer_matrices
 from agent.worker.transformer.kernel_times import bytes_to_evict, layer_bytes, layer_shapes, measure_kernels
 from agent.worker.transformer.profiler import profile_blocks
-from agent.worker.transformer.random_weights import layer_matrices, random_layer
 
 SMALL = LLAMA_1B.model_copy(
     update={
@@ -61,7 +61,7 @@ def test_kernels_are_measured_for_every_shape_and_number_of_rows() -> None:
     assert {time.rows for time in times} == {1, 4, 16}
     assert {time.kernel for time in times} >= {"torch", "expand-bfloat16", "expand-float32"}
     choices = choose_kernels(times)
-    layer = random_layer(spec, torch.device("cpu"), choices)
+    layer = filled_layer(spec, torch.device("cpu"), choices)
     assert {matrix.layout for matrix in layer_matrices(layer)} == {choice.layout for choice in choices}
     encoder = spec.model_copy(update={"causal": False})
     assert {time.rows for time in measure_kernels(encoder, 20, torch.device("cpu"))} == {16}
@@ -147,10 +147,10 @@ def test_row_dependence_is_the_difference_of_rows_alone_and_among_others() -> No
     assert kernel_times._row_dependence(matrix, "same", 8) == 0
 
 
-def test_random_layer_has_shapes_of_grouped_queries_and_gate() -> None:
+def test_filled_layer_has_shapes_of_grouped_queries_and_gate() -> None:
     import torch
 
-    layer = random_layer(SMALL, torch.device("cpu"))
+    layer = filled_layer(SMALL, torch.device("cpu"))
     assert tuple(layer.qkv_weight.shape) == ((8 + 2 * 2) * 16, 96)
     assert layer.gate_weight is not None
     assert tuple(layer.gate_weight.shape) == tuple(layer.up_weight.shape) == (320, 96)

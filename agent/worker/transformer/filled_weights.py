@@ -1,4 +1,4 @@
-"""Layers and matrices of random weights, for measurements."""
+"""Layers and matrices of any weights, for measurements: the values do not affect the time of a product."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.transformer import LayerShare
 
 
-def random_layer(spec: ModelSpec, device: torch.device, kernels: Sequence[KernelChoice] = ()) -> LayerShard:
-    """A whole layer with random matrices, norm weights of 1 and zeros in all other tensors."""
+def filled_layer(spec: ModelSpec, device: torch.device, kernels: Sequence[KernelChoice] = ()) -> LayerShard:
+    """A whole layer with constant matrices, norm weights of 1 and zeros in all other tensors."""
     heads = Span(0, spec.num_heads)
     layer = empty_layer(spec, LayerShare(heads, heads, Span(0, spec.ffn_size), True), (heads,), device, kernels=kernels)
     for matrix in layer_matrices(layer):
-        randomise(matrix, device)
+        matrix.fill()
     _set_neutral_values(layer)
     return layer
 
 
-def random_matrix(
+def filled_matrix(
     num_outputs: int,
     num_inputs: int,
     device: torch.device,
     weights: WeightFormat,
     kernels: Sequence[KernelChoice],
 ) -> Matrix:
-    """A random matrix that is used as a whole."""
+    """A constant matrix that is used as a whole."""
     whole = Partition(0, (0, num_outputs))
     matrix = empty_matrix(num_outputs, num_inputs, weights, device, whole, kernels)
-    randomise(matrix, device)
+    matrix.fill()
     return matrix
 
 
@@ -70,10 +70,3 @@ def layer_matrices(layer: LayerShard) -> list[Matrix]:
     """The weight matrices of a layer."""
     matrices = (layer.qkv_weight, layer.out_weight, layer.gate_weight, layer.up_weight, layer.down_weight)
     return [matrix for matrix in matrices if matrix is not None]
-
-
-def randomise(matrix: Matrix, device: torch.device, identical_rows: bool = True) -> None:
-    """Fill a matrix; with identical rows, which is fast. The values do not affect the time of a product."""
-    whole = slice(None)
-    num_rows = 1 if identical_rows else matrix.shape[0]
-    matrix.load(whole, whole, torch.randn(num_rows, matrix.shape[1], device=device).mul(0.02).expand(matrix.shape))
