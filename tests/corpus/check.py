@@ -36,9 +36,19 @@ def check_plans(part: str) -> Found:
 
 
 def check_cli() -> Found:
-    recorded, found = load("cli.json"), surface()
+    recorded, found = by_option(load("cli.json")), by_option(surface())
     for name in sorted(recorded.keys() | found.keys()):
         yield name, differences(recorded.get(name, NOTHING), found.get(name, NOTHING))
+
+
+def by_option(described: Any) -> Any:
+    """Lists of parameters become options by name, so that each differs for itself, and arguments in their order."""
+    if isinstance(described, dict):
+        return {name: by_option(value) for name, value in described.items()}
+    if isinstance(described, list) and all(isinstance(each, dict) and "names" in each for each in described):
+        options = {each["names"][0]: each for each in described if each["names"][0].startswith("-")}
+        return {"arguments": [each for each in described if each["names"][0] not in options], **options}
+    return described
 
 
 def check_messages() -> Found:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from corpus.cases import Case
-from corpus.check import check_cli, check_messages, check_plans
+from corpus.check import by_option, check_cli, check_messages, check_plans
 from corpus.compare import Difference, Intended, differences, not_intended
 from corpus.plans import PARTS, check_case, compare_case, run_case, subset_of
 from corpus.store import load, load_intended
@@ -88,6 +88,17 @@ def test_differences_have_paths() -> None:
     assert differences([1, 2], [1, 2, 3])
     assert differences(1, True)
     assert differences({"a": None}, {})
+
+
+def test_each_option_differs_for_itself() -> None:
+    recorded, found = (
+        by_option({"parameters": [{"names": [name], "default": value} for name, value in each]})
+        for each in (
+            [("model", 1), ("--port", 1), ("--key", 1)],
+            [("--address", 1), ("model", 1), ("--port", 2), ("--key", 1)],
+        )
+    )
+    assert [each.path for each in differences(recorded, found)] == ["parameters.--address", "parameters.--port.default"]
 
 
 def test_intended_difference_is_covered_and_marked_as_used() -> None:

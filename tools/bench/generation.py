@@ -163,8 +163,8 @@ class Generation(Experiment):
         return {
             "alone_kernel_seconds": seconds(cluster.devices[0].blocks, spec.num_heads, spec.ffn_size, spec.vocab_size),
             "kernel_seconds": max(seconds(blocks[device.device_id], *share) for device, *share in shares),
-            "num_exchanges": 2 * spec.num_layers
-            + 2,  # two a layer; the order of the step, and the candidates for its token
+            # Two a layer; the order of the step, and the candidates for its token.
+            "num_exchanges": 2 * spec.num_layers + 2,
         }
 
     def _rounds(

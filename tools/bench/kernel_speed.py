@@ -35,7 +35,7 @@ DEFAULT, CHOSEN = "default", "chosen"  # kernels; the others are named by their 
 _CPU = torch.device("cpu")
 _SAMPLE_SECONDS = 0.05  # of one round of a variant, at least
 _ERROR_ROWS = (
-    64  # rows of activations with which errors are measured, at most: a row's error does not depend on their number
+    64  # of activations with which errors are measured, at most: a row's error does not depend on their number
 )
 _WEIGHT_SCALE = 0.02  # standard deviation of the weights
 _HOPELESS = 2.0  # times the fastest kernel's time in the table: such a kernel is not measured again
@@ -155,7 +155,7 @@ class KernelSpeed(Experiment):
 
 def _variants(spec: ModelSpec, times: Sequence[KernelTime]) -> dict[str, _Variant]:
     """The default and the chosen kernels, each measured kernel for all shapes, and plain bfloat16 and float32."""
-    shapes = {(time.num_outputs, time.num_inputs): () for time in times}
+    shapes = dict.fromkeys((time.num_outputs, time.num_inputs) for time in times)
     kernels = dict.fromkeys((time.layout, time.kernel) for time in times)
     chosen = choose_kernels(times)
 

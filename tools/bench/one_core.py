@@ -107,9 +107,9 @@ class OneCore(Experiment):
                     programs[OLD], said[OLD] = self._old_hearth(*old, model, cluster, context.folder), "-"
                 found = self._rounds(programs, model.spec.vocab_size, context)
                 yield from self._rows(found, said, weights)
-                for each in (engine, old[1] if old else None):
-                    if each is not None:
-                        each.unload("one")
+                engine.unload("one")
+                if old is not None:
+                    old[1].unload("one")
 
     def _scenario(self) -> Scenario:
         """One whole core, with the instructions that were asked for."""

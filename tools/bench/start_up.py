@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -36,10 +36,8 @@ _ANSWER_SECONDS = 120.0
 
 # What is known at a start: nothing; the chunks on the devices and the links; and the profiles of the devices, too.
 Known = Literal["nothing", "chunks and links", "chunks, links and profiles"]
-COLD: Known
-UNPROFILED: Known
-WARM: Known
-COLD, UNPROFILED, WARM = STARTS = ("nothing", "chunks and links", "chunks, links and profiles")
+STARTS: tuple[Known, ...] = get_args(Known)
+COLD, UNPROFILED, WARM = STARTS
 
 
 class StartRow(BaseModel):

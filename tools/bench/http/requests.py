@@ -17,10 +17,8 @@ _OPEN_PATHS = ("/", "/health", "/api/version")
 # What these paths may say: nothing of the home but whether it is ready.
 _OPEN_BODIES = (b"", b"Hearth is running", b'{"status":"ok"}', b'{"status":"not ready"}')
 _OPEN_VERSION = b'{"version":"'
-_MAY_FAIL = (
-    503,
-    504,
-)  # statuses of server errors that an answer may have: the home is busy, or does not answer in time
+# Statuses of server errors that an answer may have: the home is busy, or does not answer in time.
+_MAY_FAIL = (503, 504)
 _ODD: tuple[Any, ...] = (
     None, True, -1, 0, 1 << 62, 1 << 70, -0.5, 1e308, "", "x" * 300, [], {}, [[[[[]]]]], [None] * 500, {"type": "text"}, "\x00",
     "\ud800", "../../etc/passwd", [{"role": "user"}], {"a": {"b": {"c": [1]}}},

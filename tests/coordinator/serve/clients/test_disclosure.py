@@ -50,6 +50,13 @@ def test_readiness_and_traces_name_no_device_and_no_path() -> None:
     ready = wire.Readiness(ready=True, state="serving bert on kitchen, attic (hmp)", model="/srv/models/bert")
     shown = response_for_app(ready)
     assert shown == wire.Readiness(ready=True, state="serving", model="bert")
+    traced = next(each for each in EXAMPLES if isinstance(each, wire.Vectors) and each.traces)
+    answer = response_for_app(Reply(traced, [b"x"]))
+    assert isinstance(answer, Reply)
+    assert isinstance(answer.message, wire.Vectors)
+    assert answer.payload == [b"x"]
+    assert [trace.device for trace in answer.message.traces] == [f"device {trace.rank}" for trace in traced.traces]
+    assert answer.message.traces[0].events == traced.traces[0].events
 
 
 def test_list_of_models_shows_an_app_no_device_and_no_path() -> None:
@@ -61,13 +68,6 @@ def test_list_of_models_shows_an_app_no_device_and_no_path() -> None:
     assert shown == wire.ServedModel(
         deployment="bert", model="bert", ready=False, phase="idle", state="the home is not ready", answers="vectors"
     )
-    traced = next(each for each in EXAMPLES if isinstance(each, wire.Vectors) and each.traces)
-    answer = response_for_app(Reply(traced, [b"x"]))
-    assert isinstance(answer, Reply)
-    assert isinstance(answer.message, wire.Vectors)
-    assert answer.payload == [b"x"]
-    assert [trace.device for trace in answer.message.traces] == [f"device {trace.rank}" for trace in traced.traces]
-    assert answer.message.traces[0].events == traced.traces[0].events
 
 
 def test_error_inside_a_stream_is_reduced_and_the_stream_is_closed() -> None:

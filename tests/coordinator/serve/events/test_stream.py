@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import until
 
 from coordinator.serve.events.file import EventFile
 from coordinator.serve.events.ring import EventRing
@@ -207,10 +208,7 @@ def test_full_disk_is_reported_once_and_written_later(
         stream = EventStream(FullDisk(path))
         task = asyncio.ensure_future(stream.run())
         stream.record(phase("kept"))
-        for _ in range(1000):
-            if "written again" in caplog.text:
-                break
-            await asyncio.sleep(0.01)
+        await until("the events are written again", lambda: "written again" in caplog.text)
         await cancel_all([task])
 
     asyncio.run(main())

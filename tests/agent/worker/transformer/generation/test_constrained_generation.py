@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.models import save_random_model, small_decoder
 from support.plans import make_plan, with_generation
+from support.proposers import Remembered
 
 from agent.worker.transformer.generation.speculation import Speculation
 from coordinator.models.checkpoint.families import read_spec
@@ -89,29 +90,13 @@ def test_random_weights_give_valid_json(
         assert 0 <= value["level"] <= 99
 
 
-class Remembered:
-    """Guesses the known answers, every second time with a token that the grammar forbids there."""
-
-    def __init__(self, texts: list[list[int]]) -> None:
-        self._texts = texts
-        self._num_calls = 0
-
-    def propose(self, tokens: list[int], count: int) -> list[int]:
-        self._num_calls += 1
-        text = next(text for text in self._texts if text[: len(tokens)] == list(tokens))
-        guess = text[len(tokens) : len(tokens) + count]
-        if self._num_calls % 2 == 0 and guess:
-            guess[len(guess) // 2] = 0
-        return guess
-
-
 @pytest.mark.parametrize(("strategy", "split"), [("hmp", (1, 1)), ("pipeline", (1, 1))])
 def test_guesses_are_verified_against_the_grammar(
     strategy: str, split: tuple[float, ...], model: tuple[Path, Vocabulary]
 ) -> None:
     expected, _ = generated(model, strategy, split, SAMPLED)
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
-    speculation = Speculation(lambda: Remembered(texts))
+    speculation = Speculation(lambda: Remembered(texts, spoil=lambda token: 0))  # which the grammar forbids everywhere
     speculation.times = FreeRows()
     found, home = generated(model, strategy, split, SAMPLED, speculation=speculation)
     assert found == expected

@@ -35,9 +35,8 @@ def test_draft_model_follows_the_first_rank_and_may_be_missing(tmp_path: Path) -
     home = RuntimeHome(store.path)
 
     def deploy(epoch: int, names: Sequence[str], has_draft: bool = True) -> None:
-        limits = GenerationLimits(
-            kv_tokens=512, max_sequences=16, prefill_rows=64, draft=spec if has_draft else None
-        )  # the model itself, whose guesses are right
+        draft = spec if has_draft else None  # the model itself, whose guesses are right
+        limits = GenerationLimits(kv_tokens=512, max_sequences=16, prefill_rows=64, draft=draft)
         plan = with_generation(make_plan(spec, "hmp", (1,) * len(names), epoch=epoch), limits)
         alone = draft_plan(plan)
         parts = [

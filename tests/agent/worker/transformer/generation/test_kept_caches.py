@@ -279,8 +279,7 @@ def test_prefix_cache_outlives_a_change_of_plan(
         answer, end = home.generate(PROMPT, COUNT, GREEDY, stream=f"as {scope}", scope=scope)
         assert end is not None
         assert end.num_kept_rows == num_cached
-        if answer != whole:  # sums in another order may differ in the last bit
-            assert after != before or split != next_split
+        assert answer == whole
     turn = [*PROMPT, *whole, 5, 6]
     _, end = home.generate(turn, 4, GREEDY, stream="next", scope="app")
     assert end is not None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.models import save_random_model, small_decoder
 from support.plans import make_plan, with_generation
+from support.proposers import Never
 
 from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.plan import TransformerPlan
@@ -23,20 +24,9 @@ from support.engines import EngineCluster, FreeRows, GenerationCluster, local_dr
 from agent.worker.transformer.generation.local_draft import LocalDraft  # noqa: E402
 from agent.worker.transformer.generation.speculation import Speculation  # noqa: E402
 
-PROMPTS = [
-    [5, 9, 11] * 6,
-    [7, 8, 21, 40, 8],
-    [3],
-    np.random.default_rng(2).integers(3, 2000, 70).tolist(),
-]  # the last one is prefilled in parts
+# The last one is prefilled in parts.
+PROMPTS = [[5, 9, 11] * 6, [7, 8, 21, 40, 8], [3], np.random.default_rng(2).integers(3, 2000, 70).tolist()]
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.9, top_k=50, top_p=0.9, repetition_penalty=1.1, seed=4)
-
-
-class Never:
-    """Finds nothing, so that all guesses are the draft model's."""
-
-    def propose(self, tokens: Any, count: int) -> list[int]:
-        return []
 
 
 @pytest.fixture(scope="module")

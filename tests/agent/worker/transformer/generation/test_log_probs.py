@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import save_random_model, small_decoder
 from support.plans import make_plan, with_generation
+from support.proposers import Remembered
 
 from agent.worker.transformer.generation.log_probs import MergedShares, share
 from agent.worker.transformer.generation.speculation import Speculation
@@ -68,21 +69,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("llama"), small_decoder("llama"), generates=True)
 
 
-class Remembered:
-    """Guesses the known answer, every second time with a wrong token."""
-
-    def __init__(self, text: list[int]) -> None:
-        self._text = text
-        self._num_calls = 0
-
-    def propose(self, tokens: list[int], count: int) -> list[int]:
-        self._num_calls += 1
-        guess = self._text[len(tokens) : len(tokens) + count]
-        if self._num_calls % 2 == 0 and guess:
-            guess[len(guess) // 2] ^= 1
-        return guess
-
-
 @pytest.mark.parametrize(("strategy", "split"), [("hmp", (1, 1)), ("hmp", (1, 0, 2)), ("pipeline", (1, 1))], ids=str)
 @pytest.mark.parametrize("sampling", [Sampling(), PENALISED], ids=["greedy", "penalised"])
 def test_log_probs_are_those_of_transformers(
@@ -92,7 +78,7 @@ def test_log_probs_are_those_of_transformers(
     plan = with_generation(make_plan(read_spec(model_dir), strategy, split), limits)
     answer: list[int] = []
     for drafted in (0, 6):
-        speculation = Speculation(partial(Remembered, PROMPT + answer))
+        speculation = Speculation(partial(Remembered, [PROMPT + answer]))
         speculation.times = FreeRows()
         with EngineCluster(model_dir, plan) as cluster:
             home = GenerationCluster(cluster, speculation)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.proposers import Never
 
 from agent.worker.transformer.generation.drafting import Drafter, NgramProposer
 from agent.worker.transformer.generation.sampling import sample_token, select_candidates, verify_drafts
@@ -95,11 +96,6 @@ class Certain:
         return [7] * count
 
 
-class Silent:
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        return []
-
-
 class Model:
     """A draft model whose steps take so long, once one was measured."""
 
@@ -124,7 +120,7 @@ def simulated(
     acceptance: float, seconds_of_row: float, num_steps: int = 400, model: Model | None = None
 ) -> tuple[float, list[int]]:
     """Speed-up over single tokens of one sequence, and the number of drafted tokens of each step."""
-    rng, speculation = random.Random(1), Speculation(Silent if model else Certain, model)
+    rng, speculation = random.Random(1), Speculation(Never if model else Certain, model)
     drafter = speculation.new_drafter()
     counts, num_tokens, total = [], 0, 0.0
     for _ in range(num_steps):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.models import save_random_model, small_decoder
 from support.plans import make_plan, with_generation
+from support.proposers import Remembered
 
 from agent.worker.transformer.generation.drafting import NgramProposer, Proposer
 from agent.worker.transformer.generation.speculation import Speculation
@@ -29,22 +30,6 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=4)
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("llama"), small_decoder("llama"), generates=True)
-
-
-class Remembered:
-    """Guesses the known answers, every third time with a wrong token."""
-
-    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
-        self._texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
-        self._num_calls = 0
-
-    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        self._num_calls += 1
-        text = next(text for text in self._texts if text[: len(tokens)] == list(tokens))
-        guess = text[len(tokens) : len(tokens) + count]
-        if self._num_calls % 3 == 0 and guess:
-            guess[0] ^= 1
-        return guess
 
 
 def answers(
@@ -86,7 +71,8 @@ def test_answers_are_the_same_with_drafts(
     )
     expected, *none = answers(model_dir, plan, sampling)
     assert none == [0, 0]
-    found, num_drafted, num_accepted = answers(model_dir, plan, sampling, lambda: Remembered(expected), max_drafted=6)
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    found, num_drafted, num_accepted = answers(model_dir, plan, sampling, lambda: Remembered(texts), max_drafted=6)
     assert found == expected
     assert 0 < num_accepted < num_drafted
 
