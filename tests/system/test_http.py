@@ -21,10 +21,8 @@ from support.waiting import wait_for
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("uvicorn")
 
-from hearth.platform.curve import new_keypair
-from hearth.platform.security import AppKey, format_token
 from tools.bench.http.fuzzer import exchange
-from tools.bench.http.requests import Requests, Sent, fault_of
+from tools.bench.http.requests import Requests, Sent, fault_of, unknown_token
 
 pytestmark = pytest.mark.processes
 
@@ -132,8 +130,7 @@ def test_tokens_are_checked_at_every_request(home: TestHome) -> None:
     for path in ("/v1/models", "/api/tags", "/nothing"):
         assert ask(home, "GET", path).status == 401
         assert ask(home, "GET", path, "hearth_wrong").status == 401
-    unknown = format_token(AppKey(name="x", secret=new_keypair().secret, coordinator_public=new_keypair().public))
-    assert ask(home, "GET", "/v1/models", unknown).status == 401
+    assert ask(home, "GET", "/v1/models", unknown_token()).status == 401
     passing = new_token(home, "guest")
     assert ask(home, "GET", "/v1/models", passing).json["data"][0]["id"] == "tiny"
     assert ask(home, "GET", "/nothing", passing).status == 404
@@ -175,8 +172,7 @@ def test_refusals_name_the_field(home: TestHome, token: str, body: object, statu
 
 def test_generated_requests_are_answered_as_they_may_be(home: TestHome, token: str) -> None:
     """The short form of `python -m tools.bench run http-fuzz`, with 50 idle connections beside it."""
-    strange = format_token(AppKey(name="x", secret=new_keypair().secret, coordinator_public=new_keypair().public))
-    requests = Requests("tiny", token, [strange], Random(1), tools=False)
+    requests = Requests("tiny", token, [unknown_token()], Random(1), tools=False)
     port = home.port(gateway_of(home), http=True)
 
     async def run() -> list[str]:

@@ -314,6 +314,29 @@ def test_report_has_a_page_and_a_plot_of_raw_rows(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "old.png").exists()
 
 
+def test_report_names_a_result_of_an_older_version_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(commands, "RESULTS", tmp_path)
+    settings = strategies().model_dump(mode="json")
+    now = row().model_dump(mode="json")
+    lacks = {name: value for name, value in now.items() if name != "devices"}
+    newer = {name: value for name, value in now.items() if name != "encrypt"}  # a field with a default
+    result(settings=settings, raw=[lacks]).save(tmp_path / "a.json")
+    result(settings={**settings, "colour": "red"}, raw=[now]).save(tmp_path / "b.json")
+    result(settings=settings, raw=[newer]).save(tmp_path / "c.json")
+    before = (tmp_path / "a.json").read_bytes()
+    done = CliRunner().invoke(commands.app, ["report"], env={"COLUMNS": "500"})
+    assert done.exit_code == 1
+    said = done.stderr.splitlines()
+    assert len(said) == 2
+    assert "a.json is of an older version and has to be measured again: devices: Field required" in said[0]
+    assert "b.json is of an older version" in said[1]
+    assert (tmp_path / "a.json").read_bytes() == before
+    assert not (tmp_path / "a.md").exists()
+    assert load_result(tmp_path / "c.json").raw == (newer,)  # no field is added that was not measured
+    assert "| hmp exact | 500 ms |" in (tmp_path / "c.md").read_text()
+
+
 # ---- the command ------------------------------------------------------------------------------------------------------
 
 TINY = {

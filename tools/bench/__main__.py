@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
+from hearth.errors import BadSetting
+from hearth.validation import first_error
 from tools import interrupts
 from tools.bench.experiment import Context, make_experiment, names, read_settings
 from tools.bench.measure import temporary_folder
@@ -82,7 +84,8 @@ def run(
         for row in experiment.measure(Context(folder, show, known)):
             rows.append(row)
             summary = experiment.summary(rows)
-            _save(result, rows, summary, path)
+            result.raw = tuple(row.model_dump(mode="json") for row in rows)
+            _save(result, summary, path)
     _print(summary)
     if summary.failure:
         err.print(f"[red]error:[/] {summary.failure}", soft_wrap=True)
@@ -128,19 +131,31 @@ def doppler(
 def report(
     chosen: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all results.")] = None,
 ) -> None:
-    """Make a page and a plot from every result file."""
+    """Make a page and a plot from every result file. Exits with 1 if some are of an older version, and leaves these."""
+    outdated = False
     for path in [RESULTS / f"{name}.json" for name in chosen or ()] or sorted(RESULTS.glob("*.json")):
         result, plot = load_result(path), path.with_suffix(".png")
         if result.raw:
-            experiment = make_experiment(result.settings)
-            rows = [experiment.ROW.validate_python(row) for row in result.raw]
-            _save(result, rows, experiment.summary(rows), path)
+            try:
+                experiment = make_experiment(result.settings)
+                rows = [experiment.ROW.validate_python(row) for row in result.raw]
+            except (BadSetting, ValidationError) as error:
+                reason = first_error(error, "row") if isinstance(error, ValidationError) else error
+                err.print(
+                    f"[red]error:[/] {path} is of an older version and has to be measured again: {reason}",
+                    soft_wrap=True,
+                )
+                outdated = True
+                continue
+            # The raw rows stay as they were measured: fields that are newer than they are would get defaults.
+            _save(result, experiment.summary(rows), path)
             save_plot(plot, experiment, rows)
         path.with_suffix(".md").write_text(result.markdown(plot.name if plot.exists() else None))
+    if outdated:
+        raise typer.Exit(1)
 
 
-def _save(result: Result, rows: Sequence[Any], summary: Summary, path: Path) -> None:
-    result.raw = tuple(row.model_dump(mode="json") for row in rows)
+def _save(result: Result, summary: Summary, path: Path) -> None:
     result.conclusions, result.tables = summary.conclusions, summary.tables
     result.save(path)
 

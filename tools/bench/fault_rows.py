@@ -45,7 +45,7 @@ class FaultRow(BaseModel):
     workers_before: dict[str, int] = {}  # pids by device
     workers_after: dict[str, int] = {}
     phases: tuple[str, ...] = ()  # of the deployment, with seconds since the fault
-    plan_devices_before: int = 0
+    plan_devices_before: int = 0  # devices of the plan at the fault; 0: an earlier version did not record it
     plan_devices: int = 0  # after it
     disturbed: str = ""  # why times cannot be trusted
     log: str = ""  # where something went wrong: the gap of each client, and what coordinators and agents have logged
@@ -164,13 +164,14 @@ def summarise_faults(rows: Sequence[FaultRow]) -> Summary:
     late = [row for row in rows if row.limit_seconds is not None and row.pause_seconds > row.limit_seconds]
     limited = sum(row.limit_seconds is not None for row in rows)
     disturbed = sum(bool(row.disturbed) for row in rows)
-    sizes = Counter(row.plan_devices_before for row in rows)
+    counts = Counter(row.plan_devices_before for row in rows if row.plan_devices_before)
+    sizes = ", ".join(f"{size} in {count} cases" for size, count in sorted(counts.items()))
     harms = [f"{row.load}, {row.fault} of {row.target}: {row.harms[0]}" for row in rows if row.harms]
     conclusions = (
         f"{len(rows)} faults, {answers} correct answers, {failed} failed calls, {wrong} wrong answers; "
         f"{stuck} times the home did not recover",
         f"{limited - len(late)} of {limited} pauses are within their limits",
-        "devices of the plan at the fault: " + ", ".join(f"{size} in {sizes[size]} cases" for size in sorted(sizes)),
+        *([f"devices of the plan at the fault: {sizes}"] if sizes else ()),
         *(
             [f"other programs used the machine during {disturbed} faults: their pauses are too long"]
             if disturbed

@@ -122,8 +122,9 @@ def _conclusion(attacks: Sequence[str], rows: Sequence[FuzzRow]) -> Iterator[str
     costs = {attack: statistics.median(paired) for attack in attacks if (paired := Shares(attack, rows).paired)}
     if costs:
         worst = min(costs, key=lambda attack: costs[attack])
+        which = "each attack" if len(costs) == len(attacks) else ", ".join(costs)
         yield (
-            f"beside each attack, clients that behave keep at least {costs[worst]:.0%} ({worst}) of their rate beside a "
+            f"beside {which}, clients that behave keep at least {costs[worst]:.0%} ({worst}) of their rate beside a "
             "process that uses as much of the processor"
         )
 

@@ -17,17 +17,17 @@ _SAMPLE_SECONDS = 0.2  # interval of memory samples: shorter than a request, so 
 
 def agent_of(testbed: Testbed, device: str) -> psutil.Process | None:
     """The agent process of a device, if it runs."""
-    return _with_argument(testbed.pids(device), "/hearth-agent")
+    return with_argument(testbed.pids(device), "/hearth-agent")
 
 
 def worker_of(testbed: Testbed, device: str) -> psutil.Process | None:
     """The worker process of a device, if there is one."""
-    return _with_argument(testbed.pids(device), "agent.worker.main")
+    return with_argument(testbed.pids(device), "agent.worker.main")
 
 
 def template_of(testbed: Testbed, device: str) -> psutil.Process | None:
     """The process from which a device's workers are forked, if there is one."""
-    return _with_argument(testbed.pids(device), "agent.worker.template")
+    return with_argument(testbed.pids(device), "agent.worker.template")
 
 
 def worker_peaks(testbed: Testbed, devices: Iterable[str]) -> list[int]:
@@ -36,7 +36,8 @@ def worker_peaks(testbed: Testbed, devices: Iterable[str]) -> list[int]:
     return [peak_bytes(worker.pid) if worker else 0 for worker in workers]
 
 
-def _with_argument(pids: Iterable[int], end: str) -> psutil.Process | None:
+def with_argument(pids: Iterable[int], end: str) -> psutil.Process | None:
+    """The first of these processes that has an argument with this end, if one does."""
     for pid in pids:
         try:
             process = psutil.Process(pid)

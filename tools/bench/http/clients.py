@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hearth.client.home import AsyncHome, connect_async
 from hearth.platform.security import coordinator_access, load_credential, parse_token
@@ -32,24 +31,25 @@ class HttpClients(HomeClients):
             for number in range(pairs):
                 for way in ("http", "direct") if number % 2 else ("direct", "http"):
                     if way == "http":
-                        seconds, text = await _streamed(connection, body)
-                        http.append(seconds)
+                        chat = await _chat(connection, body)
+                        http.append(chat.text_seconds)
+                        texts.add(chat.text)
                     else:
                         seconds, text = await _generated(home, body)
                         direct.append(seconds)
-                    texts.add(text)
+                        texts.add(text)
         connection.close()
         return {"http": http, "direct": direct, "texts": len(texts)}
 
     async def streams(self, token: str, bodies: list[Any]) -> dict[str, Any]:
         """All chats at once, each over a connection of its own. Returns their texts and numbers of tokens."""
         connections = [Connection(HOST, PORT, token) for _ in bodies]
-        answers = await asyncio.gather(*map(_whole, connections, bodies))
+        chats = await asyncio.gather(*map(_chat, connections, bodies))
         for connection in connections:
             connection.close()
         return {
-            "texts": [text for text, _ in answers],
-            "tokens": sum(usage["completion_tokens"] for _, usage in answers),
+            "texts": [chat.text for chat in chats],
+            "tokens": sum(chat.usage["completion_tokens"] for chat in chats),
         }
 
     async def references(self, token: str, bodies: list[Any]) -> dict[str, Any]:
@@ -58,16 +58,11 @@ class HttpClients(HomeClients):
             return {"texts": [(await _generated(home, body))[1] for body in bodies]}
 
     async def ask(self, token: str, body: dict[str, Any]) -> dict[str, Any]:
-        """One streamed chat: the seconds until its first event with a part of the answer, and its usage."""
-        loop = asyncio.get_running_loop()
-        usage: dict[str, Any] = {}
-        connection, began, first = Connection(HOST, PORT, token), loop.time(), 0.0
-        async for data in connection.events(_PATH, {**body, "stream": True, "stream_options": {"include_usage": True}}):
-            first = first or loop.time() - began
-            if data != b"[DONE]":
-                usage = json.loads(data).get("usage") or usage
+        """One streamed chat: the seconds until its first event, and its usage."""
+        connection = Connection(HOST, PORT, token)
+        chat = await _chat(connection, body)
         connection.close()
-        return {"first_seconds": first, "usage": usage}
+        return {"first_seconds": chat.event_seconds, "usage": chat.usage}
 
     async def steady(self, token: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Chat after chat for some seconds. Returns the seconds that each took, and what failed."""
@@ -76,7 +71,7 @@ class HttpClients(HomeClients):
         while (began := loop.time()) < end:
             connection = Connection(HOST, PORT, token)
             try:
-                await asyncio.wait_for(_whole(connection, body), _ANSWER_SECONDS)
+                await asyncio.wait_for(_chat(connection, body), _ANSWER_SECONDS)
                 took.append(loop.time() - began)
             except (OSError, ValueError, EOFError, asyncio.TimeoutError) as error:
                 failed.append(f"{type(error).__name__}: {error}"[:300])
@@ -89,15 +84,34 @@ class HttpClients(HomeClients):
         return await connect_async(self._address, parse_token(token, coordinator), _CONNECT_SECONDS)
 
 
-async def _streamed(connection: Connection, body: dict[str, Any]) -> tuple[float, str]:
+class _Chat(NamedTuple):
+    """One streamed chat over HTTP. Seconds: until its first event, and until its first text; 0 if there was none."""
+
+    event_seconds: float
+    text_seconds: float
+    text: str
+    usage: dict[str, Any]
+
+
+async def _chat(connection: Connection, body: dict[str, Any]) -> _Chat:
+    """Ask, and read to the end. Raises ValueError for an error."""
     loop = asyncio.get_running_loop()
-    began, first, text = loop.time(), 0.0, ""
-    async for data in connection.events(_PATH, {**body, "stream": True}):
-        said = _said(data)
-        if said and not first:
-            first = loop.time() - began
+    began, event_seconds, text_seconds, text = loop.time(), 0.0, 0.0, ""
+    usage: dict[str, Any] = {}
+    async for data in connection.events(_PATH, {**body, "stream": True, "stream_options": {"include_usage": True}}):
+        seconds = loop.time() - began
+        event_seconds = event_seconds or seconds
+        if data == b"[DONE]":
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            raise ValueError(event["error"]["message"])
+        said = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        if said:
+            text_seconds = text_seconds or seconds
         text += said
-    return first, text
+        usage = event.get("usage") or usage
+    return _Chat(event_seconds, text_seconds, text, usage)
 
 
 async def _generated(home: AsyncHome, body: dict[str, Any]) -> tuple[float, str]:
@@ -111,27 +125,6 @@ async def _generated(home: AsyncHome, body: dict[str, Any]) -> tuple[float, str]
                 first = loop.time() - began
             text += token.text
     return first, text
-
-
-async def _whole(connection: Connection, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    text = ""
-    usage: dict[str, Any] = {}
-    async for data in connection.events(_PATH, {**body, "stream": True, "stream_options": {"include_usage": True}}):
-        text += _said(data)
-        if data != b"[DONE]":
-            usage = json.loads(data).get("usage") or usage
-    return text, usage
-
-
-def _said(data: bytes) -> str:
-    """The text of an event. Raises ValueError for an error."""
-    if data == b"[DONE]":
-        return ""
-    event = json.loads(data)
-    if "error" in event:
-        raise ValueError(event["error"]["message"])
-    choices: Sequence[Any] = event["choices"]
-    return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
 if __name__ == "__main__":

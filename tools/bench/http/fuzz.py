@@ -6,23 +6,21 @@ The client chats alone first, then beside the idle connections and the slow read
 from __future__ import annotations
 
 import random
-import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from hearth.platform.curve import new_keypair
-from hearth.platform.security import AppKey, format_token
 from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import COUNT, Finding, at_least, at_most, equal, summarise, without_target
 from tools.bench.http.home import HttpHome, http_home
 from tools.bench.http.models import TINY, chat_directory
+from tools.bench.http.requests import unknown_token
 from tools.bench.processes import HubProcess
 from tools.bench.results import Summary, Table
+from tools.bench.watch import peak_bytes
 
 Beside = Literal["nothing", "idle", "attack"]
 _MODEL = "tiny"
@@ -85,7 +83,7 @@ class HttpFuzz(Experiment):
             fuzzer.call("hold", token=token, model=_MODEL, idle=self.idle, slow=self.slow)
             yield self._row(home, "idle", self._chats(home, own))
             chance = random.Random(f"{self.seed} {sent}")
-            strangers = [_unknown_token() for _ in range(_NUM_STRANGERS)]
+            strangers = [unknown_token() for _ in range(_NUM_STRANGERS)]
             while sent < self.requests:
                 context.report(f"{sent} of {self.requests} requests")
                 fuzzer.begin(
@@ -104,10 +102,9 @@ class HttpFuzz(Experiment):
 
     def _row(self, home: HttpHome, beside: Beside, chats: dict[str, Any], **found: Any) -> HttpFuzzRow:
         gateway = home.gateway()
-        peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{gateway.pid}/status").read_text())
         return HttpFuzzRow(
             beside=beside, chats=tuple(chats["seconds"]), failed=tuple(chats["failed"]),
-            resident_bytes=gateway.memory_info().rss, peak_bytes=int(peak[1]) * 1024 if peak else 0,
+            resident_bytes=gateway.memory_info().rss, peak_bytes=peak_bytes(gateway.pid),
             descriptors=gateway.num_fds(), tracebacks=home.log().count("Traceback"), **found,
         )  # fmt: skip
 
@@ -167,8 +164,3 @@ def _total(counts: Any) -> Counter[str]:
     for each in counts:
         total.update(each)
     return total
-
-
-def _unknown_token() -> str:
-    """A token that is well-formed, of a key that nobody admitted."""
-    return format_token(AppKey(name="stranger", secret=new_keypair().secret, coordinator_public=new_keypair().public))

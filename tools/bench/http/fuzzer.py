@@ -31,7 +31,6 @@ class HttpFuzzer(AsyncTarget):
         super().__init__()
         os.nice(_NICENESS)
         self._held: list[asyncio.Task[None]] = []
-        self._num_broken = 0
 
     async def attack(
         self, model: str, token: str, strangers: list[str], seed: int, count: int, connections: int
@@ -51,7 +50,7 @@ class HttpFuzzer(AsyncTarget):
         return found.as_json()
 
     async def hold(self, token: str, model: str, idle: int, slow: int) -> None:
-        """Keep connections that say nothing, and clients that hardly read their answers, until `release`."""
+        """Keep connections that say nothing, and clients that hardly read their answers, until this process ends."""
         body = {"model": model, "messages": [{"role": "user", "content": "Light?"}], "n": 4, "stream": True}
         data = request_bytes("POST", "/v1/chat/completions", token, body)
         self._held = [
@@ -59,20 +58,12 @@ class HttpFuzzer(AsyncTarget):
             *(asyncio.create_task(self._read_slowly(data)) for _ in range(slow)),
         ]
 
-    async def release(self) -> dict[str, Any]:
-        """End what `hold` began. Returns how many idle connections the gateway closed, which were made again."""
-        for task in self._held:
-            task.cancel()
-        await asyncio.gather(*self._held, return_exceptions=True)
-        return {"renewed": self._num_broken}
-
     async def _idle(self) -> None:
         while True:
             with suppress(OSError):
                 reader, writer = await asyncio.open_connection(HOST, PORT)
                 try:
                     await reader.read(1)
-                    self._num_broken += 1
                 finally:
                     writer.transport.abort()
             await asyncio.sleep(_SLOW_SECONDS)

@@ -16,6 +16,7 @@ from tools.bench.experiment import Context
 from tools.bench.homes import agents, stop_coordinator
 from tools.bench.processes import ClientProcess
 from tools.bench.shared_devices import shared_scenario
+from tools.bench.watch import with_argument
 from tools.testbed import Testbed
 from tools.testbed.cluster import check_possible
 
@@ -41,10 +42,11 @@ class HttpHome:
 
     def gateway(self) -> psutil.Process:
         """The gateway's process. Raises InternalError if there is none."""
-        for process in psutil.Process(self._coordinator).children(recursive=True):
-            if any(_GATEWAY in part for part in process.cmdline()):
-                return process
-        raise InternalError(where="the gateway", reason="its process has ended; see coordinator.log")
+        children = psutil.Process(self._coordinator).children(recursive=True)
+        process = with_argument((child.pid for child in children), _GATEWAY)
+        if process is None:
+            raise InternalError(where="the gateway", reason="its process has ended; see coordinator.log")
+        return process
 
     def log(self) -> str:
         """The log of the coordinator and the gateway."""

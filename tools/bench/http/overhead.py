@@ -18,6 +18,7 @@ from tools.bench.http.home import HttpHome, http_home
 from tools.bench.http.models import TINY, chat_directory
 from tools.bench.load import load_between, snapshot
 from tools.bench.results import Summary
+from tools.bench.stats import percentile
 
 _CHAT = [{"role": "user", "content": "Is the light on?"}]
 _WARM_UP = 20  # pairs that do not count
@@ -114,8 +115,8 @@ def _cpu_seconds(home: HttpHome) -> float:
 
 
 def _findings(row: OverheadRow) -> Iterator[Finding]:
-    delays, direct = sorted(row.delays), statistics.median(row.direct)
-    low, high = (1e3 * delays[len(delays) * share // 100] for share in (5, 95))
+    delays, direct = row.delays, statistics.median(row.direct)
+    low, high = (1e3 * percentile(delays, fraction) for fraction in (0.05, 0.95))
     yield at_least("pairs", len(delays), _LEAST_PAIRS, COUNT)
     yield at_most(
         "added delay of the first token, median", 1e3 * statistics.median(delays), 1e3 * _MOST_DELAY_SECONDS, _MILLISECONDS,

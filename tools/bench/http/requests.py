@@ -1,4 +1,4 @@
-"""Generated requests for the gateway, valid, mutated and hostile, and what is wrong with the answers to them. Pure."""
+"""Generated requests for the gateway, valid, mutated and hostile, and what is wrong with the answers to them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hearth.platform.curve import new_keypair
+from hearth.platform.security import AppKey, format_token
 from tools.bench.http.wire import answers_in, request_bytes
 from tools.bench.mutations import with_changed_bytes
 
@@ -238,6 +240,11 @@ class Requests:
         headers = {"Connection": "Upgrade", "Upgrade": self._chance.choice(("websocket", "h2c", "TLS/1.0"))}
         headers |= {"Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version": "13"}
         return Sent("upgrade", self._request(self._chance.choice((self._token, None)), headers), whole=False)
+
+
+def unknown_token() -> str:
+    """A well-formed token of a key that no home has admitted."""
+    return format_token(AppKey(name="stranger", secret=new_keypair().secret, coordinator_public=new_keypair().public))
 
 
 def fault_of(sent: Sent, received: bytes, token: str) -> str:
