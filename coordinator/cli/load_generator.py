@@ -81,6 +81,7 @@ async def measure_load(
     concurrency: int,
     seconds: float,
     timeout_seconds: float,
+    model: str | None = None,
 ) -> LoadResult:
     """Keep `concurrency` requests in flight. Counts the answers of `seconds` seconds after the warm-up."""
     loop = asyncio.get_running_loop()
@@ -92,7 +93,7 @@ async def measure_load(
     async def ask() -> None:
         while (sent := loop.time()) < deadline:
             try:
-                await home.infer(inputs, timeout_seconds)
+                await home.infer(inputs, timeout_seconds, model=model)
             except HearthError as error:
                 errors[error.code] += 1
                 await asyncio.sleep(_PAUSE_SECONDS)

@@ -27,6 +27,14 @@ DevicesOption = Annotated[
 ]
 InterfacesOption = Annotated[str | None, typer.Option(help="Local addresses to use for mDNS, comma-separated.")]
 TimeoutOption = Annotated[float, typer.Option(help="Timeout in seconds.", min=0.1)]
+ServedModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Name of a served model, as `hearth ps` shows it. Default: the oldest one of the kind that is asked.",
+        metavar="NAME",
+    ),
+]
 
 
 def interface_list(interfaces: str | None) -> list[str] | None:

@@ -59,13 +59,18 @@ def home(
         yield home
 
 
-def hearth(home: TestHome, *arguments: str) -> str:
-    """Run a command against the running coordinator; its output."""
+def run(home: TestHome, *arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command against the running coordinator. `said`: its standard input."""
     connection = () if arguments[0] == "serve" else ("--address", f"127.0.0.1:{home.port('coordinator')}")
-    done = subprocess.run(
+    return subprocess.run(
         [str(Path(sys.executable).parent / "hearth"), *arguments, "--key", str(home.key), *connection],
-        capture_output=True, text=True, timeout=240, check=False,
+        input=said, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
+
+
+def hearth(home: TestHome, *arguments: str) -> str:
+    """The output of a command that succeeds."""
+    done = run(home, *arguments)
     assert done.returncode == 0, done.stderr + done.stdout + home.log("coordinator")
     return done.stdout
 
@@ -132,6 +137,23 @@ def test_requests_go_to_the_model_that_they_name_or_to_the_default_of_their_kind
             client.embed(["hello"], model="other")
         with pytest.raises(BadSetting, match="served already"):
             client.serve_model(json.dumps({"kind": "graph", "model_file": str(models["detector"])}), "detector")
+
+
+def test_commands_ask_the_model_that_they_name(home: TestHome, models: dict[str, Path]) -> None:
+    prompt = ("--token-ids", ",".join(map(str, PROMPT)), "--max-tokens", "5")
+    answer = json.loads(hearth(home, "generate", *prompt, "--model", "chat", "--json"))
+    assert answer["token_ids"] == greedy(models["chat"], PROMPT, 5)
+    assert json.loads(hearth(home, "infer", "--model", "detector", "--json"))["outputs"]["scores"]
+    measured = json.loads(hearth(home, "bench-model", "--model", "detector", "--seconds", "0.5", "--json"))
+    assert measured["load"]["answers"] > 0
+    assert measured["predicted"] is not None  # of the detector's plan, although another model is older
+    for command in (("generate", "hello"), ("embed", "hello"), ("infer",), ("bench-model",), ("learn",)):
+        done = run(home, *command, "--model", "other")
+        assert done.returncode == 1
+        assert "other" in done.stderr
+        assert "chat, sentences, detector" in done.stderr
+    assert "chat, sentences, detector" in run(home, "chat", "--model", "other", said="hello").stderr
+    assert "without learning" in run(home, "learn", "--model", "chat").stderr
 
 
 def test_one_model_is_stopped_and_started_under_load_of_the_others(home: TestHome, models: dict[str, Path]) -> None:

@@ -27,6 +27,7 @@ def chat(
     min_p: options.MinPOption = None,
     repetition_penalty: options.RepetitionPenaltyOption = None,
     seed: options.SeedOption = None,
+    model: options.ServedModelOption = None,
     timeout: options.AnswerTimeoutOption = 600.0,
     address: options.AddressOption = None,
     mdns_interfaces: options.InterfacesOption = None,
@@ -52,6 +53,7 @@ def chat(
                     answer = home.generate(
                         messages=[*history, question], max_tokens=max_tokens, temperature=temperature, top_k=top_k,
                         top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, timeout_seconds=timeout,
+                        model=model,
                     )  # fmt: skip
                     text = _print_answer(answer)
                 except HearthError as error:  # only this question failed: the conversation goes on

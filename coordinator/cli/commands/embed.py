@@ -14,6 +14,7 @@ from coordinator.cli.options import (
     AsJsonOption,
     InterfacesOption,
     KeyPathOption,
+    ServedModelOption,
     TimeoutOption,
     interface_list,
 )
@@ -29,6 +30,7 @@ def embed(
         Path | None,
         typer.Option(help="Write a timeline of the request as a Chrome trace, for Perfetto or chrome://tracing."),
     ] = None,
+    model: ServedModelOption = None,
     timeout: TimeoutOption = 60.0,
     address: AddressOption = None,
     mdns_interfaces: InterfacesOption = None,
@@ -39,7 +41,7 @@ def embed(
     if texts == ["-"]:
         texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
-        result = home.request_embeddings(texts, timeout_seconds=timeout, trace=trace is not None)
+        result = home.request_embeddings(texts, timeout_seconds=timeout, trace=trace is not None, model=model)
     if trace is not None:
         write_file("--trace", trace, json.dumps(chrome_trace(result.traces)))
         report(f"wrote {trace}: transfers overlapped compute for {format_seconds(overlap_seconds(result.traces))}")

@@ -29,6 +29,7 @@ def generate(
     repetition_penalty: options.RepetitionPenaltyOption = None,
     seed: options.SeedOption = None,
     stop: Annotated[list[str], typer.Option(help="Stop at this text. Repeatable.")] = [],  # noqa: B006
+    model: options.ServedModelOption = None,
     timeout: options.AnswerTimeoutOption = 600.0,
     address: options.AddressOption = None,
     mdns_interfaces: options.InterfacesOption = None,
@@ -44,7 +45,7 @@ def generate(
     with connect(address, key, interfaces=options.interface_list(mdns_interfaces)) as home:
         answer = home.generate(
             prompt, token_ids=ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, seed=seed, stop=stop, timeout_seconds=timeout,
+            repetition_penalty=repetition_penalty, seed=seed, stop=stop, timeout_seconds=timeout, model=model,
         )  # fmt: skip
         text = ""
         with answer:

@@ -18,6 +18,7 @@ from coordinator.cli.options import (
     AsJsonOption,
     InterfacesOption,
     KeyPathOption,
+    ServedModelOption,
     TimeoutOption,
     interface_list,
 )
@@ -42,6 +43,7 @@ def infer(
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the outputs to this .npz file.", metavar="FILE")] = None,
+    model: ServedModelOption = None,
     timeout: TimeoutOption = 60.0,
     address: AddressOption = None,
     mdns_interfaces: InterfacesOption = None,
@@ -51,8 +53,8 @@ def infer(
     """Run the served graph once. Prints name, type, shape and first values of each output."""
     file_inputs = _read_npz(inputs) if inputs is not None else None
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
-        arrays = file_inputs if file_inputs is not None else random_inputs(home.model_info(timeout).inputs)
-        result = home.request_inference(arrays, timeout)
+        arrays = file_inputs if file_inputs is not None else random_inputs(home.model_info(timeout, model=model).inputs)
+        result = home.request_inference(arrays, timeout, model=model)
     if output is not None:
         write_file("--output", output, _npz_bytes(result.outputs))
     if as_json:
@@ -81,6 +83,7 @@ def bench_model(
         Path | None,
         typer.Option(help="Inputs by name, in an .npz file (numpy.savez). Default: random inputs.", metavar="FILE"),
     ] = None,
+    model: ServedModelOption = None,
     timeout: TimeoutOption = 60.0,
     address: AddressOption = None,
     mdns_interfaces: InterfacesOption = None,
@@ -92,18 +95,18 @@ def bench_model(
 
     async def run() -> tuple[LoadResult, LoadResult, GraphPlan | None]:
         async with await connect_async(address, key, interfaces=interface_list(mdns_interfaces)) as home:
-            info = await home.model_info(timeout)
+            info = await home.model_info(timeout, model=model)
             arrays = file_inputs if file_inputs is not None else random_inputs(info.inputs)
             try:
-                served = (await home.status()).plan
+                served = (await home.status(model=model)).plan
             except NotAuthorised:  # an app's key
                 served = None
             plan = served if is_graph_plan(served) else None
             num_concurrent = concurrency or (requests_in_flight(plan.body.segments) if plan else _DEFAULT_CONCURRENCY)
             report(f"measuring {info.name} for {seconds / 2:g} s, one request at a time")
-            alone = await measure_load(home, arrays, 1, seconds / 2, timeout)
+            alone = await measure_load(home, arrays, 1, seconds / 2, timeout, model)
             report(f"measuring {info.name} for {seconds:g} s, {num_concurrent} concurrent requests")
-            return alone, await measure_load(home, arrays, num_concurrent, seconds, timeout), plan
+            return alone, await measure_load(home, arrays, num_concurrent, seconds, timeout, model), plan
 
     alone, full, plan = asyncio.run(run())
     if as_json:
