@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from support.chat_models import save_scripted_chat
 from support.home import LOOPBACK, TestHome
 from support.profiles import MeasuredProfiles
 from support.tokens import new_token
+from typing_extensions import Self
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
@@ -24,6 +28,7 @@ FOLDER = os.environ.get("HEARTH_HOME_ASSISTANT")
 SCRIPTS = Path(__file__).parent / "home_assistant"
 CALL = '{"name": "intent__HassTurnOn", "arguments": {"name": "Kitchen Light"}}'
 CONTEXT = 16384  # every byte is a token, and the tools and the house are some thousands of bytes
+LIMIT_SECONDS = 900.0  # of a run; its loops of commands end after 240 s by themselves
 KILL_AT = 4  # number of the command during which a device is killed
 
 pytestmark = [
@@ -45,7 +50,7 @@ def home(model: Path, profiles: MeasuredProfiles, tmp_path: Path) -> Iterator[Te
 
 
 class HomeAssistant:
-    """One run of `commands.py` in Home Assistant's environment."""
+    """One run of `commands.py` in Home Assistant's environment. It ends with the block, and after `LIMIT_SECONDS`."""
 
     def __init__(self, home: TestHome, *tests: str) -> None:
         assert FOLDER is not None
@@ -60,8 +65,23 @@ class HomeAssistant:
         chosen = [f"/work/tests/commands.py::{test}" for test in tests]
         self._process = subprocess.Popen(
             [str(SCRIPTS / "environment.sh"), "run", FOLDER, "env", *where, *pytest_of, *chosen],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
+        self._timer = threading.Timer(LIMIT_SECONDS, self._kill)
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._kill()
+        self._process.wait(60)
+
+    def _kill(self) -> None:
+        """Kill the script, and all that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def lines(self) -> Iterator[str]:
         """What it prints, as it does."""
@@ -77,24 +97,24 @@ class HomeAssistant:
 
 
 def test_conversations_and_tasks_switch_a_light(home: TestHome) -> None:
-    run = HomeAssistant(home, "test_llama_cpp_conversation", "test_ollama_conversation_and_task")
-    output = "".join(run.lines())
-    assert run.wait() == 0, output
+    with HomeAssistant(home, "test_llama_cpp_conversation", "test_ollama_conversation_and_task") as run:
+        output = "".join(run.lines())
+        assert run.wait() == 0, output
     assert "2 passed" in output
 
 
 @pytest.mark.parametrize("integration", ["llama_cpp", "ollama"])
 def test_light_is_switched_while_a_device_is_lost(home: TestHome, integration: str) -> None:
-    run = HomeAssistant(home, f"test_while_a_device_is_lost[{integration}]")
     output = ""
-    for line in run.lines():
-        output += line
-        if line.startswith(f"command {KILL_AT}"):
-            home.kill("b")
-            run.device_is_lost()
-        elif " after the loss" in line:
-            print(line.strip())
-    assert run.wait() == 0, output
+    with HomeAssistant(home, f"test_while_a_device_is_lost[{integration}]") as run:
+        for line in run.lines():
+            output += line
+            if line.startswith(f"command {KILL_AT}"):
+                home.kill("b")
+                run.device_is_lost()
+            elif " after the loss" in line:
+                print(line.strip())
+        assert run.wait() == 0, output
     with home.connect() as client:
         plan = client.status().plan
         assert plan is not None
