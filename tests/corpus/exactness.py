@@ -17,9 +17,8 @@ from support.outputs import graph_outputs, transformer_outputs
 
 _SAMPLES = 24  # values of an array that are recorded besides its hash
 _CLOSE = 1e-3
-_CLOSE_BFLOAT16 = (
-    1e-2  # of sums in bfloat16, whose last bit is 4e-3: processors with and without units for it round elsewhere
-)
+# Of sums in bfloat16, whose last bit is 4e-3: processors with and without units for it round elsewhere.
+_CLOSE_BFLOAT16 = 1e-2
 _LIBRARIES = ("torch", "numpy", "onnxruntime")
 
 _SAMPLING = {"temperature": 1.2, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 11}

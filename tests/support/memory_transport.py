@@ -22,9 +22,8 @@ class MemoryHub:
         self._transports = [MemoryTransport(self, rank) for rank in range(num_ranks)]
         self._free_at = [0.0] * num_ranks  # time at which each sender's link is free again
         self._cut: set[tuple[int, int]] = set()
-        self.repeats = (
-            False  # as if connections broke again and again: each message comes a second time, after its successor
-        )
+        # As if connections broke again and again: each message comes a second time, after its successor.
+        self.repeats = False
         self._last: dict[tuple[int, int], Received] = {}
         self._due: list[tuple[float, int, int, Received]] = []
         self._order = itertools.count()

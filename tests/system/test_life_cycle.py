@@ -49,9 +49,8 @@ def test_contradictory_settings_end_serve_with_status_2(profiles: MeasuredProfil
     model = save_random_model(tmp_path / "model", small_decoder("llama"), generates=True)
     with TestHome(tmp_path, model, profiles) as running_home:
         running_home.start_coordinator("--strategy", "sp", "--context", "64", "--seq-len", "16", "--min-devices", "1")
-        wait_for(
-            "a first attempt", lambda: "trying again: No device" in running_home.log("coordinator")
-        )  # it waits for devices
+        # It waits for devices.
+        wait_for("a first attempt", lambda: "trying again: No device" in running_home.log("coordinator"))
         running_home.start_agent("a")
         running_home.start_agent("b")
         assert running_home.wait("coordinator", 120.0) == 2

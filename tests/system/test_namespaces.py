@@ -49,9 +49,8 @@ def test_home_in_namespaces_discovers_devices_serves_and_traces(profiles: Measur
             return found if found and found["state"].startswith("serving") else None
 
         for name in NAMES:
-            testbed.cgroups[name].set_cpu_share(
-                len(os.sched_getaffinity(0))
-            )  # full speed: this test is about the network
+            # Full speed: this test is about the network.
+            testbed.cgroups[name].set_cpu_share(len(os.sched_getaffinity(0)))
         try:
             ids = []
             for name in NAMES:

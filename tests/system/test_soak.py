@@ -33,9 +33,8 @@ from tools.bench.watch import MemoryWatch, agent_of, worker_of
 from tools.testbed import Testbed
 from tools.testbed.cluster import what_is_missing
 
-SECONDS = float(
-    os.environ.get("HEARTH_SOAK_SECONDS", "120")
-)  # long enough to answer each request of the pool a few times
+# Long enough to answer each request of the pool a few times.
+SECONDS = float(os.environ.get("HEARTH_SOAK_SECONDS", "120"))
 CLIENTS = 8  # also the sequences that the plan has room for: steps have several rows
 DEVICES = 3  # so that the ring has more than two ranks
 LINK_MBIT = 125.0  # real rate of every link, as in Galaxy's environments

@@ -72,9 +72,8 @@ class DamagedCopies:
         context: zmq.Context[Any] = zmq.Context()
         others = _threads()
         sockets = {peer.rank: self._connected(context, peer) for peer in self._peers}
-        meter = _Meter(
-            {threading.get_native_id(), *(_threads() - others)}, self._report
-        )  # and ZeroMQ's for these sockets
+        # Also ZeroMQ's threads for these sockets.
+        meter = _Meter({threading.get_native_id(), *(_threads() - others)}, self._report)
         looked, budget, before = time.monotonic(), 0.0, None
         while not self._stopped.wait(_PERIOD_SECONDS):
             now = time.monotonic()

@@ -65,9 +65,8 @@ class Experiment(BaseModel, ABC):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ROW: ClassVar[TypeAdapter[Any]]  # type of one raw row
-    ROWS_NAME_SETTINGS: ClassVar[bool] = (
-        False  # all that they depend on: a run that resumes keeps those of other settings
-    )
+    # Whether rows name all settings that they depend on: a run that resumes keeps those of other settings.
+    ROWS_NAME_SETTINGS: ClassVar[bool] = False
 
     kind: str
     title: str

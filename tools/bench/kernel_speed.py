@@ -34,9 +34,8 @@ from tools.bench.stats import Ratio, paired_ratio, rotated
 DEFAULT, CHOSEN = "default", "chosen"  # kernels; the others are named by their layout and kernel
 _CPU = torch.device("cpu")
 _SAMPLE_SECONDS = 0.05  # of one round of a variant, at least
-_ERROR_ROWS = (
-    64  # of activations with which errors are measured, at most: a row's error does not depend on their number
-)
+# Rows of activations with which errors are measured, at most: a row's error does not depend on their number.
+_ERROR_ROWS = 64
 _WEIGHT_SCALE = 0.02  # standard deviation of the weights
 _HOPELESS = 2.0  # times the fastest kernel's time in the table: such a kernel is not measured again
 
