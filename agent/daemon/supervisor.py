@@ -22,7 +22,7 @@ from hearth.platform.child import describe_exit, run_module
 from hearth.platform.socket_folder import SocketFolder
 from hearth.protocol import WORKER_CONNECT_SECONDS, WORKER_LOAD_SECONDS, WORKER_SIGN_SECONDS, agent_run_seconds
 from hearth.wire import messages as wire
-from hearth.wire.rpc import Reply, RpcClient
+from hearth.wire.rpc import Reply, RpcClient, caller_may_return
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +219,8 @@ class WorkerProcess:
     def stream(self, request: wire.GenerateTokens, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
         """Stream the answers up to GenerationEnded. Closing the generator early cancels the sequence. Raises as `run` does.
 
+        Its KV cache is kept for a while, unless the coordinator has cancelled it for good.
+
         The first token has the request's timeout, because earlier requests may have to finish before it.
         """
         return self._client.stream(
@@ -227,6 +229,7 @@ class WorkerProcess:
             timeout_seconds=request.timeout_seconds,
             next_timeout_seconds=_TOKEN_SECONDS,
             last=wire.GenerationEnded,
+            may_return=caller_may_return,
         )
 
     async def abort(self, request: wire.Abort) -> None:

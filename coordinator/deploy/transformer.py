@@ -202,8 +202,11 @@ class TransformerDeployment(Deployment):
         top_log_probs: int | None = None,
         values: ValueFormatName | None = None,
         logits: Literal["", "keep", "compare"] = "",
+        may_return: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         """Stream rank 0's continuation of a prompt [T] int32: tokens, then the end. Closing early drops the sequence.
+
+        If the stream `may_return` then, here or on the next deployment, rank 0 keeps its KV cache for a while.
 
         `timeout_seconds` bounds the wait for each reply. `stream_name` is the same when the answer continues on the next
         deployment. Requests of one `prefix_scope` share the KV cache of equal prefixes. A step guesses `max_drafted` tokens at
@@ -228,7 +231,7 @@ class TransformerDeployment(Deployment):
             logits=logits,
         )
         first = self.plan.devices[0].device_id
-        stream = self._fleet.stream(first, request, pack_array(token_ids), GenerationEnded, timeout_seconds)
+        stream = self._fleet.stream(first, request, pack_array(token_ids), GenerationEnded, timeout_seconds, may_return)
         async with aclosing(stream) as replies:
             while True:
                 message = (await self._next_reply(replies)).message

@@ -208,11 +208,17 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             return await client.call(message, payload, timeout_seconds=timeout_seconds)
 
     async def stream(
-        self, device_id: str, message: wire.Message, payload: Sequence[Any], last: type[Any], timeout_seconds: float
+        self,
+        device_id: str,
+        message: wire.Message,
+        payload: Sequence[Any],
+        last: type[Any],
+        timeout_seconds: float,
+        may_return: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[Reply, None]:
         """Stream one agent's replies up to one of type `last` (see `RpcClient.stream`). Raises as `call` does."""
         with self._client_of(device_id) as client:
-            stream = client.stream(message, payload, timeout_seconds=timeout_seconds, last=last)
+            stream = client.stream(message, payload, timeout_seconds=timeout_seconds, last=last, may_return=may_return)
             async with aclosing(stream) as replies:
                 async for reply in replies:
                     yield reply

@@ -15,7 +15,8 @@ from hearth.wire.quota import Limits
 
 # From the gateway.
 REQUEST = b"R"  # number, public key, body, payload...
-CANCEL = b"C"  # number: the caller no longer waits
+CANCEL = b"C"  # number: the caller no longer waits; it may return
+GIVE_UP = b"G"  # number: the caller has cancelled the request, and will not return
 LEFT = b"K"  # number: a `LARGE_ANSWER` has left
 STATE = b"S"  # a `GatewayState`; sent at an interval, as a sign of life
 # From the coordinator.

@@ -22,7 +22,7 @@ from hearth.wire.envelope import NOT_MSGPACK, message_tag
 from hearth.wire.quota import EndedConnections, Quota
 
 _REQUEST_ID_BYTES = 8  # as in `hearth.wire.rpc`
-_MAX_CANCEL_BYTES = 64  # of a `Cancel`, which holds a request id only
+_MAX_CANCEL_BYTES = 64  # of a `Cancel`, which holds a request id and a flag
 
 
 class Forward(NamedTuple):
@@ -103,9 +103,10 @@ class ClientPlane:
                 raise BadMessage(reason=f"{len(frames) - 3} payload frames, at most {MAX_PAYLOAD_FRAMES} are allowed")
             tag = message_tag(frames[2].buffer, self._any_version)
             if tag == "cancel":
-                number = self._numbers.get((identity, _cancelled(frames[2].buffer)))
+                cancelled, is_final = _cancelled(frames[2].buffer)
+                number = self._numbers.get((identity, cancelled))
                 if number is not None:
-                    return self._drop(number)
+                    return self._drop(number, link.GIVE_UP if is_final else link.CANCEL)
                 return self._end_flood(frames, public_key, now)  # it was answered meanwhile, or there never was one
             if (rule := self._rules.get(tag)) is None:
                 raise UnknownMessage(tag=tag[:64])
@@ -221,10 +222,10 @@ class ClientPlane:
         )
         return others + max(own.num_bytes + own.unread_bytes + num_bytes - share, 0) <= half
 
-    def _drop(self, number: bytes) -> list[Action]:
+    def _drop(self, number: bytes, kind: bytes = link.CANCEL) -> list[Action]:
         """Forget a request whose caller no longer waits."""
         request = self._remove(number)
-        return [] if request.waiting is not None else [Forward([link.CANCEL, number])]
+        return [] if request.waiting is not None else [Forward([kind, number])]
 
     def _remove(self, number: bytes) -> _Request:
         request = self._requests.pop(number)
@@ -246,13 +247,13 @@ def _forward(number: bytes, public_key: str, frames: Sequence[Any]) -> Forward:
     return Forward([link.REQUEST, number, public_key.encode(), *frames])
 
 
-def _cancelled(data: memoryview) -> bytes:
-    """The request id in a `Cancel`. Raises BadMessage."""
+def _cancelled(data: memoryview) -> tuple[bytes, bool]:
+    """The request id in a `Cancel`, and whether it is final. Raises BadMessage."""
     if len(data) <= _MAX_CANCEL_BYTES:
         try:
             fields = msgpack.unpackb(data)
             if isinstance(fields, dict) and isinstance(request := fields.get("request"), bytes):
-                return request
+                return request, fields.get("final") is True
         except NOT_MSGPACK:
             pass
     raise BadMessage(reason="a cancellation that names no request")

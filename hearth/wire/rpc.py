@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from contextvars import ContextVar
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -131,6 +132,15 @@ class Policy(NamedTuple):
 ACCEPT_ALL = Policy()
 
 
+# Whether the caller of the request that the current task handles has cancelled it for good; set by `RequestServer`.
+_CALLER_GAVE_UP: ContextVar[Callable[[], bool]] = ContextVar("_CALLER_GAVE_UP", default=lambda: False)
+
+
+def caller_may_return() -> bool:
+    """Whether somebody may ask for the rest of the answer to the current request; False if its caller has cancelled it."""
+    return not _CALLER_GAVE_UP.get()()
+
+
 class Request(NamedTuple):
     """A request in progress."""
 
@@ -154,6 +164,7 @@ class RequestServer(ABC):
         self._policy = policy
         self._tasks: dict[asyncio.Task[None], Request] = {}
         self._requests: dict[tuple[bytes, bytes], asyncio.Task[None]] = {}  # keyed by connection and request id
+        self._given_up: set[asyncio.Task[None]] = set()  # of requests that were cancelled for good
 
     @property
     def num_running(self) -> int:
@@ -180,12 +191,15 @@ class RequestServer(ABC):
         self._requests[request.identity, request.request_id] = task
         task.add_done_callback(self._task_done)
 
-    def _cancel(self, identity: bytes, request_id: bytes) -> None:
-        """Cancel a request, without an answer, if it is still in progress."""
+    def _cancel(self, identity: bytes, request_id: bytes, final: bool) -> None:
+        """Cancel a request, without an answer, if it is still in progress. `final`: as in `Cancel`."""
         if (task := self._requests.get((identity, request_id))) is not None:
+            if final:
+                self._given_up.add(task)
             task.cancel()
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._given_up.discard(task)
         request = self._tasks.pop(task)
         key = (request.identity, request.request_id)
         if self._requests.get(key) is task:  # not a later request with the same id
@@ -194,6 +208,7 @@ class RequestServer(ABC):
 
     async def _run(self, request: Request, body: zmq.Frame, payload: list[zmq.Frame], delay_seconds: float) -> None:
         caller, kind = request.caller, request.kind
+        _CALLER_GAVE_UP.set(partial(self._given_up.__contains__, asyncio.current_task()))
         try:
             if delay_seconds:
                 await asyncio.sleep(delay_seconds)
@@ -308,7 +323,7 @@ class RpcServer(RequestServer):
             kind = self._kind_of(frames)
             if kind is Cancel:
                 cancel = expect_message(decode(frames[2].buffer, Cancel), Cancel, "a caller")
-                self._cancel(identity, cancel.request)
+                self._cancel(identity, cancel.request, cancel.final)
                 return
             self._policy.authorise(caller.public_key, kind)
             num_bytes = sum(map(len, frames))
@@ -499,16 +514,18 @@ class RpcClient:
         last: type[Any],
         next_timeout_seconds: float | None = None,
         total_seconds: float = math.inf,
+        may_return: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[Reply, None]:
         """Send a request and yield its answers, up to the first of the type `last`.
 
         `timeout_seconds` bounds the wait for the connection and for each answer; `next_timeout_seconds`, if given, the waits
         for answers after the first; `total_seconds` bounds all of them together. Closing the generator early cancels the
-        request on the server; use `contextlib.aclosing` to do so at once. Raises as `call` does.
+        request on the server; use `contextlib.aclosing` to do so at once. `may_return`: whether somebody may ask for the rest
+        then (see `Cancel.final`). Raises as `call` does.
         """
         deadline = loop_time() + total_seconds
         request_id, replies = await self._send(message, payload, timeout_seconds)
-        ended = False
+        ended = closed = False
         try:
             while not ended:
                 try:
@@ -518,11 +535,15 @@ class RpcClient:
                 timeout_seconds = next_timeout_seconds or timeout_seconds
                 ended = isinstance(reply, HearthError) or isinstance(reply.message, (last, Failed))
                 yield _reply_or_raise(reply)
+        except (GeneratorExit, asyncio.CancelledError):
+            closed = True
+            raise
         finally:
             del self._pending[request_id]
             if not ended:
                 self._last_id += 1
-                frames = [self._last_id.to_bytes(ID_BYTES, "little"), encode(Cancel(request=request_id))]
+                cancel = Cancel(request=request_id, final=closed and not may_return())
+                frames = [self._last_id.to_bytes(ID_BYTES, "little"), encode(cancel)]
                 with suppress(zmq.ZMQError):  # no connection: the server notices that by itself
                     self._socket.send_now(frames)
 

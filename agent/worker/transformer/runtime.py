@@ -253,7 +253,7 @@ class TransformerRuntime:
                     for answered, answer in leader.submit(request, message, payload):
                         self._answer(answered, answer, ())
                 elif isinstance(message, wire.Cancel):
-                    leader.cancel(request)
+                    leader.cancel(request, message.final)
                 else:
                     raise BadRequest(reason=f"a decoder does not accept {type(message).__name__}")
             except Exception as error:

@@ -181,9 +181,9 @@ class ClientPort(RequestServer):
         number = frames[1].bytes
         if kind == link.LEFT:
             gateway.left(number)
-        elif kind == link.CANCEL:
+        elif kind in (link.CANCEL, link.GIVE_UP):
             gateway.expected.discard(number)
-            self._cancel(gateway.name, number)
+            self._cancel(gateway.name, number, final=kind == link.GIVE_UP)
         else:
             await self._accept(gateway, number, Caller(frames[2].bytes.decode()), frames[3], frames[4:])
 

@@ -39,6 +39,7 @@ from hearth.protocol import REPLY_MARGIN_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.codec import Array
 from hearth.wire.quota import MAX_REQUESTS_PER_CALLER
+from hearth.wire.rpc import caller_may_return
 
 _MAX_CONCURRENT = MAX_REQUESTS_PER_CALLER // 2  # the rest of rank 0's limit per caller is left for heartbeats
 _MAX_STOP_CHARACTERS = 1000  # of a stop text: bounds the search at every token; real ones are a few words
@@ -408,6 +409,7 @@ class _RunningGeneration:
             max_drafted=max_drafted,
             grammar=self._grammar,
             top_log_probs=self.request.top_log_probs,
+            may_return=lambda: self.reason is None and caller_may_return(),
         )
 
     def replay(self) -> None:

@@ -135,3 +135,4 @@ class Cancel(Message):
     """Cancel this caller's request with this id. It is not answered."""
 
     request: Annotated[bytes, Field(min_length=8, max_length=8)]
+    final: bool = False  # nobody will ask for the rest of the answer, so nothing of it needs to be kept

@@ -250,7 +250,7 @@ def test_load_that_is_given_up_leaves_the_process_to_the_next_plan(with_worker: 
         assert process.give_up_load(newer)
         with pytest.raises(StepFailed, match="replaced"):
             await older
-        assert (await worker.receive())[1] == Cancel(request=older_id)
+        assert (await worker.receive())[1] == Cancel(request=older_id, final=True)
         assert process.can_reload(newer)
         loading = asyncio.create_task(process.reload(newer))
         await worker.answer((await worker.receive())[0], WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))

@@ -228,6 +228,10 @@ def test_cancelled_request_is_forgotten_at_both_ends() -> None:
     assert plane.ask(number=8, body=encode(Cancel(request=request_id(2)))) == []  # it had not started
     assert plane.ask(number=9, body=encode(Cancel(request=request_id(1)))) == [Forward([link.CANCEL, running])]
     assert plane.ask(OTHER, number=10, body=encode(Cancel(request=request_id(1)))) == []
+    plane.start_due(10.0)
+    running = number_of(plane.ask(number=11, now=20.0))
+    given_up = encode(Cancel(request=request_id(11), final=True))
+    assert plane.ask(number=12, body=given_up, now=20.0) == [Forward([link.GIVE_UP, running])]
     assert plane.start_due(10.0) == []
     assert plane.num_requests == 0
 

@@ -146,13 +146,17 @@ class Leader:
             replies += self._answer_tokens(sequence, request, count)
         return replies
 
-    def cancel(self, request_id: bytes) -> None:
-        """Cancel a request. Does nothing if it has ended."""
+    def cancel(self, request_id: bytes, final: bool = False) -> None:
+        """Cancel a request. Does nothing if it has ended. `final`: no stream continues it, so its KV cache is freed at once."""
         for number in [number for number, request in self._requests.items() if request.request_id == request_id]:
             running = self._scheduler.running.get(number)
             if running is not None:
                 log_fact(log, SequenceCancelled(sequence=running.cache, num_tokens=len(running.generated)))
-            self._pause(number, _KEPT_SECONDS)
+            if final:
+                self._scheduler.remove(number)
+                del self._requests[number]
+            else:
+                self._pause(number, _KEPT_SECONDS)
 
     def step(self) -> Replies:
         """Begin a step on all ranks, or finish the oldest step in flight.

@@ -53,7 +53,7 @@ from hearth.wire.messages import (
     TextGenerated,
     WatchEvents,
 )
-from hearth.wire.rpc import Caller, Reply, Response, RpcClient
+from hearth.wire.rpc import Caller, Reply, Response, RpcClient, caller_may_return
 
 HOME = new_home_key()
 ADMIN = derive_keypair(HOME.key_bytes(), "admin")
@@ -73,6 +73,7 @@ class Home:
         self.app = new_keypair()
         self.callers: list[str] = []
         self.closed: list[str] = []  # prompts of streams that have ended, in any way
+        self.may_return: list[bool] = []  # of these, whether their callers may ask for the rest
         self.clients: list[RpcClient] = []
         trust.apps.add("lamp", self.app.public)
 
@@ -99,6 +100,7 @@ class Home:
             yield Reply(END)
         finally:
             self.closed.append(request.prompt or "")
+            self.may_return.append(caller_may_return())
 
     def client(self, keys: KeyPair = ADMIN) -> RpcClient:
         access = Access(keys, self.trust.keypair.public)
@@ -179,6 +181,7 @@ def test_closing_a_stream_cancels_it_in_the_coordinator(tmp_path: Path) -> None:
             async for _ in replies:
                 break
         await until(lambda: home.closed == ["p"] and home.port.num_running == 0)
+        assert home.may_return == [False]
 
     run(tmp_path, scenario)
 
@@ -193,6 +196,7 @@ def test_request_of_a_client_that_is_gone_is_cancelled(tmp_path: Path) -> None:
         with suppress(ConnectionLost):
             await stream.aclose()
         await until(lambda: home.closed == ["p"])
+        assert home.may_return == [True]  # on another connection
 
     run(tmp_path, scenario)
 

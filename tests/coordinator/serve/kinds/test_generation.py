@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -131,6 +131,7 @@ class Script:
     silence_ended: bool = False  # set: it goes on
     requests: list[Request] = field(default_factory=list)
     open_now: int = 0
+    may_return: list[bool] = field(default_factory=list)  # whether each stream that has ended may go on
     tokens_given: int = 0
 
     async def generate(
@@ -146,6 +147,7 @@ class Script:
         max_drafted: int = 0,
         grammar: str = "",
         top_log_probs: int | None = None,
+        may_return: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         assert token_ids.dtype == np.int32
         assert timeout_seconds > 0
@@ -182,6 +184,7 @@ class Script:
             )  # fmt: skip
         finally:
             self.open_now -= 1
+            self.may_return.append(may_return())
 
 
 class Host(Requests[Any]):
@@ -192,7 +195,7 @@ class Host(Requests[Any]):
             if not plan_works:
                 raise StepFailed(device="device0", reason="the probe failed")
 
-        super().__init__(99, lambda: "planning again", self._lost, probe)
+        super().__init__(99, lambda: NotServing(state="planning again"), self._lost, probe)
         self.deployments = list(deployments)
         self.errors: list[HearthError] = []
         self._pause_seconds = pause_seconds
@@ -387,6 +390,7 @@ def test_closing_the_answer_ends_the_sequence() -> None:
         assert (script.open_now, generations.num_running, host.admission.num_running) == (1, 1, 1)
         await parts.aclose()
         assert (script.open_now, generations.num_running, host.admission.num_running) == (0, 0, 0)
+        assert script.may_return == [True]  # the caller, whose connection may just have been lost
 
     asyncio.run(main())
 
@@ -595,7 +599,7 @@ def test_stop_text_ends_the_answer_and_the_sequence(at_once: int, tokenizer: Tex
     found = asyncio.run(ask(Host(script), model=model, stop=("thr", "nothing"), max_tokens=18))
     assert (found.text, found.end.reason, found.end.num_tokens) == ("one two ", "stop", 11)
     assert found.tokens == script.tokens[:11]
-    assert script.open_now == 0
+    assert (script.open_now, script.may_return) == (0, [False])
     assert script.tokens_given < 11 + at_once
 
 
@@ -647,6 +651,7 @@ class Agents:
         payload: Sequence[Any],
         last: type[Any],
         timeout_seconds: float,
+        may_return: Callable[[], bool],
     ) -> AsyncGenerator[Reply, None]:
         ids = unpack_array([bytes(frame) for frame in payload])
         assert (device_id, message.epoch, last) == ("id0", PLAN.epoch, GenerationEnded)
@@ -757,7 +762,13 @@ class DecoderFleet(TransformerFleet):
         self.script = script
 
     async def stream(
-        self, device_id: str, message: GenerateTokens, payload: Sequence[Any], last: type[Any], timeout_seconds: float
+        self,
+        device_id: str,
+        message: GenerateTokens,
+        payload: Sequence[Any],
+        last: type[Any],
+        timeout_seconds: float,
+        may_return: Callable[[], bool],
     ) -> AsyncGenerator[Reply, None]:
         assert message.epoch == self.loads[device_id].plan.epoch
         ids = unpack_array([bytes(frame) for frame in payload])
@@ -777,12 +788,18 @@ class MeasuredFleet(DecoderFleet):
         self.orders: list[GenerateTokens] = []
 
     async def stream(
-        self, device_id: str, message: GenerateTokens, payload: Sequence[Any], last: type[Any], timeout_seconds: float
+        self,
+        device_id: str,
+        message: GenerateTokens,
+        payload: Sequence[Any],
+        last: type[Any],
+        timeout_seconds: float,
+        may_return: Callable[[], bool],
     ) -> AsyncGenerator[Reply, None]:
         self.orders.append(message)
         errors = {"exact": 0.0, "fp16": 1e-4, "bf16": 1e-3, "int8": 1e-2}
         seconds = {"exact": 9.0, "fp16": 5.0, "bf16": 4.0, "int8": 2.0}
-        async with aclosing(super().stream(device_id, message, payload, last, timeout_seconds)) as replies:
+        async with aclosing(super().stream(device_id, message, payload, last, timeout_seconds, may_return)) as replies:
             async for reply in replies:
                 if isinstance(reply.message, GenerationEnded) and message.logits == "compare":
                     assert message.values is not None

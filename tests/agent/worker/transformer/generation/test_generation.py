@@ -275,6 +275,23 @@ def test_continuous_batching_and_cancellation(models: Any) -> None:
         assert cluster.executors[0].num_sequences == 0
 
 
+@pytest.mark.parametrize("final", [True, False])
+def test_cancelled_stream_keeps_its_blocks_only_if_it_may_return(final: bool, models: Any) -> None:
+    model_dir = models("llama")
+    (prompt,) = prompts_of(read_spec(model_dir), [40])
+    with EngineCluster(model_dir, generating_plan(read_spec(model_dir), "hmp", (1, 2))) as cluster:
+        home = GenerationCluster(cluster)
+        num_free = home.leader._scheduler.num_free_blocks
+        first = home.submit(prompt, 20, stream="story")
+        while len(home.answers[first]) < 5:
+            home.step()
+        home.leader.cancel(first, final)
+        home.run()
+        assert (home.leader._scheduler.num_free_blocks == num_free) == final
+        assert cluster.executors[0].num_sequences == int(not final)
+        assert (home.leader.seconds_until_due is None) == final
+
+
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "pipeline"])
 def test_preempted_and_shared_sequences_equal_transformers(strategy: str, models: Any) -> None:
     """Answers outgrow the KV cache, so that sequences are computed again; later ones take the rows of equal prefixes."""
