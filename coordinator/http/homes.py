@@ -13,6 +13,7 @@ from typing import NamedTuple
 from coordinator.http.settings import HttpSettings
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import AppRevoked, BadKey, DeadlineExceeded, NotServing, WrongKey
+from hearth.platform.curve import fingerprint
 from hearth.platform.security import AppKey, parse_credential, parse_token
 from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire import messages as wire
@@ -76,6 +77,11 @@ class Homes:
         self._connections: OrderedDict[str, _Connection] = OrderedDict()  # by secret; the latest used last
         self._refused: OrderedDict[bytes, float] = OrderedDict()  # by hash of the secret: time of the refusal
         self._opening = asyncio.Semaphore(_OPENING_AT_ONCE)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the coordinator's key; the same for all gateways of a home, and for as long as the home has its key."""
+        return fingerprint(self._own.coordinator_public)
 
     @asynccontextmanager
     async def served(self, token: str | None) -> AsyncIterator[Served]:

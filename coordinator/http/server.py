@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import uvicorn
 
@@ -14,9 +17,11 @@ from coordinator.http.connections import BoundedProtocol
 from coordinator.http.homes import Homes
 from coordinator.http.settings import HttpSettings
 from hearth.errors import HearthError
+from hearth.platform.discovery import HTTP_SERVICE, advertised
 from hearth.platform.ports import bracketed, listening_socket
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_ALL_ADDRESSES = ("0.0.0.0", "::")
 _MAX_CONNECTIONS = 512  # then requests are refused with 503
 _IDLE_SECONDS = 30  # after an answer, for the next request to begin; the first one: see `connections`
 _BACKLOG = 128  # connections that the kernel accepts while the process is busy
@@ -53,6 +58,23 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
         f"listening on {scheme}://{bracketed(settings.host)}:{listening.getsockname()[1]}", file=sys.stderr, flush=True
     )
     try:
-        await uvicorn.Server(config).serve(sockets=[listening])
+        async with _advertised(settings, listening, homes.fingerprint):
+            await uvicorn.Server(config).serve(sockets=[listening])
     finally:
         await homes.close()
+
+
+@asynccontextmanager
+async def _advertised(settings: HttpSettings, listening: socket.socket, fingerprint: str) -> AsyncIterator[None]:
+    """Advertise the gateway over mDNS, if others can reach it. `fingerprint`: of the home that it belongs to."""
+    host, port = listening.getsockname()[:2]
+    async with AsyncExitStack() as stack:
+        if settings.advertise and settings.host not in _LOOPBACK:
+            interfaces = settings.interfaces if host in _ALL_ADDRESSES else (host,)
+            scheme = {"scheme": "https" if settings.certificate else "http"}
+            record = advertised(HTTP_SERVICE, port, fingerprint, secrets.token_hex(8), lambda: interfaces, scheme)
+            try:
+                await stack.enter_async_context(record)
+            except OSError as error:  # there is no network yet, or no address of this family
+                print(f"warning: the gateway is not advertised over mDNS: {error}", file=sys.stderr)
+        yield

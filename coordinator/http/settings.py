@@ -20,6 +20,7 @@ class HttpSettings(BaseModel, frozen=True):
     address: str | None = None
     interfaces: tuple[str, ...] | None = None
     allowed_hosts: tuple[str, ...] = ()  # names under which browsers may ask for it, besides those of `hosts`
+    advertise: bool = True  # over mDNS, unless it listens on loopback only
     certificate: str | None = None  # PEM files: with both, the gateway speaks TLS
     private_key: str | None = None
 

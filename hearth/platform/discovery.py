@@ -10,8 +10,9 @@ import asyncio
 import ipaddress
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hearth.errors import BadSetting
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 AGENT_SERVICE = "_hearth._tcp.local."
 COORDINATOR_SERVICE = "_hearth-coord._tcp.local."
+HTTP_SERVICE = "_hearth-api._tcp.local."  # OpenAI's and Ollama's APIs
 AGENT_PORT = 47800  # default TCP port of an agent
 
 # Interval at which local addresses are compared with those in use: a device that gets an address late, or another one, is
@@ -56,14 +58,19 @@ class DiscoveredService(NamedTuple):
 
 @asynccontextmanager
 async def advertised(
-    service: str, port: int, fingerprint: str, random_id: str, find_interfaces: FindInterfaces
+    service: str,
+    port: int,
+    fingerprint: str,
+    random_id: str,
+    find_interfaces: FindInterfaces,
+    further: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[None]:
-    """Advertise one service for the duration of the block, then withdraw it.
+    """Advertise one service for the duration of the block, then withdraw it. `further` are fields of its record.
 
     `find_interfaces` returns the local addresses that are used and advertised (None: all). It is called again every
     `_ADDRESS_POLL_SECONDS`: the network may come up later than this program, and addresses change.
     """
-    record = _Record(service, port, fingerprint, random_id)
+    record = _Record(service, port, fingerprint, random_id, further)
     try:
         await record.publish(find_interfaces())
     except asyncio.TimeoutError:
@@ -79,7 +86,8 @@ async def advertised(
 class _Record:
     """An advertised record."""
 
-    def __init__(self, service: str, port: int, fingerprint: str, random_id: str) -> None:
+    def __init__(self, service: str, port: int, fingerprint: str, random_id: str, further: Mapping[str, str]) -> None:
+        self._further = further
         self._service = service
         self._port = port
         self._fingerprint = fingerprint
@@ -90,7 +98,7 @@ class _Record:
 
     def _use_id(self, random_id: str) -> None:
         self._random_id = random_id
-        self._properties = {"id": random_id, "v": str(PROTOCOL_VERSION), "fp": self._fingerprint}
+        self._properties = {"id": random_id, "v": str(PROTOCOL_VERSION), "fp": self._fingerprint, **self._further}
 
     async def publish(self, interfaces: Sequence[str] | None) -> None:
         """Advertise these addresses instead of the earlier ones. Raises OSError, asyncio.TimeoutError.

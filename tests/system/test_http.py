@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
@@ -11,6 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.cancel_log import read_cancel_log
 from support.chat_models import TEMPLATE, save_byte_level, save_scripted_chat, write_config
 from support.home import LOOPBACK, TestHome, home_of
 from support.models import endless_decoder, save_random_model
@@ -21,6 +23,10 @@ from support.waiting import wait_for
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("uvicorn")
 
+from hearth.platform.curve import fingerprint
+from hearth.platform.discovery import HTTP_SERVICE, Browser, DiscoveredService
+from hearth.platform.security import coordinator_access, resolve_credential
+from hearth.protocol import PROTOCOL_VERSION
 from tools.bench.http.fuzzer import exchange
 from tools.bench.http.requests import Requests, Sent, fault_of, unknown_token
 
@@ -35,7 +41,9 @@ def home(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -
         tmp_path_factory.mktemp("models") / "tiny", endless_decoder(vocab_size=512), generates=True
     )
     write_config(save_byte_level(model_dir), chat_template=TEMPLATE, bos_token="<s>", eos_token="</s>")
-    with home_of("a", tmp_path_factory.mktemp("home"), model_dir, profiles, "--context", "320") as home:
+    with TestHome(tmp_path_factory.mktemp("home"), model_dir, profiles) as home:
+        home.start_agent("a", "--log-level", "debug")
+        home.start_coordinator("--min-devices", "1", "--context", "320")
         home.ready().close()
         home.start_gateway()
         wait_for("the gateway", lambda: ask(home, "GET", "/health").status == 200)
@@ -311,3 +319,43 @@ def test_tools_are_called_and_their_results_used(caller: TestHome) -> None:
     without = ask(caller, "POST", "/v1/chat/completions", token, {**body, "tool_choice": "none"}).json
     assert without["choices"][0]["message"]["content"] == "hello"
     assert ask(caller, "POST", "/api/show", token, {"model": "caller"}).json["capabilities"] == ["completion", "tools"]
+
+
+def test_gateway_on_the_network_is_found_over_mdns_with_the_fingerprint_of_the_home(home: TestHome) -> None:
+    home.start_gateway("--listen", "0.0.0.0", "--mdns-interfaces", LOOPBACK, name="on the network")
+    port = wait_for("the gateway", lambda: home.port("on the network", http=True))
+    expected = fingerprint(coordinator_access(resolve_credential(home.key)).server_public)
+
+    async def search() -> DiscoveredService:
+        found: asyncio.Queue[DiscoveredService] = asyncio.Queue()
+        browser = Browser(HTTP_SERVICE, found.put_nowait, [LOOPBACK])
+        await browser.start()
+        try:
+            while (service := await asyncio.wait_for(found.get(), 20)).port != port:  # others may run on this machine
+                pass
+            return service
+        finally:
+            await browser.stop()
+
+    try:
+        service = asyncio.run(search())
+        assert (service.hosts, service.protocol, service.fingerprint) == ((LOOPBACK,), PROTOCOL_VERSION, expected)
+    finally:
+        home.stop("on the network")
+
+
+def test_closing_a_stream_frees_its_blocks_within_a_second(home: TestHome, token: str) -> None:
+    """Rank 0 logs how many blocks are free whenever it becomes idle."""
+    body = {"model": "tiny", "messages": CHAT, "max_tokens": 280, "stream": True}
+    with asked(home, "POST", "/v1/chat/completions", token, body) as response:
+        assert response.status == 200
+        assert response.readline().startswith(b"data: ")
+        before = len(read_cancel_log(home.log("a").splitlines()).cancelled)
+    began = time.monotonic()
+
+    def freed() -> bool:
+        log = read_cancel_log(home.log("a").splitlines())
+        return len(log.cancelled) > before and log.num_free_blocks == log.num_blocks
+
+    wait_for("free blocks", freed)
+    assert time.monotonic() - began < 1.0

@@ -29,6 +29,9 @@ def gateway(
     ] = [],  # noqa: B006 (typer's form of an empty default)
     certificate: Annotated[Path | None, typer.Option(help="PEM file: speak TLS. Needs --private-key.")] = None,
     private_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
+    no_advertise: Annotated[
+        bool, typer.Option("--no-advertise", help="Do not advertise over mDNS. On loopback, it never does.")
+    ] = False,
     address: AddressOption = None,
     mdns_interfaces: InterfacesOption = None,
     key: KeyPathOption = None,
@@ -44,7 +47,8 @@ def gateway(
     app = _app_key(key or security.default_key_path(os.environ), address, interfaces)
     settings = HttpSettings(
         host=listen, port=port, key=security.format_credential(app), address=address,
-        interfaces=tuple(interfaces) if interfaces else None, allowed_hosts=tuple(name.lower() for name in allow_host),
+        interfaces=tuple(interfaces) if interfaces else None, advertise=not no_advertise,
+        allowed_hosts=tuple(name.lower() for name in allow_host),
         certificate=str(certificate) if certificate else None, private_key=str(private_key) if private_key else None,
     )  # fmt: skip
     _become_gateway(settings)

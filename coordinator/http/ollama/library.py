@@ -41,8 +41,8 @@ async def tags(call: Call) -> Answer:
 
 
 async def running(call: Call) -> Answer:
-    """List the models that are loaded: those that are served stay loaded."""
-    entries = map(_entry, call.served.ready)
+    """List the models that are loaded. They stay so, unless they are served with a keep-alive time of their own."""
+    entries = [_entry(each) for each in call.served.ready if each.phase != "unloaded"]
     return {"models": [{**entry, "expires_at": "2318-01-01T00:00:00Z", "size_vram": 0} for entry in entries]}
 
 

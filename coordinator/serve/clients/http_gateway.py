@@ -42,8 +42,9 @@ async def keep_http_gateway(
     host, port = http_address(settings.http)
     key = await _own_key(settings.state_dir / "http.key", trust)
     start = HttpSettings(
-        host=host, port=port, key=format_credential(key), address=local_address(settings.bind_host, client_port)
-    )
+        host=host, port=port, key=format_credential(key), address=local_address(settings.bind_host, client_port),
+        advertise=settings.advertise, interfaces=tuple(settings.interfaces) if settings.interfaces else None,
+    )  # fmt: skip
     pause = _FIRST_PAUSE_SECONDS
     while True:
         result = await run_module("coordinator.http", start.model_dump_json().encode(), math.inf, report)

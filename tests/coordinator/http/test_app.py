@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("starlette")
 
+from coordinator.http import homes
 from coordinator.http.app import MAX_BODY_BYTES, http_app
 from coordinator.http.homes import Served
 from hearth.client.answers import AsyncGeneration, Token, Usage
 from hearth.client.home import Result
 from hearth.errors import AppRevoked, HearthError, QueueFull, StepFailed
+from hearth.platform.curve import new_keypair
+from hearth.platform.security import AppKey, format_credential
 from hearth.wire.messages import LogProb, ServedModel, TokenLogProbs
 
 USAGE = Usage(7, 3, "stop", 0.5, 0.1, 0.2, 4)
@@ -282,6 +285,36 @@ def test_only_three_paths_need_no_token() -> None:
         assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
     assert ask("/v1/models", refusal=AppRevoked(app="x")).status == 401
     assert ask("/health", readiness=READY.model_copy(update={"ready": False})).status == 503
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_health_of_a_home_that_serves_only_a_graph(ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = READY.model_copy(update={"deployment": "detector", "answers": "arrays", "ready": ready})
+
+    class GraphHome:
+        async def models(self, timeout_seconds: float) -> tuple[ServedModel, ...]:
+            return (graph,)
+
+    async def connect(*_: object) -> GraphHome:
+        return GraphHome()
+
+    monkeypatch.setattr(homes, "connect_async", connect)
+    pair = new_keypair()
+    key = format_credential(AppKey(name="http", secret=pair.secret, coordinator_public=new_keypair().public))
+    served = homes.Homes(homes.HttpSettings(key=key))
+    answered = asyncio.run(asked(served, "GET", "/health", token=False))  # type: ignore[arg-type]
+    assert answered.status == (200 if ready else 503)
+
+
+def test_unloaded_model_is_listed_and_not_running() -> None:
+    unloaded = READY.model_copy(update={"phase": "unloaded"})
+    for path, field, is_there in (
+        ("/v1/models", "data", True),
+        ("/api/tags", "models", True),
+        ("/api/ps", "models", False),
+    ):
+        assert bool(ask(path, readiness=unloaded).json[field]) == is_there
+    assert ask("/api/ps").json["models"]
 
 
 def test_foreign_host_names_are_refused() -> None:
