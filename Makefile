@@ -40,7 +40,7 @@ test-slow: .venv/installed
 # Third-party clients of the HTTP gateway, unmodified, in environments of their own; Home Assistant last.
 .PHONY: test-clients test-home-assistant
 test-clients: .venv/installed $(MODEL)/config.json .venv-clients/common/installed .venv-clients/litellm/installed
-	@HEARTH_CLIENTS=$(CURDIR)/.venv-clients .venv/bin/python -m pytest -m slow tests/clients/test_clients.py
+	@HEARTH_CLIENTS=$(CURDIR)/.venv-clients .venv/bin/python -m pytest -m slow tests/clients/test_clients.py tests/clients/test_prometheus.py
 	@$(MAKE) --no-print-directory test-home-assistant
 
 # It needs Python 3.14, which comes from Debian forky and runs in a chroot, so this needs root on a Debian machine: 900 MB.
