@@ -43,6 +43,8 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
         "exclude": tuple(options["exclude"]),
         "limits": tuple(parse_limit(each) for each in options["limit"]),
         "keep_plan": options.get("plan") is not None,
+        "pinned": bool(options.get("pin")),  # `plan` lacks this option
+        "keep_alive_seconds": _keep_alive_seconds(options),
     }
     if kind == "transformer":
         return TransformerGoal(
@@ -103,6 +105,19 @@ def _learn_seconds(options: Mapping[str, Any]) -> float:
     if not 0 < seconds <= 86400:
         raise BadSetting(setting="--learn", reason="it must be more than 0 and at most 24h")
     return seconds
+
+
+def _keep_alive_seconds(options: Mapping[str, Any]) -> float | None:
+    """The seconds of --keep-alive, if it was given. Raises BadSetting."""
+    text: str | None = options.get("keep_alive")  # `plan` lacks this option
+    if text is None:
+        return None
+    if options.get("pin"):
+        raise BadSetting(setting="--keep-alive", reason="a pinned model stays loaded; omit --pin or --keep-alive")
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise BadSetting(setting="--keep-alive", reason=str(error)) from None
 
 
 def _accuracy_budget(options: Mapping[str, Any]) -> float | None:

@@ -265,7 +265,7 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
 MODEL_OPTIONS = (
     "name_as", "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "tiles", "seq_len", "context",
     "sequences", "no_kv_copies", "kv_cache", "shared_prefixes", "speculate", "draft", "weights", "deterministic", "wire", "lz4",
-    "accuracy_budget", "exclude", "limit", "learn", "no_learn",
+    "accuracy_budget", "exclude", "limit", "learn", "no_learn", "pin", "keep_alive",
 )  # fmt: skip
 
 

@@ -56,7 +56,11 @@ log = logging.getLogger(__name__)
 _WAIT_FOR_DEVICES_SECONDS = 10.0
 # Wait for all devices of the running plan after a restart: agents are found within a second, and requests wait meanwhile.
 _TAKE_OVER_SECONDS = 3.0
-_TAKE_OVER_POLL_SECONDS = 0.02  # interval of looking for them: short against the pause that a restart causes
+_POLL_SECONDS = 0.02  # interval of looking for them, or at others: short against the pause that a restart causes
+_IDLE_POLL_SECONDS = 0.2  # interval of looking whether a model is idle, while a request runs
+# For deployments that are not pinned to end their workers, and for those that are pinned to plan first. A deadline only:
+# workers end within a second or two, and plans are made in seconds.
+_MAKE_ROOM_SECONDS = 30.0
 # Timeout of the small request after a failed step: clients wait, and the workers of a plan that does not work are kept anyway.
 _PROBE_SECONDS = 1.5  # and
 _PROBE_FACTOR = 3.0  # times the predicted duration of a whole step
@@ -68,7 +72,9 @@ _IMMEDIATE_ACTIONS: tuple[cycle.Action, ...] = ("stop_admitting", "refuse_reques
 class Controller:
     """Runs the deployment `name`. `plan` is tried first, if all its devices are available.
 
-    `running` is the plan that was deployed last, for the same goal: if its workers still run, they are taken over.
+    `running` is the plan that was deployed last, for the same goal: if its workers still run, they are taken over. `unloaded`:
+    the model is loaded for the first request only. `added`: as in `SavedDeployment`. `others` returns the deployments of this
+    coordinator, oldest first.
 
     Raises BadModelFile or BadSetting if the model cannot be served; BadPlan if `goal.keep_plan` is set and `plan` does not fit
     the model.
@@ -83,13 +89,16 @@ class Controller:
         services: SharedServices,
         clock: Callable[[], float] = loop_time,
         running: Plan | None = None,
+        unloaded: bool = False,
+        added: bool = False,
+        others: Callable[[], Iterable[Controller]] = tuple,
     ) -> None:
         services = replace(services, deployment=name)
         self.name = name
         self.goal = goal
         self.requests: Requests[Any] = Requests(
             services.settings.queue_limit,
-            lambda: self.state,
+            self._why_not_ready,
             self._report_loss,
             self._probe,
         )
@@ -97,16 +106,19 @@ class Controller:
         if plan is not None and goal.keep_plan:
             self.kind.check(plan)
         self.lifecycle = cycle.Lifecycle(last_epoch=services.state.load().last_epoch)
-        services.state.save(name, SavedDeployment(goal=goal, plan=plan or running), self.lifecycle.last_epoch)
         self.plan: Plan | None = None  # of the current deployment, or of the last one
         self.deployment: Deployment | None = None  # the current one; None once it is retired or its workers are stopped
         self._retired: list[Deployment] = []  # previous ones, oldest first, whose workers the next plan may keep
         self._background: set[asyncio.Task[None]] = set()  # awaited at the end: each takes seconds
         self.keep_workers = False  # whether to leave the workers to another coordinator at the end
-        self._goal_set = cycle.GoalSet(plan, running)
-        if running is not None:
+        self._goal_set = cycle.GoalSet(plan, running, unloaded)
+        self._others = others
+        self._claimed_in_vain: frozenset[str] = frozenset()  # devices on which a claim has not made enough room
+        if running is not None and not unloaded:
             services.fleet.running_epochs[name] = running.epoch
         self._services = services
+        self._added = added
+        self._save(plan or running, self.lifecycle.last_epoch, unloaded)
         self._clock = clock
         self._replanner = Replanner(self.kind, services, self.requests.admission, clock)
         self.learner = _learner_of(self.kind, services, self.requests.admission, self._replanner, clock)
@@ -123,6 +135,17 @@ class Controller:
     def state(self) -> str:
         """One line for `hearth status` and the log."""
         return describe_state(self.lifecycle)
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how many bytes the model did not fit at the last attempt; 0 if that is not why it is not ready."""
+        error = self.lifecycle.failure
+        return error.missing_bytes if isinstance(error, ModelDoesNotFit) else 0
+
+    def _why_not_ready(self) -> HearthError:
+        """The error of requests that have waited in vain: by how many bytes the model does not fit, if it does not."""
+        error = self.lifecycle.failure
+        return error if error is not None and self.missing_bytes else NotServing(state=self.state)
 
     def history(self) -> tuple[PhaseEntered, ...]:
         return history_entries(self.lifecycle, self._clock())
@@ -188,6 +211,14 @@ class Controller:
         """Report the deployment as lost, if there is one."""
         if self.deployment is not None:
             self._report_loss(self.deployment, error)
+
+    async def make_room(self, claimant: str) -> None:
+        """End the workers, because a pinned deployment needs their memory; plan again with what it leaves."""
+        if self.lifecycle.may_make_room:
+            self.handle(cycle.RoomClaimed(claimant))
+        deadline = loop_time() + _MAKE_ROOM_SECONDS
+        while self._services.resources.held_bytes(self.name) and loop_time() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
 
     def device_changed(self, device: Device) -> None:
         """Callback of the fleet: report the deployment as lost if this change breaks it."""
@@ -289,13 +320,15 @@ class Controller:
             case "take_over" if plan is not None:
                 return await self._take_over(plan)
             case "await_devices" if state.saved_plan is not None:
-                event = await self._await_devices(state.saved_plan)
+                await self._let_pinned_plan_first()
+                event = await self._await_devices(state.saved_plan, state.has_served)
                 if isinstance(event, cycle.SavedPlanRejected):
                     services.report(describe_cause(event))
                 return event
             case "settle":
                 if not state.has_served:
                     services.spare_planners.keep(self.kind.planner, at_once=True)
+                await self._let_pinned_plan_first()
                 return await self._settle(state.has_served, state.error)
             case "profile":
                 cluster = await self.kind.profile(state.devices, self._held_plan)
@@ -309,7 +342,7 @@ class Controller:
                     services.report(summary)
                 return cycle.PlanMade(plan, services.fleet.last_epoch)
             case "push" if plan is not None:
-                services.state.save(self.name, SavedDeployment(goal=self.goal, plan=plan), plan.epoch)
+                self._save(plan, plan.epoch)
                 self.plan = plan
                 self.deployment = deployment = self.kind.deployment(plan, self.name)
                 if not state.has_served:
@@ -357,6 +390,10 @@ class Controller:
             case "wait_to_retry":
                 await asyncio.sleep(cycle.retry_seconds(state))
                 return cycle.RetryDue()
+            case "await_request":
+                self._save(state.saved_plan, state.last_epoch, unloaded=True)
+                await self.requests.admission.wait_for_request()
+                return cycle.RequestWaits()
             case "finish":
                 if not self._finished.done():
                     self._finished.set_result(state.error if state.phase == "failed" else None)
@@ -367,7 +404,8 @@ class Controller:
     async def _make_plan(self, state: cycle.Lifecycle) -> Plan:
         """A plan for the memory that other deployments leave.
 
-        Raises MemoryTaken if it fits only without them, and as `ModelKind.plan`.
+        If it is pinned, others that are not make room. Raises MemoryTaken if it fits only without them, and as
+        `ModelKind.plan`.
         """
         resources, cluster = self._services.resources, state.cluster
         attempt = 0
@@ -376,16 +414,54 @@ class Controller:
             try:
                 plan = await self.kind.plan(cluster, state.has_served, self._held_plan)
             except ModelDoesNotFit as error:
-                if holders := resources.holders(self.name):
-                    raise MemoryTaken(model=error.model, missing_bytes=error.missing_bytes, holders=holders) from None
-                raise
-            try:
-                resources.check(self.name, plan, self._services.fleet.devices)
-                return plan
-            except MemoryTaken:  # another deployment was planned at the same time
-                if attempt == _MAX_PLAN_ATTEMPTS:
+                if not (holders := resources.holders(self.name)):
                     raise
+                if not await self._claim_room(error.missing_bytes, state.devices):
+                    raise MemoryTaken(model=error.model, missing_bytes=error.missing_bytes, holders=holders) from None
+            else:
+                try:
+                    resources.check(self.name, plan, self._services.fleet.devices)
+                    self._claimed_in_vain = frozenset()
+                    return plan
+                except MemoryTaken as error:  # another deployment was planned at the same time
+                    claimed = await self._claim_room(error.missing_bytes, state.devices)
+                    if not claimed and attempt >= _MAX_PLAN_ATTEMPTS:
+                        raise
             cluster = await self.kind.profile(state.devices, self._held_plan)
+
+    async def _claim_room(self, missing_bytes: int, devices: Iterable[Device]) -> bool:
+        """Have others make room for this deployment, if it is pinned: the newest first, none that is pinned.
+
+        Returns whether any did. None does if all together would not be enough, or were not on these devices before.
+        """
+        held_bytes = self._services.resources.held_bytes
+        ids = frozenset(device.device_id for device in devices)
+        others = [each for each in self._others() if not each.goal.pinned and held_bytes(each.name)]
+        if not self.goal.pinned or ids == self._claimed_in_vain or not others:
+            return False
+        if sum(held_bytes(each.name) for each in others) < missing_bytes:
+            return False
+        claimed: list[Controller] = []
+        while missing_bytes > 0:
+            claimed.append(others.pop())
+            missing_bytes -= held_bytes(claimed[-1].name)
+        if not others:  # if this is not enough, nothing is
+            self._claimed_in_vain = ids
+        self._services.report(f"{self.name} is pinned: {', '.join(each.name for each in claimed)} make room for it")
+        await asyncio.gather(*(each.make_room(self.name) for each in claimed))
+        return True
+
+    async def _let_pinned_plan_first(self) -> None:
+        """Wait until pinned deployments know what memory they need, so that this one does not take it meanwhile."""
+        deadline = loop_time() + _MAKE_ROOM_SECONDS
+        while not self.goal.pinned and loop_time() < deadline:
+            if not any(each.goal.pinned and each.lifecycle.phase in cycle.UNPLANNED for each in self._others()):
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _save(self, plan: Plan | None, epoch: int, unloaded: bool = False) -> None:
+        saved = SavedDeployment(goal=self.goal, plan=plan, unloaded=unloaded, added=self._added)
+        self._services.state.save(self.name, saved, epoch)
 
     def _warm_workers(self, device_ids: Iterable[str]) -> None:
         """Have devices import in the background what their workers need."""
@@ -437,7 +513,7 @@ class Controller:
             running = [device for device in here if _runs(device, self.name, *expected[device.device_id])]
             if (len(here) == len(expected) and self._services.fleet.may_compute()) or loop_time() >= deadline:
                 break
-            await asyncio.sleep(_TAKE_OVER_POLL_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         deployment = self.kind.deployment(plan, self.name)
         if running:
             self.plan, self.deployment = plan, deployment
@@ -450,13 +526,16 @@ class Controller:
         self._replanner.record_restored_plan(plan)
         return cycle.WorkersTakenOver(plan.epoch)
 
-    async def _await_devices(self, plan: Plan) -> cycle.SavedPlanAccepted | cycle.SavedPlanRejected:
-        """Wait for all devices of a saved plan and measure their links. The plan must also respect the user's limits."""
+    async def _await_devices(self, plan: Plan, has_served: bool) -> cycle.SavedPlanAccepted | cycle.SavedPlanRejected:
+        """Wait for all devices of a saved plan and measure their links. The plan must also respect the user's limits.
+
+        `has_served`: the devices have been there before, and none is waited for that is known to be gone.
+        """
         try:
             self.kind.check(plan)
         except BadPlan as error:
             return cycle.SavedPlanRejected(error.reason)
-        if not await self._devices_available(plan):
+        if not await self._devices_available(plan, has_served):
             return cycle.SavedPlanRejected("not all of its devices are available")
         usable = self._services.fleet.usable()
         offered = {device.device_id: device.telemetry.memory_budget_bytes for device in usable if device.telemetry}
@@ -467,10 +546,13 @@ class Controller:
         self._replanner.record_restored_plan(plan)
         return cycle.SavedPlanAccepted(self._services.fleet.last_epoch)
 
-    async def _devices_available(self, plan: Plan) -> bool:
+    async def _devices_available(self, plan: Plan, has_served: bool) -> bool:
         needed = {device.device_id for device in plan.devices}
+        known = self._services.fleet.devices
         deadline = loop_time() + _WAIT_FOR_DEVICES_SECONDS
         while loop_time() < deadline:
+            if has_served and any(each in known and known[each].health == "dead" for each in needed):
+                return False
             usable = [device for device in self._services.fleet.usable() if device.device_id in needed]
             if len(usable) == len(needed):
                 links = await self._services.profiler.measure_links(usable)
@@ -527,12 +609,16 @@ class Controller:
         preparing = asyncio.create_task(self._preparer.run(self.goal, deployment))
         try:
             await self.kind.tune(deployment)
+            searches: list[Awaitable[Plan | None]] = []
             if self.goal.keep_plan:
-                await preparing
-            searches: list[Awaitable[Plan]] = [self._replanner.run(self.goal, deployment, monitor)]
-            if self.learner is not None:
-                assert isinstance(deployment, GraphDeployment)
-                searches.append(self.learner.run(self.goal, deployment))
+                searches.append(preparing)  # which does not end
+            else:
+                searches.append(self._replanner.run(self.goal, deployment, monitor))
+                if self.learner is not None:
+                    assert isinstance(deployment, GraphDeployment)
+                    searches.append(self.learner.run(self.goal, deployment))
+            if self.goal.keep_alive_seconds is not None:
+                searches.append(self._wait_until_idle(self.goal.keep_alive_seconds))
             better_plan = await first_result(searches)
         except Exception as error:
             failure = as_hearth_error(error)
@@ -540,7 +626,16 @@ class Controller:
             return cycle.DeploymentLost(deployment.epoch, failure)
         finally:
             await cancel_all([preparing])
+        if better_plan is None:
+            return cycle.WentIdle(deployment.epoch)
         return cycle.BetterPlanMade(better_plan, deployment.epoch, self._services.fleet.last_epoch)
+
+    async def _wait_until_idle(self, keep_alive_seconds: float) -> None:
+        """Wait until no request has come for that long, and admit none from then on."""
+        admission = self.requests.admission
+        while (idle_seconds := admission.idle_seconds) is None or idle_seconds < keep_alive_seconds:
+            await asyncio.sleep(_IDLE_POLL_SECONDS if idle_seconds is None else keep_alive_seconds - idle_seconds)
+        admission.close()
 
     def _report_loss(self, deployment: Deployment, error: HearthError) -> None:
         deployment.fail(error)

@@ -13,7 +13,7 @@ from coordinator.models.graph_file import GraphFile
 from coordinator.serve.controller import Controller
 from coordinator.serve.goal import TransformerModel, open_model
 from coordinator.serve.kinds.kind import SharedServices
-from coordinator.serve.state import Goal
+from coordinator.serve.state import Goal, SavedDeployment
 from hearth.errors import BadPlan, BadSetting, HearthError, NotServing, UnknownModel
 from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import cancel_all
@@ -57,28 +57,48 @@ class Deployments:
     async def restore(self) -> None:
         """Create the saved deployments. Raises NotServing if nothing was ever served, and as `open_model` does."""
         saved = self._services.state.load()
-        for name, each in saved.deployments.items():
-            model = await _opened(each.goal)
-            try:
-                self._create(name, each.goal, model, each.plan, _deployed(each.plan))
-            except BadPlan as error:  # saved with keep_plan, but the model has changed since
-                self._services.report(f"the saved plan of {each.goal.path} is no longer used: {error.reason}")
-                self._create(name, each.goal.model_copy(update={"keep_plan": False}), model)
+        errors = [await self._restore(name, each) for name, each in saved.deployments.items()]
+        if not self.controllers and (error := next(filter(None, errors), None)) is not None:
+            raise error
         if not saved.deployments and not saved.last_epoch:
             raise NotServing(state="no model has been served here before")
 
-    async def create_only(self, goal: Goal, plan: Plan | None, name: str = "") -> None:
-        """Create this deployment, and forget the saved ones. Raises as `open_model` and `Controller` do."""
+    async def create(self, goal: Goal, plan: Plan | None, name: str = "") -> None:
+        """Create the deployment of the command line, and the saved ones that were added while a coordinator ran.
+
+        The other saved ones, of earlier command lines, are forgotten. Raises as `open_model` and `Controller` do; nothing is
+        forgotten then.
+        """
         state = self._services.state
-        saved = {known: each for known, each in state.load().deployments.items() if not name or known == name}
-        same = next((known for known, each in saved.items() if each.goal == goal), None)
+        known = state.load().deployments
+        saved = {each: known[each] for each in known if not name or each == name}
+        same = next((each for each in saved if saved[each].goal.serves_the_same(goal)), None)
         last = saved[same].plan if same is not None and plan is None else None
         name = same or (checked_name(name) if name else default_name(goal, ()))
-        model = await _opened(goal)
-        self._create(name, goal, model, plan, _deployed(last))
-        for other in state.load().deployments.keys() - {name}:
-            self._services.report(f"{other} is served no longer")
-            state.remove(other)
+        self._create(name, goal, await _opened(goal), plan, _deployed(last))
+        state.put_first(name)
+        for other in known.keys() - {name}:
+            if not known[other].added:
+                self._services.report(f"{other} is served no longer")
+                state.remove(other)
+        for other in [each for each in known if known[each].added and each != name]:
+            await self._restore(other, known[other])
+
+    async def _restore(self, name: str, saved: SavedDeployment) -> HearthError | None:
+        """Create a saved deployment. One whose model cannot be read stays saved; returns why, then."""
+        try:
+            model = await _opened(saved.goal)
+        except HearthError as error:
+            self._services.report(f"{name} is not served now, but stays saved: {error}")
+            return error
+        running = None if saved.unloaded else _deployed(saved.plan)
+        unloaded = saved.unloaded and saved.goal.keep_alive_seconds is not None
+        try:
+            self._create(name, saved.goal, model, saved.plan, running, unloaded, saved.added)
+        except BadPlan as error:  # saved with keep_plan, but the model has changed since
+            self._services.report(f"the saved plan of {saved.goal.path} is no longer used: {error.reason}")
+            self._create(name, saved.goal.model_copy(update={"keep_plan": False}), model, added=saved.added)
+        return None
 
     async def add(self, goal: Goal, plan: Plan | None, name: str = "") -> str:
         """Serve one more model, and return its name. Raises BadSetting, and as `open_model` and `Controller` do."""
@@ -91,7 +111,7 @@ class Deployments:
                 raise BadSetting(setting="--as", reason=reason)
             if len(self.controllers) >= MAX_DEPLOYMENTS:
                 raise BadSetting(setting="MODEL", reason=f"{MAX_DEPLOYMENTS} models are served already")
-            controller = self._create(name, goal, await _opened(goal), plan)
+            controller = self._create(name, goal, await _opened(goal), plan, added=True)
             self._added.add(name)
             if self._runs:
                 self._start(name, controller)
@@ -99,6 +119,12 @@ class Deployments:
 
     async def remove(self, name: str) -> str:
         """End a deployment, once its running requests have finished, and forget it. Returns its name. Raises UnknownModel."""
+        state = self._services.state
+        if (
+            name not in self.controllers and name in state.load().deployments
+        ):  # its model could not be read at the start
+            state.remove(name)
+            return name
         controller = self.named(name)
         name = controller.name
         controller.stop()
@@ -108,7 +134,7 @@ class Deployments:
             del self.controllers[name], self.proofs[f"the deployment {name}"]
             self._tasks.pop(name, None)
             self._failed.pop(name, None)
-            self._services.state.remove(name)
+            state.remove(name)
             self._services.report(f"{name} is served no longer")
         return name
 
@@ -187,8 +213,13 @@ class Deployments:
         model: TransformerModel | GraphFile,
         plan: Plan | None = None,
         running: Plan | None = None,
+        unloaded: bool = False,
+        added: bool = False,
     ) -> Controller:
-        controller = Controller(name, goal, model, plan, self._services, running=running)
+        controller = Controller(
+            name, goal, model, plan, self._services, running=running, unloaded=unloaded, added=added,
+            others=self.controllers.values,
+        )  # fmt: skip
         self.controllers[name] = controller
         self.proofs[f"the deployment {name}"] = controller.has_worked
         return controller

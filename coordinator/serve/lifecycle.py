@@ -19,7 +19,9 @@ RETRY_SECONDS = 2.0  # pause after a failure: does not flood the log, and is sho
 # Doubled at each further failure, up to `RETRY_SECONDS`.
 _FIRST_RETRY_SECONDS = 0.1
 HISTORY_LENGTH = 50  # transitions kept: enough for several recoveries of about eight transitions each
-_BRING_UP = ("adopting", "settling", "profiling", "planning", "pushing", "loading", "warming")
+# Phases in which a plan is made or found: until it is known, a deployment does not know what memory it needs.
+UNPLANNED = ("adopting", "settling", "profiling", "planning")
+_BRING_UP = (*UNPLANNED, "pushing", "loading", "warming")
 
 
 # ---- events: what happened ------------------------------------------------------------------------------------------
@@ -29,11 +31,13 @@ _BRING_UP = ("adopting", "settling", "profiling", "planning", "pushing", "loadin
 class GoalSet:
     """Serve a model. `plan`, for instance saved before a power cut, is tried first.
 
-    `running` is the plan that was deployed last: its workers are taken over, if they run.
+    `running` is the plan that was deployed last: its workers are taken over, if they run. `unloaded`: the model was unloaded
+    before a restart, and waits for a request.
     """
 
     plan: Plan | None = None
     running: Plan | None = None
+    unloaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,25 @@ class ActionFailed:
 
 
 @dataclass(frozen=True)
+class WentIdle:
+    """No request has come for as long as the model stays loaded without one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class RequestWaits:
+    """A request waits for the model, which is not loaded."""
+
+
+@dataclass(frozen=True)
+class RoomClaimed:
+    """The pinned deployment `claimant` needs the memory of this one."""
+
+    claimant: str
+
+
+@dataclass(frozen=True)
 class RetryDue:
     """The pause after a failure is over."""
 
@@ -167,8 +190,8 @@ class StopRequested:
 Event: TypeAlias = (
     GoalSet | WorkersTakenOver | TakeOverFailed
     | SavedPlanAccepted | SavedPlanRejected | DevicesSettled | PreparedPlanFound | DevicesProfiled | PlanMade | ChunksPushed
-    | WorkersLoaded | WarmedUp | BetterPlanMade | DeploymentLost | ActionFailed | RetryDue | Drained | DrainTimedOut
-    | StopRequested
+    | WorkersLoaded | WarmedUp | BetterPlanMade | DeploymentLost | ActionFailed | WentIdle | RequestWaits | RoomClaimed
+    | RetryDue | Drained | DrainTimedOut | StopRequested
 )  # fmt: skip
 
 
@@ -196,8 +219,10 @@ Action: TypeAlias = Literal[
     "serve",  # admit requests, and look for a better plan
     "drain",  # wait for running requests, up to the drain timeout
     "wait_to_retry",
+    "await_request",  # that needs the model, which is not loaded
 ]
 Actions: TypeAlias = tuple[Action, ...]
+_WITHOUT_WORKERS: Actions = ("stop_admitting", "retire_workers", "stop_workers")
 
 
 # ---- the state ------------------------------------------------------------------------------------------------------
@@ -227,6 +252,7 @@ class Lifecycle:
     has_served: bool = False
     # Names of devices for whose fault the bring-up began again at once, since the last service.
     lost: frozenset[str] = frozenset()
+    wakes: bool = False  # whether the bring-up is for a request after the model was unloaded
     finished: bool = False  # final state
     history: tuple[Transition, ...] = ()
 
@@ -234,6 +260,26 @@ class Lifecycle:
     def epoch(self) -> int | None:
         """Epoch of the current deployment."""
         return self.plan.epoch if self.plan is not None else None
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests are answered: at once, or once the model is loaded for them."""
+        return self.phase in ("serving", "unloaded") or self.wakes
+
+    @property
+    def failure(self) -> HearthError | None:
+        """Why the latest attempt to serve has failed, until the next one has a plan."""
+        for move in reversed(self.history if self.phase in ("failed", *UNPLANNED) else ()):
+            if move.phase == "failed" and isinstance(move.cause, DeploymentLost | ActionFailed):
+                return move.cause.error
+            if move.phase in ("serving", "failed", "unloaded"):
+                break
+        return None
+
+    @property
+    def may_make_room(self) -> bool:
+        """Whether a pinned deployment may claim the memory of this one; in other phases it has none, or ends anyway."""
+        return self.phase in (*_BRING_UP, "serving") or (self.phase == "draining" and self.next_plan is not None)
 
     @property
     def cause(self) -> Event | None:
@@ -287,7 +333,8 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
 
     def fail(error: HearthError, *first: Action) -> tuple[Lifecycle, Actions]:
         last: Action = "finish" if error.contradiction else "wait_to_retry"
-        return to("failed", *first, "stop_workers", last, plan=None, saved_plan=None, finished=error.contradiction)
+        finished = error.contradiction
+        return to("failed", *first, "stop_workers", last, plan=None, saved_plan=None, wakes=False, finished=finished)
 
     def repair(error: HearthError, *first: Action) -> tuple[Lifecycle, Actions]:
         """Plan again at once after the loss of a device, or of chunks that were sent ahead; the other workers run on.
@@ -304,6 +351,8 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
         return to("idle", *first, "stop_workers", "finish", plan=None, saved_plan=None, next_plan=None, finished=True)
 
     match state.phase, event:
+        case "idle", GoalSet(plan, running, unloaded=True):
+            return to("unloaded", "await_request", saved_plan=plan or running, has_served=True)
         case "idle", GoalSet(plan, running) if running is not None:
             epoch = max(state.last_epoch, running.epoch)
             return to("adopting", "take_over", plan=running, saved_plan=plan, last_epoch=epoch)
@@ -336,11 +385,16 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
         case "loading", WorkersLoaded():
             return to("warming", "warm_up")
         case "warming", WarmedUp():
-            return to("serving", "release_workers", "serve", has_served=True, lost=frozenset())
+            return to("serving", "release_workers", "serve", has_served=True, lost=frozenset(), wakes=False)
 
         case "serving", BetterPlanMade(plan, _, last_epoch):
             last_epoch = max(state.last_epoch, last_epoch)
             return to("draining", "stop_admitting", "drain", next_plan=plan, last_epoch=last_epoch)
+        case "serving", WentIdle():
+            return to("unloaded", *_WITHOUT_WORKERS, "await_request", plan=None, saved_plan=state.plan)
+        case "unloaded", RequestWaits():
+            state = replace(state, wakes=True)
+            return await_devices(state.saved_plan)
         case "draining", Drained() | DrainTimedOut():
             return deploy(state.next_plan, 0, "retire_workers") if state.next_plan is not None else end()
 
@@ -358,6 +412,9 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
             return fail(error, "record_loss")
         case "failed", RetryDue():
             return settle()
+        case _, RoomClaimed() if state.may_make_room:
+            gone = {"plan": None, "saved_plan": None, "next_plan": None, "wakes": False}
+            return to("failed", *_WITHOUT_WORKERS, "wait_to_retry", **gone)
 
         case "serving", StopRequested():
             return to("draining", "refuse_requests", "drain")

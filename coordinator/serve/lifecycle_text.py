@@ -8,6 +8,7 @@ from hearth.plan.plan import Plan
 from hearth.wire.messages import PhaseEntered
 
 _CAUSES: dict[type[cycle.Event], str] = {
+    cycle.WentIdle: "no request came for as long as it stays loaded without one",
     cycle.GoalSet: "asked to serve a model",
     cycle.WorkersTakenOver: "all workers of the last plan run and are taken over",
     cycle.SavedPlanAccepted: "all devices of the last plan are available",
@@ -15,6 +16,7 @@ _CAUSES: dict[type[cycle.Event], str] = {
     cycle.ChunksPushed: "weights are on the devices",
     cycle.WorkersLoaded: "workers are loaded and connected",
     cycle.WarmedUp: "warm-up request completed",
+    cycle.RequestWaits: "a request waits for the model",
     cycle.RetryDue: "retrying",
     cycle.Drained: "all running requests have finished",
     cycle.DrainTimedOut: "drain timeout, with requests still running",
@@ -52,6 +54,10 @@ def describe_state(state: cycle.Lifecycle) -> str:
             return "changing to a better plan: running requests finish, new ones wait"
         case "draining", _:
             return "stopping: running requests finish, new ones are refused"
+        case "unloaded", _:
+            return "unloaded; the next request loads it"
+        case "failed", cycle.RoomClaimed(claimant):
+            return f"not ready, trying again: it makes room for {claimant}, which is pinned"
         case "failed", cycle.ActionFailed(error) | cycle.DeploymentLost(_, error):
             return str(error) if state.finished else f"not ready, trying again: {error}"
     return state.phase
@@ -72,6 +78,8 @@ def describe_cause(event: cycle.Event) -> str:
             return f"planned ahead: {plan_method(plan)} on {device_names(plan)}"
         case cycle.PlanMade(plan) | cycle.BetterPlanMade(plan):
             return f"planned: {plan_method(plan)} on {device_names(plan)}"
+        case cycle.RoomClaimed(claimant):
+            return f"{claimant}, which is pinned, needs the memory"
         case cycle.DeploymentLost(_, error) | cycle.ActionFailed(error):
             return error.explanation()
     return _CAUSES[type(event)]

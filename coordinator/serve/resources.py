@@ -81,6 +81,10 @@ class Resources:
         }
         return with_budgets(plan, budgets) if rooms else plan
 
+    def held_bytes(self, name: str) -> int:
+        """The memory that a deployment's plans take, over all devices."""
+        return sum(self._planned.get(name, {}).values())
+
     def holders(self, name: str, device_ids: Iterable[str] | None = None) -> str:
         """Which other deployments hold how much memory on these devices, or on all; empty if none does."""
         ids = None if device_ids is None else set(device_ids)

@@ -133,7 +133,7 @@ class Service:
             loop.add_signal_handler(number, self._stop, notifier)
         async with AsyncExitStack() as stack:
             if goal is not None:
-                await self.deployments.create_only(goal, plan, name)
+                await self.deployments.create(goal, plan, name)
             else:
                 await self.deployments.restore()
             if self._stopping is not None and self._stopping.done():  # before there was anything to stop
@@ -279,7 +279,7 @@ class Service:
             controller = self.deployments.for_request(message)
             return wire.Readiness(
                 deployment=controller.name,
-                ready=controller.lifecycle.phase == "serving",
+                ready=controller.lifecycle.takes_requests,
                 state=controller.state,
                 model=controller.goal.path[-256:],
                 answers=controller.kind.answers,
@@ -432,13 +432,16 @@ def _model_of(controller: Controller) -> wire.ServedModel:
     return wire.ServedModel(
         deployment=controller.name,
         model=controller.goal.path[-256:],
-        ready=controller.lifecycle.phase == "serving",
+        ready=controller.lifecycle.takes_requests,
         phase=controller.lifecycle.phase,
         state=controller.state,
         answers=controller.kind.answers,
         takes_tools=controller.kind.takes_tools,
         context_tokens=controller.kind.context_tokens,
         has_ended=controller.lifecycle.finished and controller.lifecycle.phase == "failed",
+        pinned=controller.goal.pinned,
+        keep_alive_seconds=controller.goal.keep_alive_seconds,
+        missing_bytes=controller.missing_bytes,
         devices=tuple(device.name for device in plan.devices) if plan is not None else (),
         memory_bytes=sum(device.memory.total for device in plan.devices) if plan is not None else 0,
         waiting_requests=controller.requests.admission.num_waiting,

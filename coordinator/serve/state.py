@@ -15,6 +15,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from typing_extensions import Self
 
 from coordinator.devices.quorum import latest
 from coordinator.plan.limits import MemoryLimit
@@ -46,6 +47,20 @@ class _Goal(BaseModel):
     limits: tuple[MemoryLimit, ...] = ()
     # The user gave the plan: do not replace it by a better one while its devices are available.
     keep_plan: bool = False
+    pinned: bool = False  # where memory is short, those that are not pinned make room
+    # Without a request for that long, the model is unloaded until the next request; None: it stays loaded.
+    keep_alive_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_pin(self) -> Self:
+        if self.pinned and self.keep_alive_seconds is not None:
+            raise ValueError("a pinned model stays loaded, so that it has no keep-alive time")
+        return self
+
+    def serves_the_same(self, other: Goal) -> bool:
+        """Whether both goals have the same plans: they differ in when the model is loaded, at most."""
+        when_loaded = {"pinned": False, "keep_alive_seconds": None}
+        return self.model_copy(update=when_loaded) == other.model_copy(update=when_loaded)
 
 
 class TransformerGoal(_Goal):
@@ -113,6 +128,8 @@ class SavedDeployment(BaseModel):
 
     goal: Annotated[Goal, Field(discriminator="kind")]
     plan: Plan | None = None
+    unloaded: bool = False  # because no request came for it
+    added: bool = False  # while the coordinator ran; the other one is that of its command line
 
     @field_validator("goal", mode="before")
     @classmethod
@@ -176,6 +193,11 @@ class StateFile:
     def remove(self, name: str) -> None:
         """Forget one deployment. Never fails."""
         self._replace(deployments={each: saved for each, saved in self.load().deployments.items() if each != name})
+
+    def put_first(self, name: str) -> None:
+        """Make a deployment the first one, which is the default of its kind. Never fails."""
+        deployments = self.load().deployments
+        self._replace(deployments={name: deployments[name], **deployments})
 
     def save_configuration(self, configuration: Configuration | None) -> None:
         """Save the configuration of voters. Never fails."""

@@ -66,7 +66,9 @@ class FakeFleet(ABC):
         self.link_bytes_per_second = link_bytes_per_second
         self.stored: dict[str, set[str]] = {name: set() for name in names}
         self.loads: dict[str, Load] = {}
-        self.trial_loads: dict[str, Load] = {}  # of plans that are tried beside the deployed one
+        self.other_loads: dict[
+            tuple[str, str], Load
+        ] = {}  # of other deployments and of trials, by their name and device
         self.asked: list[tuple[str, Message]] = []
         self.running: Counter[str] = Counter()  # number of running requests by device
         self.most_running = 0  # largest number of concurrent requests on a device
@@ -152,8 +154,10 @@ class FakeFleet(ABC):
             return Reply(Done())
         if isinstance(message, Load):
             assert set(message.parts.hashes) <= stored
-            loads = self.loads if message.deployment == DEFAULT_DEPLOYMENT else self.trial_loads
-            loads[device_id] = message
+            if message.deployment == DEFAULT_DEPLOYMENT:
+                self.loads[device_id] = message
+            else:
+                self.other_loads[message.deployment, device_id] = message
             return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
         if isinstance(message, Run):
             return await self._run(device_id, message, payload)
@@ -178,7 +182,9 @@ class FakeFleet(ABC):
 
     def loaded(self, device_id: str, message: Run) -> Load:
         """What the worker that a request is for has loaded."""
-        return (self.loads if message.deployment == DEFAULT_DEPLOYMENT else self.trial_loads)[device_id]
+        if message.deployment == DEFAULT_DEPLOYMENT:
+            return self.loads[device_id]
+        return self.other_loads[message.deployment, device_id]
 
     @abstractmethod
     def profile(self, message: Profile, payload: Sequence[Any]) -> BlockProfile | GraphProfile:
@@ -202,7 +208,8 @@ class TransformerFleet(FakeFleet):
         return device_profile(0, 1.0, message.subject.model, message.subject.seq_len).blocks
 
     def run(self, device_id: str, message: Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
-        plan, rank = self.loads[device_id].plan, self.loads[device_id].rank
+        load = self.loaded(device_id, message)
+        plan, rank = load.plan, load.rank
         num_rows, num_sequences = len(arrays["token_ids"]), len(arrays["cumulative_lengths"]) - 1
         own = spans(rows_per_rank(plan.body.row_weights, num_rows))[rank].size
         share = num_rows / plan.body.seq_len

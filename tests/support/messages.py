@@ -279,7 +279,11 @@ EXAMPLES: tuple[m.Message, ...] = (
             m.ServedModel(
                 deployment="chat", model="/srv/models/llama", ready=True, phase="serving", state="serving llama on a, b (hmp)",
                 answers="text", takes_tools=True, context_tokens=2048, devices=("a", "b"), memory_bytes=1 << 31,
-                waiting_requests=1, running_requests=2,
+                waiting_requests=1, running_requests=2, pinned=True,
+            ),
+            m.ServedModel(
+                deployment="sentences", model="/srv/models/minilm", ready=False, phase="failed", state="not ready",
+                keep_alive_seconds=300.0, missing_bytes=5,
             ),
         )
     ),

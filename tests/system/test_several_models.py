@@ -189,3 +189,35 @@ def test_requests_of_all_models_finish_when_a_device_is_killed(home: TestHome, m
     with home.connect() as client:
         plans: dict[str, Any] = {each.deployment: each.devices for each in client.models()}
     assert all("b" not in devices for devices in plans.values())
+
+
+def test_idle_model_is_unloaded_and_the_next_request_waits_until_it_is_loaded(
+    home: TestHome, models: dict[str, Path]
+) -> None:
+    """Also after a restart whose options name another model: those that were added stay."""
+    state_dir = str(home.folder / "coordinator")
+    hearth(home, "stop", "detector")
+    hearth(home, "serve", str(models["detector"]), "--state-dir", state_dir, "--keep-alive", "0.5")
+    detector = checks(models)["detector"]
+
+    def listed() -> dict[str, Any]:
+        return {each["deployment"]: each for each in json.loads(hearth(home, "ps", "--json"))["models"]}
+
+    def has_no_workers() -> bool:
+        with home.connect() as client:
+            running = [worker.deployment for device in client.devices().devices for worker in device.workers]
+        return "detector" not in running and "chat" in running
+
+    wait_for("the end of the life cycle", lambda: listed()["detector"]["phase"] == "unloaded")
+    assert (listed()["detector"]["ready"], listed()["detector"]["memory_bytes"]) == (True, 0)
+    wait_for("the end of its workers", has_no_workers)
+    with home.connect() as client:
+        detector(client)
+    home.kill("coordinator")
+    home.start_coordinator("--context", "320")
+    with home.ready() as client:
+        assert [each.deployment for each in client.models()] == ["chat", "sentences", "detector"]
+        for check in checks(models).values():
+            check(client)
+    wait_for("the end of the life cycle", lambda: listed()["detector"]["phase"] == "unloaded")
+    wait_for("the end of its workers", has_no_workers)

@@ -77,6 +77,16 @@ def serve(
             metavar="X",
         ),
     ] = None,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Where memory is short, models that are not pinned make room for this one.")
+    ] = False,
+    keep_alive: Annotated[
+        str | None,
+        typer.Option(
+            help="Unload the model after this time without a request (30, 10min); the next request loads it again, and waits.",
+            metavar="TIME",
+        ),
+    ] = None,
     exclude: options.ExcludeOption = [],  # noqa: B006
     limit: options.LimitOption = [],  # noqa: B006
     min_devices: Annotated[int | None, typer.Option(help="Wait until this many devices are present.")] = None,

@@ -44,7 +44,10 @@ def model_table(models: Sequence[ServedModel]) -> Table:
     for each in models:
         memory = format_bytes(each.memory_bytes) if each.memory_bytes else "-"
         requests = f"{each.running_requests}" + (f"\n[dim]+{each.waiting_requests}[/]" if each.waiting_requests else "")
-        table.add_row(escape(each.deployment), _ANSWERS[each.answers], escape(each.state), memory, requests)
+        name = escape(each.deployment) + ("\n[dim]pinned[/]" if each.pinned else "")
+        if each.keep_alive_seconds is not None:
+            name += f"\n[dim]idle {format_seconds(each.keep_alive_seconds)}[/]"
+        table.add_row(name, _ANSWERS[each.answers], escape(each.state), memory, requests)
     return table
 
 

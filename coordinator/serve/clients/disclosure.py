@@ -78,5 +78,8 @@ def _known_to_apps(served: _Served) -> _Served:
         "model": PurePath(served.model).name,
     }
     if isinstance(served, wire.ServedModel):
-        changes |= {"devices": (), "memory_bytes": 0, "phase": "serving" if served.ready else "idle"}
+        loaded = "unloaded" if served.phase == "unloaded" else "serving"
+        changes |= {"devices": (), "memory_bytes": 0, "phase": loaded if served.ready else "idle"}
+        if served.missing_bytes:
+            changes["state"] = f"it does not fit: {served.missing_bytes} bytes of memory are missing"
     return served.model_copy(update=changes)

@@ -9,6 +9,8 @@ from hearth.wire import messages as wire
 
 STARTED = "start"
 BETTER_PLAN = "better_plan"
+UNLOADED = "unloaded"
+ROOM_CLAIMED = "room_claimed"
 _MAX_TEXT = 1 << 15  # characters of a cause: an error may hold a long text
 
 
@@ -48,4 +50,8 @@ def _reason(state: cycle.Lifecycle) -> str:
                 reason = error.code
             case cycle.BetterPlanMade():
                 reason = BETTER_PLAN
+            case cycle.WentIdle():
+                reason = UNLOADED
+            case cycle.RoomClaimed():
+                reason = ROOM_CLAIMED
     return STARTED

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from coordinator.serve.requests.fairness import Turns, greediest
 from hearth.errors import HearthError, QueueFull
+from hearth.platform.asyncio_tools import loop_time
 
 _D = TypeVar("_D")
 
@@ -55,12 +56,15 @@ class Admission(Generic[_D]):
         self._deployment: _D | None = None  # None: closed
         self._refusal: HearthError | None = None
         self._running_exclusive = False  # whether the running slot is exclusive
+        self._maintains = False  # whether it is maintenance
         self._queue: list[tuple[Place, asyncio.Future[_D]]] = []  # sorted by `Place.order`
         self._last_number = 0
         self._turns = Turns()
         self._num_pauses = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._request_waits = asyncio.Event()
+        self._used_at: float | None = None  # when the last request ended since `open`, or was first asked for
 
     @property
     def is_open(self) -> bool:
@@ -71,8 +75,17 @@ class Admission(Generic[_D]):
         """Number of waiting requests, without maintenance."""
         return sum(not place.maintenance for place, _ in self._queue)
 
+    @property
+    def idle_seconds(self) -> float | None:
+        """Seconds without a request; None while one runs or waits. Maintenance is none."""
+        if self.num_waiting or (self.num_running and not self._maintains):
+            return None
+        now = loop_time()
+        self._used_at = now if self._used_at is None else self._used_at
+        return now - self._used_at
+
     def open(self, deployment: _D, capacity: int) -> None:
-        self._deployment, self._capacity = deployment, capacity
+        self._deployment, self._capacity, self._used_at = deployment, capacity, None
         self._admit_waiting()
 
     def close(self, refusal: HearthError | None = None) -> None:
@@ -113,6 +126,7 @@ class Admission(Generic[_D]):
     def leave(self) -> None:
         self.num_running -= 1
         self._running_exclusive = False
+        self._used_at = self._used_at if self._maintains else loop_time()
         if self.num_running == 0:
             self._idle.set()
         self._admit_waiting()
@@ -128,19 +142,28 @@ class Admission(Generic[_D]):
         self._last_number += 1
         place = Place(self._last_number, self._turns.last(), maintenance=True)
         await self._wait_for_slot(place, None)
+        self._maintains = True
         try:
             yield
         finally:
             self.leave()
+            self._maintains = False
 
     async def wait_until_drained(self) -> None:
         """Wait until no request runs."""
         await self._idle.wait()
 
+    async def wait_for_request(self) -> None:
+        """Wait until a request waits for a slot."""
+        while not self.num_waiting:
+            self._request_waits.clear()
+            await self._request_waits.wait()
+
     async def _wait_for_slot(self, place: Place, timeout_seconds: float | None) -> _D:
         slot: asyncio.Future[_D] = asyncio.get_running_loop().create_future()
         entry = (place, slot)
         bisect.insort(self._queue, entry, key=lambda entry: entry[0].order)
+        self._request_waits.set()
         self._admit_waiting()
         try:
             if not slot.done():

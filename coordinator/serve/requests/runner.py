@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from coordinator.serve.planning.drift import DriftMonitor
 from coordinator.serve.requests.admission import Admission, Place
 from coordinator.serve.requests.retry import Failures, is_lost, needs_probe
-from hearth.errors import DeadlineExceeded, HearthError, InternalError, LeaseLost, NotServing, PartLost
+from hearth.errors import DeadlineExceeded, HearthError, InternalError, LeaseLost, PartLost
 from hearth.platform.asyncio_tools import with_timeout
 from hearth.wire.messages import Inferred, Vectors
 from hearth.wire.rpc import Reply
@@ -46,14 +46,14 @@ class Requests(Generic[D]):
     (`coordinator.serve.requests.retry` says how often). After a failed step the plan may still work: admission pauses while
     `probe(deployment, error)` runs a small request, and only if that fails, too, the plan is lost.
 
-    `describe_state` returns the text of NotServing errors. `on_loss(deployment, error)` is called when a plan is lost, and
-    must close `admission`.
+    `why_not_ready` is the error of requests for which no deployment came in time. `on_loss(deployment, error)` is called when a
+    plan is lost, and must close `admission`.
     """
 
     def __init__(
         self,
         queue_limit: int,
-        describe_state: Callable[[], str],
+        why_not_ready: Callable[[], HearthError],
         on_loss: Callable[[D, HearthError], None],
         probe: Callable[[D, HearthError], Awaitable[None]],
     ) -> None:
@@ -68,7 +68,7 @@ class Requests(Generic[D]):
         self.last_latency_seconds: float | None = None
         self._on_loss = on_loss
         self._probe = probe
-        self._describe_state = describe_state
+        self._why_not_ready = why_not_ready
         self._running: set[asyncio.Task[Reply]] = set()
         self._probing: tuple[D, asyncio.Task[bool]] | None = None  # the last probe and its deployment
         self.monitored: tuple[D, DriftMonitor] | None = None  # the current deployment
@@ -254,7 +254,7 @@ class Requests(Generic[D]):
 
     def _timeout_error(self, ticket: Ticket) -> HearthError:
         if not self.admission.is_open:
-            return NotServing(state=self._describe_state())
+            return self._why_not_ready()
         return DeadlineExceeded(action="the request", seconds=ticket.timeout_seconds)
 
 

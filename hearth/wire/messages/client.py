@@ -69,7 +69,8 @@ class ListModels(ClientRequest):
 
 
 DeploymentPhase: TypeAlias = Literal[
-    "idle", "adopting", "settling", "profiling", "planning", "pushing", "loading", "warming", "serving", "draining", "failed"
+    "idle", "adopting", "settling", "profiling", "planning", "pushing", "loading", "warming", "serving", "draining", "failed",
+    "unloaded",
 ]  # fmt: skip
 
 
@@ -78,13 +79,16 @@ class ServedModel(WireModel):
 
     deployment: Name
     model: Name  # the name of the model
-    ready: bool
+    ready: bool  # whether it answers requests: at once, or once it is loaded for them
     phase: DeploymentPhase
     state: Text  # for users
     answers: AnswerKind = ""
     takes_tools: bool = False  # as in `Readiness`
     context_tokens: Annotated[int, Field(ge=0)] = 0  # as in `Readiness`
     has_ended: bool = False  # it cannot be served, whatever devices come
+    pinned: bool = False  # whether others make room for it
+    keep_alive_seconds: Annotated[float, Field(ge=0)] | None = None  # it is unloaded after that long without a request
+    missing_bytes: Annotated[int, Field(ge=0)] = 0  # by which it does not fit; 0: it fits, or that is not known
     devices: tuple[Name, ...] = Field(default=(), max_length=4096)  # of its plan, by rank
     memory_bytes: Annotated[int, Field(ge=0)] = 0  # of its plan, over all devices
     waiting_requests: Annotated[int, Field(ge=0)] = 0

@@ -25,7 +25,7 @@ VALUES = {
     "speculate": "off",
 }  # fmt: skip
 OTHER_NAMES = {"name_as": "--as"}  # of options whose parameter has another name
-FLAGS = {"no_congestion", "no_kv_copies", "shared_prefixes", "deterministic", "no_learn", "compare"}
+FLAGS = {"no_congestion", "no_kv_copies", "shared_prefixes", "deterministic", "no_learn", "compare", "pin"}
 
 
 def parameters(command: str) -> set[str]:

@@ -31,12 +31,15 @@ from coordinator.serve.lifecycle import (
     Lifecycle,
     PlanMade,
     PreparedPlanFound,
+    RequestWaits,
     RetryDue,
+    RoomClaimed,
     SavedPlanAccepted,
     SavedPlanRejected,
     StopRequested,
     TakeOverFailed,
     WarmedUp,
+    WentIdle,
     WorkersLoaded,
     WorkersTakenOver,
     retry_seconds,
@@ -146,6 +149,23 @@ TABLE: list[tuple[tuple[Event, ...], Event, DeploymentPhase, Actions, Any]] = [
      None),
     (UP_TO_PLANNING, ActionFailed(WRONG), "failed", ("record_loss", "stop_workers", "finish"), None),
     ((*UP_TO_WARMING, ActionFailed(FULL)), RetryDue(), "settling", ("settle",), None),
+    (
+        UP_TO_SERVING, WentIdle(1), "unloaded",
+        ("stop_admitting", "retire_workers", "stop_workers", "await_request"), None,
+    ),
+    ((*UP_TO_SERVING, WentIdle(1)), RequestWaits(), "settling", ("await_devices",), None),
+    ((*UP_TO_SERVING, WentIdle(1)), StopRequested(), "idle", ("refuse_requests", "stop_workers", "finish"), None),
+    (
+        (*UP_TO_SERVING, WentIdle(1), RequestWaits()), SavedPlanAccepted(1), "pushing", ("push",), plan(epoch=2),
+    ),
+    *(
+        (
+            before, RoomClaimed("chat"), "failed", ("stop_admitting", "retire_workers", "stop_workers", "wait_to_retry"),
+            None,
+        )
+        for before in (UP_TO_PLANNING, UP_TO_LOADING, UP_TO_SERVING, UP_TO_SWAP)
+    ),
+    ((*UP_TO_SERVING, RoomClaimed("chat")), RetryDue(), "settling", ("settle",), None),
     ((*UP_TO_SERVING, DeploymentLost(1, LOST), ActionFailed(FULL)), RetryDue(), "settling", ("settle",), None),
 ]  # fmt: skip
 
@@ -165,6 +185,25 @@ def test_transition_table(
     assert after.error is getattr(event, "error", None)
     served_before = isinstance(event, WorkersTakenOver) or getattr(event, "any_runs", False) or state.has_served
     assert after.has_served == (served_before or before[: len(UP_TO_SERVING)] == UP_TO_SERVING)
+
+
+def test_unloaded_model_takes_requests_also_after_a_restart_until_it_cannot_be_loaded() -> None:
+    state, taken = run(GoalSet(plan("old", 7), None, unloaded=True))
+    assert (state.phase, state.takes_requests, taken[-1]) == ("unloaded", True, ("await_request",))
+    state, taken = run(RequestWaits(), SavedPlanRejected("a device is gone"), state=state)
+    assert (state.phase, state.takes_requests, taken[-1]) == ("settling", True, ("settle",))
+    failed, _ = run(ActionFailed(NoDevices(seconds=1)), state=state)
+    assert (failed.phase, failed.takes_requests) == ("failed", False)
+    again = (DevicesSettled(("a",)), DevicesProfiled("cluster"), PlanMade(plan(), 7), ChunksPushed(8))
+    served, _ = run(*again, WorkersLoaded(8), WarmedUp(8), DeploymentLost(8, LOST), state=state)
+    assert (served.phase, served.takes_requests) == ("settling", False)
+
+
+def test_model_that_ends_makes_no_room() -> None:
+    for state in (run(*UP_TO_STOP)[0], run(*UP_TO_SERVING, WentIdle(1))[0], Lifecycle()):
+        assert not state.may_make_room
+        with pytest.raises(IllegalEvent):
+            step(state, RoomClaimed("chat"), 9.0)
 
 
 def test_pause_after_a_failure_grows_and_is_short_at_first_if_a_device_failed() -> None:
@@ -265,7 +304,7 @@ def test_history_is_bounded() -> None:
 def test_every_event_has_a_description() -> None:
     examples: dict[type[Any], Event] = {
         TakeOverFailed: TakeOverFailed("gone"), SavedPlanRejected: SavedPlanRejected("gone"),
-        DevicesSettled: DevicesSettled((ready_device("a"),)),
+        DevicesSettled: DevicesSettled((ready_device("a"),)), RoomClaimed: RoomClaimed("chat"),
         PlanMade: PlanMade(make_plan(BERT_LARGE, "hmp", (1, 1)), 0),
         PreparedPlanFound: PreparedPlanFound(make_plan(BERT_LARGE, "hmp", (1, 1)), 0), ActionFailed: ActionFailed(FULL),
         BetterPlanMade: BetterPlanMade(make_plan(BERT_LARGE, "hmp", (1, 1)), 1, 0), DeploymentLost: DeploymentLost(1, LOST),
@@ -294,12 +333,14 @@ EVENTS = st.one_of(
     st.builds(DeploymentLost, EPOCHS, ERRORS),
     st.one_of(*(st.builds(event, EPOCHS) for event in (ChunksPushed, WorkersLoaded, WarmedUp, WorkersTakenOver))),
     st.builds(ActionFailed, ERRORS),
-    st.sampled_from([RetryDue(), Drained(), DrainTimedOut(), StopRequested()]),
+    st.builds(WentIdle, EPOCHS),
+    st.sampled_from([RetryDue(), Drained(), DrainTimedOut(), StopRequested(), RequestWaits(), RoomClaimed("chat")]),
 )
 WORK: dict[DeploymentPhase, tuple[Action, ...]] = {
     "settling": ("await_devices", "settle"), "profiling": ("profile",), "planning": ("make_plan",), "pushing": ("push",),
     "loading": ("load",), "warming": ("warm_up",), "serving": ("serve",), "draining": ("drain",),
     "failed": ("wait_to_retry", "finish"), "idle": ("finish",), "adopting": ("take_over",),
+    "unloaded": ("await_request",),
 }  # fmt: skip
 
 
@@ -314,10 +355,11 @@ def reports(state: Lifecycle) -> list[Event]:
         "pushing": [ChunksPushed(epoch)],
         "loading": [WorkersLoaded(epoch)],
         "warming": [WarmedUp(epoch)],
-        "serving": [BetterPlanMade(plan("better"), epoch, 0), DeploymentLost(epoch, LOST)],
+        "serving": [BetterPlanMade(plan("better"), epoch, 0), DeploymentLost(epoch, LOST), WentIdle(epoch)],
+        "unloaded": [RequestWaits()],
         "draining": [Drained()],
         "failed": [RetryDue()],
-        "idle": [GoalSet(), GoalSet(None, plan("running", 3))],
+        "idle": [GoalSet(), GoalSet(None, plan("running", 3)), GoalSet(plan("old"), unloaded=True)],
     }[state.phase]
 
 

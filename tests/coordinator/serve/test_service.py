@@ -16,6 +16,7 @@ from coordinator.serve import service as module
 from coordinator.serve.clients.key_registry import KeyRegistry
 from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.lifecycle import Lifecycle
 from coordinator.serve.service import Service
 from coordinator.serve.state import StateFile, TransformerGoal
 from hearth.errors import AppRevoked, DiskHung, NotServing
@@ -45,7 +46,7 @@ def service_in(folder: Path) -> Service:
         SimpleNamespace(
             name="default", state="adopting",
             kind=SimpleNamespace(handlers={type(QUESTION): answer}, answers="text", takes_tools=False, context_tokens=64),
-            lifecycle=SimpleNamespace(phase="adopting"), goal=SimpleNamespace(path="m"),
+            lifecycle=Lifecycle(phase="adopting"), goal=SimpleNamespace(path="m"),
         ),
     )  # fmt: skip
     return service

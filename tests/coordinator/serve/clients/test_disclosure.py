@@ -68,6 +68,12 @@ def test_list_of_models_shows_an_app_no_device_and_no_path() -> None:
     assert shown == wire.ServedModel(
         deployment="bert", model="bert", ready=False, phase="idle", state="the home is not ready", answers="vectors"
     )
+    full = model.model_copy(update={"missing_bytes": 7, "state": "chat holds 5 bytes on kitchen"})
+    (shown,) = response_for_app(wire.ModelList(models=(full,))).models  # type: ignore[union-attr]
+    assert (shown.state, shown.missing_bytes) == ("it does not fit: 7 bytes of memory are missing", 7)
+    unloaded = model.model_copy(update={"ready": True, "phase": "unloaded"})
+    (shown,) = response_for_app(wire.ModelList(models=(unloaded,))).models  # type: ignore[union-attr]
+    assert (shown.phase, shown.state) == ("unloaded", "serving")
 
 
 def test_error_inside_a_stream_is_reduced_and_the_stream_is_closed() -> None:

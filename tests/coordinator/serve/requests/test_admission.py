@@ -180,6 +180,49 @@ def test_abandoned_maintenance_blocks_no_requests() -> None:
     scenario(main)
 
 
+def test_idle_time_begins_at_the_end_of_the_last_request_and_maintenance_is_none() -> None:
+    async def main() -> None:
+        admission = open_admission()
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        assert admission.idle_seconds is not None
+        await admission.enter(FOREVER)
+        assert admission.idle_seconds is None
+        waiting = asyncio.create_task(admission.enter(FOREVER))
+        await let_tasks_run()
+        admission.leave()
+        await waiting
+        assert admission.idle_seconds is None
+        admission.leave()
+        ended = clock()
+        async with admission.exclusively():
+            await asyncio.sleep(0.02)
+            assert admission.idle_seconds is not None
+        assert 0.02 <= admission.idle_seconds <= clock() - began
+        assert admission.idle_seconds <= clock() - ended + 0.01
+
+    scenario(main)
+
+
+def test_closed_admission_tells_when_a_request_waits() -> None:
+    async def main() -> None:
+        admission = open_admission()
+        admission.close()
+        waiting = asyncio.create_task(admission.wait_for_request())
+        await let_tasks_run()
+        assert not waiting.done()
+        request = asyncio.create_task(admission.enter(FOREVER))
+        await asyncio.wait_for(waiting, FOREVER)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        again = asyncio.create_task(admission.wait_for_request())
+        await let_tasks_run()
+        assert not again.done()  # the request is gone
+        again.cancel()
+
+    scenario(main)
+
+
 @given(
     st.lists(st.sampled_from(["enter", "exclusive", "leave", "cancel", "close", "open"]), max_size=60),
     st.integers(1, 3),

@@ -40,7 +40,10 @@ class Home:
         self.running: dict[str, asyncio.Future[None]] = {}
         self.probe: Callable[[int], Awaitable[None]] = self._probe_works
         self.requests: Requests[int] = Requests(
-            queue_limit, lambda: "planning", self._on_loss, lambda deployment, _: self.probe(deployment)
+            queue_limit,
+            lambda: NotServing(state="planning"),
+            self._on_loss,
+            lambda deployment, _: self.probe(deployment),
         )
         self.capacity = capacity
         self.deploy(1)
