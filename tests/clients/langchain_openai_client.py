@@ -22,6 +22,12 @@ class Light(BaseModel):
     on: bool
 
 
+class Lamp(BaseModel):
+    """As `Light`, with a schema that permits further properties."""
+
+    on: bool
+
+
 @tool
 def turn_on(name: str) -> str:
     """Turn on a light."""
@@ -50,6 +56,8 @@ def check_text(address: str, token: str, model: str) -> None:
     assert with_tools.invoke([*messages, called, result]).content == "The light is on."
     for method in ("json_schema", "function_calling"):  # the weights do not spell it: the mask does
         assert isinstance(chat.with_structured_output(Light, method=method).invoke("Is it on?"), Light)
+        lamp = chat.with_structured_output(Lamp, method=method, include_raw=True).invoke("Is it on?")
+        assert isinstance(lamp["parsed"], Lamp), lamp
 
 
 def check_vectors(address: str, token: str, model: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from coordinator.serve.kinds.answer_reader import REASONING, TOOL_MARKS, AnswerForm
+from coordinator.serve.kinds.closed_schemas import closed
 from hearth.errors import BadGrammar
 from hearth.grammars import MAX_GRAMMAR_CHARACTERS, Grammars
 from hearth.wire.messages import Generate
@@ -193,9 +194,9 @@ def _schema(text: str) -> Any:
 
 
 def _json(schema: Any) -> str:
-    """A JSON schema as a term of the grammar."""
+    """A JSON schema as a term of the grammar. Its objects have no properties that it does not name."""
     if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": _SCHEMA_OPTIONS}
+        schema = {**closed(schema), "x-guidance": _SCHEMA_OPTIONS}
     return f"%json {json.dumps(schema)}"
 
 

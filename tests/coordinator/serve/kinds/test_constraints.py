@@ -11,6 +11,7 @@ pytest.importorskip("llguidance")
 from support.vocabularies import allowed_ids, byte_level_vocabulary, random_answer
 
 from coordinator.serve.kinds.answer_reader import AnswerForm, AnswerReader, Piece, ToolForm, joined
+from coordinator.serve.kinds.closed_schemas import closed
 from coordinator.serve.kinds.constraints import AnswerGrammars
 from coordinator.serve.kinds.prompts import TextTokenizer
 from hearth.errors import BadGrammar
@@ -158,3 +159,39 @@ def test_special_tokens_stand_for_marks(known: tuple[TextTokenizer, Vocabulary])
     tokens = random_answer(grammars.constraint(grammar), vocabulary, 1)
     assert tokens is not None
     assert tokens[0] == user
+
+
+LAMP = {"properties": {"on": {"type": "boolean"}}, "required": ["on"], "type": "object"}
+NO_OTHERS = {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (LAMP, {**LAMP, **NO_OTHERS}),
+        ({"type": "array", "items": LAMP}, {"type": "array", "items": {**LAMP, **NO_OTHERS}}),
+        ({"anyOf": [LAMP, {"type": "null"}]}, {"anyOf": [{**LAMP, **NO_OTHERS}, {"type": "null"}]}),
+        (
+            {"properties": {"lamp": {"$ref": "#/$defs/lamp"}}, "$defs": {"lamp": LAMP}},
+            {"properties": {"lamp": {"$ref": "#/$defs/lamp"}}, "$defs": {"lamp": {**LAMP, **NO_OTHERS}}, **NO_OTHERS},
+        ),
+        *(
+            (schema, schema)
+            for schema in (
+                {"type": "object"}, True, {**LAMP, "additionalProperties": {"type": "integer"}},
+                {**LAMP, "required": ["on", "name"]}, {**LAMP, "minProperties": 2}, {**LAMP, "anyOf": [LAMP, LAMP]},
+                {"allOf": [LAMP, {"properties": {"name": {}}}]}, {"$ref": "#/$defs/a", "properties": {}, "$defs": {"a": LAMP}},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_objects_are_closed_unless_they_may_have_other_properties(schema: Any, expected: Any) -> None:
+    assert closed(schema) == expected
+
+
+def test_answers_invent_no_properties(known: tuple[TextTokenizer, Vocabulary]) -> None:
+    """Random answers to an open schema went on until they were cut."""
+    request = Generate(constraint=AnswerConstraint(kind="schema", text=json.dumps(LAMP)))
+    pieces = answers(known, AnswerForm(), request)
+    assert len(pieces) == 12
+    assert all(list(json.loads(piece.text)) == ["on"] for piece in pieces)
