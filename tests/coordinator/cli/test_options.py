@@ -16,6 +16,8 @@ from coordinator.cli.app import app
 from coordinator.cli.options import MODEL_OPTIONS, OPTION_KINDS
 from coordinator.devices.profile_file import SavedTransformerProfile
 from coordinator.models.checkpoint.families import read_spec
+from coordinator.serve.state import goal_from_json
+from hearth.errors import BadRequest
 from hearth.platform.security import new_home_key, save_credential
 
 VALUES = {
@@ -83,3 +85,19 @@ def test_deterministic_plans_need_times_of_deterministic_kernels(tmp_path: Path)
     assert "was measured without --deterministic" in error(*load, "--deterministic")
     (tmp_path / "profile.json").write_text(profile.model_copy(update={"deterministic": True}).model_dump_json())
     assert "was measured with --deterministic" in error(*load)
+
+
+def test_times_of_keep_alive_and_pins_are_checked(tmp_path: Path) -> None:
+    save_credential(tmp_path / "key", new_home_key())
+    model = str(write_model(tmp_path / "model"))
+    common = ("serve", model, "--key", str(tmp_path / "key"), "--state-dir", str(tmp_path / "state"))
+    message = error(*common, "--keep-alive", "soon")
+    assert "--keep-alive cannot be used: 'soon' is not a time such as 30s or 5min" in message
+    message = error(*common, "--keep-alive", "5min", "--pin")
+    assert "--keep-alive cannot be used: a pinned model stays loaded" in message
+
+
+def test_goals_of_clients_are_checked_in_the_same_way() -> None:
+    with pytest.raises(BadRequest, match="a pinned model stays loaded"):
+        goal_from_json('{"kind": "graph", "model_file": "a.onnx", "pinned": true, "keep_alive_seconds": 5}')
+    assert goal_from_json('{"kind": "graph", "model_file": "a.onnx", "keep_alive_seconds": 5}').keep_alive_seconds == 5

@@ -161,6 +161,9 @@ def test_pin_and_keep_alive_time_change_without_a_new_plan(tmp_path: Path) -> No
         found = StateFile(tmp_path / "state").load().deployments["model"]
         assert saved is not None
         assert (found.goal.pinned, found.plan) == (True, saved)
+        third = deployments_of(tmp_path, TransformerFleet("a"))
+        await third.restore()
+        assert third.controllers["model"].goal.pinned
 
     scenario(main)
 
