@@ -19,6 +19,7 @@ from support.home import LOOPBACK, TestHome
 from support.models import endless_decoder, minilm, save_random_model
 from support.profiles import MeasuredProfiles
 from support.tokens import new_token
+from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
@@ -108,6 +109,8 @@ def test_openai_raises_its_own_errors_for_a_full_queue_a_broken_stream_and_a_hom
     assert running.returncode == 0, errors
     for name in "abc":
         busy_home.kill(name)
+    with busy_home.connect() as client:  # a request that came before would wait for the next plan
+        wait_for("the losses", lambda: not client.ready())
     run_client("openai", "not_ready", busy_home, "tiny")
 
 
