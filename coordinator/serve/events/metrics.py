@@ -20,7 +20,7 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.serve.controller import Controller
-from coordinator.serve.events.plans import BETTER_PLAN, STARTED
+from coordinator.serve.events.plans import STARTED, WITHOUT_LOSS
 from coordinator.serve.events.samples import sample_of
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
 from hearth.platform.asyncio_tools import loop_time
@@ -85,7 +85,7 @@ class HomeMetrics:
                 self._count_request(event)
             case wire.PlanChanged() if event.reason != STARTED:
                 self._replans.labels(event.reason).inc()
-                if event.reason != BETTER_PLAN:
+                if event.reason not in WITHOUT_LOSS:
                     self._recoveries.inc()
 
     def text(self) -> bytes:

@@ -11,6 +11,7 @@ STARTED = "start"
 BETTER_PLAN = "better_plan"
 UNLOADED = "unloaded"
 ROOM_CLAIMED = "room_claimed"
+WITHOUT_LOSS = frozenset({STARTED, BETTER_PLAN, UNLOADED, ROOM_CLAIMED})  # reasons of new plans that follow no loss
 _MAX_TEXT = 1 << 15  # characters of a cause: an error may hold a long text
 
 

@@ -203,3 +203,17 @@ def test_life_cycle_is_recorded_and_says_why_the_plan_changed() -> None:
     found = samples(of)
     assert found["hearth_replans_total", "DeviceLost"] == found["hearth_replans_total", "better_plan"] == 1
     assert found["hearth_recoveries_total",] == 1
+
+
+def test_model_that_is_loaded_on_demand_or_made_room_has_recovered_from_no_loss() -> None:
+    loaded = (cycle.ChunksPushed(2), cycle.WorkersLoaded(2), cycle.WarmedUp(2))
+    for reason, happened in (
+        ("unloaded", (cycle.WentIdle(1), cycle.RequestWaits(), cycle.SavedPlanAccepted(1), *loaded)),
+        ("room_claimed", (cycle.RoomClaimed("chat"), cycle.RetryDue(), cycle.PreparedPlanFound(PLAN, 1), *loaded)),
+    ):
+        of = metrics()
+        for each in events_of(*START, *happened):
+            of.count(each)
+        found = samples(of)
+        assert found["hearth_replans_total", reason] == 1
+        assert found["hearth_recoveries_total",] == 0
