@@ -55,6 +55,7 @@ PURE_MODULES = (
     "coordinator.models.ordering",
     "coordinator.serve.events.ring",
     "coordinator.serve.kinds.answer_reader",
+    "coordinator.serve.kinds.closed_schemas",
     "coordinator.serve.planning.drift",
     "coordinator.serve.requests.fairness",
     "coordinator.serve.requests.retry",
