@@ -27,6 +27,7 @@ class CancelLog:
     """What one rank has logged about cancelled sequences and the KV cache."""
 
     cancelled: dict[int, int] = field(default_factory=dict)  # by sequence: tokens chosen before the cancel
+    freed: set[int] = field(default_factory=set)  # sequences whose blocks were freed
     steps: int = 0
     late_rows: int = 0  # rows computed for a sequence after its cancel or its release
     num_blocks: int = 0  # of the KV cache; only rank 0 logs it
@@ -52,6 +53,7 @@ def read_cancel_log(lines: Iterable[str]) -> CancelLog:
         else:
             log.steps += 1
             ended.update(fact.freed)
+            log.freed.update(fact.freed)
             log.late_rows += sum(rows for sequence, rows in fact.rows.items() if sequence in ended)
     return log
 
