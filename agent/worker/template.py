@@ -106,6 +106,11 @@ class Template:
 def _import_library(library: WorkerLibrary) -> None:
     """Import what the worker of a Transformer (torch) or of a graph (onnxruntime) imports."""
     if library == "torch":
+        import torch
+
+        # While modules are imported, some compute: the threads of OpenMP that this would start do not survive a fork, and a
+        # worker would wait for them for ever in its first computation with several threads.
+        torch.set_num_threads(1)
         import agent.worker.transformer.runtime
     else:
         import agent.worker.graph.runtime  # noqa: F401
