@@ -1,6 +1,7 @@
 """Confines the worker's access to files with Landlock, so that a flaw in a library that reads models reveals no key.
 
-The worker may read the interpreter, its libraries, /proc, /sys and what the caller names, and write where the caller allows.
+The worker may read the interpreter, its libraries, /proc, /sys and what the caller names. It may write where the caller allows,
+and to the entries of its own threads in /proc.
 The kernel also stops it from tracing, and where it can from signalling, processes such as the agent, which holds the key.
 """
 
@@ -11,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger("hearth.worker")
@@ -68,6 +70,7 @@ def confine(readable: Iterable[Path], writable: Iterable[Path]) -> bool:
             _allow(libc, ruleset, path, _READ & handled)
         for path in (Path("/dev"), *writable):
             _allow(libc, ruleset, path, handled)
+        _allow(libc, ruleset, _open_own_threads(), (_READ_FILE | _READ_DIR | _WRITE_FILE | _TRUNCATE) & handled)
         _checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         _checked(libc.syscall(_RESTRICT_SELF, ruleset, 0))
     finally:
@@ -80,9 +83,26 @@ def _libraries() -> Iterable[Path]:
     yield from map(Path, _SYSTEM)
     yield from (Path("/etc") / name for name in _ETC)
     yield from (Path(prefix) for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix})
-    yield from (Path(entry) for entry in sys.path if entry.endswith(("site-packages", "dist-packages")))
+    yield from (Path(entry) for entry in sys.path if entry and _holds_packages(Path(entry)))
     root = Path(__file__).parents[2]  # its other entries, for instance the current folder, may hold a key
     yield from (root / "agent", root / "hearth")
+    yield from (Path(entry) for entry in os.environ.get("LD_LIBRARY_PATH", "").split(":") if entry)  # CUDA's, perhaps
+
+
+def _open_own_threads() -> Path:
+    """The folder of this process's threads in /proc: CUDA names a thread there, and does not start if it cannot.
+
+    It stays open: a rule is about this very entry, which the kernel might otherwise forget, and make again.
+    """
+    folder = Path(f"/proc/{os.getpid()}/task")
+    with suppress(OSError):
+        os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    return folder
+
+
+def _holds_packages(folder: Path) -> bool:
+    """Whether packages are installed in this entry of the path; `pip install --target` takes any folder."""
+    return folder.name in ("site-packages", "dist-packages") or any(folder.glob("*.dist-info"))
 
 
 def _allow(libc: ctypes.CDLL, ruleset: int, path: Path, rights: int) -> None:
