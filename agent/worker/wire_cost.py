@@ -24,8 +24,11 @@ _SMALL_ROWS, _LARGE_ROWS, _ROW_VALUES = (
 _MESSAGES = 24  # per measurement: enough for a mean, few enough to take only milliseconds
 
 
-def measure_wire_cost(per_second: float, casts: Casts) -> WireCost:
-    """Measure the CPU cost of communication. `per_second` is the CPU time that the device provides per second."""
+def measure_wire_cost(per_second: float, casts: Casts, beside_compute: bool) -> WireCost:
+    """Measure the CPU cost of communication. `per_second` is the CPU time that the device provides per second.
+
+    `beside_compute`: the device computes on its GPU.
+    """
     encrypted, per_message = _socket_cost(encrypt=True)
     plain, _ = _socket_cost(encrypt=False)
     return WireCost(
@@ -33,6 +36,7 @@ def measure_wire_cost(per_second: float, casts: Casts) -> WireCost:
         plain_seconds_per_byte=plain / per_second,
         seconds_per_message=per_message / per_second,
         convert_seconds_per_value={values: _convert_cost(values, casts) / per_second for values in VALUE_FORMAT_NAMES},
+        beside_compute=beside_compute,
     )
 
 

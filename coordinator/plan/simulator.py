@@ -1,6 +1,7 @@
 """A work-conserving discrete-event simulation: a task starts as soon as its inputs are there and its resources are free.
 
-Pure. Resources are serial: a device's compute, and the sending and the receiving side of its network interface.
+Pure. Resources are serial: a device's compute, its CPU if it computes on a GPU, and the sending and the receiving side of its
+network interface.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ class ResourceKind(IntEnum):
     COMPUTE = 0
     SEND = 1
     RECEIVE = 2
+    CPU = 3  # of a rank that computes on its GPU
+
+
+TRANSFERS = (ResourceKind.SEND, ResourceKind.RECEIVE)
 
 
 class Resource(NamedTuple):
@@ -38,6 +43,12 @@ class Resource(NamedTuple):
 def compute_resources(rank: int) -> tuple[Resource, ...]:
     """The resources of a computation."""
     return (Resource(ResourceKind.COMPUTE, rank),)
+
+
+@lru_cache(maxsize=1024)
+def wire_resources(rank: int, beside_compute: bool) -> tuple[Resource, ...]:
+    """The resources of the CPU work of transfers; `beside_compute` as in `WireCost`."""
+    return (Resource(ResourceKind.CPU if beside_compute else ResourceKind.COMPUTE, rank),)
 
 
 @lru_cache(maxsize=1024)

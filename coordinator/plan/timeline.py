@@ -37,8 +37,9 @@ def simulated_traces(tasks: Sequence[Task], timeline: Timeline, names: Sequence[
 
     for task, start, end in zip(tasks, timeline.starts, timeline.ends, strict=True):
         rank_of = {resource.kind: resource.rank for resource in task.resources}
-        if ResourceKind.COMPUTE in rank_of:
-            add(rank_of[ResourceKind.COMPUTE], "compute", task, task.peer, start, end)
+        computes = rank_of.get(ResourceKind.COMPUTE, rank_of.get(ResourceKind.CPU))
+        if computes is not None:
+            add(computes, "compute", task, task.peer, start, end)
         else:
             sender, receiver = (
                 rank_of.get(ResourceKind.SEND, coordinator_rank),

@@ -128,6 +128,7 @@ class WireCost(BaseModel, frozen=True):
     seconds_per_message: Seconds = 0.0
     # Encoding and decoding together, keyed by value format.
     convert_seconds_per_value: dict[str, Seconds] = Field(default={}, max_length=16)
+    beside_compute: bool = False  # the device computes on its GPU, from which this work takes no time
 
 
 class BlockProfile(BaseModel, frozen=True):

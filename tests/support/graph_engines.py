@@ -25,7 +25,7 @@ from hearth.plan.parts import WireFormat
 from hearth.plan.plan import GraphPlan
 from hearth.wire.codec import Codec
 from hearth.wire.framing import pack_array, unpack_array
-from hearth.wire.messages import ArrayChunks, Failed, Message, Run, RunDone, SegmentFiles
+from hearth.wire.messages import ArrayChunks, ComputeDevice, Failed, Message, Run, RunDone, SegmentFiles
 
 Array = np.ndarray[Any, Any]
 
@@ -243,8 +243,10 @@ class GraphCluster:
         folder: Path | None = None,
         sessions: Sequence[Sequence[Any]] | None = None,
         max_in_flight: int = 16,
+        compute_device: ComputeDevice = "cpu",
     ) -> None:
         self.plan = plan
+        self._compute_device: ComputeDevice = compute_device
         self.hub = MemoryHub(plan.num_ranks)
         self.routes = [routes_for(plan, rank) for rank in range(plan.num_ranks)]
         self.answers: dict[bytes, tuple[Message, list[bytes]]] = {}
@@ -323,8 +325,8 @@ class GraphCluster:
 
     def _load(self, model: onnx.ModelProto, rank: int, folder: Path) -> list[SegmentSession]:
         store = ShardStore(folder / f"store{rank}", 1 << 30, f"device{rank}")
-        files = segment_files(model, self.plan, rank, put_into(store))
+        files, device = segment_files(model, self.plan, rank, put_into(store)), self._compute_device
         return [
-            load_segment(each, f"segment {segment.number}", segment.inputs, segment.outputs, store.path, 1, "cpu")[0]
+            load_segment(each, f"segment {segment.number}", segment.inputs, segment.outputs, store.path, 1, device)[0]
             for each, segment in zip(files, self.routes[rank].segments, strict=True)
         ]

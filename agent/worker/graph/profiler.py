@@ -32,6 +32,7 @@ from agent.worker.graph.sessions import (
     placeholders_of,
     providers_for,
     set_external_data,
+    without_compilers,
 )
 from agent.worker.meter import Meter
 from agent.worker.onnx_runtime import ort
@@ -83,10 +84,10 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
     path = _with_random_weights(model, folder)
     providers = providers_for(compute_device, folder)
 
-    def session(configure: Callable[[ort.SessionOptions], None] = lambda options: None) -> ort.InferenceSession:
-        return make_session(path, "the graph", num_threads, providers, configure)
+    def session_of_nodes(configure: Callable[[ort.SessionOptions], None]) -> ort.InferenceSession:
+        return make_session(path, "the graph", num_threads, without_compilers(providers), configure)
 
-    plain = session()
+    plain = make_session(path, "the graph", num_threads, providers)
     give_back_freed_buffers()
     peak_bytes = _status()["VmHWM"]
     loaded = _Memory.now()
@@ -96,7 +97,7 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
     after_run = _Memory.now()
     provider = plain.get_providers()[0]
     del plain
-    kernels = _kernels(model, session, feeds, run_seconds, folder)
+    kernels = _kernels(model, session_of_nodes, feeds, run_seconds, folder)
     return GraphProfile(
         kernels=kernels,
         run_seconds=run_seconds,
@@ -106,7 +107,7 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
         load_bytes=max(loaded.anonymous - before.anonymous, 0) + max(after_run.mapped - before.mapped, 0),
         peak_bytes=peak_bytes,
         run_bytes=max(after_run.anonymous - loaded.anonymous, 0),
-        wire=measure_wire_cost(meter.cpu_per_second, NUMPY_CASTS),
+        wire=measure_wire_cost(meter.cpu_per_second, NUMPY_CASTS, provider != "CPUExecutionProvider"),
     )
 
 

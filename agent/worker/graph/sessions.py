@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 Provider = tuple[str, dict[str, Any]]
 
+_TENSORRT = "TensorrtExecutionProvider"
 _ERRORS_ONLY = 3  # onnxruntime's log severity ERROR
 # Element types that can be sent (see `hearth.wire.framing`), by onnxruntime's names.
 DTYPES = {
@@ -184,12 +185,20 @@ def providers_for(compute_device: ComputeDevice, store: Path) -> list[Provider]:
     wanted: list[Provider] = [("CPUExecutionProvider", {})]
     if compute_device == "cuda":
         engines = {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(store / "tensorrt")}
-        wanted = [("TensorrtExecutionProvider", engines), ("CUDAExecutionProvider", {}), *wanted]
+        wanted = [(_TENSORRT, engines), ("CUDAExecutionProvider", {}), *wanted]
     available = ort.get_available_providers()
     providers = [provider for provider in wanted if provider[0] in available]
     if compute_device == "cuda" and len(providers) == 1:
         log.warning("this build of onnxruntime has no CUDA provider; segments run on the CPU")
     return providers
+
+
+def without_compilers(providers: Sequence[Provider]) -> list[Provider]:
+    """The providers that run the nodes of a graph one by one. The other makes engines of them.
+
+    Nodes in an engine have no times, and onnxruntime refuses to write a graph with engines to a file.
+    """
+    return [provider for provider in providers if provider[0] != _TENSORRT]
 
 
 def check_input(session: SegmentSession, name: str, array: Array) -> None:

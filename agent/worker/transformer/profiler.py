@@ -164,7 +164,7 @@ def profile_blocks(
             "embedding": measure.curve(row_counts, embed),
             "mlp_rows": measure.curve(row_counts, mlp_rows),
         }
-    wire = measure_wire_cost(measure.cpu_per_second, TorchCasts())
+    wire = measure_wire_cost(measure.cpu_per_second, TorchCasts(), device.type != "cpu")
     return BlockProfile(
         seq_len=S, wire=wire, decode_seconds_per_byte=per_byte, decode_layer_seconds=per_layer, kernels=times, **curves
     )

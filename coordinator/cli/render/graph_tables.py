@@ -113,6 +113,7 @@ def explanation_lines(plan: GraphPlan, spec: GraphSpec, prediction: GraphPredict
     names = [device.name for device in plan.devices]
     what = {
         ResourceKind.COMPUTE: "the compute of",
+        ResourceKind.CPU: "the CPU of",
         ResourceKind.SEND: "the outgoing transfers of",
         ResourceKind.RECEIVE: "the incoming transfers of",
     }[busiest.kind]

@@ -17,7 +17,15 @@ from coordinator.plan.graph.tasks import (
     request_tasks,
     tensor_transfers,
 )
-from coordinator.plan.simulator import Resource, ResourceKind, Task, compute_resources, simulate, transfer_resources
+from coordinator.plan.simulator import (
+    TRANSFERS,
+    Resource,
+    Task,
+    compute_resources,
+    simulate,
+    transfer_resources,
+    wire_resources,
+)
 from coordinator.plan.timeline import simulated_traces
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
@@ -66,7 +74,7 @@ def predict_segments(
     for task in tasks:
         if task.kind is not Work.WIRE:  # with several requests it costs more, see below
             for resource in task.resources:
-                if resource.rank < len(rank_devices) and (congestion or resource.kind is ResourceKind.COMPUTE):
+                if resource.rank < len(rank_devices) and (congestion or resource.kind not in TRANSFERS):
                     busy[(resource,)] += task.seconds
     transfers = tensor_transfers(spec, segments, values)
     if not congestion:  # the ends of links are not shared, but each channel still is
@@ -75,23 +83,22 @@ def predict_segments(
             rate = cluster.bytes_per_second[rank_devices[transfer.source]][rank_devices[transfer.target]]
             busy[channel] += transfer.num_bytes / rate
     reads_factor = SMALL_READS_FACTOR if cluster.measured else 1.0
+    cpu_of = [wire_resources(rank, cluster.devices[each].wire.beside_compute) for rank, each in enumerate(rank_devices)]
     for transfer in transfers:  # encryption, TCP and conversions take cores from the segments
         for rank in (transfer.source, transfer.target):
-            busy[compute_resources(rank)] += endpoint_cpu_seconds(
-                cluster, rank_devices[rank], transfer, values, reads_factor
-            )
+            busy[cpu_of[rank]] += endpoint_cpu_seconds(cluster, rank_devices[rank], transfer, values, reads_factor)
     for each in (input_bytes_by_rank(spec, segments, cluster), output_bytes_by_rank(spec, segments, cluster)):
         for rank, num_bytes in each.items():
-            busy[compute_resources(rank)] += coordinator_cpu_seconds(cluster, rank_devices[rank], num_bytes)
+            busy[cpu_of[rank]] += coordinator_cpu_seconds(cluster, rank_devices[rank], num_bytes)
     for rank, member in enumerate(rank_devices) if cluster.measured else ():
-        busy[compute_resources(rank)] += _MESSAGES_PER_REQUEST * cluster.devices[member].wire.seconds_per_message
+        busy[cpu_of[rank]] += _MESSAGES_PER_REQUEST * cluster.devices[member].wire.seconds_per_message
     bottleneck = max(busy, key=lambda resources: busy[resources])
     return GraphPrediction(
         latency_seconds=timeline.makespan,
         bottleneck_seconds=busy[bottleneck],
         bottleneck=bottleneck,
         busy_seconds=tuple(busy.get(compute_resources(rank), 0.0) for rank in range(len(rank_devices))),
-        transfer_seconds=max((busy[key] for key in busy if key[0].kind is not ResourceKind.COMPUTE), default=0.0),
+        transfer_seconds=max((busy[key] for key in busy if key[0].kind in TRANSFERS), default=0.0),
     )
 
 

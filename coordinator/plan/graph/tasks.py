@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.wire import num_converted, wire_bytes
-from coordinator.plan.simulator import Task, compute_resources, transfer_resources
+from coordinator.plan.simulator import Task, compute_resources, transfer_resources, wire_resources
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.phases import Phase, Work
@@ -168,7 +168,7 @@ class _Writer:
         """Add the CPU time of one end of a transfer. Returns what the next task of this transfer comes after."""
         if not seconds:
             return after
-        resources = compute_resources(rank)
+        resources = wire_resources(rank, self._cluster.devices[self._rank_devices[rank]].wire.beside_compute)
         return (self._add(Task(Work.WIRE, None, request, None, resources, seconds, after, tensor=tensor)),)
 
 

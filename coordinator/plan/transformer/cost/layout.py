@@ -9,6 +9,7 @@ from typing import Generic
 
 from typing_extensions import TypeVar
 
+from coordinator.plan.simulator import Resource, wire_resources
 from hearth.plan import rings
 from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
@@ -48,6 +49,10 @@ class PlanLayout(Generic[Body_co]):
     def formats(self: PlanLayout) -> dict[tuple[int, int], ValueFormatName]:
         """The value format on each link."""
         return {ends: self.body.values_on(*ends, self.wire.values) for ends in permutations(self.ranks, 2)}
+
+    def wire_resources(self, rank: int) -> tuple[Resource, ...]:
+        """The resources of the CPU work of a rank's transfers."""
+        return wire_resources(rank, self.blocks[rank].wire.beside_compute)
 
     def wire_seconds(self, rank: int, num_values: float, format_: ValueFormatName, converted: float = 0.5) -> float:
         """CPU seconds of this rank's end of a transfer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coordinator.plan.simulator import Resource, ResourceKind, simulate
+from coordinator.plan.simulator import TRANSFERS, Resource, ResourceKind, simulate
 from coordinator.plan.timeline import simulated_traces
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.strategies import strategy_of_body
@@ -19,7 +19,7 @@ def predict(layout: PlanLayout) -> tuple[Prediction, tuple[float, ...]]:
     """Price one step: the prediction, and the compute seconds of each rank."""
     total, busy = strategy_of_body(layout.body).timing(layout)
     compute = tuple(busy.get(Resource(ResourceKind.COMPUTE, rank), 0.0) for rank in layout.ranks)
-    links = (seconds for resource, seconds in busy.items() if resource.kind is not ResourceKind.COMPUTE)
+    links = (seconds for resource, seconds in busy.items() if resource.kind in TRANSFERS)
     transfer = max(links, default=0.0)
     prediction = Prediction(
         latency_seconds=total,

@@ -272,7 +272,8 @@ class RingTasks:
         peer: int | None = None,
     ) -> int:
         after = tuple(dict.fromkeys(after))
-        self.tasks.append(Task(kind, self.layer, tile, peer, compute_resources(rank), seconds, after))
+        resources = compute_resources(rank) if kind is not Work.WIRE else self._layout.wire_resources(rank)
+        self.tasks.append(Task(kind, self.layer, tile, peer, resources, seconds, after))
         return len(self.tasks) - 1
 
     def _transfer(

@@ -104,7 +104,8 @@ class _PipelineTasks:
     def _compute(
         self, kind: Work, layer: int | None, chunk: int | None, rank: int, seconds: float, after: tuple[int, ...]
     ) -> int:
-        self.tasks.append(Task(kind, layer, chunk, None, compute_resources(rank), seconds, after))
+        resources = compute_resources(rank) if kind is not Work.WIRE else self._layout.wire_resources(rank)
+        self.tasks.append(Task(kind, layer, chunk, None, resources, seconds, after))
         return len(self.tasks) - 1
 
     def _hop(

@@ -117,6 +117,30 @@ def test_graph_without_weights_is_profiled_by_kernel(tmp_path: Path) -> None:
     assert found.wire.encrypted_seconds_per_byte > 0
 
 
+def test_nodes_are_timed_without_tensorrt_which_compiles_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """onnxruntime refuses to write a graph with compiled nodes to a file. Here, a session refuses that in its place."""
+    asked = []
+
+    def make_session(path: Path, name: str, num_threads: int, providers: Any, configure: Any = None) -> Any:
+        names = [provider for provider, _ in providers]
+        asked.append(names)
+
+        def checked(options: Any) -> None:
+            if configure is not None:
+                configure(options)
+            if options.optimized_model_filepath and "TensorrtExecutionProvider" in names:
+                raise BadPlan(reason="Unable to serialize model as it contains compiled nodes")
+
+        return real(path, name, num_threads, [("CPUExecutionProvider", {})], checked)
+
+    real = graph_profiler.make_session
+    monkeypatch.setattr(graph_profiler, "make_session", make_session)
+    found = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(graph_profiler, "providers_for", lambda device, store: [(name, {}) for name in found])
+    assert profiled(tmp_path, residual_block()).kernels
+    assert asked == [found, found[1:]]
+
+
 def test_profiler_failures_are_typed_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadPlan, match="not an ONNX model"):
         profiled(tmp_path, b"\x07\x07")

@@ -51,6 +51,20 @@ def test_chain_over_two_devices_costs_compute_and_transfer() -> None:
     assert priced.busy_seconds == pytest.approx((2.0, 4.0))
 
 
+def test_transfers_of_a_device_that_computes_on_its_gpu_take_cpu_time_only() -> None:
+    spec = chain(1, [100, 100, 100, 100])
+    cluster = cluster_of(spec, [1.0, 0.5], bytes_per_second=1e6)
+    priced = []
+    for beside_compute in (False, True):
+        wire = WireCost(encrypted_seconds_per_byte=0.03, beside_compute=beside_compute)
+        devices = tuple(replace(device, wire=wire) for device in cluster.devices)
+        priced.append(predict_segments(spec, cut(spec, [0, 0, 1, 1]), replace(cluster, devices=devices), [0, 1]))
+    assert priced[0].busy_seconds == pytest.approx((2.0 + 3.0, 4.0 + 3.0))
+    assert priced[1].busy_seconds == pytest.approx((2.0, 4.0))
+    assert priced[1].latency_seconds == pytest.approx(priced[0].latency_seconds)
+    assert priced[1].transfer_seconds == pytest.approx(priced[0].transfer_seconds)
+
+
 def test_busiest_link_is_the_bottleneck() -> None:
     spec = chain(1, [100, 100])
     cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second=10.0)

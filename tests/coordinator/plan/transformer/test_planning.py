@@ -32,7 +32,7 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Work
 from hearth.plan.plan import plan_from_json
-from hearth.plan.profile import ClusterProfile
+from hearth.plan.profile import ClusterProfile, WireCost
 from hearth.plan.transformer import Strategy, TransformerBody
 from hearth.trace import chrome_trace, transfers
 
@@ -143,6 +143,30 @@ def test_traffic_equals_the_papers(strategy: str, num_devices: int) -> None:
     embedding = (num_devices if strategy == "megatron-tp" else 1) * unit_bytes / num_devices
     for total in sent:
         assert total - SMALL.num_layers * units * unit_bytes == pytest.approx(embedding, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["hmp", "pipeline"])
+def test_transfers_of_a_device_that_computes_on_its_gpu_take_cpu_time_only(strategy: Strategy) -> None:
+    """Encryption and TCP run on the CPU meanwhile. They still delay what is sent, which a pipeline waits for."""
+
+    def predicted(beside_compute: bool) -> tuple[float, tuple[float, ...], dict[Resource, float]]:
+        wire = WireCost(encrypted_seconds_per_byte=1e-7, beside_compute=beside_compute)
+        of_each = [device_profile(i, 1.0) for i in range(2)]
+        devices = [
+            each.model_copy(update={"blocks": each.blocks.model_copy(update={"wire": wire})}) for each in of_each
+        ]
+        body = with_seq_len(make_plan(SMALL, strategy, (1, 1)).body, 284)
+        layout = PlanLayout(SMALL, body, cluster(devices, 1000), EXACT)
+        prediction, busy = predict(layout)
+        timeline = simulate(strategy_of_body(body).tasks(layout))
+        return prediction.latency_seconds, busy, timeline.busy_seconds
+
+    on_cpu, busy_on_cpu, _ = predicted(False)
+    on_gpu, busy_on_gpu, resources = predicted(True)
+    wire_seconds = [resources[Resource(ResourceKind.CPU, rank)] for rank in range(2)]
+    assert min(wire_seconds) > 0
+    assert [a - b for a, b in zip(busy_on_cpu, busy_on_gpu, strict=True)] == pytest.approx(wire_seconds)
+    assert on_gpu < on_cpu if strategy == "hmp" else on_gpu == pytest.approx(on_cpu)
 
 
 @given(st.lists(st.floats(0.2, 3), min_size=2, max_size=4), st.floats(20, 1000))
