@@ -320,7 +320,7 @@ class AgentDaemon:
         )
 
     async def _read_telemetry(self) -> wire.Telemetry:
-        telemetry = self._telemetry.read(time.time())
+        telemetry = self._telemetry.read(time.time(), idle=not self._workers and not self._stopping)
         if telemetry.compute_device == "cpu" and not self._telemetry.budget_is_limit:
             held = {deployment: worker.resident_bytes for deployment, worker in self._workers.items()}
             telemetry = telemetry.model_copy(update={"memory_held_bytes": held})

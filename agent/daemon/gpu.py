@@ -10,16 +10,18 @@ import asyncio
 import json
 import logging
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 
+from agent.daemon import nvml
 from hearth.errors import BadSetting
 from hearth.platform.child import run_module
 from hearth.wire.messages import Gpu
 
 log = logging.getLogger(__name__)
 
+_MAX_PROBLEM_CHARACTERS = 256  # one line of a table
 _PROBE_SECONDS = 60.0  # timeout; importing torch takes 20 s from a Raspberry Pi's SD card
 # The GPU's address and name differ between boards and JetPack releases: 57000000.gpu, 17000000.gv11b, 17000000.ga10b.
 # Some boards list the device only in devfreq, others have a link gpu.0. devfreq also lists other engines, so names are matched.
@@ -30,17 +32,31 @@ _TEGRA_LOAD_FILES = (
 )
 
 
+class Probed(NamedTuple):
+    """What torch finds: a CUDA device on which it computes, or the problem that it has with it."""
+
+    gpu: Gpu | None
+    problem: str = ""
+    uuid: str = ""  # of the GPU, as the driver knows it
+    context_bytes: int = 0  # what CUDA itself takes of the GPU's memory in a process; not part of the free memory
+
+
 class GpuReader:
-    """The GPU that was found at the start, and its current load."""
+    """The GPU that was found at the start, its current load and free memory."""
 
     def __init__(self, wanted: Literal["auto", "cpu", "cuda"], root: Path = Path("/")) -> None:
         self._wanted = wanted
         self._root = root
-        self._cuda: Gpu | None = None
+        self._probed = Probed(None)
 
     @property
     def compute_device(self) -> Literal["cpu", "cuda"]:
-        return "cuda" if self._cuda is not None else "cpu"
+        return "cuda" if self._probed.gpu is not None else "cpu"
+
+    @property
+    def problem(self) -> str:
+        """Why this device computes on the CPU although it has a GPU; empty if it does not, or if the user chose the CPU."""
+        return self._probed.problem
 
     async def probe(self) -> None:
         """Probe for CUDA once, unless the user chose the CPU. Raises BadSetting if the user chose CUDA and there is none."""
@@ -48,15 +64,28 @@ class GpuReader:
             return
         if self._wanted == "auto" and not self._may_have_cuda():
             return  # no driver, so the slow probe would find nothing
-        self._cuda = await probe_cuda()
-        if self._wanted == "cuda" and self._cuda is None:
-            raise BadSetting(setting="--compute-device", reason="torch finds no CUDA device here")
+        self._probed = with_context(await probe_cuda())
+        if self._wanted == "cuda" and self._probed.gpu is None:
+            raise BadSetting(
+                setting="--compute-device", reason=f"torch computes on no CUDA device here: {self._probed.problem}"
+            )
+        if self._probed.gpu is None:
+            log.warning("this device computes on the CPU, although it has a GPU: %s", self._probed.problem)
 
-    def read(self) -> Gpu | None:
-        """The GPU with its current memory and load, or None."""
+    def read(self, idle: bool = False) -> Gpu | None:
+        """The GPU with its current load and memory, or None.
+
+        `idle`: no worker of this device holds memory of it. Otherwise, free memory is that before the workers, since a worker
+        gives up its own for the next one.
+        """
+        gpu = self._probed.gpu
         model = tegra_model(self._root)
         if model is None:
-            return self._cuda
+            if gpu is not None and idle and (free := nvml.free_memory_bytes(self._probed.uuid)) is not None:
+                free_bytes = max(free - self._probed.context_bytes, 0)
+                gpu = gpu.model_copy(update={"memory_free_bytes": free_bytes})
+                self._probed = self._probed._replace(gpu=gpu)
+            return gpu
         memory = psutil.virtual_memory()  # a Jetson's GPU shares the system's memory
         return Gpu(
             name=model,
@@ -64,6 +93,7 @@ class GpuReader:
             memory_total_bytes=memory.total,
             memory_free_bytes=memory.available,
             load_fraction=_tegra_load(self._root),
+            compute_capability=gpu.compute_capability if gpu is not None else None,
         )
 
     def _may_have_cuda(self) -> bool:
@@ -71,22 +101,41 @@ class GpuReader:
         return any((self._root / path).exists() for path in device_files)
 
 
-async def probe_cuda() -> Gpu | None:
-    """Ask torch in a child process. None if torch is missing, has no CUDA device, or does not answer in time."""
+async def probe_cuda() -> Probed:
+    """Ask torch in a child process."""
     try:
         ended = await run_module("agent.worker.probe", b"", _PROBE_SECONDS, on_stderr_line=lambda line: None)
     except asyncio.TimeoutError:
-        log.warning("the GPU did not answer within %g s; computing on the CPU", _PROBE_SECONDS)
-        return None
+        return Probed(None, f"torch did not answer within {_PROBE_SECONDS:g} s")
     if ended.code != 0:
-        log.info("no GPU: %s", ended.stderr_tail[-1] if ended.stderr_tail else f"the probe {ended.cause}")
-        return None
+        return Probed(None, _short(ended.stderr_tail[-1] if ended.stderr_tail else f"the probe {ended.cause}"))
+    return parse_probe(ended.output)
+
+
+def with_context(probed: Probed) -> Probed:
+    """With the difference between the free memory that the probe saw, with its context, and that after its end."""
+    free = nvml.free_memory_bytes(probed.uuid)
+    if probed.gpu is None or free is None:
+        return probed
+    return probed._replace(context_bytes=max(free - probed.gpu.memory_free_bytes, 0))
+
+
+def parse_probe(output: bytes) -> Probed:
+    """The probe's output."""
     try:
-        answer = json.loads(ended.output)
-        return Gpu(kind="cuda", **answer) if answer else None
-    except (ValueError, TypeError) as error:
-        log.warning("the GPU probe's answer cannot be read: %s", error)
-        return None
+        answer = json.loads(output)
+        found = answer["gpu"]
+        if found is None:
+            return Probed(None, _short(answer["problem"]))
+        uuid = found.pop("uuid")
+        return Probed(Gpu(kind="cuda", **found), uuid=uuid)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return Probed(None, _short(f"the probe's answer cannot be read: {error}"))
+
+
+def _short(problem: str) -> str:
+    """The first line, as far as a message takes it."""
+    return problem.strip().partition("\n")[0][:_MAX_PROBLEM_CHARACTERS]
 
 
 def tegra_model(root: Path = Path("/")) -> str | None:

@@ -29,11 +29,11 @@ class TelemetryReader:
         self._num_cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
         psutil.cpu_percent()  # the first reading is measured from here on
 
-    def read(self, now: float) -> Telemetry:
-        """Read the current state; `now` is the wall clock in Unix seconds."""
+    def read(self, now: float, idle: bool = False) -> Telemetry:
+        """Read the current state; `now` is the wall clock in Unix seconds. `idle`: there are no workers on this device."""
         total, available = memory(self._root)
         frequency = _frequency()
-        gpu = self._gpu.read()
+        gpu = self._gpu.read(idle)
         budget_total, budget_available = total, available
         if self._gpu.compute_device == "cuda" and gpu is not None and gpu.kind == "cuda":
             budget_total, budget_available = gpu.memory_total_bytes, gpu.memory_free_bytes
@@ -51,6 +51,7 @@ class TelemetryReader:
             disk_free_bytes=disk_free(self._settings.store_dir),
             temperature_celsius=temperature(self._root),
             gpu=gpu,
+            gpu_problem=self._gpu.problem,
             num_threads=num_threads(self._num_cores, self._settings.threads, self._settings.percent),
             compute_device=self._gpu.compute_device,
             clock_unix_seconds=now,

@@ -32,6 +32,7 @@ from hearth.platform.discovery import AGENT_PORT, COORDINATOR_SERVICE, Browser, 
 from hearth.platform.interfaces import Interface, choose_interface, interfaces, verify_reachable
 from hearth.platform.units import format_bytes
 from hearth.protocol import PROTOCOL_VERSION
+from hearth.wire.messages import Telemetry
 
 CLOCK_TOLERANCE_SECONDS = 5.0  # above the delay of a reply; smaller differences do not disturb logs and caches
 _SEARCH_SECONDS = 3.0  # search of the network: long enough for repeated mDNS queries, short enough to wait for
@@ -274,8 +275,25 @@ def check_agents(devices: Sequence[Device], refusals: Sequence[HearthError], now
         listed = ", ".join(f"{name} {version}" for name, version in sorted(others.items()))
         what = f"other versions of Hearth than this device's {hearth.__version__}: {listed}"
         findings.append(CheckResult("agents", "warning", what, "Install the same version on every device."))
+    findings += check_gpus({device.name: device.telemetry for device in devices if device.telemetry})
     clocks = {device.name: device.telemetry.clock_unix_seconds for device in devices if device.telemetry}
     return [*findings, check_clocks(clocks, now)]
+
+
+def check_gpus(telemetry: Mapping[str, Telemetry]) -> list[CheckResult]:
+    """A warning for each device that computes on the CPU although it has a GPU, and a line for those that use theirs."""
+    do = "Install a torch for its GPU and driver there, or start its agent with --compute-device cpu if it is not to be used."
+    findings = [
+        CheckResult("GPU", "warning", f"{name} computes on the CPU, although it has a GPU: {each.gpu_problem}", do)
+        for name, each in sorted(telemetry.items())
+        if each.gpu_problem
+    ]
+    used = [
+        f"{name} ({each.gpu.name})"
+        for name, each in sorted(telemetry.items())
+        if each.compute_device == "cuda" and each.gpu is not None
+    ]
+    return [*findings, CheckResult("GPU", "ok", f"used by {', '.join(used)}")] if used else findings
 
 
 def check_clocks(clocks: Mapping[str, float], now: float) -> CheckResult:

@@ -14,11 +14,14 @@ from hearth.wire import messages as m
 
 _KEY = "0123456789" * 4
 _HASH = "ab" * 32
+_GPU = m.Gpu(
+    name="Orin", kind="tegra", memory_total_bytes=8, memory_free_bytes=4, load_fraction=0.25, compute_capability=(8, 7)
+)
 _TELEMETRY = m.Telemetry(
     host_id="h", cpu_model="Cortex-A72", num_cores=4, load_1min=0.5, frequency_mhz=1500.0, memory_total_bytes=4 << 30,
     memory_available_bytes=3 << 30, memory_budget_bytes=2 << 30, disk_free_bytes=1 << 34, temperature_celsius=51.5,
-    gpu=m.Gpu(name="Orin", kind="tegra", memory_total_bytes=8, memory_free_bytes=4, load_fraction=0.25), num_threads=4,
-    compute_device="cpu", clock_unix_seconds=1.5e9, python_version="3.10.12", memory_held_bytes={"default": 1 << 29},
+    gpu=_GPU, gpu_problem="no driver", num_threads=4, compute_device="cpu", clock_unix_seconds=1.5e9,
+    python_version="3.10.12", memory_held_bytes={"default": 1 << 29},
 )  # fmt: skip
 _CHUNK = m.ChunkRef(hash=_HASH, num_bytes=1000, kind="mlp", layer=3, grain=2)
 _CACHE_BLOCK = CacheBlock(Span(0, 2), Span(1, 3))

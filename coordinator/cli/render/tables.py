@@ -72,6 +72,8 @@ def device_table(devices: Sequence[DeviceInfo]) -> Table:
         if t is None:
             table.add_row(name, state)
             continue
+        if t.gpu_problem:
+            state += f"\n[yellow]computes on the CPU: {escape(t.gpu_problem)}[/]"
         temperature = f"{t.temperature_celsius:.0f} °C" if t.temperature_celsius is not None else ""
         table.add_row(
             name,

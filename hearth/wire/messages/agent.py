@@ -55,6 +55,7 @@ class Gpu(WireModel):
     memory_total_bytes: Bytes
     memory_free_bytes: Bytes
     load_fraction: float | None = None
+    compute_capability: tuple[int, int] | None = None  # NVIDIA's version of its instructions; None: not used to compute
 
 
 class Telemetry(Message):
@@ -71,6 +72,8 @@ class Telemetry(Message):
     disk_free_bytes: Bytes
     temperature_celsius: float | None
     gpu: Gpu | None
+    # Why the device computes on the CPU although it has a GPU and the user did not choose the CPU; empty if it does not.
+    gpu_problem: Text = ""
     num_threads: int  # compute threads of a worker
     compute_device: ComputeDevice
     clock_unix_seconds: float

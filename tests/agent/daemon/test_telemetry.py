@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shutil
 from pathlib import Path
 
@@ -13,8 +14,10 @@ pytest.importorskip("psutil")
 
 import pytest
 
+from agent.daemon import gpu as gpu_module
+from agent.daemon import nvml
 from agent.daemon.config import AgentSettings, load_agent_settings
-from agent.daemon.gpu import GpuReader, tegra_model
+from agent.daemon.gpu import GpuReader, Probed, parse_probe, tegra_model, with_context
 from agent.daemon.telemetry import TelemetryReader, cpu_model, memory, memory_budget, temperature
 from hearth.errors import (
     BadSetting,
@@ -79,7 +82,7 @@ class OneCuda(GpuReader):
     def compute_device(self) -> str:  # type: ignore[override]
         return "cuda"
 
-    def read(self) -> Gpu:
+    def read(self, idle: bool = False) -> Gpu:
         return Gpu(name="x", kind="cuda", memory_total_bytes=8 << 30, memory_free_bytes=6 << 30)
 
 
@@ -228,5 +231,80 @@ def test_telemetry_of_this_machine(tmp_path: Path) -> None:
 def test_cuda_without_a_gpu_is_a_bad_setting() -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("there is a GPU here")
-    with pytest.raises(BadSetting, match="no CUDA device"):
+    with pytest.raises(BadSetting, match=r"no CUDA device here: .*(torch|CUDA|GPU)"):
         asyncio.run(GpuReader("cuda").probe())
+
+
+def test_device_with_a_gpu_that_torch_does_not_use_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver is there, and torch is a build for the CPU, for example."""
+    asked = []
+
+    async def probed() -> Probed:
+        asked.append(1)
+        return Probed(None, "torch 2.13.0+cpu is a build for the CPU only")
+
+    monkeypatch.setattr(gpu_module, "probe_cuda", probed)
+    (tmp_path / "dev").mkdir()
+    for wanted, has_driver, says in (
+        ("auto", False, ""), ("auto", True, "torch 2.13.0+cpu is a build for the CPU only"), ("cpu", True, ""),
+    ):  # fmt: skip
+        if has_driver:
+            (tmp_path / "dev" / "nvidiactl").touch()
+        gpu = GpuReader(wanted, tmp_path)  # type: ignore[arg-type]
+        caplog.clear()
+        asyncio.run(gpu.probe())
+        settings = AgentSettings(name="x", state_dir=tmp_path, store_dir=tmp_path, key_path=tmp_path / "k")
+        telemetry = TelemetryReader(settings, gpu).read(now=0.0)
+        assert (telemetry.compute_device, telemetry.gpu_problem) == ("cpu", says)
+        assert [record.levelname for record in caplog.records] == (["WARNING"] if says else [])
+    assert asked == [1]
+
+
+@pytest.mark.parametrize(
+    ("output", "problem"),
+    [
+        (b'{"gpu": null, "problem": "the driver is too old\\nsee the web"}', "the driver is too old"),
+        (b'{"gpu": null, "problem": "' + b"x" * 999 + b'"}', "x" * 256),
+        (b'{"gpu": {"name": "x"}, "problem": ""}', "the probe's answer cannot be read: 'uuid'"),
+        (b"", "the probe's answer cannot be read"),
+    ],
+)
+def test_problem_of_a_probe_is_one_short_line(output: bytes, problem: str) -> None:
+    probed = parse_probe(output)
+    assert probed.gpu is None
+    assert probed.problem.startswith(problem)
+    assert "\n" not in probed.problem
+    assert len(probed.problem) <= 256
+
+
+def test_free_memory_of_a_gpu_is_read_again_while_no_worker_holds_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program may have taken memory since the start; with a worker, its own part would count as taken."""
+    found = {
+        "name": "RTX", "memory_total_bytes": 8 << 30, "memory_free_bytes": 7 << 30, "compute_capability": [8, 6],
+        "uuid": "3e5f",
+    }  # fmt: skip
+    gpu = GpuReader("auto")
+    free = {"3e5f": 7 << 30 | 1 << 29}  # half a gigabyte more than in the probe, whose CUDA context has ended
+    monkeypatch.setattr(nvml, "free_memory_bytes", free.get)
+    gpu._probed = with_context(parse_probe(json.dumps({"gpu": found, "problem": ""}).encode()))
+    free["3e5f"] = 5 << 30 | 1 << 29
+    if gpu.compute_device == "cpu" or tegra_model() is not None:
+        pytest.skip("a Jetson's GPU shares the system's memory")
+    free_bytes = []
+    for idle in (False, True, False):
+        now = gpu.read(idle)
+        assert now is not None
+        free_bytes.append(now.memory_free_bytes >> 30)
+    assert free_bytes == [7, 5, 5]
+    free.clear()  # the driver does not say
+    after = gpu.read(idle=True)
+    assert after is not None
+    assert after.memory_free_bytes >> 30 == 5
+
+
+def test_free_memory_without_a_driver_is_unknown() -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("there is a GPU here")
+    assert nvml.free_memory_bytes("3e5f") is None

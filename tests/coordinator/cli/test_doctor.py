@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from support.devices import ready_device
 from typer.testing import CliRunner
 from zeroconf import DNSIncoming
 
@@ -23,6 +24,7 @@ from coordinator.cli.doctor_checks import (
     check_coordinators,
     check_disk,
     check_firewall,
+    check_gpus,
     check_interface,
     check_key,
     check_multicast,
@@ -35,7 +37,7 @@ from hearth.platform.curve import fingerprint, new_keypair
 from hearth.platform.discovery import COORDINATOR_SERVICE, DiscoveredService, advertised
 from hearth.platform.interfaces import Interface
 from hearth.platform.security import coordinator_access, new_home_key, save_credential
-from hearth.wire.messages import AgentWelcome
+from hearth.wire.messages import AgentWelcome, Gpu
 
 LOOPBACK = Interface("lo", "127.0.0.1", False, 0, "it reaches this machine only")
 BRIDGE = Interface("docker0", "172.17.0.1", False, 10_000, "it is a container's bridge")
@@ -206,6 +208,24 @@ def test_refused_and_outdated_agents_are_findings() -> None:
     assert len(by_status["warning"]) == 1
     assert "jetson 0.0.1" in by_status["warning"][0]
     assert any(f.what == "2 answer: jetson, pi" for f in findings)
+
+
+def test_agent_that_cannot_use_its_gpu_is_a_warning_with_the_reason() -> None:
+    ready = ready_device("x").telemetry
+    assert ready is not None
+    gpu = Gpu(name="Orin", kind="cuda", memory_total_bytes=8, memory_free_bytes=4, compute_capability=(8, 7))
+    devices = {
+        "plain": ready,
+        "jetson": ready.model_copy(update={"compute_device": "cuda", "gpu": gpu}),
+        "pc": ready.model_copy(update={"gpu_problem": "torch 2.13.0+cpu is a build for the CPU only"}),
+    }
+    warning, used = check_gpus(devices)
+    assert (warning.status, used.status) == ("warning", "ok")
+    assert "pc computes on the CPU" in warning.what
+    assert "torch 2.13.0+cpu is a build for the CPU only" in warning.what
+    assert "--compute-device cpu" in warning.do
+    assert used.what == "used by jetson (Orin)"
+    assert check_gpus({"plain": ready}) == []
 
 
 def test_no_agent_is_a_warning_with_a_remedy() -> None:
