@@ -11,14 +11,14 @@ from coordinator.devices.taken import Taken, left_bytes, nothing_taken
 from coordinator.devices.workload import Workload
 from hearth.errors import UnsupportedWeights
 from hearth.plan.kernels import KernelChoice, choose_kernels, chosen_bytes_per_weight
-from hearth.plan.model_spec import INT4_DEVICES, ModelSpec
+from hearth.plan.model_spec import INT4_MIN_CAPABILITY, ModelSpec
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile
-from hearth.wire.messages import BlocksOf, Profile
+from hearth.wire.messages import BlocksOf, Profile, Telemetry
 
 BLOCKS_PREFIX = "blocks"  # of the files of cached profiles
 # Memory of onnxruntime in a worker: 37 MiB were measured for the library, onnx and one session (onnxruntime 1.31).
 _ONNXRUNTIME_BYTES = 40 << 20
-_KERNELS_VERSION = 3  # part of the cache key: profiles whose kernels were timed otherwise are measured again
+_KERNELS_VERSION = 4  # part of the cache key: profiles whose kernels were timed otherwise are measured again
 # Timeout on the device: a slow one has to import torch, and to time kernels and the blocks of a wide layer.
 _PROFILE_SECONDS = 180.0
 
@@ -27,7 +27,7 @@ def block_workload(spec: ModelSpec, seq_len: int, deterministic: bool = False) -
     """The workload: the blocks of a layer, with up to `seq_len` rows. `deterministic`: as in `BlocksOf`."""
 
     def check(device: Device) -> None:
-        if device.telemetry and spec.weights == "int4" and device.telemetry.compute_device not in INT4_DEVICES:
+        if device.telemetry and spec.weights == "int4" and not _has_int4_kernel(device.telemetry):
             raise UnsupportedWeights(
                 device=device.name, weights=spec.weights, compute_device=device.telemetry.compute_device
             )
@@ -48,6 +48,12 @@ def block_workload(spec: ModelSpec, seq_len: int, deterministic: bool = False) -
         check=check,
         shared=True,
     )
+
+
+def _has_int4_kernel(telemetry: Telemetry) -> bool:
+    """Whether the device's worker may have one; with a GPU that reports no version, its profiler finds out."""
+    version = telemetry.gpu.compute_capability if telemetry.gpu is not None else None
+    return telemetry.compute_device == "cpu" or version is None or version >= INT4_MIN_CAPABILITY
 
 
 async def block_cluster(

@@ -14,7 +14,8 @@ WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 KvFormat = Literal[
     "float32", "bfloat16", "int8"
 ]  # of keys and values in the KV cache; int8 has a scale per row and head
-INT4_DEVICES = ("cpu",)  # compute devices for which the worker has an int4 kernel
+# Compute capability from which on torch has an int4 kernel for CUDA: Ampere, for instance a Jetson Orin.
+INT4_MIN_CAPABILITY = (8, 0)
 # Bytes per weight. int4 includes a scale and a zero point of 2 bytes each for every 32 weights.
 _MATRIX_BYTES: dict[WeightFormat, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.625}
 

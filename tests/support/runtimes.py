@@ -13,6 +13,7 @@ from coordinator.deploy.kept_caches import kept_caches, kept_prefixes
 from hearth.errors import HearthError
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.wire.messages import (
+    ComputeDevice,
     ConnectPeers,
     Failed,
     KeptCache,
@@ -35,9 +36,10 @@ Answer = tuple[Message, list[bytes]]
 class RuntimeProcess:
     """What a worker process does: load a plan, connect, run, and the same again with the next plan."""
 
-    def __init__(self, store_path: Path) -> None:
+    def __init__(self, store_path: Path, compute_device: ComputeDevice = "cpu") -> None:
         self.bound: WorkerBound | None = None
         self._store_path = store_path
+        self._compute_device: ComputeDevice = compute_device
         self._runtime: Runtime | None = None
         self._thread: threading.Thread | None = None
         self._answers: dict[bytes, queue.SimpleQueue[Answer]] = {}
@@ -52,7 +54,8 @@ class RuntimeProcess:
     ) -> WorkerBound:
         load = Load(holder="test", plan=plan, rank=rank, parts=parts, plan_token=token)
         start = Start(
-            load=load, store_path=str(self._store_path), bind_host=LOOPBACK, ports=(0, 0), num_threads=1, compute_device="cpu"
+            load=load, store_path=str(self._store_path), bind_host=LOOPBACK, ports=(0, 0), num_threads=1,
+            compute_device=self._compute_device,
         )  # fmt: skip
         self.end()
         previous, self._runtime = self._runtime, None
@@ -109,20 +112,24 @@ class RuntimeProcess:
 class RuntimeHome:
     """Deploys plan after plan on named processes, which live from plan to plan until `kill`."""
 
-    def __init__(self, store_path: Path) -> None:
+    def __init__(self, store_path: Path, compute_device: ComputeDevice = "cpu") -> None:
         self.processes: dict[str, RuntimeProcess] = {}
         self.ranks: list[RuntimeProcess] = []
         self.plan: Plan | None = None
         self.kept: tuple[KeptCache, ...] = ()  # of the plan before
         self.prefixes: KeptPrefixes | None = None  # the same
         self._store_path = store_path
+        self._compute_device: ComputeDevice = compute_device
         self._requests = 0
 
     def deploy(self, plan: Plan, names: Sequence[str], parts: Sequence[ShardParts | SegmentParts]) -> None:
         """Load the plan on these processes, by rank, and connect them."""
         self.plan = plan
         token = plan.epoch.to_bytes(16, "little")
-        self.ranks = [self.processes.setdefault(name, RuntimeProcess(self._store_path)) for name in names]
+        for name in names:
+            if name not in self.processes:
+                self.processes[name] = RuntimeProcess(self._store_path, self._compute_device)
+        self.ranks = [self.processes[name] for name in names]
         bound = [process.load(plan, rank, parts[rank], token) for rank, process in enumerate(self.ranks)]
         if is_transformer_plan(plan):
             self.kept = kept_caches(plan, [each.caches for each in bound], lambda source, target: 1e9)

@@ -54,6 +54,7 @@ class EncoderEngine:
         own = tiles[self._rank]
         output = hidden_sH if request.output == "hidden" else _sum_per_sequence(hidden_sH, rows.sequences, own.start)
         array = output.cpu().numpy()  # waits for the GPU
+        self._communicator.finish_sends()
         ended = time.monotonic()
         done = RunDone(
             names=(request.output,),

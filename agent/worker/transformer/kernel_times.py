@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.platform.processor_cache import last_level_cache_bytes
 
 # Elements of a measured matrix at most; of a larger one, a part of the outputs is measured, which computes at the same speed.
-_MAX_ELEMENTS = 4 << 20
+# More on a GPU, where starting the kernels of a small product takes longer than they do.
+_MAX_ELEMENTS, _MAX_GPU_ELEMENTS = 4 << 20, 16 << 20
+_GPU_ROWS = 1024  # measured on a GPU, too: up to a few hundred rows, a GEMM takes no longer than its start
 _OUTPUT_MULTIPLE = 64  # outputs of a measured part: every layout has whole blocks of them
 _MIN_DECODE_ROWS = 16  # rows; below it a product is bound by memory, so that the weights must not be in a cache
 # Before such a product, this multiple of the last-level cache is read, but no more than a step of decoding reads.
@@ -39,12 +42,12 @@ def measure_kernels(
     A decoder decodes few rows and prefills many; an encoder only computes many. `deterministic`: only kernels whose results
     for a row do not depend on the number of rows.
     """
-    if device.type != "cpu":
-        return ()
     fewest = 1 if spec.causal else min(_MIN_DECODE_ROWS, seq_len)
-    rows = [count for count in KERNEL_ROWS if fewest <= count <= max(seq_len, fewest)] or [seq_len]
-    shapes = dict.fromkeys(_measured_part(*shape) for shape in layer_shapes(spec))
-    evicted = torch.ones(bytes_to_evict(spec, last_level_cache_bytes()) // 4)
+    counts = KERNEL_ROWS if device.type == "cpu" else (*KERNEL_ROWS, _GPU_ROWS)
+    rows = [count for count in counts if fewest <= count <= max(seq_len, fewest)] or [seq_len]
+    most = _MAX_ELEMENTS if device.type == "cpu" else _MAX_GPU_ELEMENTS
+    shapes = dict.fromkeys(_measured_part(*shape, most) for shape in layer_shapes(spec))
+    evicted = torch.ones(bytes_to_evict(spec, _cache_bytes(device)) // 4, device=device)
     return tuple(
         time for shape in shapes for time in _times_of_shape(shape, spec.weights, rows, device, evicted, deterministic)
     )
@@ -71,8 +74,15 @@ def bytes_to_evict(spec: ModelSpec, cache_bytes: int) -> int:
     return min(_CACHE_MULTIPLE * (cache_bytes or _UNKNOWN_CACHE_BYTES), decoded_bytes, _MAX_EVICT_BYTES)
 
 
-def _measured_part(num_outputs: int, num_inputs: int) -> tuple[int, int]:
-    most = max(_MAX_ELEMENTS // num_inputs // _OUTPUT_MULTIPLE * _OUTPUT_MULTIPLE, _OUTPUT_MULTIPLE)
+def _cache_bytes(device: torch.device) -> int:
+    """Bytes of the device's last-level cache; 0 if it is unknown."""
+    if device.type == "cpu":
+        return last_level_cache_bytes()
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+
+
+def _measured_part(num_outputs: int, num_inputs: int, max_elements: int) -> tuple[int, int]:
+    most = max(max_elements // num_inputs // _OUTPUT_MULTIPLE * _OUTPUT_MULTIPLE, _OUTPUT_MULTIPLE)
     return min(num_outputs, most), num_inputs
 
 
@@ -94,7 +104,7 @@ def _times_of_shape(
         else:
             matrix.fill()
     if deterministic:
-        dependence = {option: _row_dependence(*option, max(rows)) for option in options}
+        dependence = {option: _row_dependence(*option, max(rows), device) for option in options}
         most = max(_MAX_ROW_DEPENDENCE, min(dependence.values()))
         options = [option for option in options if dependence[option] <= most]
     num_bytes = {matrix.layout: sum(dict(matrix.memory).values()) for matrix in layouts}
@@ -109,7 +119,7 @@ def _times_of_shape(
             bytes_per_weight=num_bytes[matrix.layout] / math.prod(shape),
         )
         for count in rows
-        for (matrix, kernel), seconds in zip(options, _least_seconds(options, count, evicted), strict=True)
+        for (matrix, kernel), seconds in zip(options, _least_seconds(options, count, evicted, device), strict=True)
     ]
 
 
@@ -118,22 +128,26 @@ def _randomise(matrix: Matrix, device: torch.device) -> None:
     matrix.load(whole, whole, torch.randn(matrix.shape, device=device).mul(0.02))
 
 
-def _row_dependence(matrix: Matrix, kernel: str, rows: int) -> float:
+def _row_dependence(matrix: Matrix, kernel: str, rows: int, device: torch.device) -> float:
     """Largest relative difference between a product's first rows and the product of these rows alone."""
-    x_sk = torch.randn(rows, matrix.shape[1], generator=torch.Generator().manual_seed(0))
+    x_sk = torch.randn(rows, matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(device)
     together = matrix.product(kernel, x_sk)
     counts = [count for count in KERNEL_ROWS if count < rows]
     parts = [(matrix.product(kernel, x_sk[:count]), together[:count]) for count in counts]
     return max((float((alone - part).norm() / part.norm()) for alone, part in parts), default=0.0)
 
 
-def _least_seconds(options: Sequence[tuple[Matrix, str]], rows: int, evicted: Tensor) -> list[float]:
+def _least_seconds(
+    options: Sequence[tuple[Matrix, str]], rows: int, evicted: Tensor, device: torch.device
+) -> list[float]:
     """The least time of each kernel. They take turns, so that load in the background disturbs all of them.
 
-    With one thread it is processor time, which other processes disturb less.
+    With one thread it is processor time, which other processes disturb less. On a GPU, the time until it has ended.
     """
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    x_sk = torch.randn(rows, options[0][0].shape[1])
+    on_cpu = device.type == "cpu"
+    clock = time.thread_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
+    wait = (lambda: None) if on_cpu else partial(torch.cuda.synchronize, device)
+    x_sk = torch.randn(rows, options[0][0].shape[1], device=device)
     least = [math.inf] * len(options)
     total = 0.0
     cached: set[int] = set()  # matrices read since the eviction
@@ -145,8 +159,10 @@ def _least_seconds(options: Sequence[tuple[Matrix, str]], rows: int, evicted: Te
                 evicted.sum()
                 cached.clear()
             cached.add(id(matrix))
+            wait()
             start = clock()
             matrix.product(kernel, x_sk)
+            wait()
             seconds = clock() - start
             total += seconds
             if turn or seconds > _MAX_SECONDS:  # the first turn warms up

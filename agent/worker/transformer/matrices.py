@@ -13,13 +13,14 @@ import torch
 
 from agent.worker.transformer.kernels.base import Partition
 from agent.worker.transformer.kernels.int4 import Int4Matrix
+from agent.worker.transformer.kernels.int4_cuda import Int4CudaMatrix, has_int4_kernel
 from agent.worker.transformer.kernels.int8 import Int8Matrix
 from agent.worker.transformer.kernels.nbits import Int4NBitsMatrix, Int8NBitsMatrix, NBitsMatrix
 from agent.worker.transformer.kernels.onednn import PackedMatrix
 from agent.worker.transformer.kernels.plain import FloatMatrix
 from hearth.errors import UnsupportedWeights
 from hearth.plan.kernels import KernelChoice, nearest_choice
-from hearth.plan.model_spec import INT4_DEVICES, WeightFormat
+from hearth.plan.model_spec import WeightFormat
 
 # A matrix is loaded in parts by `load`, then multiplied by `matmul`; `quantisation_error` is the loss of its weight format.
 Matrix: TypeAlias = FloatMatrix | PackedMatrix | Int8Matrix | Int4Matrix | NBitsMatrix
@@ -39,7 +40,7 @@ def empty_matrix(
     the default. With int4, a matrix whose shape does not fit the int4 layout is stored as int8. Raises UnsupportedWeights if
     the device has no int4 kernel.
     """
-    if weights == "int4" and device.type not in INT4_DEVICES:
+    if weights == "int4" and device.type != "cpu" and not has_int4_kernel(device):
         raise UnsupportedWeights(device="this device", weights=weights, compute_device=device.type)
     shape = num_outputs, num_inputs
     choice = nearest_choice(choices, *shape)
@@ -71,7 +72,9 @@ def _layouts(
     """The layouts by name, the default first. Without asking onnxruntime, whose import takes memory."""
     shape = num_outputs, num_inputs
     layouts: dict[str, Callable[[], Matrix]] = {}
-    if weights == "int4" and Int4Matrix.supports(*shape):
+    if weights == "int4" and device.type != "cpu" and Int4CudaMatrix.supports(*shape):
+        layouts["torch"] = partial(Int4CudaMatrix, *shape, device)
+    elif weights == "int4" and device.type == "cpu" and Int4Matrix.supports(*shape):
         layouts["torch"] = partial(Int4Matrix, *shape, device)
         layouts["onnxruntime"] = partial(Int4NBitsMatrix, *shape, device)
     elif weights in ("int8", "int4"):

@@ -20,7 +20,7 @@ from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from hearth.errors import DeviceLost, NoDevices, UnsupportedWeights
 from hearth.plan.profile import ClusterProfile
-from hearth.wire.messages import BlocksOf, MeasureLink, Message, Profile
+from hearth.wire.messages import BlocksOf, Gpu, MeasureLink, Message, Profile
 from hearth.wire.rpc import Reply
 
 INT4 = LLAMA_1B.model_copy(update={"weights": "int4"})
@@ -127,12 +127,14 @@ def int4(fleet: TransformerFleet, folder: Path, lines: list[str]) -> ClusterProf
     return asyncio.run(block_cluster(profiler, list(fleet.devices.values()), block_workload(INT4, 64)))
 
 
-def with_gpu(names: str, gpus: str) -> TransformerFleet:
+def with_gpu(names: str, gpus: str, version: tuple[int, int] = (7, 2)) -> TransformerFleet:
+    """A fleet of which some compute on a GPU of this compute capability."""
     fleet = TransformerFleet(names)
     for name in gpus:
         telemetry = fleet.devices[name].telemetry
         assert telemetry is not None
-        telemetry = telemetry.model_copy(update={"compute_device": "cuda"})
+        gpu = Gpu(name="x", kind="cuda", memory_total_bytes=8, memory_free_bytes=4, compute_capability=version)
+        telemetry = telemetry.model_copy(update={"compute_device": "cuda", "gpu": gpu})
         fleet.devices[name] = replace(fleet.devices[name], telemetry=telemetry)
     return fleet
 
@@ -144,6 +146,12 @@ def test_gpu_without_int4_is_left_out_and_named(tmp_path: Path) -> None:
     (notice,) = [line for line in lines if "left out" in line]
     assert notice.startswith("g is left out: g cannot keep weights as int4")
     assert "`--weights int8`" in notice
+
+
+def test_gpu_with_int4_is_used(tmp_path: Path) -> None:
+    fleet, lines = with_gpu("ag", "g", version=(8, 7)), []
+    assert [device.name for device in int4(fleet, tmp_path, lines).devices] == ["a", "g"]
+    assert not any("left out" in line for line in lines)
 
 
 def test_no_device_with_int4_raises_unsupported_weights(tmp_path: Path) -> None:

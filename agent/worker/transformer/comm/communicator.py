@@ -101,6 +101,8 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._inline_wait: tuple[float, TileKey] | None = None  # of the compute thread when it receives: since when
         self._changed = threading.Condition()
         self._failure: HearthError | None = None
+        self._has_deferred = False  # whether sends may wait for GPU copies
+        self._values: Mapping[int, ValueFormatName] | None = None
         self._keep_copy: Callable[[int, int, Array], None] | None = None
         self._small_tiles = SmallTiles(token)  # of the compute thread, as the next one
         self._broadcasts: dict[tuple[int, tuple[int, ...]], Broadcast] = {}  # of the running step, by phase and shape
@@ -178,6 +180,9 @@ class Communicator(DataPlane[Callable[[], None]]):
 
     def set_values(self, values: Mapping[int, ValueFormatName] | None) -> None:
         """Set the value format of the running step's tiles for each peer; None: the plan's."""
+        if values != self._values:
+            self._wait_for_deferred()  # tiles of the step before, in its format
+        self._values = values
         for peer, codec in self._codecs.items():
             codec.set_values(values[peer] if values is not None else None)
         self._broadcasts = {}
@@ -297,9 +302,30 @@ class Communicator(DataPlane[Callable[[], None]]):
     def when_ready(self, ready: Callable[[], Array] | Array, then: Callable[[Array], None]) -> None:
         """Call `then(array)`: at once, or in the sending thread if `ready` waits for a GPU copy, so as not to delay compute."""
         if callable(ready):
+            self._has_deferred = True
             self._outgoing.put(lambda: then(ready()))
         else:
             then(ready)
+
+    def finish_sends(self) -> None:
+        """Wait until all tiles of this step are sent that come from a GPU. Raises StepFailed, or the abort's error.
+
+        So a step has ended when its rank has done its part: what it records is complete, and the time it took is right.
+        """
+        if not self._wait_for_deferred():
+            reason = f"its GPU did not compute the tiles that it sends within {self._timeout_seconds:.1f} s"
+            raise self._failure or StepFailed(device=f"rank {self.rank}", reason=reason)
+
+    def _wait_for_deferred(self) -> bool:
+        """Wait for the sending thread to have sent all that it has to. False if the step fails meanwhile, or takes too long."""
+        if self._has_deferred:
+            sent, deadline = threading.Event(), time.monotonic() + self._timeout_seconds
+            self._outgoing.put(sent.set)
+            while not sent.wait(_RECEIVE_SLICE_SECONDS):
+                if self._failure is not None or self._closing or time.monotonic() > deadline:
+                    return False
+            self._has_deferred = False
+        return True
 
     def set_inline_receiving(self, on: bool) -> None:
         """Set whether the compute thread receives by itself while it waits.

@@ -1,6 +1,6 @@
 """Copies of tensors between the compute device and host arrays for the wire, with one interface for CPU and CUDA.
 
-On CUDA, tiles are copied through pinned host memory on a separate stream, so that copies overlap with GEMMs.
+On CUDA, tiles are copied through pinned host memory on separate streams, so that copies overlap with GEMMs.
 """
 
 from __future__ import annotations
@@ -37,22 +37,27 @@ class CpuStaging:
 
 
 class CudaStaging:
-    """Tensors on a GPU. torch's caching host allocator reuses a pinned buffer only after its copies have ended."""
+    """Tensors on a GPU. torch's caching host allocator reuses a pinned buffer only after its copies have ended.
+
+    Copies from the device and copies to it have a stream each, so that neither waits for the other. A received tile is first
+    copied to memory of that stream, which no computation uses: the copy waits for none that is queued.
+    """
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
-        self._copies = torch.cuda.Stream(self.device)
+        self._to_host = torch.cuda.Stream(self.device)
+        self._to_device = torch.cuda.Stream(self.device)
 
     def to_wire(self, tensor: Tensor) -> Callable[[], WireTile]:
         """Start the copy; return a function that waits for it and returns the array. The tensor must not change afterwards."""
         tensor = tensor.contiguous()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._copies.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._copies):
+        self._to_host.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._to_host):
             host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._copies)
+            tensor.record_stream(self._to_host)
             copied = torch.cuda.Event()
-            copied.record(self._copies)
+            copied.record(self._to_host)
 
         def wait() -> WireTile:
             copied.synchronize()
@@ -62,19 +67,22 @@ class CudaStaging:
         return wait
 
     def from_wire(self, tile: WireTile, into: Tensor) -> None:
-        host = torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
-        np.copyto(host.numpy(), tile)
-        compute = torch.cuda.current_stream(self.device)
-        self._copies.wait_stream(compute)  # `into` may still be in use, or not yet allocated, on the compute stream
-        with torch.cuda.stream(self._copies):
-            into.copy_(host, non_blocking=True)
-            into.record_stream(self._copies)
-        compute.wait_stream(self._copies)
+        into.copy_(self._received(tile, into))
 
     def add_from_wire(self, tile: WireTile, into: Tensor) -> None:
-        received = torch.empty_like(into)
-        self.from_wire(tile, received)
-        into.add_(received)
+        into.add_(self._received(tile, into))
+
+    def _received(self, tile: WireTile, into: Tensor) -> Tensor:
+        """The tile on the device, for work that is queued on the current stream from now on."""
+        host = torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
+        np.copyto(host.numpy(), tile)
+        with torch.cuda.stream(self._to_device):
+            received = torch.empty(into.shape, dtype=into.dtype, device=self.device)
+            received.copy_(host, non_blocking=True)
+        compute = torch.cuda.current_stream(self.device)
+        compute.wait_stream(self._to_device)
+        received.record_stream(compute)
+        return received
 
 
 Staging: TypeAlias = CpuStaging | CudaStaging

@@ -157,8 +157,8 @@ class CacheExchange:
         numbered = list(enumerate(transfers))
         for number, (transfer, num_rows, kept, _) in numbered:
             if transfer.source == self._rank != transfer.target:
-                for key, rows in self._pieces(number, transfer, num_rows):
-                    self._send(transfer.target, key, kept.rows(transfer.block, rows))
+                for key, rows in self._pieces(number, transfer, num_rows):  # in host memory, so without staging
+                    self._communicator.send(transfer.target, key, kept.rows(transfer.block, rows).numpy())
         for number, (transfer, num_rows, kept, cache) in numbered:
             if transfer.target == self._rank:
                 self._fill(number, transfer, num_rows, kept, cache)

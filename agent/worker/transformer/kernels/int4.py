@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ class Int4Matrix(QuantisedMatrix):
     """
 
     layout = "torch"
-    kernels = ("torch", "expand-bfloat16", "expand-float32") if can_expand() else ("torch",)
+    kernels: ClassVar[tuple[str, ...]] = ("torch", "expand-bfloat16", "expand-float32") if can_expand() else ("torch",)
 
     def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
         super().__init__(num_outputs, num_inputs, device)
@@ -50,15 +52,19 @@ class Int4Matrix(QuantisedMatrix):
     def _quantise(self, weight_nk: Tensor) -> Tensor:
         steps, scales, zero_points = quantise_int4(weight_nk)
         zeros = (8 - zero_points) * scales  # exact in bfloat16; torch adds it to (step - 8) * scale
-        order = packed_order(self.shape[0])
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps[order].flatten(1).to(torch.int32), 1)
-        self._packed.copy_(packed.view(self._packed.shape))
-        self._scales_and_zeros.copy_(torch.stack([scales, zeros], dim=2)[order].transpose(0, 1))
+        self._pack(steps.flatten(1), torch.stack([scales, zeros], dim=2).transpose(0, 1))
         return dequantise_int4(steps, scales, zero_points)
 
     def fill(self) -> None:
-        self._packed.fill_(0x88)  # steps of 8, in any order, to which the zeros are added
+        self._packed.view(torch.uint8).fill_(0x88)  # steps of 8, in any order, to which the zeros are added
         self._scales_and_zeros.fill_(FILLED_WITH)
+
+    def _pack(self, steps_nk: Tensor, scales_and_zeros: Tensor) -> None:
+        """Store the steps, and the scales and zeros [k / 32, n, 2]."""
+        order = packed_order(self.shape[0])
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps_nk[order].to(torch.int32), 1)
+        self._packed.copy_(packed.view(self._packed.shape))
+        self._scales_and_zeros.copy_(scales_and_zeros[:, order])
 
     def rows(self, part: slice) -> Int4Matrix:
         return self._require_whole(part, self.shape[0])

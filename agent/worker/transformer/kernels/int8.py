@@ -10,7 +10,10 @@ from agent.worker.transformer.kernels.processor import multiplies_bfloat16
 
 _NATIVE_MAX_ROWS = 8  # rows by default; with more, a GEMM on converted weights is faster
 _NATIVE_INPUT_GROUP = 32  # inputs; torch 2.13's int8 kernel on x86 reads them in groups of this size
-_TILE_BYTES = 2 << 20  # of converted weights: a tile stays in a cache between its conversion and its GEMM
+# Of converted weights. On a CPU, a tile stays in a cache between its conversion and its GEMM; on a GPU, it is large enough
+# for a GEMM that uses all of it.
+_TILE_BYTES, _GPU_TILE_BYTES = 2 << 20, 64 << 20
+_GPU_TILE_OUTPUTS = 128  # a tile is a multiple of them, for which GEMMs are fast
 _MIN_SCALE = 1e-30  # minimum of a scale, so that a zero row does not divide by zero
 
 
@@ -64,12 +67,12 @@ class Int8Matrix(QuantisedMatrix):
         return add_bias(y, bias_n, out)
 
     def _multiply_expanded(self, x_sk: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert the weights and multiply, on a CPU tile by tile, in memory that all tiles use."""
+        """Convert the weights and multiply, tile by tile, in memory that all tiles use."""
         values, x = self._values, x_sk.to(dtype)
         num_outputs, num_inputs = values.shape
-        size = max(num_outputs, 1)
-        if values.device.type == "cpu":
-            size = min(max(_TILE_BYTES // (max(num_inputs, 1) * dtype.itemsize), 1), size)
+        tile_bytes, multiple = (_TILE_BYTES, 1) if values.device.type == "cpu" else (_GPU_TILE_BYTES, _GPU_TILE_OUTPUTS)
+        size = tile_bytes // (max(num_inputs, 1) * dtype.itemsize) // multiple * multiple
+        size = min(max(size, multiple), max(num_outputs, 1))
         y_sn = x_sk.new_empty(x_sk.shape[0], num_outputs)
         floats_nk = values.new_empty(size, num_inputs, dtype=dtype)
         product = x.new_empty(0 if dtype == y_sn.dtype else x.shape[0] * size)

@@ -10,13 +10,19 @@ from agent.worker.transformer.kernels.base import FILLED_WITH, KernelMatrix, Qua
 
 # Largest activation for which sums of float16 products stay far below float16's limit of 65504.
 _FLOAT16_MAX_ACTIVATION = 1000.0
+# Norm of a row of activations that a GPU multiplies in float16. By Cauchy and Schwarz, no product then exceeds float16's limit
+# unless the weights of an output have a norm above 1023: 8 on average for each of 16384 inputs.
+_FLOAT16_NORM = 64.0
+_MIN_NORM = 1e-30  # so that a row of zeros is not divided by zero
 
 
 class FloatMatrix(KernelMatrix):
     """A matrix in float32, bfloat16 or float16.
 
-    For bfloat16, activations are rounded to bfloat16, as `transformers` does. float16 has too small a range for that: it is
-    multiplied in float16 only with single rows, for which that is faster, and otherwise converted.
+    For bfloat16, activations are rounded to bfloat16, as `transformers` does. float16 has too small a range for that. A CPU
+    multiplies in float16 only single rows, for which that is faster, and otherwise converts the weights. A GPU scales each row
+    to a norm at which no product leaves the range, and multiplies in float16: the error is that of rounding the activations and
+    the products to 11 bits, and no row depends on another.
     """
 
     layout = "plain"
@@ -54,6 +60,8 @@ class FloatMatrix(KernelMatrix):
 
     def product(self, kernel: str, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         weight = self.weight
+        if weight.dtype == torch.float16 and weight.device.type != "cpu":
+            return add_bias(_multiply_scaled(x_sk, weight), bias_n, out)
         if weight.dtype == torch.float16 and not (x_sk.shape[0] == 1 and x_sk.abs().max() < _FLOAT16_MAX_ACTIVATION):
             weight = weight.to(x_sk.dtype)
         if weight.dtype != x_sk.dtype:
@@ -63,3 +71,9 @@ class FloatMatrix(KernelMatrix):
         if bias_n is None:
             return torch.mm(x_sk, weight.t(), out=out)
         return torch.addmm(bias_n, x_sk, weight.t(), out=out)
+
+
+def _multiply_scaled(x_sk: Tensor, weight_nk: Tensor) -> Tensor:
+    """Return x W^T [s,n] in the activations' type, multiplied in the weights' with rows of the norm `_FLOAT16_NORM`."""
+    scales_s1 = torch.linalg.vector_norm(x_sk, dim=1, keepdim=True).clamp_(min=_MIN_NORM).div_(_FLOAT16_NORM)
+    return F.linear((x_sk / scales_s1).to(weight_nk.dtype), weight_nk).to(x_sk.dtype).mul_(scales_s1)

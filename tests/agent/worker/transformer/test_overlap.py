@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.memory_transport import MemoryHub
 from support.models import save_random_model, small_bert
 from support.plans import make_plan
 from support.waiting import WAIT_LIMIT_SECONDS, wait_for
@@ -19,15 +20,19 @@ from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import DeadlineExceeded, HearthError, StepFailed
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
 from hearth.trace import overlap_seconds, transfers
+from hearth.wire.codec import Codec
 from hearth.wire.messages import Run
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from support.engines import EngineCluster
 
+from agent.worker.tracing import Recorder
 from agent.worker.transformer import blocks
+from agent.worker.transformer.comm.communicator import Communicator
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +195,6 @@ def test_abort_ends_a_wait_immediately(wide_bert: Path) -> None:
 def test_tiles_of_other_epochs_or_steps_are_dropped_and_counted(wide_bert: Path) -> None:
     from support.engines import TOKEN
 
-    from hearth.plan.parts import WireFormat
-    from hearth.wire.codec import Codec
     from hearth.wire.framing import TileKey, encode_tile
 
     plan = make_plan(read_spec(wide_bert), "hmp", (1, 1), epoch=5)
@@ -206,3 +209,36 @@ def test_tiles_of_other_epochs_or_steps_are_dropped_and_counted(wide_bert: Path)
         rows, answers = cluster.run([[3] * 8])
         assert rows.shape == (8, 768)
         assert answers[1].dropped_messages == 4
+
+
+def test_tile_that_waits_for_a_gpu_is_sent_in_the_format_of_its_step() -> None:
+    """The next step may have another format, and begins before the copy from the GPU has ended."""
+    from support.engines import TOKEN
+
+    hub, tile = MemoryHub(2, None), np.ones((4, 8), np.float32)
+    copied = threading.Event()
+
+    def ready() -> np.ndarray[Any, Any]:
+        assert copied.wait(WAIT_LIMIT_SECONDS)
+        return tile
+
+    communicators = [
+        Communicator(hub.transport(rank), 1, TOKEN, {1 - rank: Codec(WireFormat(lz4="off"), 1e9, lambda: 0.0)})
+        for rank in range(2)
+    ]
+    sender, receiver = communicators
+    try:
+        for each in communicators:
+            each.start()
+            each.begin_step(1, WAIT_LIMIT_SECONDS, Recorder(False), {1 - each.rank: "fp16"})
+        key = sender.key(0, Phase.STAGE_ROWS, 1, 0)
+        sender.when_ready(ready, lambda array: sender.send(1, key, array))
+        threading.Timer(0.05, copied.set).start()
+        sender.begin_step(2, WAIT_LIMIT_SECONDS, Recorder(False), {1: "exact"})
+        (received,) = receiver.receive([key])
+        assert np.array_equal(received, tile)
+        assert sender.wire_stats().sent_bytes == tile.nbytes // 2
+    finally:
+        for each in communicators:
+            each.close()
+        hub.close()

@@ -104,11 +104,11 @@ def test_weights_are_evicted_before_each_product_that_would_find_them_in_the_cac
     one, other = Matrix("one"), Matrix("other")
     options: Any = [(one, "a"), (one, "b"), (other, "c")]
     evicted: Any = Evicted()
-    kernel_times._least_seconds(options, 1, evicted)
+    kernel_times._least_seconds(options, 1, evicted, torch.device("cpu"))
     assert events[:6] == ["evict", "one", "evict", "one", "other", "evict"]
     assert not any(name == after for name, after in zip(events, events[1:], strict=False))
     events.clear()
-    kernel_times._least_seconds(options, 64, evicted)
+    kernel_times._least_seconds(options, 64, evicted, torch.device("cpu"))
     assert "evict" not in events
 
 
@@ -127,7 +127,9 @@ def test_deterministic_kernels_do_not_depend_on_the_number_of_rows(
 ) -> None:
     import torch
 
-    monkeypatch.setattr(kernel_times, "_row_dependence", lambda matrix, kernel, rows: dependence.get(kernel, 1.0))
+    monkeypatch.setattr(
+        kernel_times, "_row_dependence", lambda matrix, kernel, rows, device: dependence.get(kernel, 1.0)
+    )
     spec = SMALL.model_copy(update={"weights": "int8"})
     times = measure_kernels(spec, 4, torch.device("cpu"), deterministic=True)
     assert {time.kernel for time in times} == left
@@ -143,8 +145,8 @@ def test_row_dependence_is_the_difference_of_rows_alone_and_among_others() -> No
             return x_sk * (1 + 1e-3 * (len(x_sk) == 1)) if kernel == "dependent" else x_sk
 
     matrix: Any = Matrix()
-    assert kernel_times._row_dependence(matrix, "dependent", 8) == pytest.approx(1e-3, rel=1e-2)
-    assert kernel_times._row_dependence(matrix, "same", 8) == 0
+    assert kernel_times._row_dependence(matrix, "dependent", 8, torch.device("cpu")) == pytest.approx(1e-3, rel=1e-2)
+    assert kernel_times._row_dependence(matrix, "same", 8, torch.device("cpu")) == 0
 
 
 def test_filled_layer_has_shapes_of_grouped_queries_and_gate() -> None:

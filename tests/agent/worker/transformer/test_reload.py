@@ -20,12 +20,22 @@ from hearth.errors import ChunkCorrupt, StepFailed
 from hearth.plan.chunks import LAYER_CHUNK_KINDS
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.framing import pack_array, unpack_array
-from hearth.wire.messages import ChunkRef, GenerateTokens, GenerationEnded, Run, Sampling, ShardParts, TokensGenerated
+from hearth.wire.messages import (
+    ChunkRef,
+    ComputeDevice,
+    GenerateTokens,
+    GenerationEnded,
+    Run,
+    Sampling,
+    ShardParts,
+    TokensGenerated,
+)
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, store_chunks  # noqa: E402 (needs torch)
+from support.cuda_double import gpu  # noqa: E402 (needs torch)
+from support.engines import EngineCluster, store_chunks  # noqa: E402
 from support.runtimes import Answer, RuntimeHome, RuntimeProcess  # noqa: E402
 
 from agent.worker.transformer.shard import HeldWeights, load_shard  # noqa: E402
@@ -37,10 +47,11 @@ PROMPT = [5, 9, 3, 40, 41, 7, 8, 2, 11]
 class Deployed:
     """A model whose chunks are in a store, and processes that run plans of it."""
 
-    def __init__(self, model_dir: Path, folder: Path) -> None:
+    def __init__(self, model_dir: Path, folder: Path, compute_device: ComputeDevice = "cpu") -> None:
         self.model_dir = model_dir
+        self.compute_device: ComputeDevice = compute_device
         self.store = ShardStore(folder / "store", 1 << 40, "all devices")
-        self.home = RuntimeHome(self.store.path)
+        self.home = RuntimeHome(self.store.path, compute_device)
         self.chunks: dict[ChunkRef, Path] = {}
         self.parts: list[ShardParts] = []
 
@@ -80,7 +91,8 @@ def read_to_the_end(answer: Callable[[], Answer]) -> list[int]:
 
 
 def fresh(deployed: Deployed, plan: TransformerPlan, ids: Sequence[int]) -> np.ndarray[Any, Any]:
-    with EngineCluster(deployed.model_dir, plan, chunks=deployed.chunks) as cluster:
+    device = deployed.compute_device
+    with EngineCluster(deployed.model_dir, plan, chunks=deployed.chunks, compute_device=device) as cluster:
         return cluster.run([ids])[0]
 
 
@@ -107,6 +119,21 @@ def test_results_after_every_change_of_plan_are_those_of_a_fresh_load(bert: Depl
             if (old := before.get(name)) is not None:
                 assert (bound.port, bound.public_key) == (old.port, old.public_key)
         np.testing.assert_array_equal(bert.embed(PROMPT), fresh(bert, plan, PROMPT))
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_results_on_cuda_after_changes_of_plan_are_close_to_those_of_a_fresh_load(weights: str, tmp_path: Path) -> None:
+    """Not bit for bit: kept weights may be views with other strides, for which cuBLAS may choose other kernels."""
+    model_dir = save_random_model(tmp_path / "model", small_bert(num_hidden_layers=3))
+    spec = read_spec(model_dir).model_copy(update={"weights": weights})
+    with gpu():
+        deployed = Deployed(model_dir, tmp_path, "cuda")
+        for epoch, split in enumerate(((1, 1, 1), (1, 1), (1, 2)), start=1):
+            plan = make_plan(spec, "hmp", split, epoch=epoch)
+            deployed.deploy(plan, NAMES[-len(split) :])
+            tolerance = 1e-5 if weights == "float32" else 5e-3
+            np.testing.assert_allclose(deployed.embed(PROMPT), fresh(deployed, plan, PROMPT), atol=tolerance)
+        deployed.home.close()
 
 
 def test_kept_weights_are_not_read_again(bert: Deployed) -> None:

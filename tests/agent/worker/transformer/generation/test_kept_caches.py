@@ -18,12 +18,21 @@ from hearth.plan.model_spec import KvFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits, Strategy
 from hearth.wire.framing import pack_array
-from hearth.wire.messages import Cancel, GenerateTokens, GenerationEnded, Sampling, ShardParts, TokensGenerated
+from hearth.wire.messages import (
+    Cancel,
+    ComputeDevice,
+    GenerateTokens,
+    GenerationEnded,
+    Sampling,
+    ShardParts,
+    TokensGenerated,
+)
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import store_chunks  # noqa: E402 (needs torch)
+from support.cuda_double import gpu  # noqa: E402 (needs torch)
+from support.engines import store_chunks  # noqa: E402
 from support.runtimes import RuntimeHome  # noqa: E402
 
 NAMES = ("kitchen", "attic", "cellar", "garage")
@@ -48,10 +57,10 @@ class Stored:
 class Home:
     """Worker runtimes that deploy plan after plan of one decoder and generate on them."""
 
-    def __init__(self, model: Stored) -> None:
+    def __init__(self, model: Stored, compute_device: ComputeDevice = "cpu") -> None:
         self.spec = model.spec
         self._chunks = model.chunks
-        self.home = RuntimeHome(model.path)
+        self.home = RuntimeHome(model.path, compute_device)
         self.epoch = 0
 
     def plan(self, strategy: Strategy, split: Sequence[float], **limits: object) -> TransformerPlan:
@@ -161,6 +170,18 @@ def test_stream_continues_with_its_kv_cache_after_a_loss(
     assert tokens + rest == whole
     # The copy lags behind by less than one piece, and by what is computed while the plan ends.
     assert len(PROMPT) + BREAK - 20 <= num_kept < len(PROMPT) + BREAK
+
+
+@pytest.mark.parametrize(("before", "split", "lost", "after", "next_split"), [CHANGES[1], CHANGES[8]], ids=str)
+def test_stream_continues_on_cuda(
+    model: Stored, before: Strategy, split: tuple[float, ...], lost: int | None, after: Strategy,
+    next_split: tuple[float, ...],
+) -> None:  # fmt: skip
+    """What ranks keep is in host memory, and goes from there to other ranks' devices."""
+    with gpu():
+        home = Home(model, "cuda")
+        test_stream_continues_with_its_kv_cache_after_a_loss(home, before, split, lost, after, next_split, GREEDY)
+        home.home.close()
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
