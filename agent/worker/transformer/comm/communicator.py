@@ -161,6 +161,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         `values` is the value format of this step's tiles for each peer; None: the plan's. `clear_failure`: clear an earlier
         abort; if false, it stays in effect. Steps from `oldest_step` on are still in flight (None: only this one).
         """
+        self._wait_for_deferred()  # partial sums of the step before still need tiles that are dropped here
         self.set_values(values)
         self._step_began = time.monotonic()
         self.waited_seconds = 0.0

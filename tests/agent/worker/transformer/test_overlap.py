@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -211,34 +212,56 @@ def test_tiles_of_other_epochs_or_steps_are_dropped_and_counted(wide_bert: Path)
         assert answers[1].dropped_messages == 4
 
 
-def test_tile_that_waits_for_a_gpu_is_sent_in_the_format_of_its_step() -> None:
-    """The next step may have another format, and begins before the copy from the GPU has ended."""
+@pytest.fixture
+def pair() -> Iterator[list[Communicator]]:
+    """Two ranks in their first step, whose tiles are sent as fp16."""
     from support.engines import TOKEN
 
-    hub, tile = MemoryHub(2, None), np.ones((4, 8), np.float32)
+    hub = MemoryHub(2, None)
+    communicators = [
+        Communicator(hub.transport(rank), 1, TOKEN, {1 - rank: Codec(WireFormat(lz4="off"), 1e9, lambda: 0.0)})
+        for rank in range(2)
+    ]
+    for each in communicators:
+        each.start()
+        each.begin_step(1, WAIT_LIMIT_SECONDS, Recorder(False), {1 - each.rank: "fp16"})
+    yield communicators
+    for each in communicators:
+        each.close()
+    hub.close()
+
+
+def copied_soon(tile: np.ndarray[Any, Any]) -> Callable[[], np.ndarray[Any, Any]]:
+    """The end of a copy from a GPU, some time from now."""
     copied = threading.Event()
+    threading.Timer(0.05, copied.set).start()
 
     def ready() -> np.ndarray[Any, Any]:
         assert copied.wait(WAIT_LIMIT_SECONDS)
         return tile
 
-    communicators = [
-        Communicator(hub.transport(rank), 1, TOKEN, {1 - rank: Codec(WireFormat(lz4="off"), 1e9, lambda: 0.0)})
-        for rank in range(2)
-    ]
-    sender, receiver = communicators
-    try:
-        for each in communicators:
-            each.start()
-            each.begin_step(1, WAIT_LIMIT_SECONDS, Recorder(False), {1 - each.rank: "fp16"})
-        key = sender.key(0, Phase.STAGE_ROWS, 1, 0)
-        sender.when_ready(ready, lambda array: sender.send(1, key, array))
-        threading.Timer(0.05, copied.set).start()
-        sender.begin_step(2, WAIT_LIMIT_SECONDS, Recorder(False), {1: "exact"})
-        (received,) = receiver.receive([key])
-        assert np.array_equal(received, tile)
-        assert sender.wire_stats().sent_bytes == tile.nbytes // 2
-    finally:
-        for each in communicators:
-            each.close()
-        hub.close()
+    return ready
+
+
+def test_tile_that_waits_for_a_gpu_is_sent_in_the_format_of_its_step(pair: list[Communicator]) -> None:
+    """The next step may have another format, and begins before the copy from the GPU has ended."""
+    (sender, receiver), tile = pair, np.ones((4, 8), np.float32)
+    key = sender.key(0, Phase.STAGE_ROWS, 1, 0)
+    sender.when_ready(copied_soon(tile), lambda array: sender.send(1, key, array))
+    sender.begin_step(2, WAIT_LIMIT_SECONDS, Recorder(False), {1: "exact"})
+    (received,) = receiver.receive([key])
+    assert np.array_equal(received, tile)
+    assert sender.wire_stats().sent_bytes == tile.nbytes // 2
+
+
+def test_partial_sum_that_waits_for_a_gpu_is_added_after_the_next_step_has_begun(pair: list[Communicator]) -> None:
+    """The step dropped the sum of the rank before, so that the next rank waited for ever."""
+    (adder, other), tile = pair, np.ones((4, 8), np.float32)
+    key = adder.key(0, Phase.REDUCE_MLP, 1, 1)
+    other.send(0, key, tile)
+    wait_for("the sum of the rank before", lambda: adder.has_arrived([key]))
+    adder.when_ready(copied_soon(tile), lambda array: adder.reduce(key, array))
+    adder.begin_step(2, WAIT_LIMIT_SECONDS, Recorder(False), {1: "fp16"})
+    other.extend_timeout(5.0 - WAIT_LIMIT_SECONDS)
+    (total,) = other.receive([key._replace(source=0)])
+    assert np.array_equal(total, 2 * np.ones((4, 8)))
