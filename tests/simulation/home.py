@@ -471,7 +471,7 @@ class _Telemetry:
     def free_memory_bytes(self) -> int:
         return 8 << 30
 
-    def read(self, now: float) -> wire.Telemetry:
+    def read(self, now: float, idle: bool = False) -> wire.Telemetry:
         process = CURRENT_PROCESS.get()
         assert process is not None
         return _telemetry(process.host.name, process.host.disk.free_bytes())
