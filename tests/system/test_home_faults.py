@@ -19,7 +19,7 @@ from support.waiting import wait_for
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from hearth.client.sync import Home, connect
-from hearth.errors import NotServing
+from hearth.errors import ModelDoesNotFit
 
 pytestmark = pytest.mark.processes
 
@@ -120,7 +120,7 @@ def test_missing_bytes_are_reported_if_the_model_does_not_fit(
                 lambda: "bytes are missing" in home.readiness().state and home.readiness(),
             )
             assert not state.ready
-            with pytest.raises(NotServing, match="bytes are missing"):
+            with pytest.raises(ModelDoesNotFit, match="bytes are missing"):
                 home.hidden_states(TOKENS, timeout_seconds=1.0)
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Lin
 
 @pytest.fixture(autouse=True)
 def without_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Child processes find empty modules in place of those that import torch and onnxruntime."""
+    """Child processes find empty modules in place of torch, and of those that import torch and onnxruntime."""
     hook = tmp_path / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(
@@ -37,6 +37,8 @@ def without_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "for kind in ('transformer', 'graph'):\n"
         "    name = f'agent.worker.{kind}.runtime'\n"
         "    sys.modules[name] = types.ModuleType(name)\n"
+        "torch = sys.modules['torch'] = types.ModuleType('torch')\n"
+        "torch.set_num_threads = lambda count: None\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{hook}{os.pathsep}{os.pathsep.join(filter(None, sys.path))}")
 
