@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "fuzz": ("fuzz", "Fuzz"),
     "idle-cost": ("idle_cost", "IdleCost"),
     "kv-loss": ("kv_loss", "KvLoss"),
+    "several-models": ("several_models", "SeveralModels"),
     "start-up": ("start_up", "StartUp"),
     "kernels": ("kernel_speed", "KernelSpeed"),
     "http-overhead": ("http.overhead", "HttpOverhead"),

@@ -26,7 +26,7 @@ _TOLERANCE = 1e-5
 _LOOK_SECONDS = 2.0  # timeout of a question for the state; longer than a busy coordinator takes
 _CONNECT_SECONDS = 10.0  # for another client to get in: the client library's default
 _FAILURE_PAUSE_SECONDS = 0.1  # after an error, so that a client does not flood a home that refuses at once
-_POOL_SIZE = 8  # different requests
+POOL_SIZE = 8  # different requests
 
 Seen = Callable[[], None]  # reports a token
 
@@ -99,6 +99,13 @@ class Streaming(Work):
         return f"{count} of {len(reference)} tokens differ" if count else ""
 
 
+def work_of(load: str, vocab_size: int = 0, max_tokens: int = 0, prompt_tokens: int = 12) -> Work:
+    """`load`: embed, infer or generate, with the model's vocabulary and the tokens per answer and, about, per prompt."""
+    if load == "generate":
+        return Streaming(vocab_size, max_tokens, prompt_tokens)
+    return Embedding() if load == "embed" else Inference()
+
+
 def _far(answer: Any, reference: Any) -> str:
     """How far an array is from its reference, if that is too far."""
     if answer.shape != reference.shape:
@@ -118,18 +125,12 @@ class LoadClients(HomeClients):
         self._clients: list[asyncio.Task[None]] = []
         self._observer: AsyncHome | None = None
 
-    async def prepare(self, load: str, vocab_size: int = 0, max_tokens: int = 0, prompt_tokens: int = 12) -> None:
-        """Ask for the references.
-
-        `load`: embed, infer or generate, with the model's vocabulary and the tokens per answer and, about, per prompt.
-        """
-        if load == "generate":
-            self._work = Streaming(vocab_size, max_tokens, prompt_tokens)
-        else:
-            self._work = Embedding() if load == "embed" else Inference()
+    async def prepare(self, load: str, **fields: Any) -> None:
+        """Ask for the references. `load`, `fields`: arguments of `work_of`."""
+        self._work = work_of(load, **fields)
         async with await self.connected() as home:
             await self._work.prepare(home)
-            self._references = [await self._work.answer(home, item, lambda: None) for item in range(_POOL_SIZE)]
+            self._references = [await self._work.answer(home, item, lambda: None) for item in range(POOL_SIZE)]
 
     async def use(self, addresses: str) -> None:
         """Connect to these coordinators from now on: hosts separated by commas."""
@@ -194,7 +195,7 @@ class LoadClients(HomeClients):
 
         async with home:
             while True:
-                item = (item + 1) % _POOL_SIZE
+                item = (item + 1) % POOL_SIZE
                 try:
                     answer = await self._work.answer(home, item, lambda: note("token"))
                 except HearthError as error:

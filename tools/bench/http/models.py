@@ -28,11 +28,11 @@ def chat_directory(config: Mapping[str, Any], directory: Path) -> Path:
     """A model of this shape without an end token: its answers are as long as they may be."""
     shape = {**config, "bos_token_id": None, "eos_token_id": None}
     save_random_model(directory, shape)
-    _save_tokenizer(directory, int(config["vocab_size"]))
+    save_tokenizer(directory, int(config["vocab_size"]))
     return directory
 
 
-def _save_tokenizer(directory: Path, vocab_size: int) -> None:
+def save_tokenizer(directory: Path, vocab_size: int) -> None:
     """Byte-level BPE that was trained on this project's documents."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
