@@ -62,7 +62,7 @@ class SeveralModels(Experiment):
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(LoadRow | PlanRow | DeviceRow)
 
     devices: int = Field(3, ge=2, le=4)
-    limit: Annotated[NumBytes, Field(ge=64 << 20)] = 1000 << 20  # of each device's memory, enforced by the kernel
+    limit: Annotated[NumBytes, Field(ge=64 << 20)] = 900 << 20  # of each device's memory, enforced by the kernel
     agent: NumBytes = 96 << 20  # of the limit, for the agent and the process from which workers are forked
     clients: int = Field(2, ge=1)  # of each model, at once
     new_tokens: int = Field(16, ge=1)  # of an answer
