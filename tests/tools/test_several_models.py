@@ -20,7 +20,8 @@ def load(step: str, *names: str, per_second: float = 4.0, **fields: Any) -> Load
 def rows(together_per_second: float = 2.0) -> list[Any]:
     rounds = [load("alone", name) for name in NAMES] + [load("together", *NAMES, per_second=together_per_second)]
     plans = [
-        PlanRow(model=name, planned_bytes=400 << 20, devices=("m0", "m1"), devices_after=("m1",)) for name in NAMES
+        PlanRow(model=name, planned_bytes=400 << 20, held_bytes=200 << 20, devices=("m0", "m1"), devices_after=("m1",))
+        for name in NAMES
     ]
     devices = [
         DeviceRow(device=f"m{rank}", limit_bytes=1000 << 20, peak_bytes=900 << 20, killed=0) for rank in range(3)
@@ -42,7 +43,7 @@ def test_home_that_meets_all_targets() -> None:
     measured = {line[0]: line[2] for line in findings.rows}
     assert measured["chat: throughput under load of all, over that alone"].startswith("50.0% (")
     assert measured["m0: the most that it held, of its limit"] == "90.0% (900 MiB of 0.98 GiB)"
-    assert plans.rows[0] == ("chat", "400 MiB", "m0, m1", "m1")
+    assert plans.rows[0] == ("chat", "400 MiB", "200 MiB", "m0, m1", "m1")
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class SeveralModels(Experiment):
     clients: int = Field(2, ge=1)  # of each model, at once
     new_tokens: int = Field(16, ge=1)  # of an answer
     rounds: int = Field(5, ge=1)
-    seconds: float = Field(3.0, gt=0)  # of each part of a round
+    seconds: float = Field(5.0, gt=0)  # of each part of a round
     stopped: Literal["chat", "sentences", "images"] = "images"  # and served again
     mbit: float = Field(1000.0, ge=1)  # real rate of every link
 
@@ -83,7 +83,7 @@ class SeveralModels(Experiment):
             MemoryWatch({name: testbed.cgroups[name].held_bytes for name in agent_names(testbed)}) as watch,
         ):
             home = _Home(testbed, clients, self, paths, context.report)
-            planned = home.serve_each_alone()
+            alone = home.serve_each_alone()
             for served in home.served.values():
                 home.serve(served)
             devices = home.devices()
@@ -95,8 +95,10 @@ class SeveralModels(Experiment):
             yield home.kill_device()
             after = home.devices()
             home.end()
-            for name, num_bytes in planned.items():
-                yield PlanRow(model=name, planned_bytes=num_bytes, devices=devices[name], devices_after=after[name])
+            for name, (planned, held) in alone.items():
+                yield PlanRow(
+                    model=name, planned_bytes=planned, held_bytes=held, devices=devices[name], devices_after=after[name]
+                )  # fmt: skip
             for name, peak in watch.peak.items():
                 killed = testbed.cgroups[name].times_out_of_memory()
                 yield DeviceRow(device=name, limit_bytes=self.limit, peak_bytes=peak, killed=killed)
@@ -132,12 +134,15 @@ class _Home:
         self._load_names = {each.load: each.name for each in self.served.values()}
         self._hub = testbed.address(testbed.scenario.coordinator_device)
 
-    def serve_each_alone(self) -> dict[str, int]:
-        """Serve each model as the only one, on one device, and ask for the references. Returns its memory by its plan."""
-        planned: dict[str, int] = {}
+    def serve_each_alone(self) -> dict[str, tuple[int, int]]:
+        """Serve each model as the only one, on one device, and ask for the references.
+
+        Returns its bytes of memory: by its plan, and what its device held more than an idle one.
+        """
+        found: dict[str, tuple[int, int]] = {}
         for served in self.served.values():
             local = ("--strategy", "local")
-            if not planned:
+            if not found:
                 self._report(f"{served.name} alone: starting")
                 options = (*self._options(served), *local, "--min-devices", str(self._settings.devices))
                 self._coordinator = self._testbed.start_coordinator(*options)
@@ -146,9 +151,10 @@ class _Home:
                 self.serve(served, *local)
             self._report(f"{served.name} alone: asking")
             self._clients.call("remember", _ANSWERS_SECONDS, load=served.load, **served.fields)
-            planned[served.name] = self._models()[served.name]["memory_bytes"]
+            held = [self._testbed.cgroups[name].held_bytes() for name in agent_names(self._testbed)]
+            found[served.name] = self._models()[served.name]["memory_bytes"], max(held) - min(held)
             self.stop(served.name)
-        return planned
+        return found
 
     def serve(self, served: _Served, *options: str) -> None:
         """Have the coordinator serve one more model, until it is ready. Raises InternalError."""
@@ -166,13 +172,15 @@ class _Home:
     def ask(self, step: Step, names: Sequence[str], act: Callable[[], Any]) -> LoadRow:
         """Let the clients of these models ask while `act` runs, and until their last requests have been answered."""
         before, began = snapshot(), time.monotonic()
+        in_round = step in ("alone", "together")  # processes that are killed count as those of other programs
         loads = [self.served[name].load for name in names]
         self._clients.call("begin", loads=loads, num_clients=self._settings.clients)
         target = act()
         asked = self._clients.call("end", _ANSWERS_SECONDS)
         return LoadRow(
             step=step, asked={self._load_names[load]: Asked.model_validate(each) for load, each in asked.items()},
-            target=target or "", seconds=time.monotonic() - began, disturbed=load_between([(before, snapshot())]).distrust,
+            target=target or "", seconds=time.monotonic() - began,
+            disturbed=load_between([(before, snapshot())]).distrust if in_round else "",
         )  # fmt: skip
 
     def stop_one(self, name: str) -> LoadRow:

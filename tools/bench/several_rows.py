@@ -35,7 +35,7 @@ class LoadRow(BaseModel):
     asked: dict[str, Asked]
     target: str = ""  # the model that is stopped, or the device that is killed
     seconds: float  # from the first request to the last answer
-    disturbed: str = ""  # why times cannot be trusted
+    disturbed: str = ""  # why times of a round cannot be trusted
 
 
 class PlanRow(BaseModel):
@@ -45,6 +45,7 @@ class PlanRow(BaseModel):
 
     model: str
     planned_bytes: int
+    held_bytes: int  # by its device then, more than by an idle one
     devices: tuple[str, ...]
     devices_after: tuple[str, ...]  # the loss of a device
 
@@ -66,10 +67,16 @@ def summarise_models(rows: Sequence[LoadRow | PlanRow | DeviceRow]) -> Summary:
     loads = [row for row in rows if isinstance(row, LoadRow)]
     devices = [row for row in rows if isinstance(row, DeviceRow)]
     lines = [
-        (row.model, format_bytes(row.planned_bytes), ", ".join(row.devices), ", ".join(row.devices_after))
+        (
+            row.model,
+            *map(format_bytes, (row.planned_bytes, row.held_bytes)),
+            *map(", ".join, (row.devices, row.devices_after)),
+        )
         for row in plans
     ]
-    columns = ("model", "memory, alone on one device", "devices, beside the others", "after the loss of a device")
+    columns = (
+        "model", "planned memory, alone on one device", "held then", "devices, beside the others", "after the loss of one",
+    )  # fmt: skip
     findings = [*_of_memory(plans, devices), *_of_answers(loads), *_of_rounds(loads), *_of_changes(loads)]
     return summarise("Three models at once", findings, Table.of("Plans", columns, lines))
 
@@ -119,9 +126,7 @@ def _of_rounds(rows: Sequence[LoadRow]) -> Iterator[Finding]:
     failed = sum(len(each.failed) for row in rows if row.step in ("alone", "together") for each in row.asked.values())
     yield equal("failed requests in the rounds", failed, 0, COUNT)
     if disturbed := sum(bool(row.disturbed) for row in rows):
-        yield without_target(
-            "parts of rounds and changes with other programs beside them", disturbed, COUNT, f"of {len(rows)}"
-        )
+        yield without_target("parts of rounds with other programs beside them", disturbed, COUNT)
 
 
 def _of_changes(rows: Sequence[LoadRow]) -> Iterator[Finding]:
