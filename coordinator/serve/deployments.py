@@ -120,9 +120,8 @@ class Deployments:
     async def remove(self, name: str) -> str:
         """End a deployment, once its running requests have finished, and forget it. Returns its name. Raises UnknownModel."""
         state = self._services.state
-        if (
-            name not in self.controllers and name in state.load().deployments
-        ):  # its model could not be read at the start
+        # A model that could not be read at the start is saved, but not served.
+        if name not in self.controllers and name in state.load().deployments:
             state.remove(name)
             return name
         controller = self.named(name)

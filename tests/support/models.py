@@ -6,10 +6,21 @@ A fresh `transformers` model has zero biases and gains of exactly 1: a bias adde
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from hearth.plan.model_spec import WeightFormat
+
+FAMILIES = ("gpt2", "opt", "llama", "qwen2", "qwen3", "mistral")  # of decoders
+# Largest relative errors of products, in the Euclidean norm, by weight format. bfloat16 has 8 significant bits; int8 has 7 bits
+# below the largest weight of a normal distribution.
+FORMAT_ERRORS: dict[WeightFormat, float] = {
+    "float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "int8": 1.5e-2, "int4": 0.1,
+}  # fmt: skip
 
 
 def save_random_model(
@@ -71,6 +82,16 @@ def small_decoder(family: str, **changes: Any) -> Any:
         "mistral": {**llama, "sliding_window": 48, "head_dim": 16},
     }  # fmt: skip
     return AutoConfig.for_model(family, **{**shapes[family], **changes})
+
+
+def decoder_maker(factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a small decoder of a family, once."""
+
+    @cache
+    def model(family: str) -> Path:
+        return save_random_model(factory.mktemp(family), small_decoder(family), generates=True)
+
+    return model
 
 
 def endless_decoder(**changes: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from hearth.errors import DeadlineExceeded
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
 from tools.bench.experiment import Context, Experiment
@@ -29,6 +28,7 @@ from tools.bench.homes import (
 from tools.bench.plans import describe
 from tools.bench.results import Summary, Table
 from tools.testbed import Testbed
+from tools.testbed.cluster import wait_until
 
 MAX_SECONDS = 8.0  # target of a start whose chunks and profiles are cached
 _READY_SECONDS = 600.0  # of a cold start: profiles of slow devices, and weights over slow links
@@ -155,8 +155,4 @@ def _profiles(testbed: Testbed) -> list[Path]:
 
 def _wait_for_profile(testbed: Testbed) -> None:
     """Wait until the first device is profiled, which all others of the testbed equal. Raises DeadlineExceeded."""
-    deadline = time.monotonic() + _READY_SECONDS
-    while not _profiles(testbed):
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(action="the profile of a device", seconds=_READY_SECONDS)
-        time.sleep(1.0)
+    wait_until("the profile of a device", lambda: bool(_profiles(testbed)), _READY_SECONDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -57,6 +57,11 @@ def layer_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
     """Outputs and inputs of a layer's matrices."""
     hidden, ffn, width = spec.hidden_size, spec.ffn_size, spec.q_width(spec.num_heads)
     return [(spec.qkv_width(spec.num_heads), hidden), (hidden, width), (ffn, hidden), (hidden, ffn)]
+
+
+def synchroniser(device: torch.device) -> Callable[[], None]:
+    """A function that waits until the device has done all that is queued on it; a CPU queues nothing."""
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
 
 
 def layer_bytes(spec: ModelSpec) -> int:
@@ -146,7 +151,7 @@ def _least_seconds(
     """
     on_cpu = device.type == "cpu"
     clock = time.thread_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
-    wait = (lambda: None) if on_cpu else partial(torch.cuda.synchronize, device)
+    wait = synchroniser(device)
     x_sk = torch.randn(rows, options[0][0].shape[1], device=device)
     least = [math.inf] * len(options)
     total = 0.0

@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import cycle
 
 import torch
@@ -28,7 +27,7 @@ from agent.worker.transformer.filled_weights import (
     neutral_embedding,
     without_matrices,
 )
-from agent.worker.transformer.kernel_times import layer_bytes, measure_kernels
+from agent.worker.transformer.kernel_times import layer_bytes, measure_kernels, synchroniser
 from agent.worker.transformer.matrices import Matrix
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
 from agent.worker.transformer.shard import LayerShard
@@ -83,8 +82,7 @@ def profile_blocks(
     device = make_staging(compute_device).device
     S = seq_len
     H, d = spec.hidden_size, spec.head_dim
-    synchronise = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    measure = _BlockMeter(_SAMPLE_SECONDS, synchronise, 1 if quick else _SAMPLES_PER_POINT)
+    measure = _BlockMeter(_SAMPLE_SECONDS, synchroniser(device), 1 if quick else _SAMPLES_PER_POINT)
     with torch.inference_mode():
         times = () if quick else measure_kernels(spec, seq_len, device, deterministic)
         give_back_freed_buffers()

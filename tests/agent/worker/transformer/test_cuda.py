@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.models import save_random_model, small_bert, small_decoder
+from support.models import FAMILIES, FORMAT_ERRORS, decoder_maker, save_random_model, small_bert, small_decoder
 from support.plans import make_plan, with_generation
 
 from coordinator.models.checkpoint.families import read_spec
@@ -34,19 +33,12 @@ from agent.worker.transformer.profiler import profile_blocks  # noqa: E402
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="there is no CUDA device here")
 TOLERANCE = 1e-4
-FAMILIES = ("gpt2", "opt", "llama", "qwen2", "qwen3", "mistral")
-# Relative errors in the Euclidean norm, as of the same formats on a CPU.
-ERRORS: dict[WeightFormat, float] = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "int8": 1.5e-2, "int4": 0.1}
 SHARED = np.random.default_rng(1).integers(3, 2000, 3 * KV_BLOCK_TOKENS).tolist()  # a common beginning of prompts
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def model(family: str) -> Path:
-        return save_random_model(tmp_path_factory.mktemp(family), small_decoder(family), generates=True)
-
-    return model
+    return decoder_maker(tmp_path_factory)
 
 
 def generating_plan(spec: ModelSpec, strategy: Strategy, split: tuple[int, ...]) -> TransformerPlan:
@@ -204,7 +196,7 @@ def test_keys_and_values_in_other_formats_stay_close(kv_cache: KvFormat, models:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 70, 300])
-@pytest.mark.parametrize("weights", ERRORS)
+@pytest.mark.parametrize("weights", FORMAT_ERRORS)
 def test_products_of_all_formats_and_kernels(weights: WeightFormat, num_rows: int) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     weight, x, bias = (torch.randn(shape, generator=generator) for shape in ((96, 160), (num_rows, 160), (96,)))
@@ -220,7 +212,7 @@ def test_products_of_all_formats_and_kernels(weights: WeightFormat, num_rows: in
             y = matrix.product(kernel, on_gpu, bias_on_gpu, out)
             assert y.data_ptr() == out.data_ptr()
             assert double is None or double.synchronisations == before  # the host queues products, and waits for none
-            assert (y.cpu() - expected).norm() <= ERRORS[weights] * expected.norm() + 1e-9
+            assert (y.cpu() - expected).norm() <= FORMAT_ERRORS[weights] * expected.norm() + 1e-9
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (48, 96), (160, 256)])
@@ -255,7 +247,7 @@ def test_models_with_quantised_weights_stay_close(weights: WeightFormat, toleran
 
 
 @needs_gpu
-@pytest.mark.parametrize("weights", ERRORS)
+@pytest.mark.parametrize("weights", FORMAT_ERRORS)
 def test_profiler_measures_every_format(weights: WeightFormat, models: Any) -> None:
     spec = read_spec(models("llama")).model_copy(update={"weights": weights})
     profile = profile_blocks(spec, 64, 1, "cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.models import FORMAT_ERRORS
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
@@ -24,9 +25,6 @@ torch.set_num_threads(
 
 CPU = torch.device("cpu")
 ALL = slice(None)
-# Relative errors in the Euclidean norm. bfloat16 has 8 significant bits; int8 has 7 bits below the largest weight of a
-# normal distribution.
-ERRORS: dict[WeightFormat, float] = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "int8": 1.5e-2, "int4": 0.1}
 
 
 def filled(weight: torch.Tensor, weights: WeightFormat) -> Matrix:
@@ -38,7 +36,7 @@ def filled(weight: torch.Tensor, weights: WeightFormat) -> Matrix:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 8, 9, 70])
-@pytest.mark.parametrize("weights", ERRORS)
+@pytest.mark.parametrize("weights", FORMAT_ERRORS)
 def test_product_error_is_within_the_format_tolerance(weights: WeightFormat, num_rows: int) -> None:
     torch.manual_seed(num_rows)
     weight, x, bias = torch.randn(96, 160) * 0.1, torch.randn(num_rows, 160), torch.randn(96)
@@ -49,10 +47,10 @@ def test_product_error_is_within_the_format_tolerance(weights: WeightFormat, num
     assert y.data_ptr() == out.data_ptr()
     assert y.dtype == torch.float32
     assert torch.equal(matrix.matmul(x, bias), y)
-    assert (y - expected).norm() <= ERRORS[weights] * expected.norm() + 1e-9
+    assert (y - expected).norm() <= FORMAT_ERRORS[weights] * expected.norm() + 1e-9
 
 
-@pytest.mark.parametrize("weights", [weights for weights in ERRORS if weights != "int4"])
+@pytest.mark.parametrize("weights", [weights for weights in FORMAT_ERRORS if weights != "int4"])
 def test_views_multiply_as_submatrices(weights: WeightFormat) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(96, 160) * 0.1, torch.randn(5, 160)
@@ -61,7 +59,7 @@ def test_views_multiply_as_submatrices(weights: WeightFormat) -> None:
     assert torch.allclose(matrix.rows(slice(10, 50)).matmul(x), whole[:, 10:50], atol=0.02)
     left, right = slice(0, 96), slice(96, 160)
     parts = matrix.columns(left).matmul(x[:, left]) + matrix.columns(right).matmul(x[:, right])
-    assert (parts - whole).norm() < max(2 * ERRORS[weights], 1e-6) * whole.norm()
+    assert (parts - whole).norm() < max(2 * FORMAT_ERRORS[weights], 1e-6) * whole.norm()
     assert matrix.rows(slice(0, 0)).matmul(x).shape == (5, 0)
     assert not matrix.columns(slice(0, 0)).matmul(x[:, :0]).any()
 
@@ -75,11 +73,11 @@ def test_int8_supports_any_number_of_inputs(num_inputs: int, num_rows: int) -> N
     expected = x @ weight.t()
     matrix = empty_matrix(*weight.shape, "int8", CPU)
     matrix.load(ALL, ALL, weight)
-    assert (matrix.matmul(x) - expected).norm() <= ERRORS["int8"] * expected.norm()
+    assert (matrix.matmul(x) - expected).norm() <= FORMAT_ERRORS["int8"] * expected.norm()
 
 
 def test_memory_per_weight_format() -> None:
-    sizes = {weights: sum(t.nbytes for t in empty_matrix(64, 1024, weights, CPU).tensors) for weights in ERRORS}
+    sizes = {weights: sum(t.nbytes for t in empty_matrix(64, 1024, weights, CPU).tensors) for weights in FORMAT_ERRORS}
     assert sizes == {
         "float32": 4 << 16, "float16": 2 << 16, "bfloat16": 2 << 16, "int8": (1 << 16) + 128, "int4": 5 << 13,
     }  # fmt: skip
@@ -180,7 +178,7 @@ def test_packing_overhead_is_small() -> None:
     assert isinstance(empty_matrix(640, 640, "float32", CPU), FloatMatrix)
 
 
-@pytest.mark.parametrize("weights", ERRORS)
+@pytest.mark.parametrize("weights", FORMAT_ERRORS)
 def test_filled_matrix_multiplies_as_a_constant_one(weights: WeightFormat) -> None:
     """In every layout: so are weights made for measurements."""
     torch.manual_seed(0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.models import save_random_model, small_decoder
+from support.models import FAMILIES, decoder_maker, save_random_model, small_decoder
 from support.plans import make_plan, with_generation
 from support.waiting import wait_for
 
@@ -26,18 +25,13 @@ pytest.importorskip("transformers")
 from support.engines import EngineCluster, GenerationCluster  # noqa: E402 (needs torch)
 from support.reference import decoder, greedy  # noqa: E402
 
-FAMILIES = ("gpt2", "opt", "llama", "qwen2", "qwen3", "mistral")
 R = "replicated"
 LOGIT_TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def model(family: str) -> Path:
-        return save_random_model(tmp_path_factory.mktemp(family), small_decoder(family), generates=True)
-
-    return model
+    return decoder_maker(tmp_path_factory)
 
 
 def prompts_of(spec: ModelSpec, lengths: list[int]) -> list[list[int]]:
