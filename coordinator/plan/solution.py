@@ -25,6 +25,7 @@ class Solution(Generic[A]):
     bound: float = 0.0
     proven: bool = False  # to be optimal
     seconds: float = 0.0  # duration of the search
+    notes: tuple[str, ...] = ()  # what the user should know of the search
 
     @property
     def gap(self) -> float:
@@ -35,7 +36,7 @@ class Solution(Generic[A]):
 
     def with_assignment(self, assignment: B) -> Solution[B]:
         """The same figures for another form of the assignment."""
-        return Solution(assignment, self.value, self.bound, self.proven, self.seconds)
+        return Solution(assignment, self.value, self.bound, self.proven, self.seconds, self.notes)
 
 
 class OperatorAssignment(NamedTuple):
@@ -126,7 +127,7 @@ def with_reasons(chosen: Candidate[P], others: Iterable[Candidate[P]], requested
             for each in ordered
         )
         chosen = replace(chosen, plan=chosen.plan.model_copy(update={"alternatives": alternatives}))
-    return PlanningResult(chosen, tuple(ordered))
+    return PlanningResult(chosen, tuple(ordered), chosen.solution.notes if chosen.solution else ())
 
 
 def _why_not(other: Candidate[P], chosen: Candidate[P], requested: str) -> str:

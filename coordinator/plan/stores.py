@@ -107,7 +107,7 @@ def plan_within_stores(
         for each, num_bytes in wanted.items()
     )
     plan = with_budgets(planned.plan, {each: device.budget_bytes for each, device in known.items()})
-    return replace(planned, chosen=replace(planned.chosen, plan=plan), notes=notes)
+    return replace(planned, chosen=replace(planned.chosen, plan=plan), notes=(*planned.notes, *notes))
 
 
 def _describe(device: DeviceWithStore, num_bytes: int) -> str:

@@ -2,6 +2,12 @@
 
 Operators that the backend fuses are placed together. The rules are sequences of ONNX operator types that onnxruntime
 fuses; each operator is visited once with each edge, so the work is O(V + E).
+
+It differs from the published Algorithm 1 in two ways. Chains begin in topological order, not in depth-first order: where
+two branches could both continue with one operator (an addition of two convolutions), the branch that begins first gets it,
+and in the published form the one that the search enters first. And a chain follows its rule from its first operator on, so
+that nothing is bound before it is known to complete a rule, and nothing is unbound; the published search calls itself for
+every edge, and as written visits an operator once for each path that leads to it.
 """
 
 from __future__ import annotations

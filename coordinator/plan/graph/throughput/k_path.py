@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import combinations
 from random import Random
 from typing import TypeVar
@@ -30,8 +31,8 @@ _Tables = dict[tuple[int, ...], _Words]  # by set of colours
 FAILURE_PROBABILITY = 0.01
 # More colours than vertices of the path: good colourings become likelier, and the tables larger.
 _COLOURS_PER_VERTEX = 1.3
-# Table entries: 2^colours times trials, of 8 bytes or more each. Beyond this (k about 12) only the depth-first search looks
-# for a path.
+# Table entries: 2^colours times trials, of 8 bytes or more each. Beyond this (`longest_coloured_path`) only the depth-first
+# search looks for a path.
 _MAX_TABLE_ENTRIES = 1 << 24
 # Steps of the depth-first search, per vertex of the path: enough for a path that is easy to find; colour coding comes after it.
 _STEPS_PER_VERTEX = 40
@@ -48,8 +49,9 @@ def k_path(
 ) -> tuple[int, ...] | None:
     """A simple path of k vertices out of `allowed` (a mask), from `start` to `end` where these are given.
 
-    `start` and `end` need not be in `allowed`. Returns None if there is no path, or, with at most `failure_probability`, if
-    it was missed.
+    `start` and `end` need not be in `allowed`. Returns None if there is no path, or if it was missed: with at most
+    `failure_probability` while the vertices between the given ends are at most `longest_coloured_path`, without such a
+    limit beyond that.
     """
     ends = [each for each in (start, end) if each is not None]
     free = k - len(ends)
@@ -87,14 +89,13 @@ def colour_coded_path(
 ) -> tuple[int, ...] | None:
     """A simple path whose i-th vertex is in the mask `layers[i]`; None is wrong with at most `failure_probability`.
 
-    Also returns None if the tables would be too large (`_MAX_TABLE_ENTRIES`).
+    Also returns None for more than `longest_coloured_path` vertices, whose tables would be too large.
     """
     k = len(layers)
     used = sorted({vertex for mask in layers for vertex in set_bits(mask)})
-    num_colours = math.ceil(_COLOURS_PER_VERTEX * k)
-    trials = num_trials(k, failure_probability)
-    if len(used) < k or trials << num_colours > _MAX_TABLE_ENTRIES:
+    if len(used) < k or k > longest_coloured_path(failure_probability):
         return None
+    num_colours, trials = _num_colours(k), num_trials(k, failure_probability)
     place = {vertex: index for index, vertex in enumerate(used)}
     words = -(-len(used) // 64)
     colours = np.frombuffer(rng.randbytes(4 * trials * len(used)), dtype=np.uint32) % np.uint32(num_colours)
@@ -126,9 +127,22 @@ def num_trials(k: int, failure_probability: float) -> int:
 
     With probability at least 1 - `failure_probability`.
     """
-    num_colours = math.ceil(_COLOURS_PER_VERTEX * k)
+    num_colours = _num_colours(k)
     success = math.perm(num_colours, k) / num_colours**k
     return 1 if success >= 1 else math.ceil(math.log(failure_probability) / math.log1p(-success))
+
+
+@cache
+def longest_coloured_path(failure_probability: float = FAILURE_PROBABILITY) -> int:
+    """The most vertices of a path that colour coding looks for: more would need more than `_MAX_TABLE_ENTRIES`."""
+    k = 1
+    while num_trials(k + 1, failure_probability) << _num_colours(k + 1) <= _MAX_TABLE_ENTRIES:
+        k += 1
+    return k
+
+
+def _num_colours(k: int) -> int:
+    return math.ceil(_COLOURS_PER_VERTEX * k)
 
 
 # ---- exact tests ------------------------------------------------------------------------------------------------------

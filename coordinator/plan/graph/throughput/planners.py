@@ -21,15 +21,16 @@ from coordinator.plan.graph.throughput.baselines import joint_stages, random_sta
 from coordinator.plan.graph.throughput.exact import best_stages, relaxed_bound
 from coordinator.plan.graph.throughput.points import candidate_chain, fine_chain
 from coordinator.plan.graph.throughput.problem import FloatTableLike, PipelineProblem, Stage, Stages, pipeline_problem
-from coordinator.plan.graph.throughput.published import published_stages
+from coordinator.plan.graph.throughput.published import published_stages, search_note
 from coordinator.plan.solution import OperatorAssignment, SearchOptions, Solution
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
 
 PIPELINE_EXACT = "pipeline-exact"
+PIPELINE = "pipeline"
 # Planners that cut only at candidate points. They raise ModelDoesNotFit.
 PUBLISHED: Mapping[str, Callable[[PipelineProblem, Random], Stages]] = {
-    "pipeline": published_stages,
+    PIPELINE: published_stages,
     "random": random_stages,
     "joint": lambda problem, rng: joint_stages(problem),
 }
@@ -72,7 +73,9 @@ def plan_pipeline(
         bound = relaxed_bound(adjacent_only, to_fine_chain(coarse, stages))
     value = problem.bottleneck_seconds(stages)
     bound = min(bound, value)
-    return Solution(OperatorAssignment(problem.assignment(stages)), value, bound, bound >= value, took)
+    note = search_note(stages) if strategy == PIPELINE else ""
+    assignment = OperatorAssignment(problem.assignment(stages))
+    return Solution(assignment, value, bound, bound >= value, took, (note,) if note else ())
 
 
 def to_fine_chain(coarse: PipelineProblem, stages: Stages) -> Stages:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from random import Random
 
 from coordinator.plan.graph.bits import set_bits
-from coordinator.plan.graph.throughput.k_path import k_path
+from coordinator.plan.graph.throughput.k_path import k_path, longest_coloured_path
 from coordinator.plan.graph.throughput.links import Links
 from coordinator.plan.graph.throughput.partitions import Partitioning, min_transfer_partitioning, transfer_classes
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
@@ -33,6 +33,18 @@ def published_stages(problem: PipelineProblem, rng: Random, num_classes: int = N
             return stages_from(partitioning.last, nodes)
     # Every search missed, by chance: any order of the devices is a placement.
     return stages_from(partitioning.last, devices[: len(partitioning.last)])
+
+
+def search_note(stages: Stages) -> str:
+    """What a user should know of the search for a pipeline this long; empty if it is complete but for its known chance."""
+    longest = longest_coloured_path()
+    if len(stages) <= longest:
+        return ""
+    return (
+        f"pipeline: its {len(stages)} stages may form a path of more than {longest} devices, for which colour coding's "
+        "tables are too large. Such paths were looked for by a short depth-first search alone, which may miss faster "
+        "links: compare with --strategy pipeline-exact"
+    )
 
 
 def equal_partitions(problem: PipelineProblem) -> tuple[Partitioning, tuple[int, ...]]:

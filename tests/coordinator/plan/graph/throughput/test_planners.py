@@ -16,11 +16,18 @@ from support.graphs import chain, from_edges
 from support.schedule_checker import check_stages
 
 from coordinator.plan.graph.throughput.exact import best_stages, relaxed_bound
-from coordinator.plan.graph.throughput.k_path import FAILURE_PROBABILITY, colour_coded_path, k_path, num_trials
+from coordinator.plan.graph.throughput.k_path import (
+    FAILURE_PROBABILITY,
+    colour_coded_path,
+    k_path,
+    longest_coloured_path,
+    num_trials,
+)
 from coordinator.plan.graph.throughput.partitions import min_transfer_partitioning, transfer_classes
-from coordinator.plan.graph.throughput.planners import PIPELINE_EXACT, PUBLISHED
+from coordinator.plan.graph.throughput.planners import PIPELINE, PIPELINE_EXACT, PUBLISHED, plan_pipeline
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages, pipeline_problem
 from coordinator.plan.graph.throughput.published import class_runs, equal_partitions, published_stages
+from coordinator.plan.solution import Candidate, SearchOptions, with_reasons
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from tools.bench.partition import nearest_stages, theorem_bound
@@ -284,6 +291,16 @@ def test_colour_coding_failure_rate_is_as_specified() -> None:
     assert num_trials(5, FAILURE_PROBABILITY) > num_trials(5, 0.2)
 
 
+def test_colour_coding_stops_where_its_tables_are_too_large() -> None:
+    """The path has a layer of one vertex for each position, so that the only answer is known."""
+    longest = longest_coloured_path()
+    for k, expected in ((longest, tuple(range(longest))), (longest + 1, None)):
+        graph = [1 << vertex + 1 for vertex in range(k)]
+        assert (
+            colour_coded_path(graph, [1 << vertex for vertex in range(k)], Random(0), FAILURE_PROBABILITY) == expected
+        )
+
+
 # ---- the published planner ------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +315,22 @@ def test_published_planner_is_bounded_and_deterministic(seed: int, num_classes: 
     links = [problem.transfer_seconds(a.last, a.device, b.device) for a, b in itertools.pairwise(stages)]
     assert max(links) >= theorem_bound(problem, partitioning)
     assert stages == published_stages(problem, Random(seed), num_classes)
+
+
+@pytest.mark.parametrize("strategy", [PIPELINE, PIPELINE_EXACT])
+def test_a_pipeline_too_long_for_colour_coding_says_so(strategy: str) -> None:
+    longest = longest_coloured_path()
+    for num_stages in (longest, longest + 1):
+        spec, devices = chain(1, [7] * num_stages, [10] * num_stages), range(num_stages)
+        rates = [[1.0] * num_stages for _ in devices]
+        seconds = [[1.0] * num_stages for _ in spec.operators]
+        found = plan_pipeline(spec, seconds, [10] * num_stages, rates, strategy, SearchOptions(5.0, 0, time.monotonic))
+        assert len(set(found.assignment.devices)) == num_stages
+        assert with_reasons(Candidate("", "", solution=found), (), strategy).notes == found.notes
+        if strategy == PIPELINE and num_stages > longest:
+            assert f"more than {longest} devices" in found.notes[0]
+        else:
+            assert found.notes == ()
 
 
 def test_single_class_maximises_the_slowest_link() -> None:
