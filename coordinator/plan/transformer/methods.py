@@ -9,6 +9,6 @@ TRANSFORMER_METHODS = Methods(
     (
         *(Method(each.name, "latency", each.summary) for each in STRATEGIES.values()),
         Method("galaxy", "latency", "hmp with the shares of Galaxy's Algorithm 1", in_auto=False),
-        Method("exact", "latency", "hmp with the proven best shares", in_auto=False),
+        Method("exact", "latency", "hmp with the shares that are best for compute alone", in_auto=False),
     )
 )

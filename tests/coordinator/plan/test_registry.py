@@ -46,7 +46,7 @@ def test_galaxy_and_exact_are_hmp_with_different_shares() -> None:
     assert {galaxy.body.strategy, exact.body.strategy} == {"hmp"}
     assert galaxy.planner == "galaxy"
     assert galaxy.body == plan_galaxy(PlanRequest(SMALL, HOME, 284), "hmp").body
-    assert exact.planner == "exact (proven best)"
+    assert exact.planner == "exact (best for compute)"
     assert hmp.body in (galaxy.body, exact.body)
 
 

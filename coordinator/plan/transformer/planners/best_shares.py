@@ -1,4 +1,4 @@
-"""The proven best shares of a tensor-parallel strategy, or Galaxy's shares if the simulator finds them faster. Pure."""
+"""The shares of a tensor-parallel strategy that are best for compute, or Galaxy's if the simulator finds them faster. Pure."""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@
     over integer KV groups a_d, column grains b_d, vocabulary grains v_d, each kind summing to the model's total,
     such that all memory of device d (coordinator.plan.transformer.cost.memory) is within its budget.
 
+Communication, the rows of connective blocks and the ring's order are not in this objective, so no plan is claimed to be the
+fastest: the simulator prices them, for these shares and for Galaxy's (`best_shares.py`).
+
 For a decoder, L is the time of the expected request: its prompt, and every token of the answer (`shares.LayerTimes`).
 
 The two maxima are thresholds from finite sets: the times of whole numbers of groups and grains. Without memory limits,
@@ -46,7 +49,7 @@ class Shares(NamedTuple):
 def plan_exact(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
     """`hmp` (or `megatron-tp`, which shards in the same way) over all devices, in their order. Raises ModelDoesNotFit."""
     best = best_shares(request, strategy)
-    proof = "proven best" if best.gap < 1e-9 else f"within {best.gap:.1%} of the bound"
+    proof = "best for compute" if best.gap < 1e-9 else f"compute within {best.gap:.1%} of the bound"
     body = body_from_grains(request, strategy, *best.assignment)
     if missing := missing_bytes(request, body):  # a device may lack room even for an empty share
         raise ModelDoesNotFit(model=request.spec.name, missing_bytes=missing)

@@ -423,7 +423,7 @@ def test_exact_links_cost_almost_no_time(rates: list[float], values: str, strate
 def test_requested_strategy_is_used_and_a_better_one_named() -> None:
     plan = plan_for(request([1.0, 1.0], mbit=5, strategy="hmp"))
     assert plan.body.strategy == "hmp"
-    assert plan.planner == "exact (proven best)"
+    assert plan.planner == "exact (best for compute)"
     assert "was asked for" in plan.alternatives[0].reason
 
 
