@@ -29,7 +29,7 @@ from tools.bench.experiment import make_experiment, names, read_settings
 from tools.bench.generation import Generation, GenerationRow
 from tools.bench.load import BackgroundLoad, Process, calmest, calmest_of, foreign_seconds
 from tools.bench.measure import relative_error
-from tools.bench.plans import Entry, Name, baseline_of, entries
+from tools.bench.plans import GLOO, Entry, Name, baseline_of, entries
 from tools.bench.results import Result, Table, load_result
 from tools.bench.rows import Row, by_setting, cells, footnotes
 from tools.bench.shapes import SHAPES, shape_of_file
@@ -479,7 +479,7 @@ def test_all_strategies_run_with_equal_outputs(files: Path) -> None:
         assert len(each.seconds) == 5
         assert each.speedup is not None
         assert each.mbit == pytest.approx(100)
-        assert (each.bound_seconds is None) == (each.strategy == "gloo-tp")
+        assert (each.bound_seconds is None) == (each.strategy in GLOO)
     sent = {each.wire: each.sent_bytes for each in rows if each.strategy == "hmp" and each.encrypt}
     assert sent["int8"] < sent["fp16"] < sent["exact"]
     assert saved.tables[0].title == "test-bench, 2 devices, tiny 2 layers, 48 tokens, 100 Mbit/s"

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from agent.daemon.store import ShardStore
@@ -15,10 +14,10 @@ from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes
 from hearth.plan.draft import DRAFT_RANK
-from hearth.plan.kernels import KernelChoice
+from hearth.plan.kernels import choose_kernels
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.profile import BlockProfile, Link
+from hearth.plan.profile import BlockProfile, ClusterProfile, Link
 from hearth.wire.messages import ChunkRef, TraceEvent
 from tools.bench.processes import ProcessGroup
 from tools.testbed import Testbed
@@ -82,13 +81,13 @@ class EngineRunners(ProcessGroup):
         encrypt: bool,
         link_bytes_per_second: float,
         text: str = "",
-        kernels: Mapping[str, Sequence[KernelChoice]] = MappingProxyType({}),
+        profile: ClusterProfile | None = None,
         draft: StoredModel | None = None,
     ) -> None:
         """Load and connect a plan, whose device names are the testbed's. `text`: the plan in the runners' file format.
 
-        `kernels`: the measured choice by device name; other devices compute with their defaults. `draft`: the plan's draft
-        model.
+        `profile`: the devices multiply with the kernels measured in it, as in a home; without, with their defaults.
+        `draft`: the plan's draft model.
         """
         names = [device.name for device in plan.devices]
         self._plans[plan_id] = plan
@@ -96,8 +95,9 @@ class EngineRunners(ProcessGroup):
         parts: list[dict[str, Any]] = [
             {"rank": rank, "chunks": [ref.model_dump() for ref in shard]} for rank, shard in enumerate(shards)
         ]
+        kernels = {each.name: choose_kernels(each.blocks.kernels) for each in profile.devices} if profile else {}
         for name, part in zip(names, parts, strict=True):
-            if choices := kernels.get(name):  # older checkouts do not know this argument
+            if choices := kernels.get(name, ()):  # older checkouts do not know this argument
                 part["kernels"] = [choice.model_dump() for choice in choices]
         if draft is not None:
             chunks = [ref.model_dump() for ref in draft.refs]
@@ -215,15 +215,16 @@ class GlooRunners(ProcessGroup):
         self.call_all(devices, "join", ranks, num_ranks=len(devices), host=host, port=self._next_port)
         self._next_port += 1
 
-    def load(self, model: StoredModel) -> None:
-        self.call_all(self._members, "load", model_dir=str(model.directory))
+    def load(self, model: StoredModel, packed: bool) -> None:
+        """Load the model, with one of both kinds of matrices; both may be loaded side by side."""
+        self.call_all(self._members, "load", model_dir=str(model.directory), packed=packed)
 
     def unload(self) -> None:
         self.call_all(self._members, "unload")
 
-    def run(self, num_rows: int, wire: str) -> Sample:
-        """Run one step. `sent_bytes` are counted by the network interfaces, with headers."""
-        parts = list(self.call_all(self._members, "run", num_rows=num_rows, wire=wire).values())
+    def run(self, num_rows: int, wire: str, packed: bool) -> Sample:
+        """Run one step with one of both kinds of matrices. `sent_bytes` are counted by the network interfaces, with headers."""
+        parts = list(self.call_all(self._members, "run", num_rows=num_rows, wire=wire, packed=packed).values())
         return _sample(parts, parts[0]["sums"])
 
 

@@ -119,7 +119,7 @@ class Generation(Experiment):
                 plans = {variant: self._plan(variant, model.spec, cluster) for variant in VARIANTS}
                 for variant, plan in plans.items():
                     context.report(f"loading {variant}")
-                    engine.load(variant, plan, model, plan.num_ranks > 1, mbit * 1e6 / 8)
+                    engine.load(variant, plan, model, plan.num_ranks > 1, mbit * 1e6 / 8, profile=cluster)
                 found = self._rounds(engine, reference, model.spec.vocab_size, context.report)
                 links = _link_seconds(engine, names, VALUE_FORMATS[self.wire].num_bytes(model.spec.hidden_size, 1))
                 for variant in VARIANTS:

@@ -1,6 +1,7 @@
 """Baseline: Megatron-LM's tensor parallelism with torch.distributed's AllReduce on gloo, for BERT, GPT-2 and OPT.
 
-Computes and communicates without Hearth's code, which is used only to read the checkpoint.
+Computes and communicates without Hearth's code, which is used only to read the checkpoint. With packed matrices it takes
+Hearth's `PackedMatrix`, too, so that a comparison with it shows what the communication alone makes of the difference.
 
 `python -m tools.bench.gloo ipc://PATH`; a request selects the devices that take part. Heads and columns are split equally;
 the connective blocks are replicated on every device, as in Megatron-LM.
@@ -23,6 +24,8 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors import safe_open
 from torch import Tensor
 
+from agent.worker.transformer.kernels.base import Partition
+from agent.worker.transformer.kernels.onednn import PackedMatrix
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.families import FAMILIES, TensorNames, TensorSource, read_spec
 from tools.bench.child import serve
@@ -32,11 +35,31 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"), "relu": F.relu,
 }  # fmt: skip
 _WeightAndBias = tuple[Tensor, Tensor]
+_Matmul = Callable[[Tensor, Tensor | None], Tensor]  # x and bias to x W^T + bias
 
 
-# This rank's heads and columns of a layer, by matrix or norm. `o` and `down` have the whole bias, added once after the
-# AllReduce.
-_Layer = dict[str, _WeightAndBias]
+class _Linear:
+    """A matrix and its bias, plain or packed. `o` and `down` have the whole bias, added once after the AllReduce."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, packed: bool) -> None:
+        self.bias = bias
+        self.matmul: _Matmul = lambda x, bias: F.linear(x, weight, bias)
+        num_outputs, num_inputs = weight.shape
+        if packed and PackedMatrix.supports(num_outputs, num_inputs, weight.device):
+            matrix = PackedMatrix(num_outputs, num_inputs, Partition(0, (0, num_outputs)))
+            matrix.load(slice(None), slice(None), weight)
+            self.matmul = matrix.matmul
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.matmul(x, self.bias)
+
+
+class _Layer:
+    """This rank's heads and columns of a layer: matrices and norms by name."""
+
+    def __init__(self, parts: dict[str, _WeightAndBias], packed: bool) -> None:
+        self.norms = {name: pair for name, pair in parts.items() if name.startswith("norm")}
+        self.linears = {name: _Linear(*pair, packed) for name, pair in parts.items() if name not in self.norms}
 
 
 class GlooTensorParallel:
@@ -45,7 +68,7 @@ class GlooTensorParallel:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._rank, self._num_ranks = 0, 1
-        self._layers: list[_Layer] = []
+        self._layers: dict[bool, list[_Layer]] = {}  # by whether matrices are packed
 
     def join(self, rank: int, num_ranks: int, host: str, port: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
@@ -57,9 +80,9 @@ class GlooTensorParallel:
         dist.destroy_process_group()
 
     def unload(self) -> None:
-        self._layers = []
+        self._layers = {}
 
-    def load(self, model_dir: str) -> None:
+    def load(self, model_dir: str, packed: bool) -> None:
         """Load this rank's heads and columns from a checkpoint."""
         spec = self._spec = read_spec(Path(model_dir))
         with Checkpoint(Path(model_dir)) as checkpoint:
@@ -86,16 +109,16 @@ class GlooTensorParallel:
                 for name, inputs in {"o": heads, "down": columns}.items():
                     weight, bias = parts[name]
                     parts[name] = weight[:, inputs].clone(), bias  # row-parallel
-                return parts
+                return _Layer(parts, packed)
 
             last = "final" if spec.causal else "norm"
             self._norm = embedding(f"{last}.weight"), embedding(f"{last}.bias")
             self._word, self._position = embedding("word.weight"), embedding("position.weight")
             if spec.type_vocab_size:
                 self._position = self._position + embedding("type.weight")[0]
-            self._layers = [layer(index) for index in range(spec.num_layers)]
+            self._layers[packed] = [layer(index) for index in range(spec.num_layers)]
 
-    def run(self, num_rows: int, wire: str) -> dict[str, Any]:
+    def run(self, num_rows: int, wire: str, packed: bool) -> dict[str, Any]:
         sent = _interface_bytes()
         dist.barrier()
         began = time.monotonic()
@@ -104,7 +127,7 @@ class GlooTensorParallel:
             x_TH = self._word[ids] + self._position[self._spec.position_offset :][:num_rows]
             if not self._spec.causal:
                 x_TH = self._normed(x_TH, self._norm)
-            for layer in self._layers:
+            for layer in self._layers[packed]:
                 x_TH = self._layer(layer, x_TH, wire)
             if self._spec.causal:
                 x_TH = self._normed(x_TH, self._norm)
@@ -114,22 +137,21 @@ class GlooTensorParallel:
 
     def _layer(self, layer: _Layer, x_TH: Tensor, wire: str) -> Tensor:
         spec, pre_norm = self._spec, self._spec.norm_place == "pre"
-        attention_in = self._normed(x_TH, layer["norm1"]) if pre_norm else x_TH
+        linears, norms = layer.linears, layer.norms
+        attention_in = self._normed(x_TH, norms["norm1"]) if pre_norm else x_TH
         q, k, v = (
-            F.linear(attention_in, *each).unflatten(-1, (-1, spec.head_dim)).transpose(0, 1)
-            for each in (layer["q"], layer["k"], layer["v"])
+            linears[name](attention_in).unflatten(-1, (-1, spec.head_dim)).transpose(0, 1) for name in ("q", "k", "v")
         )
         attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=spec.causal)
         context = attended[0].transpose(0, 1).flatten(1)
-        x_TH = self._reduced(x_TH, context, layer["o"], layer["norm1"], wire)
-        mlp_in = self._normed(x_TH, layer["norm2"]) if pre_norm else x_TH
-        hidden = _ACTIVATIONS[spec.activation](F.linear(mlp_in, *layer["up"]))
-        return self._reduced(x_TH, hidden, layer["down"], layer["norm2"], wire)
+        x_TH = self._reduced(x_TH, context, linears["o"], norms["norm1"], wire)
+        mlp_in = self._normed(x_TH, norms["norm2"]) if pre_norm else x_TH
+        hidden = _ACTIVATIONS[spec.activation](linears["up"](mlp_in))
+        return self._reduced(x_TH, hidden, linears["down"], norms["norm2"], wire)
 
-    def _reduced(self, x_TH: Tensor, part: Tensor, linear: _WeightAndBias, norm: _WeightAndBias, wire: str) -> Tensor:
+    def _reduced(self, x_TH: Tensor, part: Tensor, linear: _Linear, norm: _WeightAndBias, wire: str) -> Tensor:
         """A row-parallel matrix, AllReduce, then bias, residual and, for post-norm models, the norm; on every rank."""
-        weight, bias = linear
-        x_TH = x_TH + self._all_reduce(F.linear(part, weight), wire) + bias
+        x_TH = x_TH + self._all_reduce(linear.matmul(part, None), wire) + linear.bias
         return x_TH if self._spec.norm_place == "pre" else self._normed(x_TH, norm)
 
     def _normed(self, x: Tensor, norm: _WeightAndBias) -> Tensor:

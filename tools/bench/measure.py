@@ -20,7 +20,7 @@ from hearth.platform.units import format_bytes
 from tools.bench.bound import bound_seconds
 from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel
 from tools.bench.load import BackgroundLoad, Snapshot, calmest, load_between, snapshot
-from tools.bench.plans import REFERENCE, Entry, Name, baseline_of, depth_note, describe, plan_for, reference_plan
+from tools.bench.plans import GLOO, REFERENCE, Entry, Name, baseline_of, depth_note, describe, plan_for, reference_plan
 from tools.bench.profiles import Profiles, Report
 from tools.bench.rows import Row
 from tools.bench.shapes import Shape, config_key, save_random_model
@@ -194,7 +194,7 @@ class Bench:
         reference = reference_plan(model.spec, cluster, setting.seq_len)
         self._check_memory([plan for plan in (*plans.values(), reference) if plan is not None], model)
         alone = f"{prefix}{REFERENCE.key}-reference"
-        self._load(alone, reference, model, REFERENCE, setting)
+        self._load(alone, reference, model, REFERENCE, setting, cluster)
         prepared = _Prepared(setting, model, {}, notes, self._engine.run(alone, setting.seq_len).sums, [alone])
         for entry, plan in plans.items():
             steps = _Steps(prefix + entry.key, plan, setting.seq_len, entry)
@@ -203,11 +203,11 @@ class Bench:
             if twin is not None:
                 notes[entry].append(f"its plan is that of {twin.entry.strategy} {twin.entry.wire}: measured once")
             elif plan is not None:
-                self._load(steps.key, plan, model, entry, setting)
+                self._load(steps.key, plan, model, entry, setting, cluster)
                 prepared.keys.append(steps.key)
             else:
                 self._gloo.join(names)
-                self._gloo.load(model)
+                self._gloo.load(model, entry.strategy == "gloo-tp-packed")
         return prepared
 
     # ---- before the rounds ----------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Bench:
             found.append(f"{model.spec.num_layers} of its {depth} layers")
         if note := depth_note(entry, model.spec, depth, cluster, setting.seq_len):
             found.append(note)
-        if entry.strategy == "gloo-tp":
+        if entry.strategy in GLOO:
             found.append("sent bytes are the interfaces', with headers")
         return found
 
@@ -234,11 +234,11 @@ class Bench:
         spec = model.spec
         if setting.num_devices == 1 and entry.strategy not in ("local", "auto"):
             raise _CannotRun("needs two devices")
-        if entry.strategy == "gloo-tp":
+        if entry.strategy in GLOO:
             if setting.num_devices > spec.num_heads:
                 raise _CannotRun(f"{spec.num_heads} heads are too few")
             if spec.rotary is not None or spec.gated:
-                raise _CannotRun("gloo-tp runs BERT, GPT-2 and OPT only")
+                raise _CannotRun(f"{entry.strategy} runs BERT, GPT-2 and OPT only")
             return None
         try:
             return plan_for(entry, spec, cluster, setting.seq_len)
@@ -252,7 +252,7 @@ class Bench:
             share = plan.body.model_copy(update={"overlap": True, "exact_links": ()}).model_dump_json()
             for rank, device in enumerate(plan.devices):
                 shares[rank, share] = device.memory.weights + device.memory.embeddings
-        checkpoint = sum(ref.num_bytes for ref in model.refs) if self._wants_gloo else 0
+        checkpoint = 2 * sum(ref.num_bytes for ref in model.refs) if self._wants_gloo else 0  # plain and packed
         wanted = sum(shares.values()) + checkpoint + _RESERVE_BYTES
         there = psutil.virtual_memory().available
         if wanted > there:
@@ -262,10 +262,18 @@ class Bench:
                 "free: run fewer layers or fewer strategies at once",
             )
 
-    def _load(self, key: str, plan: TransformerPlan, model: StoredModel, entry: Entry, setting: Setting) -> None:
+    def _load(
+        self,
+        key: str,
+        plan: TransformerPlan,
+        model: StoredModel,
+        entry: Entry,
+        setting: Setting,
+        cluster: ClusterProfile,
+    ) -> None:
         self._report(f"{self.scenario.name}: loading {key}")
         slowest = min((self._rate(device.name, setting.mbit) for device in plan.devices), default=1e9)
-        self._engine.load(key, plan, model, entry.encrypt and plan.num_ranks > 1, slowest)
+        self._engine.load(key, plan, model, entry.encrypt and plan.num_ranks > 1, slowest, profile=cluster)
 
     # ---- the rounds -----------------------------------------------------------------------------------------------
 
@@ -296,7 +304,7 @@ class Bench:
 
     def _step(self, run: _Steps) -> Sample:
         if run.plan is None:
-            return self._gloo.run(run.seq_len, run.entry.wire)
+            return self._gloo.run(run.seq_len, run.entry.wire, run.entry.strategy == "gloo-tp-packed")
         return self._engine.run(run.key, run.seq_len)
 
     def _traced(self, run: _Steps) -> list[Sample]:

@@ -163,7 +163,7 @@ class OneCore(Experiment):
         request = PlanRequest(model.spec, cluster, self.prompt_tokens, WireFormat(), "local", generation=expected)
         (device,) = cluster.devices
         kernels = choose_kernels(device.blocks.kernels)
-        engine.load("one", plan_transformer(request).plan, model, False, _RATE, kernels={device.name: kernels})
+        engine.load("one", plan_transformer(request).plan, model, False, _RATE, profile=cluster)
         up = max(kernels, key=lambda choice: choice.num_outputs, default=None)
         text = "" if up is None else f"{up.layout}: " + ", ".join(dict.fromkeys(up.kernels))
         return lambda prompt: engine.generate("one", prompt, self.new_tokens), text

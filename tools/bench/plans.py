@@ -17,7 +17,13 @@ from hearth.plan.profile import ClusterProfile
 from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.units import format_bytes
 
-Name = Literal["local", "gloo-tp", "megatron-tp", "sp", "hmp-no-overlap", "hmp", "auto"]
+Name = Literal[
+    "local", "gloo-tp", "gloo-tp-packed", "megatron-tp", "sp", "hmp-no-overlap", "hmp", "galaxy", "exact", "auto"
+]
+GLOO = (
+    "gloo-tp",
+    "gloo-tp-packed",
+)  # torch.distributed's AllReduce, with torch's matrices, and with Hearth's packed ones
 Lz4 = Literal["auto", "on", "off"]
 _PLENTY_BYTES = 1 << 40  # memory budget of a device without a limit
 GLOO_WIRES = ("exact", "fp16")
@@ -40,7 +46,7 @@ class Entry:
     def label(self) -> str:
         """Strategy, wire format and what else differs from the usual."""
         lz4 = "" if self.lz4 == "auto" else f" lz4 {self.lz4}"
-        plain = "" if self.encrypt or self.strategy in ("local", "gloo-tp") else " plain"
+        plain = "" if self.encrypt or self.strategy in ("local", *GLOO) else " plain"
         return f"{self.strategy} {self.wire}{lz4}{plain}"
 
 
@@ -55,8 +61,8 @@ def entries(
     for strategy, wire, mode in product(strategies, wires, lz4):
         if strategy == "local":
             found.append(REFERENCE)
-        elif strategy != "gloo-tp" or wire in GLOO_WIRES:
-            found.append(Entry(strategy, wire, mode, encrypt=strategy != "gloo-tp"))
+        elif strategy not in GLOO or wire in GLOO_WIRES:
+            found.append(Entry(strategy, wire, mode, encrypt=strategy not in GLOO))
         if plain and strategy == "hmp":
             found.append(Entry(strategy, wire, mode, encrypt=False))
     return tuple(dict.fromkeys(found))
@@ -99,7 +105,7 @@ def reference_plan(spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> Tr
 
 def depth_note(entry: Entry, spec: ModelSpec, num_layers: int, cluster: ClusterProfile, seq_len: int) -> str:
     """A note if the full-depth model would not fit; empty if it would, or if all layers are run."""
-    if num_layers <= spec.num_layers or entry.strategy == "gloo-tp":
+    if num_layers <= spec.num_layers or entry.strategy in GLOO:
         return ""
     try:
         plan_for(entry, spec.model_copy(update={"num_layers": num_layers}), cluster, seq_len)

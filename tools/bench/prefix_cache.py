@@ -104,7 +104,7 @@ class PrefixCache(Experiment):
             for strategy in self.strategies:
                 plan = self._plan(strategy, model, cluster)
                 context.report(f"loading {strategy}")
-                engine.load(strategy, plan, model, plan.num_ranks > 1, self.mbit * 1e6 / 8)
+                engine.load(strategy, plan, model, plan.num_ranks > 1, self.mbit * 1e6 / 8, profile=cluster)
                 yield self._row(strategy, plan, engine, sets, context)
                 engine.unload(strategy)
 

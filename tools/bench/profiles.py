@@ -55,7 +55,7 @@ class Profiles:
         """
         cluster = self._profiled(model, names, seq_len, mbit)
         alone = reference_plan(model.spec, cluster, seq_len)
-        self._engine.load(_PROBE_KEY, alone, model, encrypt=False, link_bytes_per_second=1e9)
+        self._engine.load(_PROBE_KEY, alone, model, encrypt=False, link_bytes_per_second=1e9, profile=cluster)
         wanted = math.ceil(_PROBE_SECONDS / self._engine.run(_PROBE_KEY, seq_len).seconds)
         count = min(max(wanted, _PROBE_STEPS), _MOST_PROBE_STEPS)
         seconds = statistics.median(self._engine.run(_PROBE_KEY, seq_len).seconds for _ in range(count))

@@ -100,7 +100,9 @@ class SpeculativeDecoding(Experiment):
                 request = PlanRequest(model.spec, used, self.prompt_tokens, strategy=strategy, generation=expected)
                 plan = plan_transformer(request).plan
                 context.report(f"loading {strategy}")
-                engine.load(strategy, plan, model, plan.num_ranks > 1, self.mbit * 1e6 / 8, draft=draft)
+                engine.load(
+                    strategy, plan, model, plan.num_ranks > 1, self.mbit * 1e6 / 8, profile=cluster, draft=draft
+                )
                 yield from self._rows(context, engine, plan, model.spec.vocab_size)
                 engine.unload(strategy)
 

@@ -17,7 +17,7 @@ from hearth.plan.value_formats import ValueFormatName
 from tools.bench import plots
 from tools.bench.experiment import Context, Experiment
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting
-from tools.bench.plans import Lz4, Name, entries
+from tools.bench.plans import GLOO, Lz4, Name, entries
 from tools.bench.results import Summary, Table
 from tools.bench.rows import COLUMNS, Row, by_setting, cells, footnotes
 from tools.bench.shapes import Shape, find_shape
@@ -64,7 +64,7 @@ class Strategies(Experiment):
                 shape.shortened(self.layers, setting.seq_len)
         models = Models(context.folder)
         for scenario in scenarios:
-            gloo = "gloo-tp" in self.strategies
+            gloo = any(name in GLOO for name in self.strategies)
             options = (bool(self.mbit), gloo, self.repeat_disturbed)
             with Bench(scenario, context.folder, models, context.report, *options) as bench:
                 for shape in shapes:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -70,6 +73,14 @@ def test_many_rows_are_multiplied_in_the_floats_that_the_processor_has() -> None
         matrix = empty_matrix(64, 128, weights, CPU)
         assert matrix.default_kernel(1) == "torch"
         assert matrix.default_kernel(256) == (expected if expected in matrix.kernels else "torch")
+
+
+@pytest.mark.parametrize("instructions", ["default", "avx2"])
+def test_bfloat16_is_not_used_where_torch_may_not_use_its_instructions(instructions: str) -> None:
+    program = "from agent.worker.transformer.kernels.processor import multiplies_bfloat16 as b; print(b())"
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": instructions}
+    said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert said.stdout == "False\n", said.stderr
 
 
 def test_choice_selects_layout_and_kernel_by_rows() -> None:
