@@ -84,6 +84,9 @@ def test_paper_scenarios_have_the_papers_memory() -> None:
         (DEVICE + DEVICE, "same name"),
         ('coordinator = "m7"\n' + DEVICE, "m7"),
         (DEVICE.replace("0.45", "0.001"), "cpu_share"),
+        (DEVICE + 'medium = "wifi"', "no medium is called wifi"),
+        ('media = [{ name = "wifi", mbit = 9 }]\n' + DEVICE, "no device uses the medium wifi"),
+        ('media = [{ name = "wifi" }]\n' + DEVICE, "media.0.mbit"),
     ],
 )
 def test_scenario_errors_name_the_field(tmp_path: Path, text: str, named: str) -> None:

@@ -17,6 +17,7 @@ from support.waiting import wait_for
 
 from tools.testbed import EmulatedDevice, Scenario, Testbed
 from tools.testbed.cluster import what_is_missing
+from tools.testbed.medium import Medium
 from tools.testbed.registry import running_testbeds, start_ticks
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS
 
@@ -52,6 +53,13 @@ for _ in range(size // len(chunk)):
 stream.shutdown(socket.SHUT_WR)
 stream.recv(1)  # the other end closes when all has arrived
 print(size * 8 / (time.monotonic() - began) / 1e6)
+"""
+CONNECT = """
+import socket, sys, time
+for _ in range(2):  # the first one also asks for the address
+    began = time.monotonic()
+    socket.create_connection((sys.argv[1], 5001), timeout=10).close()
+print(time.monotonic() - began)
 """
 WAIT = "import time; print('begun', flush=True); time.sleep(600)"
 
@@ -140,6 +148,31 @@ def test_cut_link_blocks_traffic_but_keeps_connections(pair: Testbed) -> None:
     pair.network.mend("two")
     assert float(first_line(sender)) < 35  # 1 s at 50 Mbit/s, prolonged by the cut
     assert not pair.network.state("two").is_cut
+
+
+def test_stations_share_their_medium_and_its_delay(tmp_path: Path) -> None:
+    """Between stations everything crosses the air twice; to a wired device once. Each crossing takes 5 ms."""
+    names = {"one": "wifi", "two": "wifi", "wired": None}
+    devices = tuple(EmulatedDevice(name=name, cpu_share=0.5, mbit=500, medium=medium) for name, medium in names.items())
+    air = Medium(name="wifi", mbit=40, delay_ms=5)
+    with Testbed(Scenario(name="test-air", media=(air,), devices=devices), tmp_path) as testbed:
+        receivers = [python(testbed, name, RECEIVE, testbed.address(name)) for name in ("two", "wired")]
+        assert {first_line(receiver) for receiver in receivers} == {"listening"}
+
+        def seconds(target: str) -> float:
+            return float(first_line(python(testbed, "one", CONNECT, testbed.address(target))))
+
+        wait_for("a handshake over two crossings each way", lambda: 0.020 <= seconds("two") < 0.028)
+        wait_for("a handshake over one crossing each way", lambda: 0.010 <= seconds("wired") < 0.018)
+        size = str(2 << 20)
+        senders = [python(testbed, "one", SEND, testbed.address(target), size) for target in ("two", "wired")]
+        rates = [float(first_line(sender)) for sender in senders]
+        assert 2 * rates[0] + rates[1] < 1.25 * 40  # the first to end leaves its share to the other
+        wait_for("the statistics", lambda: testbed.relay_statistics("wifi")["bytes"] > 3 * (2 << 20))
+        assert testbed.relay_statistics("wifi")["lost"] == 0
+        testbed.network.cut("one")
+        with pytest.raises(subprocess.TimeoutExpired):
+            python(testbed, "one", CONNECT, testbed.address("wired")).wait(1.0)
 
 
 def test_link_rates_scale_with_device_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.platform.security import new_home_key, save_credential
 from tools.interrupts import shielded
 from tools.testbed.cgroups import MOUNT_AND_EXEC, DeviceCgroup, writable
+from tools.testbed.medium import Medium
 from tools.testbed.network import Network
 from tools.testbed.registry import Running, claim, locked, release, running_testbeds
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS, EmulatedDevice, Scenario
@@ -32,6 +33,8 @@ _CALIBRATION_SECONDS = 60.0  # timeout on a whole core, importing torch included
 _PLAN_SECONDS = 600.0  # timeout of `hearth plan`, profiling on slow devices included
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # capabilities(7)
 _BIN = Path(sys.executable).parent
+_RELAY_SECONDS = 30.0  # that the relay of a medium gets to start
+REPOSITORY = Path(__file__).parents[2]
 _HOST_RESERVE_BYTES = 512 << 20  # memory left for the host itself
 
 
@@ -95,10 +98,47 @@ class Testbed:
         with locked():
             remove_orphans()
             self._attach(claim(self.scenario, self.folder, self._owned).slot)
-        self.network.create({device.name: device.mbit for device in self.scenario.devices})
+        media = {medium.name: medium for medium in self.scenario.media}
+        self.network.create(
+            {device.name: device.mbit for device in self.scenario.devices},
+            {device.name: media[device.medium] for device in self.scenario.devices if device.medium is not None},
+        )
+        for medium in self.scenario.media:
+            self._start_relay(medium)
         for device in self.scenario.devices:
             self.cgroups[device.name].create(device)
         save_credential(self.key, new_home_key())
+
+    def _start_relay(self, medium: Medium) -> None:
+        """Start the relay of a shared medium, outside all devices' limits, and wait until it carries frames."""
+        settings, statistics = self.folder / f"medium-{medium.name}.json", self._relay_file(medium.name)
+        settings.write_text(medium.model_dump_json())
+        statistics.unlink(missing_ok=True)
+        stations = self.scenario.stations(medium.name)
+        ends = [f"{station}={','.join(self.network.relayed_ends(station))}" for station in stations]
+        with (self.folder / f"relay-{medium.name}.log").open("ab") as log:
+            relay = subprocess.Popen(
+                ["ip", "netns", "exec", self.network.switch, sys.executable, "-m", "tools.testbed.relay", str(settings),
+                 str(statistics), *ends],
+                cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=not self._owned,
+            )  # fmt: skip
+        self._processes.append(relay)
+
+        def carries() -> bool:
+            if relay.poll() is not None:
+                said = self.log(f"relay-{medium.name}.log").strip()[-500:]
+                raise InternalError(where=f"the relay of the medium {medium.name}", reason=said or "it ended at once")
+            return statistics.exists()
+
+        wait_until(f"the start of the relay of {medium.name}", carries, _RELAY_SECONDS)
+
+    def relay_statistics(self, medium: str) -> dict[str, float]:
+        """What a medium's relay has carried so far, at most a second ago: see `tools.testbed.relay`."""
+        found: dict[str, float] = json.loads(self._relay_file(medium).read_text())
+        return found
+
+    def _relay_file(self, medium: str) -> Path:
+        return self.folder / f"relay-{medium}.json"
 
     def calibrate(self) -> None:
         """If the scenario scales its links: measure the devices' speed and set the rates. About 10 s. Raises BadSetting."""
@@ -131,7 +171,7 @@ class Testbed:
         if self._slot is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self.stop(lambda: {pid for name in self._names for pid in self.pids(name)}, number, _STOP_SECONDS)
+            self.stop(self._all_pids, number, _STOP_SECONDS)
         for cgroup in self.cgroups.values():
             cgroup.remove()
         self.network.remove()
@@ -141,6 +181,10 @@ class Testbed:
     def pids(self, name: str) -> list[int]:
         """Processes of a device: those in its namespace or its cgroups."""
         return sorted({*self.network.pids(name), *self.cgroups[name].pids()})
+
+    def _all_pids(self) -> set[int]:
+        """Processes of all devices, and the relays in the switch's namespace."""
+        return {*self.network.switch_pids(), *(pid for name in self._names for pid in self.pids(name))}
 
     def stop(self, find: Callable[[], set[int]], number: int, seconds: float) -> bool:
         """Signal all processes that `find` returns, also later ones; returns whether none is left within `seconds`.

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hearth.errors import BadSetting
+from tools.testbed.medium import Medium
 
 # Real network cards split large segments themselves, so the bucket must pass a whole segment; otherwise the emulated device
 # would pay CPU time for every packet. The burst is larger than that to compensate for late timers: with 20 KiB and all
@@ -22,6 +23,7 @@ _BURST_SECONDS = 2.5e-3  # of the link's rate
 _QUEUE_BYTES = 1 << 20  # behind the bucket
 _COMMAND_SECONDS = 20.0  # timeout of an ip or tc command
 _BRIDGE = "bridge"
+_QUIET = "for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do [ ! -e $f ] || echo 1 > $f; done"  # the switch itself
 _NOBODY = "02:00:00:00:00:01"  # a link address that no device has
 # If the br_netfilter module is loaded, a bridge passes every packet to iptables, which costs CPU time: switch it off.
 _NO_FIREWALL = "for f in /proc/sys/net/bridge/bridge-nf-call-*; do [ ! -e $f ] || echo 0 > $f; done"
@@ -49,23 +51,47 @@ class Network:
     def address(self, device: str) -> str:
         return f"10.213.{self._slot}.{self._names.index(device) + 1}"
 
-    def create(self, mbit: Mapping[str, float]) -> None:
-        """Create namespaces, switch and links with these rates. Raises BadSetting if the kernel refuses."""
+    @property
+    def switch(self) -> str:
+        """The namespace of the switch."""
+        return self._switch
+
+    def create(self, mbit: Mapping[str, float], media: Mapping[str, Medium] = {}) -> None:
+        """Create namespaces, switch and links with these rates. Raises BadSetting if the kernel refuses.
+
+        Devices in `media` get a gap in their link, which the relay of their medium has to bridge (`relayed_ends`).
+        """
         self.remove()
         _run("ip", "netns", "add", self._switch)
-        _run("ip", "netns", "exec", self._switch, "sh", "-c", _NO_FIREWALL)
+        _run("ip", "netns", "exec", self._switch, "sh", "-c", f"{_NO_FIREWALL}; {_QUIET}")
         _ip(self._switch, "link", "add", _BRIDGE, "type", "bridge")
         _ip(self._switch, "link", "set", _BRIDGE, "up")
         for name in self._names:
             namespace, port = self.namespace(name), _port(name)
             _run("ip", "netns", "add", namespace)
-            _ip(namespace, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", self._switch)
+            outer, inner = self.relayed_ends(name)
+            end = outer if name in media else port
+            _ip(namespace, "link", "add", "eth0", "type", "veth", "peer", "name", end, "netns", self._switch)
+            if name in media:
+                _ip(self._switch, "link", "add", port, "type", "veth", "peer", "name", inner)
+                for each in (outer, inner):
+                    _ip(self._switch, "link", "set", each, "up")
             _ip(self._switch, "link", "set", port, "gso_max_size", str(_SEGMENT_BYTES), "master", _BRIDGE, "up")
             _ip(namespace, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
             _ip(namespace, "link", "set", "lo", "up")
             _ip(namespace, "link", "set", "eth0", "gso_max_size", str(_SEGMENT_BYTES), "up")
             _ip(namespace, "route", "add", "224.0.0.0/4", "dev", "eth0")
+            if name in media and media[name].lost:  # packet by packet, so that a loss is that of one
+                _ip(namespace, "link", "set", "eth0", "gso_max_segs", "1")
+                _ip(self._switch, "link", "set", port, "gso_max_segs", "1")
             self.set_mbit(name, mbit[name])
+
+    def relayed_ends(self, device: str) -> tuple[str, str]:
+        """The interfaces in the switch's namespace between which the relay of a device's medium carries its frames.
+
+        The outer one is the end of the device's own link, the inner one leads to the bridge.
+        """
+        return f"air-{device}", f"up-{device}"
 
     def set_mbit(self, device: str, mbit: float) -> None:
         """Set the rate of both directions of a device's link. Raises BadSetting for a rate out of range."""
@@ -127,6 +153,10 @@ class Network:
     def pids(self, device: str) -> list[int]:
         """Ids of the processes in a device's namespace; none if it is gone."""
         return list(map(int, _run("ip", "netns", "pids", self.namespace(device), check=False).split()))
+
+    def switch_pids(self) -> list[int]:
+        """Ids of the processes in the switch's namespace: the relays of shared media."""
+        return list(map(int, _run("ip", "netns", "pids", self._switch, check=False).split()))
 
     def remove(self) -> None:
         """Remove the namespaces, and with them their links. Missing ones are ignored."""

@@ -15,6 +15,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from hearth.errors import BadSetting
 from hearth.platform.units import parse_bytes
 from hearth.validation import first_error
+from tools.testbed.medium import Medium
 from tools.toml_files import read_settings_file
 
 SCENARIOS = Path(__file__).parent / "scenarios"
@@ -56,6 +57,7 @@ class EmulatedDevice(BaseModel):
     )
     instruction_set: InstructionSet = "sse4.2"  # newest instructions that compute kernels may use
     mbit: float = Field(gt=0, le=100_000)  # rate of its network interface in each direction
+    medium: str | None = None  # the shared medium of its link; None: a wire of its own to the switch
 
     @property
     def num_threads(self) -> int:
@@ -76,6 +78,7 @@ class Scenario(BaseModel):
     description: str = ""
     scale_links: bool = False  # scale rates with the speed of this machine (NOMINAL_CORE_SECONDS)
     coordinator: str | None = None
+    media: tuple[Medium, ...] = Field((), max_length=16)
     devices: tuple[EmulatedDevice, ...] = Field((), max_length=64)
 
     @model_validator(mode="after")
@@ -87,6 +90,13 @@ class Scenario(BaseModel):
             raise ValueError("two devices have the same name")
         if "switch" in names:
             raise ValueError("no device may be called switch: the name is used for the network switch")
+        media = [medium.name for medium in self.media]
+        if len(set(media)) != len(media):
+            raise ValueError("two media have the same name")
+        if unknown := [each.medium for each in self.devices if each.medium not in (None, *media)]:
+            raise ValueError(f"no medium is called {unknown[0]}: give it a table in media")
+        if idle := set(media) - {each.medium for each in self.devices}:
+            raise ValueError(f"no device uses the medium {min(idle)}")
         if self.coordinator is not None and self.coordinator not in names:
             raise ValueError(f"the coordinator's device {self.coordinator} is none of {', '.join(names)}")
         return self
@@ -95,10 +105,14 @@ class Scenario(BaseModel):
     def coordinator_device(self) -> str:
         return self.coordinator or self.devices[0].name
 
+    def stations(self, medium: str) -> list[str]:
+        """The devices on a medium."""
+        return [device.name for device in self.devices if device.medium == medium]
+
     def with_mbit(self, mbit: float) -> Scenario:
-        """A copy with every link at this real rate, whatever the speed of this machine."""
-        devices = tuple(device.model_copy(update={"mbit": mbit}) for device in self.devices)
-        return self.model_copy(update={"devices": devices, "scale_links": False})
+        """A copy with every link a wire at this real rate, whatever the speed of this machine."""
+        devices = tuple(device.model_copy(update={"mbit": mbit, "medium": None}) for device in self.devices)
+        return self.model_copy(update={"devices": devices, "scale_links": False, "media": ()})
 
 
 def quota_and_period(cpu_share: float) -> tuple[int, int]:

@@ -1,0 +1,153 @@
+"""The relay of a shared medium: passes the frames of its stations on, each when the medium has carried it.
+
+`python -m tools.testbed.relay MEDIUM.json STATISTICS.json STATION=OUTER,INNER...`, in the switch's namespace. Each station has
+two interfaces there: the outer end of its own link, and the inner end of a link to the bridge. Frames are read from one and
+written to the other by packet sockets, with the kernel's own offload header, so that large segments stay whole.
+
+It runs outside all devices' CPU quotas. Once a second it writes what it has carried, and the processor time that it took.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from tools.testbed.medium import Air, Medium, Queues
+
+_EVERY_PROTOCOL = 3  # ETH_P_ALL of linux/if_ether.h
+_SOL_PACKET = 263
+_PACKET_VNET_HDR = 15  # each frame has a header with the state of its checksum and segmentation
+_PACKET_IGNORE_OUTGOING = 23  # do not receive what this relay sends
+_VNET_HEADER_BYTES = 10
+_MOST_BYTES = (64 << 10) + 256  # the largest frame that the kernel hands over
+_BUFFER_BYTES = 4 << 20
+_STATISTICS_SECONDS = 1.0
+_BATCH = 64  # frames read from one socket before others have their turn
+
+
+class _Way(NamedTuple):
+    """One direction of a station's traffic."""
+
+    station: str
+    to_bridge: bool
+
+
+class Relay:
+    """Carries frames between pairs of packet sockets. `stations`: outer and inner interface by station."""
+
+    def __init__(self, medium: Medium, stations: dict[str, tuple[str, str]], seed: int = 0) -> None:
+        self._air = Air(medium, Random(seed), time.monotonic())
+        self._queues = Queues()
+        self._ways: dict[socket.socket, tuple[_Way, socket.socket]] = {}  # by the socket that receives
+        for station, (outer, inner) in stations.items():
+            ends = _packet_socket(outer), _packet_socket(inner)
+            self._ways[ends[0]] = _Way(station, True), ends[1]
+            self._ways[ends[1]] = _Way(station, False), ends[0]
+        self._on_the_way: list[tuple[float, int, _Way, socket.socket, bytes]] = []
+        self._numbers = count()  # frames that arrive at the same time keep their order
+        self.carried_frames = self.carried_bytes = self.dropped_frames = self.lost_frames = 0
+        self.latest_seconds = 0.0  # the most by which a frame left later than it should have
+
+    def run_once(self, longest_seconds: float) -> None:
+        """Wait for frames or for the next arrival, at most so long, and handle what is due."""
+        wait = longest_seconds
+        if self._on_the_way:
+            wait = min(max(self._on_the_way[0][0] - time.monotonic(), 0.0), wait)
+        readable, _, _ = select.select(list(self._ways), [], [], wait)
+        for source in readable:
+            self._take(source)
+        now = time.monotonic()
+        while self._on_the_way and self._on_the_way[0][0] <= now:
+            due, _, way, target, frame = heapq.heappop(self._on_the_way)
+            self._queues.leave(way, len(frame))
+            self.latest_seconds = max(self.latest_seconds, now - due)
+            self._hand_over(target, frame)
+
+    def _take(self, source: socket.socket) -> None:
+        way, target = self._ways[source]
+        for _ in range(_BATCH):
+            try:
+                frame = source.recv(_MOST_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:  # the interface is down for a moment, while a device's link is cut
+                return
+            if not self._queues.enter(way, len(frame)):
+                self.dropped_frames += 1
+                continue
+            due = self._air.arrival(way, len(frame) - _VNET_HEADER_BYTES, time.monotonic())
+            if due is None:
+                self._queues.leave(way, len(frame))
+                self.lost_frames += 1
+            else:
+                heapq.heappush(self._on_the_way, (due, next(self._numbers), way, target, frame))
+
+    def _hand_over(self, target: socket.socket, frame: bytes) -> None:
+        try:
+            target.send(frame)
+        except OSError:  # no buffer, or the link is cut: lost, as on a real link
+            self.dropped_frames += 1
+            return
+        self.carried_frames += 1
+        self.carried_bytes += len(frame) - _VNET_HEADER_BYTES
+
+    def statistics(self) -> dict[str, float]:
+        used = time.process_time()
+        return {
+            "frames": self.carried_frames, "bytes": self.carried_bytes, "dropped": self.dropped_frames,
+            "lost": self.lost_frames, "latest_seconds": self.latest_seconds, "processor_seconds": used,
+        }  # fmt: skip
+
+
+def _packet_socket(interface: str) -> socket.socket:
+    """A socket that receives all frames of an interface and sends frames as they are. Raises OSError."""
+    found = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    found.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+    found.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        found.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+    found.setblocking(False)
+    found.bind((interface, _EVERY_PROTOCOL))
+    return found
+
+
+def main() -> None:
+    """Carry frames until SIGTERM."""
+    medium = Medium.model_validate_json(Path(sys.argv[1]).read_text())
+    statistics = Path(sys.argv[2])
+    stations = {}
+    for argument in sys.argv[3:]:
+        name, _, interfaces = argument.partition("=")
+        outer, _, inner = interfaces.partition(",")
+        stations[name] = outer, inner
+    relay = Relay(medium, stations)
+    ended: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: ended.append(number))
+    written = -1.0
+    while not ended:
+        relay.run_once(_STATISTICS_SECONDS)
+        if time.monotonic() - written >= _STATISTICS_SECONDS:
+            written = time.monotonic()
+            _write(statistics, relay.statistics())
+    _write(statistics, relay.statistics())
+
+
+def _write(path: Path, values: dict[str, float]) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(values))
+    os.replace(new, path)
+
+
+if __name__ == "__main__":
+    main()
