@@ -81,6 +81,7 @@ async def block_cluster(
             for device in measured.devices
         ),
         links=tuple(measured.links.values()),
+        media=measured.media,
     )
 
 

@@ -653,7 +653,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     self._count_lease(connection, device_id, sent)
                     if state.boot_id != device.welcome.boot_id:
                         return  # the agent restarted between two heartbeats: say hello again
-                    self._replace(registry.after_heartbeat(self.devices[device_id], state, loop_time()))
+                    now = loop_time()
+                    self._replace(registry.after_heartbeat(self.devices[device_id], state, now, now - sent))
             except LeaseLost:
                 self._leased_until.pop(device_id, None)
                 if await self._acquire_lease(connection, device_id):

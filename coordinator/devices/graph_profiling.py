@@ -62,6 +62,7 @@ async def graph_cluster(
         seconds,
         measured.links,
         measured=True,
+        media=measured.media,
     )
 
 

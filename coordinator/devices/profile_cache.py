@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from coordinator.devices.registry import Device
 from coordinator.devices.workload import R, Workload
 from coordinator.models.cache_files import read_cached, remove_cached, write_cached
-from hearth.plan.profile import Link
+from hearth.plan.profile import Link, SharedMedium
 from hearth.wire.messages import Telemetry
 
 _VERSION = 2  # part of each name: a new version ignores old files
@@ -26,6 +27,22 @@ class MeasuredOn(BaseModel, frozen=True):
     processor: str
     num_threads: int
     compute_device: str
+
+
+class KnownMedia(BaseModel, frozen=True):
+    """The shared media of the devices that were compared with each other."""
+
+    compared: frozenset[str]
+    media: tuple[SharedMedium, ...]
+
+    def with_more(self, compared: Collection[str], found: Sequence[SharedMedium]) -> KnownMedia:
+        """What is known after a further comparison: a medium that has a device in common with another one is the same."""
+        media = list(self.media)
+        for new in found:
+            same = [each for each in media if not set(each.device_ids).isdisjoint(new.device_ids)]
+            members = {*new.device_ids, *(device for each in same for device in each.device_ids)}
+            media = [each for each in media if each not in same] + [SharedMedium(device_ids=tuple(sorted(members)))]
+        return KnownMedia(compared=self.compared | set(compared), media=tuple(media))
 
 
 class ProfileCache:
@@ -67,6 +84,17 @@ class ProfileCache:
 
     def forget_link(self, pair: tuple[str, str]) -> None:
         remove_cached(self._link_path(pair))
+
+    def media(self) -> KnownMedia | None:
+        """The shared media, however old: what a link is made of changes rarely."""
+        return _read(self._media_path, KnownMedia)
+
+    def keep_media(self, known: KnownMedia) -> None:
+        write_cached(self._media_path, known.model_dump_json().encode())
+
+    @property
+    def _media_path(self) -> Path:
+        return _path(self._folder, "media")
 
     def result_path(self, device: Device, workload: Workload[R]) -> Path:
         """The file of a result on a device, with its present settings."""

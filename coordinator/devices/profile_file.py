@@ -13,7 +13,7 @@ from coordinator.models.graph_file import GraphFile
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, cluster_from_links
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.profile import ClusterProfile, Link, Seconds
+from hearth.plan.profile import ClusterProfile, Link, Seconds, SharedMedium
 from hearth.validation import first_error
 
 
@@ -38,6 +38,7 @@ class SavedGraphProfile(BaseModel):
     measured: bool
     devices: tuple[ClusterDevice, ...]
     links: tuple[Link, ...]
+    media: tuple[SharedMedium, ...] = ()
     operators: tuple[str, ...]
     seconds: tuple[tuple[Seconds, ...], ...]
 
@@ -54,6 +55,7 @@ def saved_graph_profile(graph: GraphFile, cluster: GraphCluster) -> SavedGraphPr
         measured=cluster.measured,
         devices=cluster.devices,
         links=cluster.links(),
+        media=cluster.media,
         operators=tuple(operator.name for operator in graph.spec.operators),
         seconds=cluster.seconds,
     )
@@ -84,7 +86,7 @@ def read_graph_profile(path: Path, graph: GraphFile) -> GraphCluster:
             path, f"must have {len(names)} rows of {len(profile.devices)} seconds, for operators on devices"
         )
     links = {(link.source, link.target): link for link in profile.links}
-    return cluster_from_links(profile.devices, profile.seconds, links, profile.measured)
+    return cluster_from_links(profile.devices, profile.seconds, links, profile.measured, profile.media)
 
 
 def _read_profile(path: Path, kind: type[_F]) -> _F:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +17,12 @@ from pydantic import BaseModel
 
 from coordinator.devices.fleet import Fleet, ask_with_listener
 from coordinator.devices.measuring_order import measure_each, measure_pairs
-from coordinator.devices.profile_cache import ProfileCache
+from coordinator.devices.profile_cache import KnownMedia, ProfileCache
 from coordinator.devices.registry import Device
+from coordinator.devices.shared_media import Pair, devices_on_radio, find_media
 from coordinator.devices.workload import R, Workload
 from hearth.errors import BadMessage, HearthError, NoDevices
-from hearth.plan.profile import Link
+from hearth.plan.profile import Link, SharedMedium, media_of
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.protocol import REPLY_MARGIN_SECONDS
@@ -31,6 +33,7 @@ LINK_CACHE_SECONDS = 3600.0
 _MAX_LINK_BYTES = 64 << 20  # to send per ordered pair: a fast link is measured in less than a second
 # To send per ordered pair: long enough for TCP to reach its rate, short for 56 pairs of 8 devices.
 _MAX_LINK_SECONDS = 1.0
+_MOST_HOSTS_IN_TURN = 3  # up to which links are measured one at a time anyway, since no two of them have all ends apart
 _PROBE_LINK_SECONDS = 0.1  # to send when only the connection is checked
 # A link that has just been found cut is not measured, which would take 1.5 s, while requests wait for the next plan.
 _CUT_SECONDS = 5.0
@@ -40,11 +43,15 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class MeasuredDevices(Generic[R]):
-    """Devices with a result and links to all others. `results` by device id, `links` by (source, target)."""
+    """Devices with a result and links to all others. `results` by device id, `links` by (source, target).
+
+    `media` are what links share.
+    """
 
     devices: tuple[Device, ...]
     results: Mapping[str, R]
     links: Mapping[tuple[str, str], Link]
+    media: tuple[SharedMedium, ...]
 
 
 class Profiler:
@@ -66,6 +73,7 @@ class Profiler:
         self._probed: dict[Path, BaseModel] = {}  # results of probes, by the file that equal devices would share
         self.provisional_links: set[tuple[str, str]] = set()
         self.links: dict[tuple[str, str], Link] = {}
+        self._known_media: KnownMedia | None = None  # None: not read yet
         self.failed_links: set[tuple[str, str]] = set()  # that could not be measured when last tried
         self._cut_at: dict[tuple[str, str], float] = {}  # loop time at which a link was found cut
         self._slowdowns: dict[str, float] = {}  # current / cached seconds, of devices that drifted
@@ -89,7 +97,8 @@ class Profiler:
         if not usable:
             raise NoDevices(seconds=0)
         links = {pair: link for pair, link in links.items() if connected.issuperset(pair)}
-        return MeasuredDevices(tuple(usable), {device.device_id: results[device.device_id] for device in usable}, links)
+        found = {device.device_id: results[device.device_id] for device in usable}
+        return MeasuredDevices(tuple(usable), found, links, media_of(self._media_so_far.media, tuple(found)))
 
     async def _cached_or_measured(self, device: Device, workload: Workload[R]) -> R:
         workload.check(device)
@@ -211,7 +220,42 @@ class Profiler:
         if unmeasured:
             self._report(f"measuring {len(unmeasured)} links")
         await self._measure_pairs(unmeasured, devices)
+        if unmeasured:
+            await self._find_media(unmeasured, devices)
         return {pair: self.links[pair] for pair in pairs if pair in self.links and pair not in self._cut_at}
+
+    async def _find_media(self, measured: Sequence[Pair], devices: Sequence[Device]) -> None:
+        """Find out which of these devices share a medium, unless that is known, as after a loss.
+
+        Links on radio that were `measured` just now are measured again, one at a time, if others ran at the same time.
+        """
+        by_id = {device.device_id: device for device in devices}
+        radio = devices_on_radio([*by_id], self.links)
+        if len({device.host_id for device in devices}) > _MOST_HOSTS_IN_TURN:
+            for source, target in (each for each in measured if not set(each).isdisjoint(radio)):
+                await self._measure_link(by_id[source], by_id[target])
+        if self._media_so_far.compared.issuperset(radio):
+            return
+        self._report(f"finding out what the links of {len(radio)} devices share")
+        rates = {pair: link.bytes_per_second for pair, link in self.links.items()}
+
+        async def together(pairs: Sequence[Pair]) -> dict[Pair, float]:
+            links = await asyncio.gather(*(self._measured_link(by_id[a], by_id[b]) for a, b in pairs))
+            return {(link.source, link.target): link.bytes_per_second for link in links if link is not None}
+
+        found = await find_media([*by_id], radio, rates, together)
+        self._known_media = self._media_so_far.with_more(radio, found)
+        self._cache.keep_media(self._known_media)
+        for medium in found:
+            names = ", ".join(by_id[each].name for each in medium.device_ids)
+            self._report(f"one medium, of which each transfer takes its turn: {names}")
+
+    @property
+    def _media_so_far(self) -> KnownMedia:
+        """The media that were found in this run or an earlier one."""
+        if self._known_media is None:
+            self._known_media = self._cache.media() or KnownMedia(compared=frozenset(), media=())
+        return self._known_media
 
     async def _measure_pairs(self, pairs: Sequence[tuple[str, str]], devices: Sequence[Device]) -> None:
         """Measure links; those that share no machine concurrently."""
@@ -235,21 +279,27 @@ class Profiler:
         return True
 
     async def _measure_link(self, source: Device, target: Device) -> None:
+        """Measure a link and keep it, or note that it failed."""
+        if (link := await self._measured_link(source, target)) is None:
+            self.failed_links.add((source.device_id, target.device_id))
+            return
+        self.links[link.source, link.target] = link
+        self._cache.keep_link(link)
+
+    async def _measured_link(self, source: Device, target: Device) -> Link | None:
+        """A link as measured now; None, with a report, if that failed."""
         try:
             request = partial(MeasureLink, max_bytes=_MAX_LINK_BYTES, max_seconds=_MAX_LINK_SECONDS)
             measured = await ask_with_listener(self._fleet, source, target, request, LinkMeasured, _MAX_LINK_SECONDS)
         except HearthError as error:
-            self.failed_links.add((source.device_id, target.device_id))
             self._report(f"the link from {source.name} to {target.name} could not be measured: {error}")
-            return
-        link = Link(
+            return None
+        return Link(
             source=source.device_id,
             target=target.device_id,
             bytes_per_second=measured.bytes_per_second,
             round_trip_seconds=measured.round_trip_seconds,
         )
-        self.links[link.source, link.target] = link
-        self._cache.keep_link(link)
 
 
 def fully_linked_devices(device_ids: Sequence[str], links: Mapping[tuple[str, str], Link]) -> set[str]:

@@ -37,6 +37,13 @@ _WITNESSED_SECONDS = 0.35
 _CONNECT_FRACTION = 0.6
 _MIN_CONNECT_SECONDS = 0.6
 _MAX_CONNECT_SECONDS = 0.8
+# A device is on a radio or powerline link if even the fastest of its last heartbeats took longer than over any wire, where
+# that is a fraction of a millisecond. Such links stall for up to 2 s while the link sends again or changes its rate, also
+# after minutes without any sign of that, so such a device gets the longest time from the start.
+_ROUND_TRIPS = 20  # heartbeats: ten seconds, of which one at least meets an idle device
+_LEAST_ROUND_TRIPS = 5
+WIRE_ROUND_TRIP_SECONDS = 2e-3
+_LONGEST_RADIO_STALL_SECONDS = 2.0
 _SUSPECT_FRACTION = 0.6  # of that time, from which a device is suspect: longer than one interval
 
 Health = Literal["alive", "suspect", "dead", "busy", "refused"]
@@ -58,6 +65,7 @@ class Device:
     # Times and lengths of answers' delays, longest first: those that no later one has exceeded.
     silences: tuple[tuple[float, float], ...] = ()
     watched_since: float = -math.inf
+    round_trips: tuple[float, ...] = ()  # seconds of its last `_ROUND_TRIPS` heartbeats
     # The workers that ran here when this coordinator took its lease, by deployment.
     taken_over: Mapping[str, RunningWorker] = field(default_factory=dict)
     disconnected_at: float | None = None  # when its connection broke; None once it has answered again
@@ -79,6 +87,11 @@ class Device:
     def host_id(self) -> str:
         """Id of the machine, which several agents may share; the device id if unknown."""
         return self.telemetry.host_id if self.telemetry else self.device_id
+
+    @property
+    def is_on_radio(self) -> bool:
+        """Whether its link is a radio or powerline link, by its round trips; False while they are unknown."""
+        return len(self.round_trips) >= _LEAST_ROUND_TRIPS and min(self.round_trips) > WIRE_ROUND_TRIP_SECONDS
 
     @property
     def budget_bytes(self) -> int:
@@ -127,9 +140,10 @@ def after_lease(device: Device, running: Sequence[RunningWorker]) -> Device:
     return replace(leased, state=AgentState(boot_id=device.welcome.boot_id, workers=ready))
 
 
-def after_heartbeat(device: Device, state: AgentState, now: float) -> Device:
+def after_heartbeat(device: Device, state: AgentState, now: float, round_trip_seconds: float) -> Device:
     """The record after an answered heartbeat."""
-    return replace(after_answer(device, now), state=state)
+    round_trips = (*device.round_trips, round_trip_seconds)[-_ROUND_TRIPS:]
+    return replace(after_answer(device, now), state=state, round_trips=round_trips)
 
 
 def after_report(device: Device, state: AgentState) -> Device:
@@ -187,6 +201,8 @@ def after_known_silence(device: Device, longest: float, now: float) -> Device:
 
 def dead_seconds(device: Device, now: float) -> float:
     """Seconds without an answer after which the device is dead."""
+    if device.is_on_radio:
+        return MAX_DEAD_SECONDS
     if not device.silences:
         return DEAD_SECONDS
     learned = min((now - device.watched_since) / _LEARNING_SECONDS, 1.0)
@@ -199,19 +215,23 @@ def lease_seconds(device: Device, shortest: float, now: float) -> float:
 
     `shortest`: that of a device which is never silent for long, or new.
     """
-    if not is_learned(device, now):
+    if not is_learned(device, now) and not device.is_on_radio:
         return shortest
     return min(max(_LEASE_FACTOR * dead_seconds(device, now), shortest), LEASE_SECONDS)
 
 
 def witnessed_seconds(device: Device, now: float, num_witnesses: int) -> float:
     """Seconds in which a device must answer that this many others wait for: longer if it is only one."""
+    if device.is_on_radio:
+        return _WITNESSED_SECONDS + _LONGEST_RADIO_STALL_SECONDS
     patience = _WITNESSED_FRACTION * dead_seconds(device, now)
     return _WITNESSED_SECONDS + patience * (1 if num_witnesses > 1 else 2)
 
 
 def connect_seconds(one: Device, other: Device, now: float) -> float:
     """Seconds in which two devices must be able to connect, if a step waits for their link."""
+    if one.is_on_radio or other.is_on_radio:
+        return _MAX_CONNECT_SECONDS + _LONGEST_RADIO_STALL_SECONDS
     patience = _CONNECT_FRACTION * max(dead_seconds(one, now), dead_seconds(other, now))
     return min(max(patience, _MIN_CONNECT_SECONDS), _MAX_CONNECT_SECONDS)
 

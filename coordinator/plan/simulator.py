@@ -1,7 +1,7 @@
 """A work-conserving discrete-event simulation: a task starts as soon as its inputs are there and its resources are free.
 
-Pure. Resources are serial: a device's compute, its CPU if it computes on a GPU, and the sending and the receiving side of its
-network interface.
+Pure. Resources are serial: a device's compute, its CPU if it computes on a GPU, the sending and the receiving side of its
+network interface, and a medium that several devices share.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ class ResourceKind(IntEnum):
     SEND = 1
     RECEIVE = 2
     CPU = 3  # of a rank that computes on its GPU
+    MEDIUM = 4  # shared by the links of several ranks; `rank` is its number
 
 
-TRANSFERS = (ResourceKind.SEND, ResourceKind.RECEIVE)
+TRANSFERS = (ResourceKind.SEND, ResourceKind.RECEIVE, ResourceKind.MEDIUM)
 
 
 class Resource(NamedTuple):
-    """One serial resource of a rank."""
+    """One serial resource of a rank, or a shared medium."""
 
     kind: ResourceKind
     rank: int
@@ -63,9 +64,10 @@ def receive_resources(rank: int) -> tuple[Resource, ...]:
     return (Resource(ResourceKind.RECEIVE, rank),)
 
 
-def transfer_resources(source: int, target: int) -> tuple[Resource, ...]:
-    """The resources of a transfer."""
-    return send_resources(source) + receive_resources(target)
+def transfer_resources(source: int, target: int, media: Sequence[int] = ()) -> tuple[Resource, ...]:
+    """The resources of a transfer; `media` are the numbers of the shared media that it crosses."""
+    ends = send_resources(source) + receive_resources(target)
+    return ends + tuple(Resource(ResourceKind.MEDIUM, each) for each in media) if media else ends
 
 
 class Task(NamedTuple):

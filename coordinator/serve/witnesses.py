@@ -46,7 +46,9 @@ class Witnesses:
         while deployment.failure is None and self._waits_for(deployment, waiting, late):
             if await self._fleet.is_lost(late, partial(self._num_witnesses, deployment, late)):
                 return
-            is_cut = not await self._can_connect(waiting, late) and await self._fleet.answer_at_once((waiting, late))
+            is_cut = await self._is_cut(waiting, late)
+            if is_cut and any(self._fleet.devices[each].is_on_radio for each in (waiting, late)):
+                is_cut = await self._is_cut(waiting, late)  # a stall may have ended just between the two questions
             if is_cut and deployment.failure is None and self._waits_for(deployment, waiting, late):
                 self._profiler.link_is_cut(waiting, late)
                 names = [self._fleet.devices[each].name for each in (waiting, late)]
@@ -54,6 +56,10 @@ class Witnesses:
                 self._on_link_lost(deployment, LinkLost(device=names[0], peer=names[1], reason=reason))
                 return
             await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _is_cut(self, waiting: str, late: str) -> bool:
+        """Whether two devices cannot connect to each other, although both answer this coordinator at once."""
+        return not await self._can_connect(waiting, late) and await self._fleet.answer_at_once((waiting, late))
 
     async def _can_connect(self, waiting: str, late: str) -> bool:
         """Whether one of two devices reaches the other in time. A packet that is lost delays one attempt by a second."""

@@ -223,11 +223,29 @@ class Link(BaseModel, frozen=True):
     round_trip_seconds: Seconds
 
 
+class SharedMedium(BaseModel, frozen=True):
+    """A medium that the links of several devices share, such as the air of an access point: one transfer has it at a time."""
+
+    device_ids: tuple[str, ...] = Field(min_length=1)
+
+
+def media_between(media: Sequence[SharedMedium], source: str, target: str) -> tuple[int, ...]:
+    """The numbers of the media that a transfer between two devices crosses."""
+    return tuple(number for number, each in enumerate(media) if {source, target} & set(each.device_ids))
+
+
+def media_of(media: Sequence[SharedMedium], device_ids: Sequence[str]) -> tuple[SharedMedium, ...]:
+    """What is left of the media with these devices only."""
+    left = (tuple(each for each in medium.device_ids if each in device_ids) for medium in media)
+    return tuple(SharedMedium(device_ids=each) for each in left if each)
+
+
 class ClusterProfile(BaseModel, frozen=True):
     """The devices and links that a planner may use. `links` holds every ordered pair of `devices`."""
 
     devices: tuple[DeviceProfile, ...] = Field(min_length=1)
     links: tuple[Link, ...] = ()
+    media: tuple[SharedMedium, ...] = ()
 
     def link(self, source: str, target: str) -> Link:
         """The link from one device to another. Raises KeyError if it was not measured."""
@@ -242,4 +260,5 @@ class ClusterProfile(BaseModel, frozen=True):
         return ClusterProfile(
             devices=tuple(by_id[device_id] for device_id in device_ids),
             links=tuple(link for link in self.links if link.source in device_ids and link.target in device_ids),
+            media=media_of(self.media, device_ids),
         )

@@ -146,6 +146,7 @@ class TransformerPlanning:
         return SavedTransformerProfile(
             devices=cluster.devices,
             links=cluster.links,
+            media=cluster.media,
             model=self.model.spec,
             deterministic=self.goal.deterministic,
         )

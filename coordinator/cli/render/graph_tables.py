@@ -116,10 +116,12 @@ def explanation_lines(plan: GraphPlan, spec: GraphSpec, prediction: GraphPredict
         ResourceKind.CPU: "the CPU of",
         ResourceKind.SEND: "the outgoing transfers of",
         ResourceKind.RECEIVE: "the incoming transfers of",
+        ResourceKind.MEDIUM: "the shared medium",
     }[busiest.kind]
+    where = "" if busiest.kind is ResourceKind.MEDIUM else f" {names[busiest.rank]}"
     share = prediction.bottleneck_seconds / prediction.latency_seconds if prediction.latency_seconds > 0 else 0.0
     lines = [
-        f"bottleneck of a full pipeline: {what} {names[busiest.rank]}, {format_seconds(prediction.bottleneck_seconds)} per "
+        f"bottleneck of a full pipeline: {what}{where}, {format_seconds(prediction.bottleneck_seconds)} per "
         f"request ({share:.0%} of the time of one request alone)"
     ]
     transfers = sorted(tensor_transfers(spec, plan.body.segments, plan.wire.values), key=lambda each: -each.num_bytes)

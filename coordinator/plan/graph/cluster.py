@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import permutations
 
 from coordinator.plan.limits import MemoryLimit, limited_budgets
 from hearth.plan.plan import GraphPlan, Plan
-from hearth.plan.profile import Link, WireCost
+from hearth.plan.profile import Link, SharedMedium, WireCost, media_between, media_of
 
 FloatTable = tuple[tuple[float, ...], ...]
 
@@ -55,6 +56,13 @@ class GraphCluster:
     bytes_per_second: FloatTable
     latency_seconds: FloatTable
     measured: bool = False
+    media: tuple[SharedMedium, ...] = ()
+
+    @cached_property
+    def media_crossed(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """[K][K]: the numbers of the shared media that a transfer crosses; on the diagonal those of the device."""
+        ids = [device.device_id for device in self.devices]
+        return tuple(tuple(media_between(self.media, a, b) for b in ids) for a in ids)
 
     def with_reserved_bytes(self, reserved_bytes: Sequence[int]) -> GraphCluster:
         devices = tuple(
@@ -95,11 +103,16 @@ class GraphCluster:
             seconds=tuple(map(columns, self.seconds)),
             bytes_per_second=tuple(columns(self.bytes_per_second[each]) for each in chosen),
             latency_seconds=tuple(columns(self.latency_seconds[each]) for each in chosen),
+            media=media_of(self.media, device_ids),
         )
 
 
 def cluster_from_links(
-    devices: Sequence[ClusterDevice], seconds: FloatTable, links: Mapping[tuple[str, str], Link], measured: bool
+    devices: Sequence[ClusterDevice],
+    seconds: FloatTable,
+    links: Mapping[tuple[str, str], Link],
+    measured: bool,
+    media: Sequence[SharedMedium] = (),
 ) -> GraphCluster:
     """A cluster whose links are given by (source, target); `seconds` [n][K]."""
     ids = [device.device_id for device in devices]
@@ -109,6 +122,7 @@ def cluster_from_links(
         bytes_per_second=tuple(tuple(math.inf if a == b else links[a, b].bytes_per_second for b in ids) for a in ids),
         latency_seconds=tuple(tuple(0.0 if a == b else links[a, b].round_trip_seconds / 2 for b in ids) for a in ids),
         measured=measured,
+        media=media_of(media, ids),
     )
 
 

@@ -51,6 +51,7 @@ def place_operators(
         cluster.latency_seconds,
         request.congestion,
         partial(lone_cpu_seconds, cluster),
+        cluster.media_crossed if cluster.media else (),
     )
     held = held_devices(request)
     pins = {index: held[group[0]] for index, group in enumerate(coarse.groups) if group[0] in held}

@@ -20,6 +20,7 @@ from coordinator.plan.graph.tasks import (
 from coordinator.plan.simulator import (
     TRANSFERS,
     Resource,
+    ResourceKind,
     Task,
     compute_resources,
     simulate,
@@ -74,7 +75,8 @@ def predict_segments(
     for task in tasks:
         if task.kind is not Work.WIRE:  # with several requests it costs more, see below
             for resource in task.resources:
-                if resource.rank < len(rank_devices) and (congestion or resource.kind not in TRANSFERS):
+                is_here = resource.rank < len(rank_devices) or resource.kind is ResourceKind.MEDIUM
+                if is_here and (congestion or resource.kind not in TRANSFERS):
                     busy[(resource,)] += task.seconds
     transfers = tensor_transfers(spec, segments, values)
     if not congestion:  # the ends of links are not shared, but each channel still is

@@ -136,7 +136,8 @@ class _Writer:
             endpoint_cpu_seconds(self._cluster, device, transfer, self._values) for device in (source, target)
         )
         seconds = num_bytes / self._cluster.bytes_per_second[source][target]
-        latency, sides = self._cluster.latency_seconds[source][target], transfer_resources(sender, peer)
+        latency = self._cluster.latency_seconds[source][target]
+        sides = transfer_resources(sender, peer, self._cluster.media_crossed[source][target])
         after = self._add_cpu(request, sender, sent, (computed,), name)
         if self._cluster.measured:
             # Small pieces are handled while later ones are in transfer. Segments wait for that, the transfer does not.
@@ -157,10 +158,10 @@ class _Writer:
         seconds, latency = _coordinator_link_times(self._cluster, device, num_bytes)
         cpu_seconds = coordinator_cpu_seconds(self._cluster, device, num_bytes, reads_factor=1.0)
         if computed is None:
-            sides = transfer_resources(coordinator, rank)
+            sides = transfer_resources(coordinator, rank, self._cluster.media_crossed[device][device])
             wire = self._add(Task(Phase.TENSOR, None, request, rank, sides, seconds, (), latency, num_bytes, _INPUTS))
             return self._add_cpu(request, rank, cpu_seconds, (wire,), _INPUTS)[-1]
-        sides = transfer_resources(rank, coordinator)
+        sides = transfer_resources(rank, coordinator, self._cluster.media_crossed[device][device])
         after = self._add_cpu(request, rank, cpu_seconds, computed, _OUTPUTS)
         return self._add(Task(Phase.TENSOR, None, request, None, sides, seconds, after, latency, num_bytes, _OUTPUTS))
 

@@ -37,6 +37,9 @@ def device(name: str = "a", boot_id: str = "boot", host: str = "10.0.0.1", last_
 STATE = AgentState(boot_id="boot", workers=(WorkerStatus(state="ready", epoch=1),))
 
 
+WIRE = 0.0004  # seconds of a round trip
+
+
 def test_silent_device_becomes_suspect_then_dead_and_recovers() -> None:
     known = device()
     assert registry.after_missed_heartbeat(known, 101.5).health == "alive"
@@ -44,16 +47,16 @@ def test_silent_device_becomes_suspect_then_dead_and_recovers() -> None:
     assert suspect.health == "suspect"
     assert "no answer for 2.0 s" in suspect.reason
     assert registry.after_missed_heartbeat(suspect, 100 + DEAD_SECONDS).health == "dead"
-    back = registry.after_heartbeat(suspect, STATE, 102.0)
+    back = registry.after_heartbeat(suspect, STATE, 102.0, WIRE)
     assert (back.health, back.reason, back.last_seen) == ("alive", "", 102.0)
 
 
-def watched(intervals: list[float]) -> tuple[Device, float]:
+def watched(intervals: list[float], round_trip: float = WIRE) -> tuple[Device, float]:
     """A device that answered after these intervals, in seconds, and the time of its last answer."""
     known, now = replace(device(), watched_since=100.0), 100.0
     for interval in intervals:
         now += interval
-        known = registry.after_heartbeat(known, STATE, now)
+        known = registry.after_heartbeat(known, STATE, now, round_trip)
     return known, now
 
 
@@ -71,6 +74,29 @@ def test_device_that_always_answers_at_once_is_given_up_after_a_second_and_an_un
     assert registry.dead_seconds(known, now) == pytest.approx(2.4)
     known, now = watched([0.51] * 100 + [1.2] + [0.51] * 600)
     assert registry.dead_seconds(known, now) < 1.1
+
+
+def test_device_on_a_radio_link_is_given_the_longest_time_before_its_first_stall() -> None:
+    radio, now = watched([0.51] * 100, round_trip=0.006)
+    assert registry.dead_seconds(radio, now) == MAX_DEAD_SECONDS
+    assert LEASE_SECONDS >= registry.lease_seconds(radio, 2.0, now) > MAX_DEAD_SECONDS
+    wired, _ = watched([0.51] * 100)
+    stall = 2.0
+    for witnesses in (1, 3):
+        assert (
+            registry.witnessed_seconds(radio, now, witnesses)
+            > stall
+            > registry.witnessed_seconds(wired, now, witnesses)
+        )
+    for pair in ((radio, wired), (wired, radio)):
+        assert registry.connect_seconds(*pair, now) > stall
+    busy = replace(
+        radio, round_trips=(*radio.round_trips[1:], WIRE)
+    )  # one answer in ten seconds is enough to know a wire
+    assert not busy.is_on_radio
+    assert registry.dead_seconds(busy, now) < 1.1
+    new, now = watched([0.51] * 3, round_trip=0.006)
+    assert not new.is_on_radio
 
 
 def test_device_that_was_given_up_although_it_ran_gets_more_time() -> None:
@@ -131,7 +157,7 @@ def test_broken_connection_takes_a_device_out_of_plans_until_it_answers() -> Non
     assert registry.usable([broken, other], 100.2) == [other]
     assert registry.usable([broken], 100.2) == []
     assert registry.after_missed_heartbeat(broken, 100.2) == broken
-    back = registry.after_heartbeat(broken, STATE, 100.3)
+    back = registry.after_heartbeat(broken, STATE, 100.3, WIRE)
     assert registry.usable([back, other], 100.3) == [back, other]
 
 

@@ -58,6 +58,8 @@ class PlacementProblem:
     groups: tuple[tuple[int, ...], ...] = ()
     # An assignment within the budgets, for which list schedulers keep room. Empty: none is known.
     fitting: tuple[int, ...] = ()
+    # [K][K]: the numbers of the shared media that a transfer crosses; empty: every link has its own.
+    media: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @property
     def num_operators(self) -> int:
@@ -120,6 +122,7 @@ def placement_problem(
     latency_seconds: Sequence[Sequence[float]],
     congestion: bool = True,
     cpu_seconds: Callable[[int, int], float] = lambda device, num_bytes: 0.0,
+    media: tuple[tuple[tuple[int, ...], ...], ...] = (),
 ) -> PlacementProblem:
     """The problem of a graph on devices that run operator i in `seconds[i][k]` and have `memory_bytes[k]` for weights.
 
@@ -170,4 +173,5 @@ def placement_problem(
         congestion=congestion,
         shared=tuple(shared),
         groups=tuple(map(tuple, groups.values())),
+        media=media,
     )

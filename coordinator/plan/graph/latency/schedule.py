@@ -139,7 +139,8 @@ def schedule(
             flow = problem.flows[item.flow]
             source = assignment[flow.source]
             seconds, latency = flow.seconds[source][item.device], problem.latency[source][item.device]
-            busy = transfer_resources(source, item.device) if problem.congestion and seconds > 0 else ()
+            crossed = problem.media[source][item.device] if problem.media else ()
+            busy = transfer_resources(source, item.device, crossed) if problem.congestion and seconds > 0 else ()
             add(Phase.TENSOR, item.flow, item.device, busy, seconds, (ran[flow.source],))
             if latency > 0:
                 add(Phase.TENSOR, item.flow, item.device, (), latency, (sent[item],))

@@ -83,6 +83,7 @@ def simulate_exchange(
     `exact`: the values are sent exactly, whatever the plan's wire format.
     """
     busy, sending, receiving = list(ready), list(ready), [0.0] * len(ready)
+    medium_free = [0.0] * len(layout.cluster.media)
     arriving: list[list[tuple[float, float]]] = [[] for _ in ready]  # arrival time, and CPU seconds of receiving
     for offset in range(1, len(ready)):
         for source in sources:
@@ -92,9 +93,12 @@ def simulate_exchange(
             link = layout.links[source, target]
             format_: ValueFormatName = "exact" if exact else layout.formats[source, target]
             busy[source] += layout.wire_seconds(source, num_values, format_)
-            start = max(busy[source], sending[source], receiving[target])
+            crossed = layout.media[source, target]
+            start = max(busy[source], sending[source], receiving[target], *(medium_free[each] for each in crossed))
             end = start + num_values * BYTES_PER_VALUE[format_] / link.bytes_per_second
             sending[source] = receiving[target] = end
+            for each in crossed:
+                medium_free[each] = end
             cost = layout.wire_seconds(target, num_values, format_)
             arriving[target].append((end + link.round_trip_seconds / 2, cost))
     for rank, messages in enumerate(arriving):

@@ -14,7 +14,7 @@ from hearth.plan import rings
 from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
-from hearth.plan.profile import BlockProfile, ClusterProfile, Link, WireCost
+from hearth.plan.profile import BlockProfile, ClusterProfile, Link, WireCost, media_between
 from hearth.plan.transformer import TransformerBody
 from hearth.plan.value_formats import BYTES_PER_VALUE, ValueFormatName
 
@@ -44,6 +44,12 @@ class PlanLayout(Generic[Body_co]):
         ids = [device.device_id for device in self.cluster.devices]
         by_ids = {(link.source, link.target): link for link in self.cluster.links}
         return {(a, b): by_ids[ids[a], ids[b]] for a, b in permutations(self.ranks, 2)}
+
+    @cached_property
+    def media(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The numbers of the shared media that a transfer crosses, by sending and receiving rank."""
+        ids = [device.device_id for device in self.cluster.devices]
+        return {(a, b): media_between(self.cluster.media, ids[a], ids[b]) for a, b in permutations(self.ranks, 2)}
 
     @cached_property
     def formats(self: PlanLayout) -> dict[tuple[int, int], ValueFormatName]:

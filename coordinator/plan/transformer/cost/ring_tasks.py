@@ -34,7 +34,7 @@ class RingTasks:
         self.layer: int | None = None  # of the tasks being appended; None: outside the layers
         self._layout = layout
         self._num_ranks = len(self.ranks)
-        self._sides_of = {ends: transfer_resources(*ends) for ends in layout.links}
+        self._sides_of = {ends: transfer_resources(*ends, layout.media[ends]) for ends in layout.links}
         # A profile measured at another sequence length is scaled by the rows; planning profiles at the request's length.
         self.scale = [part.size / blocks.seq_len for blocks in self.blocks]
         self.core_scale = [attention_ratio(self.spec, part, blocks.seq_len) for blocks in self.blocks]

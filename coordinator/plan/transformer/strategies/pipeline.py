@@ -119,7 +119,6 @@ class _PipelineTasks:
         costs = [layout.wire_seconds(rank, values, format_) for rank in ends]
         sent = self._compute(Work.WIRE, layer, chunk, source, costs[0], (after,))
         seconds, latency = num_bytes / link.bytes_per_second, link.round_trip_seconds / 2
-        self.tasks.append(
-            Task(phase, layer, chunk, target, transfer_resources(*ends), seconds, (sent,), latency, num_bytes)
-        )
+        sides = transfer_resources(*ends, layout.media[ends])
+        self.tasks.append(Task(phase, layer, chunk, target, sides, seconds, (sent,), latency, num_bytes))
         return self._compute(Work.WIRE, layer, chunk, target, costs[1], (sent + 1,))

@@ -1,0 +1,90 @@
+"""Finds out which links share a medium, such as an access point's air: measured together, they are slower than alone.
+
+Only devices whose round trips are too long for a wire are asked. Two of them share a medium if their transfers at the same
+time reach at most `_SHARED_SUM` of what both reach alone: on one medium the fractions add up to 1, on two to 2. A single device
+has a medium of its own if its two directions slow each other down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from itertools import permutations
+from typing import TypeAlias
+
+from coordinator.devices.registry import WIRE_ROUND_TRIP_SECONDS
+from hearth.plan.profile import Link, SharedMedium
+
+Pair: TypeAlias = tuple[str, str]  # source and target
+MeasureTogether: TypeAlias = Callable[[Sequence[Pair]], Awaitable[Mapping[Pair, float]]]
+
+# Sum of the fractions of their own rates that two transfers reach together, up to which they share a medium.
+_SHARED_SUM = 1.5
+
+
+def devices_on_radio(device_ids: Collection[str], links: Mapping[Pair, Link]) -> list[str]:
+    """The devices all of whose measured links have round trips that are too long for a wire."""
+    found = []
+    for device in device_ids:
+        trips = [
+            links[pair].round_trip_seconds
+            for other in device_ids
+            if other != device
+            for pair in ((device, other), (other, device))
+            if pair in links
+        ]
+        if trips and min(trips) > WIRE_ROUND_TRIP_SECONDS:
+            found.append(device)
+    return found
+
+
+async def find_media(
+    device_ids: Sequence[str], radio: Sequence[str], rates: Mapping[Pair, float], measure: MeasureTogether
+) -> tuple[SharedMedium, ...]:
+    """The media of the devices on `radio`, out of `device_ids`.
+
+    `rates` in bytes/s, each measured alone; `measure` returns the rates of transfers at the same time, without those that
+    failed. A device is compared with one of each medium found so far, so there are at most as many measurements as devices
+    times media. Without a wired device, two access points with a wire between them can be taken for one.
+    """
+    wired = [each for each in device_ids if each not in radio]
+    groups: list[list[str]] = []
+    for device in radio:
+        for group in groups:
+            pairs = _disjoint_pairs(device, group[0], wired, device_ids)
+            if await _share(pairs, rates, measure):
+                group.append(device)
+                break
+        else:
+            groups.append([device])
+    media = []
+    for group in groups:
+        if len(group) == 1:
+            other = next((each for each in (*wired, *device_ids) if each != group[0]), None)
+            if other is None or not await _share([(group[0], other), (other, group[0])], rates, measure):
+                continue
+        media.append(SharedMedium(device_ids=tuple(sorted(group))))
+    return tuple(media)
+
+
+def _disjoint_pairs(one: str, other: str, wired: Sequence[str], device_ids: Sequence[str]) -> list[Pair]:
+    """A transfer of each of two devices that share no side of a link: to and from wired devices, where there are some."""
+    partners = [each for each in (*wired, *device_ids) if each not in (one, other)]
+    partners = list(dict.fromkeys(partners))
+    if not partners:
+        return [(one, other), (other, one)]
+    return [(one, partners[0]), (partners[0] if len(partners) == 1 else partners[1], other)]
+
+
+async def _share(pairs: Sequence[Pair], rates: Mapping[Pair, float], measure: MeasureTogether) -> bool:
+    """Whether these transfers slow each other down as much as on one medium; False if one could not be measured."""
+    if any(pair not in rates for pair in pairs):
+        return False
+    together = await measure(pairs)
+    if any(pair not in together for pair in pairs):
+        return False
+    return sum(together[pair] / rates[pair] for pair in pairs) <= _SHARED_SUM
+
+
+def links_of(devices: Collection[str], device_ids: Collection[str]) -> list[Pair]:
+    """The links at whose ends one of `devices` is."""
+    return [pair for pair in permutations(device_ids, 2) if not set(pair).isdisjoint(devices)]
