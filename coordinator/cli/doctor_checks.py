@@ -13,14 +13,16 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import zmq
 
 import hearth
+from coordinator.cli.doctor_findings import CheckResult
+from coordinator.cli.doctor_libraries import Libraries, check_gpu_in_service, check_libraries, read_libraries
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
 from coordinator.serve.config import default_state_dir
@@ -47,15 +49,6 @@ _PORTS = (
 )
 
 
-class CheckResult(NamedTuple):
-    """One line of the report. `do` is the advice, empty if nothing needs to be done."""
-
-    check: str
-    status: Literal["ok", "warning", "problem"]
-    what: str
-    do: str = ""
-
-
 class ProgramOutput(NamedTuple):
     """Output of a program, and whether it succeeded."""
 
@@ -68,8 +61,10 @@ def run_checks(key_path: Path, interface: str | None, mdns_interfaces: list[str]
     available = interfaces()
     key_finding, credential = check_key(key_path)
     usable = [each.address for each in available if not each.skipped and ":" not in each.address]
+    libraries = read_libraries()
     findings = [
         check_versions(),
+        *check_libraries(libraries),
         check_interface(available, interface),
         check_disk(default_state_dir(os.environ)),
         check_multicast(mdns_interfaces or usable or ["127.0.0.1"], multicast_works),
@@ -78,7 +73,8 @@ def run_checks(key_path: Path, interface: str | None, mdns_interfaces: list[str]
         key_finding,
     ]
     if credential is not None:
-        findings += asyncio.run(check_network(credential, mdns_interfaces))
+        own = {each.address for each in available}
+        findings += asyncio.run(check_network(credential, mdns_interfaces, libraries, own))
     return findings
 
 
@@ -233,9 +229,16 @@ def check_key(path: Path) -> tuple[CheckResult, security.Credential | None]:
 
 
 async def check_network(
-    credential: security.Credential, mdns_interfaces: list[str] | None, search_seconds: float = _SEARCH_SECONDS
+    credential: security.Credential,
+    mdns_interfaces: list[str] | None,
+    libraries: Libraries | str = Libraries(),  # noqa: B008 (immutable)
+    own_addresses: Collection[str] = (),
+    search_seconds: float = _SEARCH_SECONDS,
 ) -> list[CheckResult]:
-    """Search the network for `look_seconds`: check agents (protocol, version, clock) and count coordinators."""
+    """Search the network for `search_seconds`: check agents (protocol, version, clock, GPU) and count coordinators.
+
+    `libraries`: this device's; its own agents, which have one of `own_addresses`, are compared with them.
+    """
     coordinators: dict[str, DiscoveredService] = {}
     home = fingerprint(security.coordinator_access(credential).server_public)
     browser = Browser(COORDINATOR_SERVICE, lambda found: coordinators.update({found.id: found}), mdns_interfaces)
@@ -246,7 +249,10 @@ async def check_network(
         if not isinstance(credential, security.AppKey):
             async with Fleet(security.agent_access(credential), None, interfaces=mdns_interfaces) as fleet:
                 await fleet.settle(1.0, 1, search_seconds)
-                findings += check_agents(list(fleet.devices.values()), fleet.refusals, time.time())
+                devices = list(fleet.devices.values())
+                findings += check_agents(devices, fleet.refusals, time.time())
+                local = {each.name: each.telemetry for each in devices if each.telemetry and each.host in own_addresses}
+                findings += check_gpu_in_service(libraries, local)
         if not coordinators:
             await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))
     except (OSError, ValueError) as error:  # no network, or an address that is not this device's

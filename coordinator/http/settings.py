@@ -28,4 +28,4 @@ class HttpSettings(BaseModel, frozen=True):
 def check_installed() -> None:
     """Raises BadSetting if the packages of the gateway are not installed."""
     if find_spec("uvicorn") is None or find_spec("starlette") is None:
-        raise BadSetting(setting="gateway", reason="it needs more packages: pip install 'hearth[gateway]'")
+        raise BadSetting(setting="gateway", reason="it needs more packages: pip install 'hearth-home[gateway]'")

@@ -6,9 +6,9 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hearth.errors import BadSetting
 
@@ -61,24 +61,45 @@ def default_route_holders(proc_root: Path = Path("/proc")) -> frozenset[str]:
     return frozenset(row[0] for row in rows if len(row) > 7 and row[1] == row[7] == "00000000")
 
 
+def link_states(stats: Callable[[], Mapping[str, Any]], sys_root: Path = Path("/sys")) -> dict[str, tuple[bool, int]]:
+    """Whether each interface is up, and its speed in Mbit/s (0: unknown), by name.
+
+    `stats` is psutil's, which asks drivers by an ioctl. QEMU's user emulation refuses it, and with it all interfaces; then
+    sysfs tells.
+    """
+    try:
+        return {name: (found.isup, found.speed) for name, found in stats().items()}
+    except OSError:
+        names = [entry.name for entry in sorted((sys_root / "class/net").glob("*"))]
+        return {name: (_number(sys_root, name, "carrier") == 1, _number(sys_root, name, "speed")) for name in names}
+
+
+def _number(sys_root: Path, name: str, what: str) -> int:
+    """A number of an interface from sysfs; 0 if it has none, as a bridge has no speed, or if it says -1."""
+    try:
+        return max(int((sys_root / "class/net" / name / what).read_text()), 0)
+    except (OSError, ValueError):
+        return 0
+
+
 def interfaces(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> list[Interface]:
     """All addresses of this machine's interfaces, best first."""
     import psutil
 
-    stats = psutil.net_if_stats()
+    states = link_states(psutil.net_if_stats, sys_root)
     with_default_route = default_route_holders(proc_root)
     all_found = []
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             if address.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            is_up = name in stats and stats[name].isup
+            is_up, speed_mbit = states.get(name, (False, 0))
             all_found.append(
                 Interface(
                     name,
                     address.address,
                     any((sys_root / "class/net" / name / mark).exists() for mark in ("wireless", "phy80211")),
-                    stats[name].speed if name in stats else 0,
+                    speed_mbit,
                     reason_to_skip(name, address.address, is_up),
                     name in with_default_route,
                 )

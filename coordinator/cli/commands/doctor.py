@@ -20,7 +20,7 @@ def doctor(
     key: KeyPathOption = None,
     as_json: AsJsonOption = False,
 ) -> None:
-    """Check versions, network interface, multicast, firewall, key, disk, clocks, agents, GPUs and coordinators."""
+    """Check versions, libraries, network interface, multicast, firewall, key, disk, clocks, agents, GPUs and coordinators."""
     from coordinator.cli.doctor_checks import run_checks
 
     findings = run_checks(key or default_key_path(os.environ), interface, interface_list(mdns_interfaces))

@@ -88,3 +88,33 @@ def test_wired_and_fast_interfaces_are_preferred() -> None:
     assert choose_interface([found[0], found[4]], None).name == "lo"
     with pytest.raises(BadSetting, match=r"no 'eth9'.*eth0 \(192.168.1.6\)"):
         choose_interface(found, "eth9")
+
+
+def test_states_come_from_sysfs_where_the_driver_cannot_be_asked(tmp_path: Path) -> None:
+    """Under QEMU's user emulation psutil fails for all interfaces, at the ioctl that asks for the speed of one."""
+    for name, files in {
+        "eth0": {"carrier": "1\n", "speed": "1000\n"},
+        "br0": {"carrier": "0", "speed": "-1"},
+        "down": {},
+    }.items():
+        folder = tmp_path / "class/net" / name
+        folder.mkdir(parents=True)
+        for what, text in files.items():
+            (folder / what).write_text(text)
+
+    def refused() -> dict[str, object]:
+        raise OSError(38, "Function not implemented (originated from ioctl(SIOCETHTOOL))")
+
+    found = interfaces.link_states(refused, tmp_path)
+    assert found == {"eth0": (True, 1000), "br0": (False, 0), "down": (False, 0)}
+
+
+def test_states_of_this_machine_agree_between_psutil_and_sysfs() -> None:
+    import psutil
+
+    def refused() -> dict[str, object]:
+        raise OSError(38, "refused")
+
+    asked, read = interfaces.link_states(psutil.net_if_stats), interfaces.link_states(refused)
+    assert read["lo"][0]
+    assert {name: up for name, (up, _) in asked.items()} == {name: read[name][0] for name in asked}
