@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
 import re
 import shutil
 import stat
@@ -115,7 +116,10 @@ def test_agent_may_use_the_gpu_and_executable_memory() -> None:
     assert directives["DevicePolicy"] == ["closed"]
     assert set(directives["SupplementaryGroups"][0].split()) == {"video", "render"}
     allowed = {value.split()[0] for value in directives["DeviceAllow"]}
-    assert {"char-nvidia*", "char-nvhost*", "/dev/nvmap", "char-drm"} <= allowed
+    assert {"char-nvidia*", "char-drm"} <= allowed
+    # Of a Jetson Orin: what NVIDIA's container runtime hands to a container that uses CUDA.
+    assert {"char-nvhost*", "char-nvgpu*", "char-*.ga10b", "char-*.gpu"} <= allowed
+    assert {"/dev/nvmap", "/dev/host1x-fence", "/dev/nvsciipc"} <= allowed
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -175,3 +179,61 @@ def test_settings_file_lists_options_passed_by_the_unit(service: str) -> None:
     (command,) = unit(service)["ExecStart"]
     assert set(re.findall(r"\$(\w+)", command)) == OPTIONS[service]
     assert set(variables(service)) >= OPTIONS[service]
+
+
+def detect(tmp_path: Path, machine: str, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """What install.sh takes a device for that has these files."""
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    environment = {**os.environ, "HEARTH_SYSROOT": str(tmp_path), "HEARTH_MACHINE": machine}
+    command = [str(UNITS / "install.sh"), "--detect"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+
+
+def jetson(release: int) -> dict[str, str]:
+    return {"etc/nv_tegra_release": f"# R{release} (release), REVISION: 4.3, GCID: 1, BOARD: generic, EABI: aarch64"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "files", "found"),
+    [
+        ("x86_64", {}, "computer (x86_64): hearth-home[worker,coordinator,gateway]"),
+        ("aarch64", {}, "computer (aarch64): hearth-home[worker,coordinator,gateway]"),
+        (
+            "aarch64", {"proc/device-tree/model": "Raspberry Pi 5 Model B Rev 1.0\0"},
+            "Raspberry Pi 5 Model B Rev 1.0: hearth-home[worker,coordinator,gateway]",
+        ),
+        ("aarch64", jetson(36), "Jetson, JetPack 6: hearth-home[gpu,coordinator,gateway]"),
+        ("aarch64", jetson(38), "Jetson, JetPack 7: hearth-home[gpu,coordinator,gateway]"),
+    ],
+)  # fmt: skip
+def test_installer_detects_the_device(tmp_path: Path, machine: str, files: dict[str, str], found: str) -> None:
+    done = detect(tmp_path, machine, files)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, found, "")
+
+
+@pytest.mark.parametrize(
+    ("machine", "files", "reason"),
+    [
+        ("aarch64", jetson(32), "JetPack 5 or older"),
+        ("aarch64", jetson(35), "JetPack 5 or older"),
+        ("aarch64", jetson(99), "does not know"),
+        ("armv7l", {"proc/device-tree/model": "Raspberry Pi 4 Model B"}, "32-bit"),
+        ("riscv64", {}, "no torch for this processor: riscv64"),
+    ],
+)
+def test_installer_refuses_what_cannot_work_and_says_why(
+    tmp_path: Path, machine: str, files: dict[str, str], reason: str
+) -> None:
+    done = detect(tmp_path, machine, files)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert reason in done.stderr
+
+
+def test_installer_explains_its_options() -> None:
+    done = subprocess.run([str(UNITS / "install.sh"), "--what"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    for option in re.findall(r"^    (--[a-z-]+)", (UNITS / "install.sh").read_text(), re.MULTILINE):
+        assert f"  {option} " in done.stderr
