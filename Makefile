@@ -93,6 +93,18 @@ test-numpy1: .venv-numpy1/installed
 	@.venv-numpy1/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
 	  --ignore tests/tools --ignore tests/simulation --ignore tests/corpus
 
+# Debian's package, and Hearth as it is installed: under a real systemd, and on ARM. Both need root on a Debian machine, keep what
+# they download in .boot (2 GB each), and end within 40 and 60 minutes; where they cannot run, they say why.
+.PHONY: deb test-boot test-arm64
+deb: .venv/installed
+	@PYTHON=.venv/bin/python systemd/deb.sh dist
+
+test-boot: .venv/installed $(MODEL)/config.json
+	@PYTHON=$(CURDIR)/.venv/bin/python tools/boot/systemd.sh .boot/systemd
+
+test-arm64: $(MODEL)/config.json
+	@tools/boot/arm64.sh .boot/arm64
+
 lint: .venv/installed
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
