@@ -138,7 +138,7 @@ if [[ -n $from_checkout ]]; then
 else
   install -m 644 /usr/share/doc/hearth-home/README.md "$environment/README.md"
 fi
-systemd-sysusers
+systemd-sysusers hearth.conf
 
 if [[ -e $settings/home.key && -z $key ]]; then
   echo "the key in $settings/home.key stays"

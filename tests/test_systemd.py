@@ -91,6 +91,14 @@ def test_service_has_its_own_user_and_a_key_credential(service: str) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
+def test_service_may_set_the_scheduling_that_libzmq_asks_for(service: str) -> None:
+    """It aborted the coordinator at every start: found under a real systemd, see tools/boot/systemd.sh."""
+    denied = " ".join(unit(service)["SystemCallFilter"]).replace("@system-service", "")
+    assert "@resources" not in denied
+    assert unit(service)["RestrictRealtime"] == ["yes"]
+
+
+@pytest.mark.parametrize("service", SERVICES)
 def test_service_restarts_automatically(service: str) -> None:
     """After a crash, a hang, or a worker killed for lack of memory; the state is kept."""
     directives = unit(service)
@@ -233,7 +241,9 @@ def test_installer_refuses_what_cannot_work_and_says_why(
 
 
 def test_installer_explains_its_options() -> None:
-    done = subprocess.run([str(UNITS / "install.sh"), "--what"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [str(UNITS / "install.sh"), "--what"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 2
     for option in re.findall(r"^    (--[a-z-]+)", (UNITS / "install.sh").read_text(), re.MULTILINE):
         assert f"  {option} " in done.stderr

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.memory_transport import MemoryHub
+from support.waiting import PATIENCE
 
 from agent.daemon.store import ShardStore
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
@@ -128,7 +129,7 @@ class EngineCluster:
         sequences: Sequence[Sequence[int]],
         output: str = "hidden",
         trace: bool = False,
-        timeout: float = 30.0,
+        timeout: float = 30.0 * PATIENCE,
     ) -> tuple[np.ndarray[Any, Any], list[RunDone]]:
         """All rows [T,H] in order (or the sum over ranks), and each rank's answer."""
         self._step += 1

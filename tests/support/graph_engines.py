@@ -16,6 +16,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 from support.graph_plans import make_graph_plan
 from support.memory_transport import MemoryHub
+from support.waiting import PATIENCE
 
 from agent.daemon.store import ShardStore
 from agent.worker.graph.engine import GraphEngine
@@ -31,7 +32,7 @@ Array = np.ndarray[Any, Any]
 
 ROWS, WIDTH = 3, 24
 TOKEN = bytes(range(16))
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 60.0 * PATIENCE
 _EXTERNAL_ABOVE = 1 << 10  # smaller weights stay in the protobuf
 _CHUNK_BYTES = 4 << 10  # larger ones are divided into chunks
 _KINDS = ("MatMul", "Add", "Mul", "Relu", "Tanh", "Softmax", "Split", "Greater", "Where", "Cast", "Back")
@@ -284,7 +285,7 @@ class GraphCluster:
         step: int,
         feeds: Mapping[str, Array],
         ranks: Sequence[int] | None = None,
-        timeout: float = 30.0,
+        timeout: float = 30.0 * PATIENCE,
         **fields: Any,
     ) -> None:
         """Send a request to all ranks, or to the given ones."""

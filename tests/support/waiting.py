@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-WAIT_LIMIT_SECONDS = 180.0  # long enough for a busy machine
+PATIENCE = float(
+    os.environ.get("HEARTH_TEST_PATIENCE", "1")
+)  # factor of deadlines: more under emulation (tools/boot/arm64.sh)
+WAIT_LIMIT_SECONDS = 180.0 * PATIENCE  # long enough for a busy machine
 # Between two polls: at first, and at most. A poll may start a process, and what is awaited needs the same cores.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.1
 _T = TypeVar("_T")

@@ -75,7 +75,10 @@ wait_until() { # WHAT SECONDS COMMAND...: tries it once a second
   local what=$1 deadline=$((SECONDS + $2))
   shift 2
   until "$@" > /dev/null 2>&1; do
-    if ((SECONDS > deadline)); then fail "$what did not happen in time"; fi
+    if ((SECONDS > deadline)); then
+      if declare -F trouble > /dev/null; then trouble; fi # what the caller shows of a failure
+      fail "$what did not happen in time"
+    fi
     sleep 1
   done
 }
