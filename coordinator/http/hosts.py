@@ -6,7 +6,7 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 
-_LOCAL_SUFFIXES = (".local", ".localhost", ".lan", ".home", ".home.arpa", ".internal")
+LOCAL_SUFFIXES = (".local", ".localhost", ".lan", ".home", ".home.arpa", ".internal")
 
 
 def is_allowed(host_header: str, more: Sequence[str] = ()) -> bool:
@@ -18,7 +18,7 @@ def is_allowed(host_header: str, more: Sequence[str] = ()) -> bool:
         ipaddress.ip_address(host)
         return True
     except ValueError:
-        return host.endswith(_LOCAL_SUFFIXES)
+        return host.endswith(LOCAL_SUFFIXES)
 
 
 def _without_port(host_header: str) -> str:

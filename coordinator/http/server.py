@@ -7,7 +7,7 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import uvicorn
@@ -17,6 +17,7 @@ from coordinator.http.connections import BoundedProtocol
 from coordinator.http.homes import Homes
 from coordinator.http.settings import HttpSettings
 from hearth.errors import HearthError
+from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import HTTP_SERVICE, advertised
 from hearth.platform.ports import bracketed, listening_socket
 
@@ -44,35 +45,49 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
     homes = Homes(settings)
     # Otherwise uvicorn logs a warning for each request that is not valid HTTP.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    config = uvicorn.Config(
-        http_app(homes, settings.allowed_hosts), http=BoundedProtocol, ws="none", lifespan="off", log_config=None,
-        access_log=False, server_header=False, date_header=True, limit_concurrency=_MAX_CONNECTIONS,
-        timeout_keep_alive=_IDLE_SECONDS, timeout_graceful_shutdown=_DRAIN_SECONDS,
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES, ssl_certfile=settings.certificate,
-        ssl_keyfile=settings.private_key, proxy_headers=False,
-    )  # fmt: skip
-    if settings.host not in _LOOPBACK and settings.certificate is None:
-        print("warning: clients send their tokens unencrypted; use this on a trusted network only", file=sys.stderr)
-    scheme = "https" if settings.certificate else "http"
-    print(
-        f"listening on {scheme}://{bracketed(settings.host)}:{listening.getsockname()[1]}", file=sys.stderr, flush=True
-    )
-    try:
-        async with _advertised(settings, listening, homes.fingerprint):
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(homes.close)
+        certificate = None
+        if settings.tls_folder is not None:
+            from coordinator.http.own_tls import OwnTls  # with `cryptography`, which takes 9 MB
+
+            certificate = OwnTls(settings.tls_folder, listening.getsockname()[0], settings.allowed_hosts)
+        files = (settings.certificate, settings.private_key) if certificate is None else (certificate.chain, None)
+        config = uvicorn.Config(
+            http_app(homes, settings.allowed_hosts), http=BoundedProtocol, ws="none", lifespan="off", log_config=None,
+            access_log=False, server_header=False, date_header=True, limit_concurrency=_MAX_CONNECTIONS,
+            timeout_keep_alive=_IDLE_SECONDS, timeout_graceful_shutdown=_DRAIN_SECONDS,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES, ssl_certfile=files[0], ssl_keyfile=files[1],
+            proxy_headers=False,
+        )  # fmt: skip
+        config.load()
+        if certificate is not None:
+            assert config.ssl is not None
+            keeping = asyncio.create_task(certificate.keep(config.ssl))
+            stack.push_async_callback(cancel_all, [keeping])
+            _tell(f"certificate of the authority in {certificate.authority}, SHA-256 {certificate.fingerprint}")
+        elif settings.scheme == "http" and settings.host not in _LOOPBACK:
+            _tell("warning: clients send their tokens unencrypted; use --tls, or this on a trusted network only")
+        _tell(f"listening on {settings.scheme}://{bracketed(settings.host)}:{listening.getsockname()[1]}")
+        fields = {"scheme": settings.scheme, **({"tls": certificate.fingerprint} if certificate is not None else {})}
+        async with _advertised(settings, listening, homes.fingerprint, fields):
             await uvicorn.Server(config).serve(sockets=[listening])
-    finally:
-        await homes.close()
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @asynccontextmanager
-async def _advertised(settings: HttpSettings, listening: socket.socket, fingerprint: str) -> AsyncIterator[None]:
+async def _advertised(
+    settings: HttpSettings, listening: socket.socket, fingerprint: str, fields: Mapping[str, str]
+) -> AsyncIterator[None]:
     """Advertise the gateway over mDNS, if others can reach it. `fingerprint`: of the home that it belongs to."""
     host, port = listening.getsockname()[:2]
     async with AsyncExitStack() as stack:
         if settings.advertise and settings.host not in _LOOPBACK:
             interfaces = settings.interfaces if host in _ALL_ADDRESSES else (host,)
-            scheme = {"scheme": "https" if settings.certificate else "http"}
-            record = advertised(HTTP_SERVICE, port, fingerprint, secrets.token_hex(8), lambda: interfaces, scheme)
+            record = advertised(HTTP_SERVICE, port, fingerprint, secrets.token_hex(8), lambda: interfaces, fields)
             try:
                 await stack.enter_async_context(record)
             except OSError as error:  # there is no network yet, or no address of this family

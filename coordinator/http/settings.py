@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 from pydantic import BaseModel, Field
 
@@ -23,9 +24,15 @@ class HttpSettings(BaseModel, frozen=True):
     advertise: bool = True  # over mDNS, unless it listens on loopback only
     certificate: str | None = None  # PEM files: with both, the gateway speaks TLS
     private_key: str | None = None
+    tls_folder: Path | None = None  # it speaks TLS with a certificate of its own, kept here
+
+    @property
+    def scheme(self) -> str:
+        """Of its addresses: "http" or "https"."""
+        return "http" if self.certificate is None and self.tls_folder is None else "https"
 
 
-def check_installed() -> None:
-    """Raises BadSetting if the packages of the gateway are not installed."""
-    if find_spec("uvicorn") is None or find_spec("starlette") is None:
+def check_installed(tls: bool = False) -> None:
+    """Raises BadSetting if the packages of the gateway are not installed. `tls`: it makes its certificate."""
+    if not all(find_spec(package) for package in ("uvicorn", "starlette", *(["cryptography"] if tls else []))):
         raise BadSetting(setting="gateway", reason="it needs more packages: pip install 'hearth-home[gateway]'")

@@ -52,6 +52,8 @@ class CoordinatorSettings(BaseModel):
 
     # Address on which an HTTP gateway answers OpenAI's and Ollama's APIs: "host[:port]"; empty: none.
     http: str = ""
+    # That gateway speaks TLS, with a certificate that it makes itself.
+    http_tls: bool = False
 
     # Follow the leading coordinator of this home, and take over when it is gone.
     standby: bool = False
@@ -67,12 +69,12 @@ class CoordinatorSettings(BaseModel):
         return [part.strip() for part in self.mdns_interfaces.split(",") if part.strip()] or None
 
 
-def default_state_dir(environ: Mapping[str, str]) -> Path:
-    """The first of systemd's $STATE_DIRECTORY, else `hearth-coordinator` in the XDG state directory."""
+def default_state_dir(environ: Mapping[str, str], name: str = "hearth-coordinator") -> Path:
+    """The first of systemd's $STATE_DIRECTORY, else the folder of this name in the XDG state directory."""
     if "STATE_DIRECTORY" in environ:
         return Path(environ["STATE_DIRECTORY"].split(":")[0])
     base = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME", ".")) / ".local/state")
-    return Path(base) / "hearth-coordinator"
+    return Path(base) / name
 
 
 def load_coordinator_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> CoordinatorSettings:

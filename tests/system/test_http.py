@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -22,6 +25,9 @@ from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("uvicorn")
+
+from zeroconf import ServiceStateChange, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
 from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import HTTP_SERVICE, Browser, DiscoveredService
@@ -342,6 +348,59 @@ def test_gateway_on_the_network_is_found_over_mdns_with_the_fingerprint_of_the_h
         assert (service.hosts, service.protocol, service.fingerprint) == ((LOOPBACK,), PROTOCOL_VERSION, expected)
     finally:
         home.stop("on the network")
+
+
+@pytest.mark.parametrize("by_serve", [False, True], ids=["gateway", "serve"])
+def test_self_made_certificate_is_accepted_by_a_client_that_trusts_its_authority(
+    by_serve: bool, home: TestHome, token: str, tmp_path: Path
+) -> None:
+    """The advertised and the printed fingerprint are those of the file that the client is given."""
+    pytest.importorskip("cryptography")
+    interfaces = ("--mdns-interfaces", LOOPBACK)
+    if by_serve:
+        home.start_coordinator("--state-dir", str(tmp_path), "--http", "0.0.0.0:0", "--http-tls", name="with TLS")
+    else:
+        home.start_gateway("--tls", "--state-dir", str(tmp_path), "--listen", "0.0.0.0", *interfaces, name="with TLS")
+    try:
+        port = home.port("with TLS", http=True)
+        authority = tmp_path / "tls" / "authority.pem"
+        made = hashlib.sha256(ssl.PEM_cert_to_DER_cert(authority.read_text())).hexdigest()
+        assert made in home.log_of_run("with TLS")
+        assert f"listening on https://0.0.0.0:{port}" in home.log_of_run("with TLS")
+
+        trusting = ssl.create_default_context(cafile=str(authority))
+        connection = HTTPSConnection(LOOPBACK, port, timeout=60, context=trusting)
+        connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {token}"})
+        assert connection.getresponse().status == (
+            401 if by_serve else 200
+        )  # another coordinator: it knows no such token
+        connection.close()
+        with pytest.raises(ssl.SSLCertVerificationError):
+            HTTPSConnection(LOOPBACK, port, timeout=60, context=ssl.create_default_context()).request("GET", "/health")
+        assert asyncio.run(advertised_fields(port)) == {"scheme": "https", "tls": made}
+    finally:
+        home.stop("with TLS")
+
+
+async def advertised_fields(port: int) -> dict[str, str]:
+    """What the record of a gateway says of its encryption."""
+    names: asyncio.Queue[str] = asyncio.Queue()
+
+    def note(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        names.put_nowait(name)
+
+    zeroconf = AsyncZeroconf(interfaces=[LOOPBACK])
+    browser = AsyncServiceBrowser(zeroconf.zeroconf, HTTP_SERVICE, handlers=[note])
+    try:
+        async with asyncio.timeout(20):
+            while True:
+                info = await zeroconf.async_get_service_info(HTTP_SERVICE, await names.get())
+                if info is not None and info.port == port:  # others may run on this machine
+                    fields = info.decoded_properties
+                    return {name: value or "" for name, value in fields.items() if name in ("scheme", "tls")}
+    finally:
+        await browser.async_cancel()
+        await zeroconf.async_close()
 
 
 def test_closing_a_stream_frees_its_blocks_within_a_second(home: TestHome, token: str) -> None:

@@ -14,6 +14,7 @@ import typer
 from coordinator.cli.options import AddressOption, InterfacesOption, KeyPathOption, interface_list
 from coordinator.cli.output import report
 from coordinator.http.settings import HTTP_PORT, HttpSettings, check_installed
+from coordinator.serve.config import default_state_dir
 from hearth.client.sync import connect
 from hearth.errors import BadRequest, BadSetting, KeyMissing
 from hearth.platform import security
@@ -29,6 +30,11 @@ def gateway(
     ] = [],  # noqa: B006 (typer's form of an empty default)
     certificate: Annotated[Path | None, typer.Option(help="PEM file: speak TLS. Needs --private-key.")] = None,
     private_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
+    tls: Annotated[
+        bool,
+        typer.Option("--tls", help="Speak TLS with a self-made certificate, whose authority clients have to trust."),
+    ] = False,
+    state_dir: Annotated[Path | None, typer.Option(help="Directory of the self-made certificate.")] = None,
     no_advertise: Annotated[
         bool, typer.Option("--no-advertise", help="Do not advertise over mDNS. On loopback, it never does.")
     ] = False,
@@ -37,7 +43,9 @@ def gateway(
     key: KeyPathOption = None,
 ) -> None:
     """Answer OpenAI's and Ollama's APIs over HTTP until stopped. Clients need a token: `hearth key add-app NAME --token`."""
-    check_installed()
+    check_installed(tls)
+    if tls and certificate is not None:
+        raise BadSetting(setting="--tls", reason="--tls makes a certificate, and --certificate names one")
     if (certificate is None) != (private_key is None):
         raise BadSetting(setting="--certificate", reason="--certificate and --private-key belong together")
     for option, path in (("--certificate", certificate), ("--private-key", private_key)):
@@ -50,6 +58,7 @@ def gateway(
         interfaces=tuple(interfaces) if interfaces else None, advertise=not no_advertise,
         allowed_hosts=tuple(name.lower() for name in allow_host),
         certificate=str(certificate) if certificate else None, private_key=str(private_key) if private_key else None,
+        tls_folder=(state_dir or default_state_dir(os.environ, "hearth-gateway")) / "tls" if tls else None,
     )  # fmt: skip
     _become_gateway(settings)
 

@@ -30,7 +30,8 @@ from hearth.platform.security import HomeKey, resolve_credential
 
 # Options that apply to the coordinator's process, not to the model.
 _OF_COORDINATOR = (
-    "port", "http", "state_dir", "name", "min_devices", "mdns_interfaces", "encrypt_data_plane", "standby", "leader",
+    "port", "http", "http_tls", "state_dir", "name", "min_devices", "mdns_interfaces", "encrypt_data_plane", "standby",
+    "leader",
 )  # fmt: skip
 _READY_SECONDS = 1800.0  # until a model that was added is ready: profiles and weights take minutes on slow devices
 _POLL_SECONDS = 0.3
@@ -98,6 +99,12 @@ def serve(
             metavar="HOST[:PORT]",
         ),
     ] = None,
+    http_tls: Annotated[
+        bool | None,
+        typer.Option(
+            "--http-tls", help="With --http: speak TLS with a self-made certificate, which clients have to trust."
+        ),
+    ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Directory of the coordinator's state.")] = None,
     name: Annotated[str | None, typer.Option(help="Display name of the coordinator.")] = None,
     encrypt_data_plane: Annotated[
@@ -128,7 +135,7 @@ def serve(
         {"devices": static, **{each: command.params[each] for each in _OF_COORDINATOR}}
     )
     if settings.http:
-        check_installed()
+        check_installed(settings.http_tls)
         http_address(settings.http)
     home = resolve_credential(key)
     if not isinstance(home, HomeKey):

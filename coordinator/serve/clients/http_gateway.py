@@ -43,6 +43,7 @@ async def keep_http_gateway(
     key = await _own_key(settings.state_dir / "http.key", trust)
     start = HttpSettings(
         host=host, port=port, key=format_credential(key), address=local_address(settings.bind_host, client_port),
+        tls_folder=settings.state_dir / "tls" if settings.http_tls else None,
         advertise=settings.advertise, interfaces=tuple(settings.interfaces) if settings.interfaces else None,
     )  # fmt: skip
     pause = _FIRST_PAUSE_SECONDS
