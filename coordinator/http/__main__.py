@@ -6,10 +6,12 @@ import logging
 import sys
 
 from coordinator.http.settings import HttpSettings
+from hearth.platform.allocator import unmap_freed_buffers
 
 
 def main() -> int:
     """Run the gateway until SIGINT or SIGTERM. The exit status is 1 if it cannot listen."""
+    unmap_freed_buffers()
     logging.basicConfig(level=logging.WARNING, format="%(name)s %(levelname)s %(message)s")
     settings = HttpSettings.model_validate_json(sys.stdin.buffer.read())
     from coordinator.http.server import serve

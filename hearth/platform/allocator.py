@@ -1,4 +1,4 @@
-"""Settings of glibc's allocator: for a worker's large buffers, and for a daemon that must stay small.
+"""Settings of glibc's allocator: for a worker's large buffers, and for programs that must stay small.
 
 By default, glibc maps every buffer above 128 KiB from the kernel and unmaps it when freed. The kernel then clears the pages of
 every activation of every layer, which costs several per cent of a step on small devices. A worker's buffers have the same few
@@ -14,6 +14,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # parameters of
 # Freed memory at the top of the heap that is not returned to the kernel: more than the buffers of a layer take.
 _KEEP_BYTES = 256 << 20
 _MMAP_ABOVE_BYTES = 32 << 20  # glibc's maximum; larger buffers are weights, which are long-lived
+_UNMAP_ABOVE_BYTES = 128 << 10  # glibc's default; set explicitly, it stays the same
 
 
 def keep_freed_buffers() -> None:
@@ -22,6 +23,17 @@ def keep_freed_buffers() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+
+
+def unmap_freed_buffers() -> None:
+    """Make the allocator return large buffers when they are freed. Call it at the start of a process; no effect without glibc.
+
+    By default, glibc keeps buffers of a size in its heap once one of that size was freed. asyncio receives into 256 KiB and
+    cuts that down to what has arrived. What stays of it, and what is then put behind it, leaves gaps that the next such
+    buffer does not fit in: 20,000 requests to the HTTP gateway left 1.4 MB of them.
+    """
+    with suppress(AttributeError, TypeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _UNMAP_ABOVE_BYTES)
 
 
 def share_one_arena() -> None:
