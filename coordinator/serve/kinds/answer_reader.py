@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hearth.wire.messages import ToolCall
@@ -56,6 +56,20 @@ def answer_form(template: str | None) -> AnswerForm:
     return AnswerForm(tools, REASONING[1] in template, "[ARGS]" in template)
 
 
+class CallIds:
+    """Numbers the calls of one answer. The same answer, by its `name`, has the same ids."""
+
+    def __init__(self, name: str) -> None:
+        self.count = 0
+        self._name = name
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> ToolCall:
+        """The next call of the answer."""
+        digest = hashlib.sha256(f"{self._name} {self.count}".encode()).hexdigest()
+        self.count += 1
+        return ToolCall(id=digest[:_ID_CHARACTERS], name=name, arguments=json.dumps(arguments))
+
+
 class AnswerReader:
     """Reads one answer. Spaces around calls and after the reasoning belong to no part."""
 
@@ -67,11 +81,10 @@ class AnswerReader:
         self._tools = form.tools if has_tools else None
         self._reasons = form.reasons
         self._state: Literal["text", "reasoning", "call"] = "reasoning" if begins_with_reasoning else "text"
-        self._name = name
+        self._ids = CallIds(name)
         self._rest = ""  # text that was not read yet
         self._spaces = ""  # at the end of the text so far; released before more text
         self._has_text = self._has_reasoned = False
-        self._num_calls = 0
 
     def push(self, text: str) -> Piece:
         """What this text adds for certain."""
@@ -81,8 +94,8 @@ class AnswerReader:
             pieces.append(piece)
         return joined(pieces)
 
-    def flush(self) -> Piece:
-        """What was held back; call it at the end of the answer."""
+    def flush(self, is_cut: bool = False) -> Piece:
+        """What was held back; call it at the end of the answer. A call that was cut off shows it by itself."""
         pieces = [self.push("")]
         rest, self._rest = self._rest, ""
         if self._state == "reasoning":
@@ -91,7 +104,7 @@ class AnswerReader:
             pieces.append(self._calls(rest, ended=self._tools != "hermes"))
         elif rest:
             pieces.append(self._text(rest))
-        if not self._num_calls:
+        if not self._ids.count:
             pieces.append(Piece(text=self._spaces))
         self._spaces = ""
         return joined(pieces)
@@ -172,12 +185,7 @@ class AnswerReader:
                 begin = ""
             return self._text(begin + written + (end or "" if ended else ""))
         self._spaces = ""
-        made = []
-        for name, arguments in calls:
-            digest = hashlib.sha256(f"{self._name} {self._num_calls}".encode()).hexdigest()
-            made.append(ToolCall(id=digest[:_ID_CHARACTERS], name=name, arguments=json.dumps(arguments)))
-            self._num_calls += 1
-        return Piece(tool_calls=tuple(made))
+        return Piece(tool_calls=tuple(self._ids.call(name, arguments) for name, arguments in calls))
 
 
 def joined(pieces: Iterable[Piece]) -> Piece:

@@ -18,6 +18,7 @@ from coordinator.serve.kinds.accuracy import DECODED_TOKENS
 from coordinator.serve.kinds.answer_reader import AnswerReader, Piece, joined
 from coordinator.serve.kinds.constraints import AnswerGrammars
 from coordinator.serve.kinds.prompts import GenerationDefaults, StopTextFilter, TextStream, TextTokenizer
+from coordinator.serve.kinds.template_reader import TemplateReader
 from coordinator.serve.kinds.text_threads import TextThreads
 from coordinator.serve.requests.runner import Requests, Ticket
 from hearth.errors import (
@@ -110,8 +111,11 @@ class TextModel:
             raise BadRequest(reason=f"a stop text must have 1 to {_MAX_STOP_CHARACTERS} characters")
         if request.tools and not request.messages:
             raise BadRequest(reason="tools need messages, since the chat template describes them to the model")
-        if request.tools and self.tokenizer is not None and self.tokenizer.form.tools is None:
+        if request.tools and self.tokenizer is not None and not self.tokenizer.takes_tools:
             raise BadRequest(reason="the model's chat template has no form for calls of tools that Hearth can read")
+        is_formed = bool(request.called_tools) or request.constraint is not None
+        if request.tools and is_formed and self.tokenizer is not None and self.tokenizer.form.tools is None:
+            raise BadRequest(reason="calls in the form of this model cannot be demanded, only left to the model")
         if request.called_tools and not request.tools:
             raise BadRequest(reason="a call is demanded, but there are no tools")
         if token_ids is not None:
@@ -356,12 +360,12 @@ class _RunningGeneration:
         # One client's id may be another's: the workers compare the tokens too.
         self._stream_name = request.request_id or secrets.token_hex(8)
         self._text_stream: TextStream | None = None
-        self._reader: AnswerReader | None = None
+        self._reader: AnswerReader | TemplateReader | None = None
         if model.tokenizer is not None:
             takes_parts = request.takes_parts or bool(request.tools)
             self._text_stream = model.tokenizer.stream(prompt, marks=takes_parts)
             if takes_parts:
-                self._reader = model.tokenizer.reader(prompt, bool(request.tools), self._stream_name)
+                self._reader = model.tokenizer.reader(prompt, request.tools, self._stream_name, bool(grammar))
         self._stop_filter = StopTextFilter(request.stop)
         self._sampling = model.defaults.merged(request.sampling, secrets.randbits(62))
         self._clock = asyncio.get_running_loop().time
@@ -444,7 +448,7 @@ class _RunningGeneration:
             text = self._stop_filter.push(self._text_stream.flush()) + self._stop_filter.flush()
         piece = Piece(text)
         if self._reader is not None:
-            piece = joined([self._reader.push(text), self._reader.flush()])
+            piece = joined([self._reader.push(text), self._reader.flush(is_cut=self.reason != "stop")])
         queued, first = self._sent_at - self._began_at, self._first_token_at - self._sent_at
         others, num_cached = self._last_token_at - self._first_token_at, 0
         if self.worker_end is not None and self._num_deployments == 1:  # rank 0 measured its own queueing more exactly

@@ -15,7 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.models.checkpoint.families import read_json_object
 from coordinator.serve.kinds.answer_reader import AnswerReader, answer_form
+from coordinator.serve.kinds.response_template import ResponseTemplate, read_response_template
 from coordinator.serve.kinds.sentences import open_tokenizer
+from coordinator.serve.kinds.template_reader import TemplateReader
 from hearth.errors import BadCheckpoint, BadRequest
 from hearth.grammars import Vocabulary
 from hearth.validation import first_error
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _NO_CHARACTER = "\ufffd"  # decoders write it for invalid or incomplete UTF-8
 _TAIL_TOKENS = 8  # of a prompt, in which it may begin the reasoning
+_ANCHOR_TOKENS = 256  # of a prompt, in which a response template looks for the beginning of the answer
 _DEFAULT_MAX_TOKENS = 512  # of an answer without any other limit: enough for a chat, and ends a model that never stops
 
 
@@ -42,10 +45,13 @@ class TextTokenizer:
         self._special = {name: text for name, value in config.items() if (text := _special_token(name, value))}
         self._template = _chat_template(directory, config)
         self.form = answer_form(self._template)
+        self._response = _response_template(config_path, config.get("response_template"))
         self._dropped = {
             token_id
             for token_id, added in self._tokenizer.get_added_tokens_decoder().items()
-            if added.special and added.content not in self.form.marks
+            if added.special
+            and added.content not in self.form.marks
+            and not (self._response is not None and self._response.has_mark(added.content))
         }
 
     def encode(self, text: str) -> list[int]:
@@ -95,9 +101,22 @@ class TextTokenizer:
         """An incremental decoder. The prompt gives it context, for instance to decide on a space between two words."""
         return TextStream(self.decode_with_marks if marks else self.decode, prompt_ids)
 
-    def reader(self, prompt_ids: Sequence[int], has_tools: bool, name: str) -> AnswerReader:
-        """A reader of the answer to this prompt. `name` makes the ids of its calls."""
-        return AnswerReader(self.form, has_tools, self.begins_with_reasoning(prompt_ids), name)
+    @property
+    def takes_tools(self) -> bool:
+        """Whether calls of tools can be read in an answer that is free."""
+        return self.form.tools is not None or (self._response is not None and self._response.has_calls)
+
+    def reader(
+        self, prompt_ids: Sequence[int], tools: Sequence[str], name: str, follows_grammar: bool = False
+    ) -> AnswerReader | TemplateReader:
+        """A reader of the answer to this prompt. `name` makes the ids of its calls.
+
+        `follows_grammar`: the calls have the form that `constraints` gives them.
+        """
+        if self._response is not None and not follows_grammar:
+            tail = str(self._tokenizer.decode(list(prompt_ids[-_ANCHOR_TOKENS:]), skip_special_tokens=False))
+            return TemplateReader(self._response, tail, tools, name)
+        return AnswerReader(self.form, bool(tools), self.begins_with_reasoning(prompt_ids), name)
 
     def begins_with_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Whether this prompt ends inside of the reasoning."""
@@ -243,6 +262,17 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
         )
     except ValidationError as error:
         raise BadCheckpoint(path=str(path), reason=first_error(error)) from None
+
+
+def _response_template(path: Path, value: object) -> ResponseTemplate | None:
+    """How the model's answers are written, if its files say so in a form that can be read."""
+    if value is None:
+        return None
+    try:
+        return read_response_template(value)
+    except ValueError as error:
+        log.warning("%s: response_template is not used, since %s", path, error)
+        return None
 
 
 # ---- chat templates -----------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class TransformerKind:
     ) -> None:
         self.model = model
         self.answers: AnswerKind = "text" if model.generation is not None else "vectors"
-        self.takes_tools = isinstance(model.tokenizer, TextTokenizer) and model.tokenizer.form.tools is not None
+        self.takes_tools = isinstance(model.tokenizer, TextTokenizer) and model.tokenizer.takes_tools
         self.context_tokens = model.generation.context if model.generation is not None else model.seq_len
         self.workload = block_workload(self.model.spec, self.model.seq_len, goal.deterministic)
         self.handlers: Mapping[type[wire.Message], RequestHandler] = {
