@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,7 @@ _WAIT_FOR_DEVICES_SECONDS = 10.0
 # Wait for all devices of the running plan after a restart: agents are found within a second, and requests wait meanwhile.
 _TAKE_OVER_SECONDS = 3.0
 _POLL_SECONDS = 0.02  # interval of looking for them, or at others: short against the pause that a restart causes
+_LONGEST_IDLE_WAIT_SECONDS = 5.0
 _IDLE_POLL_SECONDS = 0.2  # interval of looking whether a model is idle, while a request runs
 # For deployments that are not pinned to end their workers, and for those that are pinned to plan first. A deadline only:
 # workers end within a second or two, and plans are made in seconds.
@@ -109,6 +111,9 @@ class Controller:
         self.plan: Plan | None = None  # of the current deployment, or of the last one
         self.deployment: Deployment | None = None  # the current one; None once it is retired or its workers are stopped
         self._retired: list[Deployment] = []  # previous ones, oldest first, whose workers the next plan may keep
+        # By a client, until the next request: seconds, and how many requests had been admitted.
+        self._asked_keep_alive: tuple[float, int] | None = None
+        self._keep_alive_changed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()  # awaited at the end: each takes seconds
         self.keep_workers = False  # whether to leave the workers to another coordinator at the end
         self._goal_set = cycle.GoalSet(plan, running, unloaded)
@@ -196,6 +201,11 @@ class Controller:
     def stop(self) -> None:
         """Drain running requests, then end. A second call ends at once."""
         self.handle(cycle.StopRequested())
+
+    def keep_loaded(self, seconds: float) -> None:
+        """Unload the model once it has been idle for that long (below 0: never), until the next request."""
+        self._asked_keep_alive = seconds, self.requests.admission.num_admitted
+        self._keep_alive_changed.set()
 
     def learn(self, seconds: float) -> None:
         """Look for a faster plan by measuring, for that long at most. Raises BadRequest if the deployment does not learn."""
@@ -617,8 +627,7 @@ class Controller:
                 if self.learner is not None:
                     assert isinstance(deployment, GraphDeployment)
                     searches.append(self.learner.run(self.goal, deployment))
-            if self.goal.keep_alive_seconds is not None:
-                searches.append(self._wait_until_idle(self.goal.keep_alive_seconds))
+            searches.append(self._wait_until_idle())
             better_plan = await first_result(searches)
         except Exception as error:
             failure = as_hearth_error(error)
@@ -630,12 +639,35 @@ class Controller:
             return cycle.WentIdle(deployment.epoch)
         return cycle.BetterPlanMade(better_plan, deployment.epoch, self._services.fleet.last_epoch)
 
-    async def _wait_until_idle(self, keep_alive_seconds: float) -> None:
-        """Wait until no request has come for that long, and admit none from then on."""
+    async def _wait_until_idle(self) -> None:
+        """Wait until no request has come for as long as the model stays loaded, and admit none from then on."""
         admission = self.requests.admission
-        while (idle_seconds := admission.idle_seconds) is None or idle_seconds < keep_alive_seconds:
-            await asyncio.sleep(_IDLE_POLL_SECONDS if idle_seconds is None else keep_alive_seconds - idle_seconds)
+        while True:
+            self._keep_alive_changed.clear()
+            keep_alive_seconds, idle_seconds = self._keep_alive_seconds, admission.idle_seconds
+            wait_seconds = None  # until that changes
+            if keep_alive_seconds is not None:
+                if idle_seconds is not None and idle_seconds >= keep_alive_seconds:
+                    break
+                wait_seconds = _IDLE_POLL_SECONDS
+                if (
+                    idle_seconds is not None
+                ):  # a request may come and go meanwhile, and take back what a client has asked for
+                    wait_seconds = min(keep_alive_seconds - idle_seconds, _LONGEST_IDLE_WAIT_SECONDS)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._keep_alive_changed.wait(), wait_seconds)
         admission.close()
+
+    @property
+    def _keep_alive_seconds(self) -> float | None:
+        """How long the model stays loaded without a request; None: for ever."""
+        if self.goal.pinned:
+            return None
+        if self._asked_keep_alive is not None:
+            seconds, num_admitted = self._asked_keep_alive
+            if num_admitted == self.requests.admission.num_admitted:
+                return seconds if seconds >= 0 else None
+        return self.goal.keep_alive_seconds
 
     def _report_loss(self, deployment: Deployment, error: HearthError) -> None:
         deployment.fail(error)

@@ -323,6 +323,9 @@ class Service:
         if isinstance(message, wire.Learn):
             self.deployments.for_request(message).learn(message.seconds)
             return wire.Done()
+        if isinstance(message, wire.KeepLoaded):
+            self.deployments.for_request(message).keep_loaded(message.seconds)
+            return wire.Done()
         if isinstance(message, _CHANGES):
             return await self._repeats.once(caller.public_key, message.request_id, partial(self._change, message))
         if isinstance(message, wire.ListModels):

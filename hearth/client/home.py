@@ -232,6 +232,15 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             await asyncio.sleep(_READY_POLL_SECONDS)
         raise DeadlineExceeded(action=f"getting ready ({state})", seconds=timeout_seconds)
 
+    async def keep_loaded(
+        self, seconds: float, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None
+    ) -> None:
+        """Have a model unloaded once it has been idle for `seconds` (below 0: kept loaded), until the next request for it.
+
+        That replaces the time of `hearth serve --keep-alive`; a pinned model stays loaded.
+        """
+        await self._ask(wire.KeepLoaded, wire.Done, timeout_seconds, model, seconds=max(seconds, -1.0))
+
     # ---- with an admin key ----------------------------------------------------------------------------------------
 
     async def devices(self, timeout_seconds: float = CALL_SECONDS) -> wire.DeviceList:

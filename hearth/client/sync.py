@@ -97,6 +97,7 @@ class Home(AbstractContextManager["Home"]):
     ready = _blocking(AsyncHome.ready)
     wait_ready = _blocking(AsyncHome.wait_ready)
     devices = _blocking(AsyncHome.devices)
+    keep_loaded = _blocking(AsyncHome.keep_loaded)
     learn = _blocking(AsyncHome.learn)
     status = _blocking(AsyncHome.status)
     serve_model = _blocking(AsyncHome.serve_model)

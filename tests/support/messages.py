@@ -276,6 +276,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         losses=(m.PreparedLoss(device="kitchen", is_prepared=True, spare_bytes=700, missing_bytes=70, pause_seconds=0.9),),
     ),
     m.Learn(**_ASKED, seconds=300.0),
+    m.KeepLoaded(**_ASKED, seconds=-1.0),
     m.ListModels(request_id="r1"),
     m.ModelList(
         models=(

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from coordinator.http.call import Answer, Call
 from coordinator.http.fields import Body, Texts
+from coordinator.http.ollama.keep_alive import KeepAlive, keep_loaded
 from coordinator.http.openai.embeddings import shortened
 from coordinator.http.parts import while_connected
 
@@ -19,10 +20,11 @@ _EMBED_SECONDS = 600.0
 class Embed(Body):
     """The body of `/api/embed`."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"options"})
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"truncate": (True, False)}
 
     model: str
+    keep_alive: KeepAlive | None = None
     input: Annotated[Texts, Field(max_length=4096)] = ()
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
@@ -30,9 +32,10 @@ class Embed(Body):
 class EmbedOne(Body):
     """The body of `/api/embeddings`."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"options"})
 
     model: str
+    keep_alive: KeepAlive | None = None
     prompt: str = ""
 
 
@@ -41,10 +44,12 @@ async def embed(call: Call) -> Answer:
     asked, began = Embed.read(call.body), time.monotonic()
     served = await call.ready(asked.model)
     if not asked.input:
+        await keep_loaded(served, asked.keep_alive)
         return {"model": asked.model, "embeddings": []}
     result = await while_connected(
         call.receive, served.home.request_embeddings(list(asked.input), _EMBED_SECONDS, model=served.deployment)
     )
+    await keep_loaded(served, asked.keep_alive)
     return {
         "model": asked.model,
         "embeddings": shortened(result.vectors, asked.dimensions).tolist(),
@@ -59,8 +64,10 @@ async def embed_one(call: Call) -> Answer:
     asked = EmbedOne.read(call.body)
     served = await call.ready(asked.model)
     if not asked.prompt:
+        await keep_loaded(served, asked.keep_alive)
         return {"embedding": []}
     result = await while_connected(
         call.receive, served.home.request_embeddings([asked.prompt], _EMBED_SECONDS, model=served.deployment)
     )
+    await keep_loaded(served, asked.keep_alive)
     return {"embedding": result.vectors[0].tolist()}

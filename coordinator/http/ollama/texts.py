@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -11,7 +12,9 @@ from pydantic import Field
 from coordinator.http.call import Answer, Call, EventStream
 from coordinator.http.failures import unsupported
 from coordinator.http.fields import Body, Seed, Temperature, Texts, seed_of
+from coordinator.http.homes import Asked
 from coordinator.http.log_probs import NumTop, entries, of_token
+from coordinator.http.ollama.keep_alive import KeepAlive, keep_loaded
 from coordinator.http.ollama.lines import NDJSON, end, failed_line, head, line
 from coordinator.http.parts import parts_of, while_connected, whole
 from hearth.client.answers import AsyncGeneration
@@ -66,9 +69,8 @@ _NO_LIMIT = 1 << 24  # tokens: the coordinator ends an answer where the context 
 class _Asked(Body):
     """Fields of both requests."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
-
     model: str
+    keep_alive: KeepAlive | None = None
     stream: bool | None = None  # None: a stream
     options: dict[str, Any] | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None  # of the answer: any JSON object, or a JSON schema
@@ -189,12 +191,23 @@ async def _answer(call: Call, asked: _Asked, fields: _Fields, prompt: dict[str, 
     settings = asked.settings()
     served = await call.ready(asked.model)
     if prompt is None:
-        return {**head(asked.model), **fields(""), "done": True, "done_reason": "load"}
+        await keep_loaded(served, asked.keep_alive)
+        reason = "unload" if asked.keep_alive == 0 else "load"
+        return {**head(asked.model), **fields(""), "done": True, "done_reason": reason}
     prompt |= {"logprobs": bool(asked.logprobs), "top_logprobs": asked.top_logprobs or 0}
     generation = settings.generate(served.home, model=served.deployment, **prompt)
     if asked.stream is False:
-        return await while_connected(call.receive, _whole(asked.model, generation, fields))
-    return EventStream(NDJSON, _lines(asked.model, generation, fields), failed_line)
+        answer = await while_connected(call.receive, _whole(asked.model, generation, fields))
+        await keep_loaded(served, asked.keep_alive)
+        return answer
+    return EventStream(NDJSON, _kept(served, asked, _lines(asked.model, generation, fields)), failed_line)
+
+
+async def _kept(served: Asked, asked: _Asked, lines: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(lines):
+        async for each in lines:
+            yield each
+    await keep_loaded(served, asked.keep_alive)
 
 
 async def _whole(model: str, generation: AsyncGeneration, fields: _Fields) -> dict[str, Any]:

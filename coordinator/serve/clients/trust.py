@@ -22,9 +22,9 @@ _ADMIN_LIMITS = Limits(total_bytes=512 << 20, request_bytes=512 << 20, per_secon
 # Messages that apps may send, by their role; all others need an admin key.
 _EVERY_APP = (wire.Hello, wire.GetReadiness, wire.ListModels)
 _MESSAGES_OF: Mapping[wire.AppRole, tuple[type[wire.Message], ...]] = {
-    "app": (*_EVERY_APP, wire.ModelRequest),
+    "app": (*_EVERY_APP, wire.ModelRequest, wire.KeepLoaded),
     "metrics": (*_EVERY_APP, wire.GetMetrics),
-    "observer": (*_EVERY_APP, wire.ModelRequest, wire.GetMetrics, wire.WatchEvents),
+    "observer": (*_EVERY_APP, wire.ModelRequest, wire.KeepLoaded, wire.GetMetrics, wire.WatchEvents),
 }
 # What clients may send.
 CLIENT_MESSAGES = {

@@ -330,6 +330,15 @@ class Learn(ClientRequest):
     seconds: Annotated[float, Field(gt=0, le=86400)]
 
 
+class KeepLoaded(ClientRequest):
+    """Unload the model once it has been idle for that long, instead of what it is served with. The answer is `Done`, at once.
+
+    Below 0: keep it loaded. The next request for the model takes this back. It has no effect on a pinned model.
+    """
+
+    seconds: Annotated[float, Field(ge=-1, allow_inf_nan=False)]
+
+
 TrialOutcome: TypeAlias = Literal["running", "deployed", "not better", "failed"]
 
 

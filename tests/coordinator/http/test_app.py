@@ -43,6 +43,7 @@ class ScriptedHome:
 
     def __init__(self, error: HearthError | None = None, words_before: int = 0, silent: bool = False) -> None:
         self.asked: list[dict[str, Any]] = []
+        self.kept: list[float] = []
         self.ended = 0
         self._error, self._words_before, self._silent = error, words_before, silent
 
@@ -61,6 +62,10 @@ class ScriptedHome:
             yield USAGE
         finally:
             self.ended += 1
+
+    async def keep_loaded(self, seconds: float, model: str) -> None:
+        assert (self.ended, model) == (len(self.asked), "tiny")  # not before the answer
+        self.kept.append(seconds)
 
     async def request_embeddings(self, texts: list[str], seconds: float, model: str) -> Result:
         return Result(np.tile(np.float32([0.6, 0.8, 0.0]), (len(texts), 1)), 0.1, 5, ())
@@ -264,6 +269,36 @@ def test_ollama_streams_lines_unless_told_otherwise() -> None:
     assert home.asked[0]["messages"][0] == {"role": "system", "content": "Be kind."}
     assert home.asked[0]["temperature"] == 0.5
     assert ask("/api/generate", {"model": "tiny"}).json["done_reason"] == "load"
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(0, 0.0), (-1.0, -1.0), ("5m", 300.0), ("1h30m", 5400.0), ("-1m", -1.0), ("1.5s", 1.5), ("0", 0.0), ("30", 30.0)],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/api/chat", CHAT),
+        ("/api/chat", {**CHAT, "stream": False}),
+        ("/api/generate", {"model": "tiny"}),
+        ("/api/embed", {"model": "tiny", "input": "a"}),
+        ("/api/embeddings", {"model": "tiny", "prompt": "a"}),
+    ],
+)
+def test_ollamas_keep_alive_reaches_the_home_after_the_answer(
+    path: str, asked: dict[str, Any], given: object, seconds: float
+) -> None:
+    home = ScriptedHome()
+    answer = ask(path, {**asked, "keep_alive": given}, home)
+    assert (answer.status, home.kept) == (200, [seconds])
+    if path == "/api/generate":
+        assert answer.json["done_reason"] == ("unload" if seconds == 0 else "load")
+
+
+@pytest.mark.parametrize("given", ["soon", "5 minutes", True, [], "nan"])
+def test_keep_alive_that_is_no_time_is_refused_by_its_name(given: object) -> None:
+    answer = ask("/api/chat", {**CHAT, "keep_alive": given})
+    assert (answer.status, "keep_alive" in answer.json["error"]) == (400, True)
 
 
 def test_embeddings_in_both_encodings() -> None:

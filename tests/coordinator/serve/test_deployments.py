@@ -226,6 +226,52 @@ def test_model_is_not_unloaded_while_a_request_runs(tmp_path: Path) -> None:
     scenario(main)
 
 
+def test_client_chooses_until_the_next_request_when_the_idle_model_is_unloaded(tmp_path: Path) -> None:
+    async def main() -> None:
+        fleet = TransformerFleet("a")
+        deployments = deployments_of(tmp_path, fleet)
+        await deployments.create(goal_of(tmp_path), None)
+        controller = deployments.controllers["model"]
+
+        def is_unloaded() -> bool:
+            return controller.lifecycle.phase == "unloaded"
+
+        async with running(deployments, fleet):
+            await until("serving", lambda: serves(controller))
+            controller.keep_loaded(0.0)
+            await until("unloaded", is_unloaded)
+            await ask(controller)
+            await asyncio.sleep(0.3)  # the request has taken it back: the model stays loaded
+            assert serves(controller)
+            fleet.released.clear()
+            request = asyncio.create_task(ask(controller))
+            await until("running", lambda: fleet.running["a"] > 0)
+            controller.keep_loaded(0.0)  # after the answer
+            await asyncio.sleep(0.3)
+            assert serves(controller)
+            fleet.released.set()
+            await request
+            await until("unloaded", is_unloaded)
+
+    scenario(main)
+
+
+@pytest.mark.parametrize("of_goal", [{"pinned": True}, {"keep_alive_seconds": 0.1}])
+def test_pinned_model_stays_loaded_and_a_client_may_keep_another(tmp_path: Path, of_goal: dict[str, Any]) -> None:
+    async def main() -> None:
+        fleet = TransformerFleet("a")
+        deployments = deployments_of(tmp_path, fleet)
+        await deployments.create(goal_of(tmp_path, **of_goal), None)
+        controller = deployments.controllers["model"]
+        async with running(deployments, fleet):
+            await until("serving", lambda: serves(controller))
+            controller.keep_loaded(0.0 if of_goal.get("pinned") else -1.0)
+            await asyncio.sleep(0.4)
+            assert serves(controller)
+
+    scenario(main)
+
+
 # ---- pins -----------------------------------------------------------------------------------------------------------
 
 
