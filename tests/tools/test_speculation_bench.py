@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agent.worker.transformer.generation.sequence import SequenceState
 from hearth.wire.messages import GenerateTokens
 from tools.bench.experiment import make_experiment, read_settings
-from tools.bench.speculation import SpeculationRow
+from tools.bench.speculation import SpeculationRow, speed_up_bound
 from tools.bench.stats import paired_ratio
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
+from agent.worker.transformer.generation.local_draft import LocalDraft
 from tools.bench.runner import DraftOracle, Oracle
 
 
@@ -35,8 +36,9 @@ def row(right: float, seconds: tuple[float, ...], **changes: Any) -> Speculation
 
 def test_speed_is_compared_within_rounds() -> None:
     experiment = make_experiment(read_settings("speculation"))
-    rows = [row(-1.0, (2.0, 2.0, 4.0), num_drafted=0), row(0.9, (1.0, 0.5, 2.0))]
+    rows = [row(-1.0, (2.0, 2.0, 4.0), num_drafted=0), row(0.9, (1.0, 0.5, 2.0), bound=1.5)]
     summary = experiment.summary(rows)
+    assert [line[5] for line in summary.tables[0].rows] == ["-", "1.50"]
     assert [line[2:5] for line in summary.tables[0].rows] == [
         ("none", "40.0", "1.00 [1.00, 1.00]"),
         ("90%", "80.0", "2.00 [2.00, 4.00]"),
@@ -45,20 +47,22 @@ def test_speed_is_compared_within_rounds() -> None:
     assert experiment.summary([*rows, row(0.3, (1.0, 1.0, 1.0), same_tokens=False)]).failure
 
 
-def test_draft_model_takes_its_time_and_guesses_what_the_oracle_knows() -> None:
-    class Model:
-        def seconds(self, num_sequences: int) -> float:
-            return 0.25
-
-        def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
-            return [[9] * (count - 1) for _, count in wanted]
-
-    draft = DraftOracle(Model())  # type: ignore[arg-type]
+def test_draft_model_takes_its_time_and_guesses_what_the_oracle_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+    monkeypatch.setattr(LocalDraft, "next_token", lambda self, sequence, tokens, logits_V: computed.append(tokens) or 9)
+    draft = DraftOracle.__new__(DraftOracle)
     draft.oracle = Oracle([5, 6, 7, 8], 1.0)
     sequence = SequenceState(1, GenerateTokens(holder="test", epoch=1, max_tokens=9), [5, 6], 2)
-    assert draft.seconds(1) == 0.25
-    assert draft.propose([(sequence, 3), (sequence, 1)]) == [[7, 8], []]
+    assert [draft.next_token(sequence, [5, 6, 7][:count], np.zeros(16)) for count in (2, 3)] == [7, 8]
+    assert computed == [[5, 6], [5, 6, 7]]
     assert make_experiment(read_settings("speculation-draft")).draft
+
+
+def test_bound_is_of_the_best_number_of_guesses() -> None:
+    assert speed_up_bound(0.0, [1.0, 1.1], 0.2) == 1.0
+    assert speed_up_bound(-1.0, [1.0, 0.9], 0.2) == 1.0
+    assert speed_up_bound(0.5, [1.0, 1.0, 2.0], 0.25) == pytest.approx(1.5 / 1.25)
+    assert speed_up_bound(1.0, [1.0, 1.0, 1.0, 9.0], 0.0) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])

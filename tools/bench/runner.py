@@ -96,22 +96,14 @@ class Oracle:
         return [token if self._chance.random() < self._right else token ^ 1 for token in coming]
 
 
-class DraftOracle:
-    """A draft model that takes its time, and whose guesses are then those of an oracle."""
+class DraftOracle(LocalDraft):
+    """A draft model that takes its time, and whose guesses are those of an oracle: its KV cache keeps the accepted ones."""
 
-    def __init__(self, model: LocalDraft) -> None:
-        self.oracle = Oracle((), 0.0)
-        self._model = model
+    oracle = Oracle((), 0.0)
 
-    def seconds(self, num_sequences: int) -> float:
-        return self._model.seconds(num_sequences)
-
-    def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
-        made = self._model.propose(wanted)
-        return [
-            self.oracle.propose([*sequence.prompt, *sequence.generated], len(guess))
-            for (sequence, _), guess in zip(wanted, made, strict=True)
-        ]
+    def next_token(self, sequence: SequenceState, tokens: Sequence[int], logits_V: np.ndarray[Any, Any]) -> int:
+        super().next_token(sequence, tokens, logits_V)
+        return self.oracle.propose(tokens, 1)[0]
 
 
 @dataclass
@@ -124,6 +116,7 @@ class _Loaded:
     engine: EncoderEngine = field(init=False)
     generation: StepExecutor = field(init=False)  # of a decoder
     leader: Leader = field(init=False)  # of a decoder's first rank
+    speculation: Speculation = field(init=False)  # of the leader
     oracle: Oracle = field(init=False)  # proposes the tokens of a request that guesses
     draft: DraftOracle | None = None  # instead, on the rank of the plan's draft model
     step: int = 0
@@ -168,7 +161,7 @@ class Runner:
         if draft_chunks and (alone := draft_plan(parsed)) is not None:
             refs = tuple(ChunkRef.model_validate(chunk) for chunk in draft_chunks)
             whole = self._shard(alone, 0, refs, Path(draft_store), ())
-            loaded.draft = DraftOracle(LocalDraft(alone, whole, parsed.model.vocab_size, torch.device("cpu")))
+            loaded.draft = DraftOracle(alone, whole, parsed.model.vocab_size, torch.device("cpu"))
         return {"port": transport.port, "public_key": transport.public_key}
 
     def _shard(
@@ -201,8 +194,8 @@ class Runner:
         if loaded.plan.body.generation is not None:
             loaded.generation = StepExecutor(*parts)
             if loaded.rank == LEADER_RANK:
-                speculation = Speculation(lambda: loaded.oracle, loaded.draft)
-                loaded.leader = Leader(loaded.plan, loaded.generation, speculation=speculation)
+                loaded.speculation = Speculation(lambda: loaded.oracle, loaded.draft)
+                loaded.leader = Leader(loaded.plan, loaded.generation, speculation=loaded.speculation)
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> dict[str, Any]:
         """Run one step. `trace`: also count the bytes sent; such a step must not be timed."""
@@ -287,6 +280,10 @@ class Runner:
                         found |= {"prefill": message.prefill_seconds, "decode": message.decode_seconds}
                         found |= {"drafted": message.num_drafted, "accepted": message.num_accepted}
                         found["cached"] = message.num_kept_rows
+            times = loaded.speculation.times
+            measured = [times.seconds(count) for count in range(1, DEFAULT_MAX_DRAFTED + 2)]
+            found["step_seconds"] = [seconds for seconds in measured if math.isfinite(seconds)]  # of 1, 2, ... rows
+            found["draft_seconds"] = loaded.draft.seconds(1) if loaded.draft is not None else 0.0
         return found
 
     def exchange(self, plan_id: str, count: int) -> dict[str, Any]:

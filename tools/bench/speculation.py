@@ -2,13 +2,17 @@
 
 The answers are known from a run without guesses; an oracle in rank 0's process guesses their tokens, each right with the same
 probability. The number of guesses adapts, as in service. Runs with and without guesses are interleaved. With a draft model, the
-oracle guesses only as many tokens as the model has computed: its time counts, and its weights do not matter.
+oracle's tokens take the place of those that the model has computed: its time counts, and its weights do not matter.
+
+The bound of a row is the speed-up of the best fixed number of guesses by the run's own median times of steps and of the draft
+model, if the share of right guesses were known from the start. Guessing takes no other time in it.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -53,6 +57,8 @@ class SpeculationRow(BaseModel):
     num_drafted: int  # in all rounds, both halves
     num_accepted: int
     same_tokens: bool  # as without guesses
+    bound: float | None = None  # of the speed-up; None: not kept, in older results
+    draft_seconds: float = 0.0  # for one guess
     disturbed: str = ""  # why times cannot be trusted
 
 
@@ -135,17 +141,36 @@ class SpeculativeDecoding(Experiment):
                 speed_up=paired_ratio(_seconds(found[_NO_GUESSES]), seconds),
                 num_drafted=sum(each["drafted"] for each in answers),
                 num_accepted=sum(each["accepted"] for each in answers),
-                same_tokens=all(each["tokens"] == text[self.prompt_tokens :] for each in answers), disturbed=disturbed,
+                same_tokens=all(each["tokens"] == text[self.prompt_tokens :] for each in answers),
+                bound=statistics.median(
+                    speed_up_bound(right, each["step_seconds"], each["draft_seconds"]) for each in answers
+                ),
+                draft_seconds=statistics.median(each["draft_seconds"] for each in answers), disturbed=disturbed,
             )  # fmt: skip
 
     def summary(self, rows: Sequence[SpeculationRow]) -> Summary:
-        columns = ("devices", "ran", "guesses right", "tokens/s", "speed-up", "guessed", "accepted")
+        columns = ("devices", "ran", "guesses right", "tokens/s", "speed-up", "bound", "guessed", "accepted")
         said = [f"{row.strategy}: {row.disturbed}" for row in rows if row.disturbed and row.right == _NO_GUESSES]
+        drafts = [
+            f"{row.strategy}: {row.draft_seconds * 1e3:.2f} ms" for row in rows if row.draft_seconds and row.right == 0
+        ]
+        said += [f"A guess of the draft model takes {', '.join(drafts)}."] if drafts else []
         return Summary(
             conclusions=tuple(said),
             tables=(Table.of("Decoding of the second half of an answer", columns, map(_cells, rows)),),
             failure="" if all(row.same_tokens for row in rows) else "answers differ with guesses and without",
         )
+
+
+def speed_up_bound(right: float, step_seconds: Sequence[float], draft_seconds: float) -> float:
+    """The largest expected speed-up by guesses that are right with a probability. `step_seconds`: of 1, 2, ... rows."""
+    if right == _NO_GUESSES or not step_seconds:
+        return 1.0
+    expected = accumulate(right**count for count in range(len(step_seconds)))
+    return max(
+        tokens * step_seconds[0] / (seconds + count * draft_seconds)
+        for count, (tokens, seconds) in enumerate(zip(expected, step_seconds, strict=True))
+    )
 
 
 def _seconds(answers: Sequence[dict[str, Any]]) -> tuple[float, ...]:
@@ -155,7 +180,8 @@ def _seconds(answers: Sequence[dict[str, Any]]) -> tuple[float, ...]:
 
 def _cells(row: SpeculationRow) -> tuple[str, ...]:
     drafted = "none" if row.right == _NO_GUESSES else f"{row.right:.0%}"
+    bound = f"{row.bound:.2f}" if row.bound is not None else "-"
     return (
         row.strategy, f"{row.devices}, {row.weights}", drafted, f"{row.num_tokens / statistics.median(row.seconds):.1f}",
-        f"{row.speed_up.median:.2f} {row.speed_up.interval}", str(row.num_drafted), str(row.num_accepted),
+        f"{row.speed_up.median:.2f} {row.speed_up.interval}", bound, str(row.num_drafted), str(row.num_accepted),
     )  # fmt: skip

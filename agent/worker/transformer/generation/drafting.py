@@ -11,7 +11,12 @@ from typing import Protocol
 import numpy as np
 
 _MIN_NGRAM, _MAX_NGRAM = 2, 4  # newest tokens that must have occurred before, and tokens that are compared
+_PRIOR_TOKENS = 2.0  # drafted tokens that what is expected of a new sequence weighs as much as
 _MEMORY = 0.9  # weight of the earlier drafted tokens in the acceptance rate, per drafted token
+_NUM_FIRST_GUESSES, _FIRST_GUESSES_MEMORY = (
+    8,
+    0.98,
+)  # of a sequence, and weight of the earlier ones per guess: of six sequences
 _FIRST_PROBE_STEPS, _MAX_PROBE_STEPS = 8, 64  # steps without drafts until one is tried again; doubled while it fails
 
 
@@ -46,12 +51,16 @@ class NgramProposer:
 
 
 class TrackRecord:
-    """How often the guesses of one source were right, and when one that does not pay is tried again."""
+    """How often the guesses of one source were right in one sequence, and when one that does not pay is tried again.
 
-    def __init__(self) -> None:
-        self._num_right, self._num_tried = 1.0, 2.0  # decayed; with a prior of one half
-        self.steps_since_draft = 0
+    `prior`: the acceptance rate that is expected before the first guess. `is_new`: the first try is due at once.
+    """
+
+    def __init__(self, prior: float = 0.5, is_new: bool = False) -> None:
+        self._num_right, self._num_tried = _PRIOR_TOKENS * prior, _PRIOR_TOKENS  # decayed
+        self.steps_since_draft = _FIRST_PROBE_STEPS if is_new else 0
         self._probe_steps = _FIRST_PROBE_STEPS
+        self.num_judged = 0  # drafted tokens that were accepted, or the first of their step that was not
 
     @property
     def acceptance(self) -> float:
@@ -73,14 +82,40 @@ class TrackRecord:
         for index in range(min(num_accepted + 1, num_drafted)):
             self._num_right = _MEMORY * self._num_right + (index < num_accepted)
             self._num_tried = _MEMORY * self._num_tried + 1
+            self.num_judged += 1
+
+
+class FirstGuesses:
+    """How often the first guesses of a draft model were right in recent sequences: what to expect of it in a new one.
+
+    Later guesses do not count: a sequence with good guesses has many more of them than one with bad ones.
+    """
+
+    def __init__(self) -> None:
+        self._num_right, self._num_tried = 1.0, 2.0  # decayed; one half before the first
+
+    @property
+    def acceptance(self) -> float:
+        return self._num_right / self._num_tried
+
+    def record(self, num_before: int, num_drafted: int, num_accepted: int) -> None:
+        """Take note of a step of a sequence of which `num_before` guesses have been judged."""
+        for index in range(min(num_accepted + 1, num_drafted, _NUM_FIRST_GUESSES - num_before)):
+            self._num_right = _FIRST_GUESSES_MEMORY * self._num_right + (index < num_accepted)
+            self._num_tried = _FIRST_GUESSES_MEMORY * self._num_tried + 1
 
 
 class Drafter(TrackRecord):
-    """The guesses for one sequence without a draft model, and their record. `by_model`: those in flight are a model's."""
+    """The guesses for one sequence without a draft model, and their record.
 
-    def __init__(self, proposer: Proposer) -> None:
+    `model`: the record of the draft model in this sequence; `prior`: its acceptance rate in others. `by_model`: the guesses in
+    flight are the model's.
+    """
+
+    def __init__(self, proposer: Proposer, prior: float = 0.5) -> None:
         super().__init__()
         self._proposer = proposer
+        self.model = TrackRecord(prior, is_new=True)
         self.by_model = False
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:

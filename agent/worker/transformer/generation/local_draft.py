@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,9 +71,17 @@ class LocalDraft:
         self._pool = BlockPool(limits.num_kv_blocks)
         self._sequences: dict[int, _Drafted] = {}  # by number, least recently used first
         self._times = StepTimes()
+        self._row_seconds = 0.0  # of the last step of more rows
 
     def seconds(self, num_sequences: int) -> float:
         return self._times.seconds(num_sequences)
+
+    def catch_up_seconds(self, sequence: SequenceState) -> float:
+        drafted = self._sequences.get(sequence.number)
+        num_missing = (
+            len(sequence.prompt) + len(sequence.generated) - (drafted.num_settled if drafted is not None else 0)
+        )
+        return num_missing * self._row_seconds if num_missing > self._max_timed_rows else 0.0
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
         """Guesses. A sequence of which too many rows are missing gets none, until some calls have computed them."""
@@ -160,9 +169,14 @@ class LocalDraft:
             assert head is not None
             logits_NV = head.matmul(hidden_TH[[sequences[n].stop - 1 for n in complete]]).cpu().numpy()
             for n, logits_V in zip(complete, logits_NV, strict=True):
-                self._guess(rows[n][0], logits_V[: self._vocab_size])
+                guess = rows[n][0]
+                guess.made.append(self.next_token(guess.sequence, guess.tokens, logits_V[: self._vocab_size]))
+                guess.tokens.append(guess.made[-1])
+        passed = time.monotonic() - began
         if len(ids) <= self._max_timed_rows:
-            self._times.record(len(ids), time.monotonic() - began)
+            self._times.record(len(ids), passed)
+        else:
+            self._row_seconds = passed / len(ids)
 
     def _forward(self, rows: blocks.PackedRows) -> Tensor:
         """The hidden states after the final norm [T,H]."""
@@ -175,16 +189,15 @@ class LocalDraft:
             x_TH = blocks.add_residual(spec, x_TH, y_TH, layer.down_bias, layer.norm2)
         return blocks.normalise(x_TH, embedding.norm, spec.norm_eps)
 
-    def _guess(self, guess: _Guess, logits_V: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:
-        """Sample the next token as the model would."""
-        request = guess.sequence.request
+    def next_token(self, sequence: SequenceState, tokens: Sequence[int], logits_V: np.ndarray[Any, Any]) -> int:
+        """Sample the token after `tokens` of a sequence as the model itself would."""
+        request = sequence.request
         choice = request.sampling
         if choice.temperature > 0:
             choice = choice.model_copy(update={"top_k": min(choice.top_k or _MAX_CANDIDATES, _MAX_CANDIDATES)})
-        index = request.first_index + len(guess.tokens) - guess.sequence.num_prompt_tokens
-        candidates = sampling.select_candidates(logits_V, 0, choice, guess.tokens, index)
-        guess.made.append(sampling.sample_token(candidates, choice, index))
-        guess.tokens.append(guess.made[-1])
+        index = request.first_index + len(tokens) - sequence.num_prompt_tokens
+        candidates = sampling.select_candidates(logits_V, 0, choice, tokens, index)
+        return sampling.sample_token(candidates, choice, index)
 
     def _publish(self, guess: _Guess) -> None:
         """Let later sequences share the full blocks of tokens that are no guesses."""

@@ -4,7 +4,8 @@ With the acceptance rate a of a sequence, the expected number of its tokens afte
 1 + a + ... + a^k (Leviathan et al., ICML 2023, equation 1). A drafted token is a further row of the step.
 
 Guesses are looked up in the sequence itself, which costs nothing, or come from a draft model, whose steps cost time. Each
-sequence of a step has the source that was right more often.
+sequence of a step has the source that was right more often in it. What the draft model is worth differs from answer to answer:
+each has a record of its own, which begins with what others' first guesses were worth.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from agent.worker.transformer.generation.drafting import Drafter, NgramProposer, Proposer, TrackRecord
+from agent.worker.transformer.generation.drafting import Drafter, FirstGuesses, NgramProposer, Proposer
 from agent.worker.transformer.generation.sequence import SequenceState
 
 _NUM_TIMES = 7  # steps whose median is the time of a number of rows
 _MAX_DEPTH = 12  # steps of a draft model before one of the model: with 9 of 10 guesses right, more add 3 tokens to 7
-_MAX_PROBE_SHARE = 0.01  # of the time, for guesses of a draft model that do not pay
+_MAX_PROBE_SHARE = 0.02  # of the time, for guesses of a draft model that do not pay
+_MAX_SAVED_STEPS = 8  # time for such guesses that is saved up, in steps: several answers may begin at once
 _MAX_AGE_STEPS = 512  # the time of a number of rows is measured again then: contexts grow, other programs come and go
 
 
@@ -99,6 +101,9 @@ class DraftModel(Protocol):
     def seconds(self, num_sequences: int) -> float:
         """Expected seconds of one token for each of `num_sequences` sequences; infinity if that was not measured."""
 
+    def catch_up_seconds(self, sequence: SequenceState) -> float:
+        """Expected seconds of computing what the model has not seen of a sequence, beyond those of its next token."""
+
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
         """Guess at most the given number of tokens for each sequence; fewer, or none, where the model is not ready."""
 
@@ -118,19 +123,21 @@ class Speculation:
         self.times = StepTimes()
         self._make_proposer = make_proposer
         self._draft = draft
-        # Of all sequences together: how well two models agree depends little on the text.
-        self._draft_record = TrackRecord()
+        self._first_guesses = FirstGuesses()
+        self._saved_seconds = 0.0  # for guesses of the draft model that are not expected to pay
 
     def new_drafter(self) -> Drafter:
         """The drafter of a new sequence."""
-        return Drafter(self._make_proposer())
+        return Drafter(self._make_proposer(), self._first_guesses.acceptance)
 
     def record(self, drafter: Drafter, num_drafted: int, num_accepted: int) -> None:
         """Take note of a step of a sequence."""
         by_model, drafter.by_model = drafter.by_model, False
         nothing = (0, 0)
         drafter.record(*(nothing if by_model else (num_drafted, num_accepted)))
-        self._draft_record.record(*((num_drafted, num_accepted) if by_model else nothing))
+        if by_model:
+            self._first_guesses.record(drafter.model.num_judged, num_drafted, num_accepted)
+        drafter.model.record(*((num_drafted, num_accepted) if by_model else nothing))
 
     def drafts(self, group: Sequence[SequenceState], most: Sequence[int], room: int) -> list[list[int]]:
         """The drafted tokens of each sequence of a step: at most `most` of each, and `room` of all.
@@ -153,7 +160,7 @@ class Speculation:
             is_due = sequence.drafter is not None and sequence.drafter.is_probe_due and not by_model[n]
             if is_due and found[n] and sum(counts) < room:
                 counts[n] = max(counts[n], 1)
-        if self._draft is not None and not any(by_model):
+        if self._draft is not None:
             self._try_model(self._draft, group, most, room, counts, by_model)
         return self._with_model(
             group, [each[:count] for each, count in zip(found, counts, strict=True)], counts, by_model
@@ -171,11 +178,13 @@ class Speculation:
         rates, limits, by_model = [], [], []
         for sequence, guess, count in zip(group, found, most, strict=True):
             drafter = sequence.drafter
-            rate, limit = (drafter.acceptance, len(guess)) if drafter is not None else (0.0, 0)
-            is_better = drafter is not None and (not guess or self._draft_record.acceptance > rate)
-            takes_model = depth > 0 and count > 0 and is_better
-            rates.append(self._draft_record.acceptance if takes_model else rate)
-            limits.append(min(count, depth) if takes_model else limit)
+            rate, limit, takes_model = 0.0, 0, False
+            if drafter is not None:
+                takes_model = depth > 0 and count > 0 and (not guess or drafter.model.acceptance > drafter.acceptance)
+                rate = drafter.model.acceptance if takes_model else drafter.acceptance
+                limit = min(count, depth) if takes_model else len(guess)
+            rates.append(rate)
+            limits.append(limit)
             by_model.append(takes_model)
         num_guessed = sum(by_model)
         draft_seconds = depth * self._draft.seconds(num_guessed) if self._draft is not None and num_guessed else 0.0
@@ -185,6 +194,12 @@ class Speculation:
 
         counts = draft_counts(rates, limits, room, seconds)
         expected = sum(sum(rate**k for k in range(count + 1)) for rate, count in zip(rates, counts, strict=True))
+        by_model = [takes and count > 0 for takes, count in zip(by_model, counts, strict=True)]
+        if self._draft is not None:
+            # Sequences leave the draft model's steps when they have their guesses.
+            of_model = [count for count, takes in zip(counts, by_model, strict=True) if takes]
+            running = [sum(count > done for count in of_model) for done in range(max(of_model, default=0))]
+            draft_seconds = sum(map(self._draft.seconds, running))
         return _Choice(expected / seconds(len(group) + sum(counts)), counts, by_model)
 
     def _try_model(
@@ -197,13 +212,28 @@ class Speculation:
         by_model: list[bool],
     ) -> None:
         """Let the draft model guess one token where nothing else is guessed: of one sequence, of all if its time is unknown."""
+        step_seconds = self.times.seconds(len(group))
+        self._saved_seconds += _MAX_PROBE_SHARE * step_seconds
         idle = [n for n, sequence in enumerate(group) if sequence.drafter is not None and most[n] > 0 and not counts[n]]
         if math.isfinite(draft.seconds(max(len(idle), 1))):
-            passed = self._draft_record.steps_since_draft / len(group) * self.times.seconds(len(group))
-            is_due = self._draft_record.is_probe_due and draft.seconds(1) <= _MAX_PROBE_SHARE * passed
-            idle = idle[:1] if is_due else []
+            idle = self._due(draft, group, idle, self.times.seconds(len(group) + sum(counts) + 1) - step_seconds)
         for n in idle[: max(room - sum(counts), 0)]:
             counts[n], by_model[n] = 1, True
+
+    def _due(
+        self, draft: DraftModel, group: Sequence[SequenceState], idle: Sequence[int], row_seconds: float
+    ) -> list[int]:
+        """The sequence whose acceptance rate has been unknown for longest, if the time for a guess of it has been saved."""
+        waited = {n: drafter.model for n in idle if (drafter := group[n].drafter) and drafter.model.is_probe_due}
+        if not waited:
+            self._saved_seconds = min(self._saved_seconds, _MAX_SAVED_STEPS * self.times.seconds(len(group)))
+            return []
+        longest = max(waited, key=lambda n: waited[n].steps_since_draft)
+        price = draft.seconds(1) + draft.catch_up_seconds(group[longest]) + row_seconds
+        if price > self._saved_seconds:
+            return []
+        self._saved_seconds -= price
+        return [longest]
 
     def _with_model(
         self,

@@ -97,14 +97,18 @@ class Certain:
 
 
 class Model:
-    """A draft model whose steps take so long, once one was measured."""
+    """A draft model whose steps take so long, once one was measured, and which is behind by so many seconds."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, behind: float = 0.0) -> None:
         self.seconds_of_step = seconds
+        self.behind = behind
         self.num_tokens = 0
 
     def seconds(self, num_sequences: int) -> float:
         return self.seconds_of_step if self.num_tokens else math.inf
+
+    def catch_up_seconds(self, sequence: SequenceState) -> float:
+        return self.behind
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
         self.num_tokens += max(count for _, count in wanted)
@@ -117,10 +121,15 @@ def sequence(drafter: Drafter | None) -> SequenceState:
 
 
 def simulated(
-    acceptance: float, seconds_of_row: float, num_steps: int = 400, model: Model | None = None
+    acceptance: float,
+    seconds_of_row: float,
+    num_steps: int = 400,
+    model: Model | None = None,
+    speculation: Speculation | None = None,
 ) -> tuple[float, list[int]]:
     """Speed-up over single tokens of one sequence, and the number of drafted tokens of each step."""
-    rng, speculation = random.Random(1), Speculation(Never if model else Certain, model)
+    rng = random.Random(1)
+    speculation = speculation or Speculation(Never if model else Certain, model)
     drafter = speculation.new_drafter()
     counts, num_tokens, total = [], 0, 0.0
     for _ in range(num_steps):
@@ -160,6 +169,83 @@ def test_draft_model_guesses_as_much_as_its_steps_pay_for(
     assert sum(counts) > 0
     if least < 1:
         assert sum(counts[-500:]) < 20
+
+
+@pytest.mark.parametrize("rounds", [1, 6])
+def test_answers_do_not_spoil_each_others_guesses(rounds: int) -> None:
+    """Short answers in turns, as from one client that asks what the draft model knows and one that does not."""
+    model = Model(0.1)
+    speculation = Speculation(Never, model)
+    simulated(0.5, 0.05, 100, model, speculation)
+    for _ in range(rounds):
+        for _ in range(3):
+            assert simulated(0.0, 0.05, 60, model, speculation)[0] > 0.92  # the first steps find out
+        assert simulated(0.9, 0.05, 60, model, speculation)[0] > 2.0
+
+
+def test_sequences_of_one_step_have_numbers_of_their_own() -> None:
+    rng, model = random.Random(3), Model(0.1)
+    speculation = Speculation(Never, model)
+    rates = (0.9, 0.0, 0.9, 0.0)
+    group = [sequence(speculation.new_drafter()) for _ in rates]
+    counts = []
+    for _ in range(300):
+        drafts = speculation.drafts(group, [8] * 4, 32)
+        num_rows = 4 + sum(map(len, drafts))
+        speculation.times.record(num_rows, 1.0 + 0.02 * num_rows)
+        for each, guess, rate in zip(group, drafts, rates, strict=True):
+            accepted = next((n for n in range(len(guess)) if rng.random() >= rate), len(guess))
+            assert each.drafter is not None
+            speculation.record(each.drafter, len(guess), accepted)
+        counts.append([len(guess) for guess in drafts])
+    means = np.mean(counts[-100:], axis=0)
+    assert min(means[0], means[2]) > 3
+    assert max(means[1], means[3]) < 0.1
+
+
+def test_guesses_of_a_draft_model_that_begin_to_be_right_return_within_its_share_of_the_time() -> None:
+    model = Model(0.1)
+    speculation = Speculation(Never, model)
+    simulated(0.0, 0.05, 300, model, speculation)
+    drafter, counts = speculation.new_drafter(), []
+    for step in range(200):
+        (drafts,) = speculation.drafts([sequence(drafter)], [8], 8)
+        speculation.times.record(1 + len(drafts), 1.0 + 0.05 * len(drafts))
+        speculation.record(drafter, len(drafts), len(drafts) if step >= 100 else 0)
+        counts.append(len(drafts))
+    assert sum(counts[:100]) * 0.15 < 0.03 * 100
+    first = next(step for step in range(100, 200) if counts[step])
+    assert first < 100 + 64
+    assert min(counts[first + 1 : first + 20]) >= 1
+
+
+def test_new_sequence_begins_with_what_the_first_guesses_of_others_were_worth() -> None:
+    speculation = Speculation(Never, Model(0.1))
+    for _ in range(10):
+        bad, good = speculation.new_drafter(), speculation.new_drafter()
+        for _ in range(20):
+            bad.by_model = good.by_model = True
+            speculation.record(bad, 1, 0)
+            speculation.record(good, 8, 8)  # eight times as many guesses, and still one of two sequences
+    assert speculation.new_drafter().model.acceptance == pytest.approx(0.5, abs=0.1)
+    for _ in range(10):
+        bad = speculation.new_drafter()
+        for _ in range(20):
+            bad.by_model = True
+            speculation.record(bad, 1, 0)
+    assert speculation.new_drafter().model.acceptance < 0.2
+    assert good.model.acceptance > 0.8
+
+
+def test_a_draft_model_far_behind_is_tried_seldom() -> None:
+    """It would have to compute a long prompt for one guess."""
+    model = Model(0.1, behind=4.0)
+    speculation = Speculation(Never, model)
+    simulated(0.0, 0.05, 100, model, speculation)
+    seldom = sum(simulated(0.0, 0.05, 1000, model, speculation)[1])
+    model.behind = 0.0
+    often = sum(simulated(0.0, 0.05, 1000, model, speculation)[1])
+    assert 1 <= seldom <= 6 < often
 
 
 def test_each_sequence_has_the_better_source() -> None:
