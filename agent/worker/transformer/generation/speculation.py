@@ -95,6 +95,11 @@ def draft_counts(
     return counts
 
 
+def _expected_tokens(rate: float, count: int) -> float:
+    """Tokens of a sequence after a step with `count` drafted ones."""
+    return (1 - rate ** (count + 1)) / (1 - rate) if rate < 1 else count + 1.0
+
+
 class DraftModel(Protocol):
     """A small model that guesses the tokens of several sequences at once."""
 
@@ -152,10 +157,13 @@ class Speculation:
         ]
         if not self.times.is_measured(len(group)) or not (self._draft or any(found)):
             return [[] for _ in group]
-        _, counts, by_model = max(
-            (self._choice(group, found, most, room, depth) for depth in range(_MAX_DEPTH + 1 if self._draft else 1)),
-            key=lambda choice: choice.tokens_per_second,
-        )
+        best = self._choice(group, found, most, room, 0)
+        for depth in range(1, _MAX_DEPTH + 1 if self._draft else 1):
+            if self._most_tokens_per_second(group, found, depth) > best.tokens_per_second:
+                best = max(
+                    best, self._choice(group, found, most, room, depth), key=lambda choice: choice.tokens_per_second
+                )
+        _, counts, by_model = best
         for n, sequence in enumerate(group):
             is_due = sequence.drafter is not None and sequence.drafter.is_probe_due and not by_model[n]
             if is_due and found[n] and sum(counts) < room:
@@ -165,6 +173,21 @@ class Speculation:
         return self._with_model(
             group, [each[:count] for each, count in zip(found, counts, strict=True)], counts, by_model
         )
+
+    def _most_tokens_per_second(
+        self, group: Sequence[SequenceState], found: Sequence[Sequence[int]], depth: int
+    ) -> float:
+        """An upper bound of what `_choice` finds, as if further rows took no time: mostly, few depths must be looked at."""
+        assert self._draft is not None
+        expected = 0.0
+        for sequence, guess in zip(group, found, strict=True):
+            if (drafter := sequence.drafter) is None:
+                expected += 1
+            else:
+                expected += max(
+                    _expected_tokens(drafter.model.acceptance, depth), _expected_tokens(drafter.acceptance, len(guess))
+                )
+        return expected / (self.times.seconds(len(group)) + depth * self._draft.seconds(1))
 
     def _choice(
         self,
@@ -193,7 +216,7 @@ class Speculation:
             return self.times.seconds(num_rows) + draft_seconds
 
         counts = draft_counts(rates, limits, room, seconds)
-        expected = sum(sum(rate**k for k in range(count + 1)) for rate, count in zip(rates, counts, strict=True))
+        expected = sum(map(_expected_tokens, rates, counts))
         by_model = [takes and count > 0 for takes, count in zip(by_model, counts, strict=True)]
         if self._draft is not None:
             # Sequences leave the draft model's steps when they have their guesses.
