@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -20,7 +19,9 @@ from typing import NamedTuple, Protocol
 from agent.worker.transformer.generation.drafting import Drafter, FirstGuesses, NgramProposer, Proposer
 from agent.worker.transformer.generation.sequence import SequenceState
 
-_NUM_TIMES = 7  # steps whose median is the time of a number of rows
+# Steps of a number of rows whose second least time counts. Other programs only add time, to some steps and not to others; a
+# median of few steps that others disturbed would end the guessing, and then few further steps would be measured.
+_NUM_TIMES = 15
 _MAX_DEPTH = 12  # steps of a draft model before one of the model: with 9 of 10 guesses right, more add 3 tokens to 7
 _MAX_PROBE_SHARE = 0.02  # of the time, for guesses of a draft model that do not pay
 _MAX_SAVED_STEPS = 8  # time for such guesses that is saved up, in steps: several answers may begin at once
@@ -48,7 +49,14 @@ class StepTimes:
         self._measured_at[num_rows] = self._num_steps
         oldest = self._num_steps - _MAX_AGE_STEPS
         recent = sorted(rows for rows, step in self._measured_at.items() if step >= oldest)
-        self._known = [(rows, statistics.median(self._times[rows])) for rows in recent]
+        # More rows take no less time: so a disturbed step of a number of rows that is seldom run does not count.
+        least = math.inf
+        self._known = []
+        for rows in reversed(recent):
+            seconds = sorted(self._times[rows])[:2]
+            least = min(least, seconds[-1])
+            self._known.append((rows, least))
+        self._known.reverse()
 
     def is_measured(self, num_rows: int) -> bool:
         """Whether steps of as many rows have run lately."""
