@@ -108,6 +108,10 @@ def _rope_frequencies(rotary: RotarySpec, head_dim: int, max_positions: int, len
 
 def normalise(x_sH: Tensor, norm: Norm, eps: float) -> Tensor:
     """LayerNorm, or RMS norm if the norm has no bias, over the last dimension."""
+    if norm.bias is None and x_sH.shape[0] == 1 and x_sH.dim() == 2 and x_sH.is_cpu:
+        # A token's: torch's norm consists of nine kernels, whose calls take most of its time.
+        scale = (float(torch.linalg.vector_norm(x_sH)) ** 2 / x_sH.shape[1] + eps) ** -0.5
+        return (x_sH * norm.weight).mul_(scale)
     if norm.bias is None:
         return F.rms_norm(x_sH, (x_sH.shape[-1],), norm.weight, eps)
     return F.layer_norm(x_sH, (x_sH.shape[-1],), norm.weight, norm.bias, eps)
@@ -141,15 +145,17 @@ def project_qkv(
             by_head = part.unflatten(-1, (-1, spec.head_dim))
             by_head.copy_(normalise(by_head, norm, spec.norm_eps))
     if rows.rope_tables is not None:
-        cosines, sines = (table[slice(*span)][:, None] for table in rows.rope_tables)
-        apply_rope(out[:, : q_width + kv_width].unflatten(-1, (-1, spec.head_dim)), cosines, sines)
+        cosines, sines = rows.rope_tables
+        if span.size != rows.num_rows:
+            cosines, sines = cosines[slice(*span)], sines[slice(*span)]
+        apply_rope(out[:, : q_width + kv_width].unflatten(-1, (-1, spec.head_dim)), cosines[:, None], sines[:, None])
 
 
 def apply_rope(x_sad: Tensor, cosines: Tensor, sines: Tensor) -> None:
     """Apply RoPE in place: dimension i is rotated together with dimension i + half."""
     half = cosines.shape[-1]
     first, second = x_sad[..., :half], x_sad[..., half : 2 * half]
-    rotated = first * cosines - second * sines
+    rotated = (first * cosines).addcmul_(second, sines, value=-1)
     second.mul_(cosines).addcmul_(first, sines)
     first.copy_(rotated)
 
@@ -176,24 +182,33 @@ def attention(
     An encoder's rows attend to all rows of their sequence. A decoder's rows attend to earlier rows, including those in the
     KV cache, and themselves; with a sliding window, to the last `window` of these.
     """
-    context_sw = torch.empty(q_sw.shape, dtype=q_sw.dtype, device=q_sw.device)
     if q_sw.shape[1] == 0:
-        return context_sw
+        return torch.empty_like(q_sw)
+    if len(rows.sequences) == 1:
+        return _attention_of_sequence(spec, index, q_sw, k_Tk, v_Tk, rows, 0, span.start)
+    context_sw = torch.empty(q_sw.shape, dtype=q_sw.dtype, device=q_sw.device)
     for n, sequence in enumerate(rows.sequences):
         start, stop = max(sequence.start, span.start), min(sequence.stop, span.stop)
         if start >= stop:
             continue
         local = slice(start - span.start, stop - span.start)
-        q = q_sw[local].unflatten(-1, (-1, spec.group_size, spec.head_dim)).permute(1, 2, 0, 3)
-        if spec.causal:
-            keys_and_values = partial(_keys_and_values, spec, index, n, k_Tk, v_Tk, rows)
-            first = rows.starts[n] + start - sequence.start
-            attended = causal_attention(q, keys_and_values, first, spec.window(index))
-        else:
-            ((k, v),) = _keys_and_values(spec, index, n, k_Tk, v_Tk, rows, Span(0, sequence.size))
-            attended = _grouped_query_attention(q, k, v)
-        context_sw[local] = attended.permute(2, 0, 1, 3).flatten(1)
+        context_sw[local] = _attention_of_sequence(spec, index, q_sw[local], k_Tk, v_Tk, rows, n, start)
     return context_sw
+
+
+def _attention_of_sequence(
+    spec: ModelSpec, index: int, q_sw: Tensor, k_Tk: Tensor, v_Tk: Tensor, rows: PackedRows, n: int, start: int
+) -> Tensor:
+    """Attention of rows of sequence `n`, which begin with row `start` of the step: [s,w]."""
+    q = q_sw.view(q_sw.shape[0], -1, spec.group_size, spec.head_dim).permute(1, 2, 0, 3)
+    if spec.causal:
+        keys_and_values = partial(_keys_and_values, spec, index, n, k_Tk, v_Tk, rows)
+        first = rows.starts[n] + start - rows.sequences[n].start
+        attended = causal_attention(q, keys_and_values, first, spec.window(index))
+    else:
+        ((k, v),) = _keys_and_values(spec, index, n, k_Tk, v_Tk, rows, Span(0, rows.sequences[n].size))
+        attended = _grouped_query_attention(q, k, v)
+    return attended.permute(2, 0, 1, 3).flatten(1)
 
 
 def attention_block(

@@ -93,14 +93,16 @@ def _fused(q_gesd: Tensor, k_gnd: Tensor, v_gnd: Tensor, causal: bool = False) -
 
     `causal`: query i sees the keys up to i. `scaled_dot_product_attention` calls the same kernels, and drops the log-sum-exp.
     """
-    k, v = (x[:, None].expand(-1, q_gesd.shape[1], -1, -1) for x in (k_gnd, v_gnd))
+    k, v = k_gnd[:, None], v_gnd[:, None]
+    if q_gesd.shape[1] > 1:
+        k, v = (x.expand(-1, q_gesd.shape[1], -1, -1) for x in (k, v))
     if q_gesd.device.type == "cpu":
         context, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_gesd, k, v, is_causal=causal)
-    else:
-        context, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q_gesd, k, v, None, compute_log_sumexp=True, is_causal=causal
-        )
-    return context, lse[..., : q_gesd.shape[2]]  # padded on a GPU
+        return context, lse
+    context, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q_gesd, k, v, None, compute_log_sumexp=True, is_causal=causal
+    )
+    return context, lse[..., : q_gesd.shape[2]]  # padded
 
 
 def _merge(context: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:

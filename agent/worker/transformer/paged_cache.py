@@ -97,6 +97,9 @@ class PagedRows:
         self.format = spec.kv_cache
         self.num_blocks = num_blocks
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        numbers = self.values.view(torch.bfloat16) if spec.kv_cache == "bfloat16" else self.values
+        # Keys and values of each layer, as numbers, except of int8: made once, since views take time in each step.
+        self.keys_and_values = [(layer[0], layer[1]) for layer in numbers]
 
 
 class SequenceCache:
@@ -175,11 +178,14 @@ class SequenceCache:
 
     def store(self, layer: int, start: int, k_skd: Tensor, v_skd: Tensor) -> None:
         """Store the keys and values [s, kv heads, d] of rows from the position `start` on; `extend` has added their tokens."""
-        values, first = self._memory.values[layer - self.block.layers.start], 0
+        memory, first = self._memory, 0
         for run in self._slices(Span(start, start + k_skd.shape[0])):
             rows = slice(first, first + run.size)
-            values[0, :, slice(*run)] = to_format(k_skd[rows], self._memory.format).transpose(0, 1)
-            values[1, :, slice(*run)] = to_format(v_skd[rows], self._memory.format).transpose(0, 1)
+            for stored, new in zip(
+                memory.keys_and_values[layer - self.block.layers.start], (k_skd, v_skd), strict=True
+            ):
+                values = to_format(new[rows], "int8") if memory.format == "int8" else new[rows]
+                stored[:, slice(*run)].copy_(values.transpose(0, 1))  # rounds to bfloat16
             first = rows.stop
 
     def keys_and_values(self, layer: int, rows: Span) -> list[tuple[Tensor, Tensor]]:
@@ -187,15 +193,16 @@ class SequenceCache:
 
         In bfloat16 if the cache is in it, else in float32. Except of int8, they are views, unless many blocks are scattered.
         """
-        keys, values = self._memory.values[layer - self.block.layers.start]
+        keys, values = self._memory.keys_and_values[layer - self.block.layers.start]
         runs = self._slices(rows)
         if rows.size < len(runs) * _MIN_ROWS_OF_VIEW and len(runs) > 1:
             index = torch.cat([torch.arange(*run) for run in runs]).to(keys.device)
             pairs = [(keys.index_select(1, index), values.index_select(1, index))]
         else:
             pairs = [(keys[:, slice(*run)], values[:, slice(*run)]) for run in runs]
-        kind = self._memory.format
-        return [(from_format(k, kind), from_format(v, kind)) for k, v in pairs]
+        if self._memory.format != "int8":
+            return pairs
+        return [(from_format(k, "int8"), from_format(v, "int8")) for k, v in pairs]
 
     def rows(self, block: CacheBlock, rows: Span) -> Tensor:
         """Some rows of a part of the block, copied if they are not in adjacent blocks."""
