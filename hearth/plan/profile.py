@@ -138,8 +138,9 @@ class BlockProfile(BaseModel, frozen=True):
     and `down` of the number of MLP columns, each over all `seq_len` rows. `connective`, `embedding` and `mlp_rows` (the
     whole MLP) are functions of the number of rows; `mlp_rows` shows how much less efficient small tiles are.
 
-    Decoding is bound by memory bandwidth: one row costs `decode_seconds_per_byte` for each byte of weights, keys and values
-    that it reads, and `decode_layer_seconds` for the rest of a layer. Both are 0 for encoders, where they are not measured.
+    Decoding is bound by memory bandwidth: one row costs `decode_seconds_per_byte` for each byte of weights that it reads,
+    `decode_seconds_per_cached_value` for each key and value, and `decode_layer_seconds` for the rest of a layer. All are 0 for
+    encoders, where they are not measured. The second is also 0 where it was not measured.
     """
 
     seq_len: int = Field(ge=1)
@@ -154,6 +155,7 @@ class BlockProfile(BaseModel, frozen=True):
     wire: WireCost = WireCost()
     decode_seconds_per_byte: Seconds = 0.0
     decode_layer_seconds: Seconds = 0.0
+    decode_seconds_per_cached_value: Seconds = 0.0
     # The kernels that could multiply the layer's matrices; all other times are those with `choose_kernels` of them.
     kernels: tuple[KernelTime, ...] = Field(default=(), max_length=1024)
 
@@ -196,9 +198,12 @@ class BlockProfile(BaseModel, frozen=True):
         """The profile of the same device when it is slower by `factor`."""
         curves = ("qkv", "core", "out", "up", "down", "connective", "embedding", "mlp_rows")
         scaled: dict[str, LatencyCurve | float] = {name: getattr(self, name).scaled(factor) for name in curves}
-        for name in ("decode_seconds_per_byte", "decode_layer_seconds"):
+        for name in DECODING_TIMES:
             scaled[name] = getattr(self, name) * factor
         return self.model_copy(update=scaled)
+
+
+DECODING_TIMES = ("decode_seconds_per_byte", "decode_layer_seconds", "decode_seconds_per_cached_value")
 
 
 class DeviceProfile(BaseModel, frozen=True):

@@ -156,7 +156,7 @@ class Generation(Experiment):
         tokens = self.prompt_tokens + self.new_tokens / 2
 
         def seconds(blocks: BlockProfile, heads: int, columns: int, vocabulary: int) -> float:
-            layer = attention_bytes(spec, heads, tokens) + mlp_bytes(spec, columns)
+            layer = attention_bytes(spec, heads, tokens, blocks) + mlp_bytes(spec, columns)
             return blocks.decode_seconds_per_byte * (spec.num_layers * layer + head_bytes(spec, vocabulary))
 
         shares = zip(plan.devices, body.heads, body.columns, body.vocabulary, strict=True)

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import permutations
 
 from coordinator.devices.profile_smoothing import smooth_profiles
-from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
+from hearth.plan.profile import DECODING_TIMES, BlockProfile, ClusterProfile, DeviceProfile, Link
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.load import calmest_of
 from tools.bench.plans import reference_plan
@@ -51,7 +51,8 @@ class Profiles:
     def current(self, model: StoredModel, names: Sequence[str], seq_len: int, mbit: float | None) -> ClusterProfile:
         """The profile of these devices, scaled to the current speed of real steps, because the host's speed drifts.
 
-        Measured with a plan on one device: in a step of several, a device that waits saves CPU quota and then bursts.
+        The times of decoding are left as they are: a step of many rows is bound by compute, a token by memory. Measured with
+        a plan on one device: in a step of several, a device that waits saves CPU quota and then bursts.
         """
         cluster = self._profiled(model, names, seq_len, mbit)
         alone = reference_plan(model.spec, cluster, seq_len)
@@ -62,7 +63,7 @@ class Profiles:
         self._engine.unload(_PROBE_KEY)
         factor = seconds / alone.predicted.latency_seconds
         devices = tuple(
-            device.model_copy(update={"blocks": device.blocks.scaled(factor)}) for device in cluster.devices
+            device.model_copy(update={"blocks": _with_step_speed(device.blocks, factor)}) for device in cluster.devices
         )
         return cluster.model_copy(update={"devices": devices})
 
@@ -107,3 +108,8 @@ class Profiles:
             measure = partial(self._engine.measure_link, first, second, _LINK_SECONDS)
             self._links[mbit, first, second] = calmest_of(measure, self._most_attempts)
         return self._links[mbit, first, second].model_copy(update={"source": source, "target": target})
+
+
+def _with_step_speed(blocks: BlockProfile, factor: float) -> BlockProfile:
+    """The profile with all times but those of decoding multiplied by `factor`."""
+    return blocks.scaled(factor).model_copy(update={name: getattr(blocks, name) for name in DECODING_TIMES})

@@ -6,8 +6,8 @@ communication.
 
 from __future__ import annotations
 
-import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -23,7 +23,6 @@ from agent.worker.transformer.comm.staging import make_staging
 from agent.worker.transformer.filled_weights import (
     filled_layer,
     filled_matrix,
-    layer_matrices,
     neutral_embedding,
     without_matrices,
 )
@@ -38,6 +37,7 @@ from hearth.plan.kept_caches import CacheBlock
 from hearth.plan.kernels import KernelChoice, choose_kernels
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspicious_point
+from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
 from hearth.wire.messages import BlocksOf, ComputeDevice, NewSequence, Sampling, StartProfile
 
@@ -58,7 +58,9 @@ _MAX_COPIES_BYTES = 160 << 20
 _MAX_COPIES = 4  # copies of a small layer: more would only take longer to create
 # Decoding is measured over more weights than any cache holds, as far as the model has that many.
 _DECODE_WEIGHT_BYTES = 256 << 20
-# Minimum fraction of the matmuls' time that counts as reading weights, so that the cost per byte is positive for every layer.
+_TURNS_PER_SAMPLE = 2  # samples of a block whose least counts, for each sample of one whose median does
+_DECODE_CACHED_TOKENS = 2048  # of the longer KV cache: attention to them takes a good part of a layer's time
+# Minimum fraction of a layer's time that counts as reading weights, and as the rest: both are positive for every layer.
 _MIN_READ_FRACTION = 0.01
 
 
@@ -82,16 +84,15 @@ def profile_blocks(
     device = make_staging(compute_device).device
     S = seq_len
     H, d = spec.hidden_size, spec.head_dim
-    measure = _BlockMeter(_SAMPLE_SECONDS, synchroniser(device), 1 if quick else _SAMPLES_PER_POINT)
+    on_one_thread = device.type == "cpu" and num_threads == 1
+    measure = _BlockMeter(_SAMPLE_SECONDS, synchroniser(device), 1 if quick else _SAMPLES_PER_POINT, on_one_thread)
     with torch.inference_mode():
         times = () if quick else measure_kernels(spec, seq_len, device, deterministic)
         give_back_freed_buffers()
         kernels = choose_kernels(times, single=deterministic)
         # Measured while nothing else is in memory: a device may hold little more than these copies.
         decode_bytes = _QUICK_DECODE_BYTES if quick else _DECODE_WEIGHT_BYTES
-        per_byte, per_layer = (
-            _measure_decoding(spec, measure, device, kernels, decode_bytes) if spec.causal else (0.0, 0.0)
-        )
+        decoding = _measure_decoding(spec, measure, device, kernels, decode_bytes) if spec.causal else {}
     give_back_freed_buffers()
     layers = [without_matrices(filled_layer(spec, device), device)] * (1 if quick else _num_copies(spec))
     embedding = neutral_embedding(spec, device)
@@ -163,9 +164,7 @@ def profile_blocks(
             "mlp_rows": measure.curve(row_counts, mlp_rows),
         }
     wire = measure_wire_cost(measure.cpu_per_second, TorchCasts(), device.type != "cpu")
-    return BlockProfile(
-        seq_len=S, wire=wire, decode_seconds_per_byte=per_byte, decode_layer_seconds=per_layer, kernels=times, **curves
-    )
+    return BlockProfile(seq_len=S, wire=wire, kernels=times, **curves, **decoding)
 
 
 def _with_columns(
@@ -187,46 +186,87 @@ def _with_columns(
 
 def _measure_decoding(
     spec: ModelSpec, measure: _BlockMeter, device: torch.device, kernels: Sequence[KernelChoice], weight_bytes: int
-) -> tuple[float, float]:
-    """Decoding one row: seconds per byte of weights that it reads, and seconds for the rest of a layer."""
-    layers = [filled_layer(spec, device, kernels) for _ in range(_num_decode_layers(spec, weight_bytes))]
-    # The same calls on a layer so narrow that reading its weights takes almost no time.
-    narrow = spec.model_copy(
+) -> dict[str, float]:
+    """Decoding one row, by field of `BlockProfile`: seconds per byte of weights, per cached value, and for the rest of a layer.
+
+    They are slopes and intercept of the times of a layer, of a share of it, as ranks hold them, and of a layer with a longer KV
+    cache, each with all its calls. Weights come from memory, as in a model, and have then driven everything else from the
+    caches: norms and other small calls take several times as long as in a loop of their own.
+    """
+    weight_bytes = min(weight_bytes, spec.num_layers * layer_bytes(spec))
+
+    def layers(part: ModelSpec) -> list[LayerShard]:
+        return [filled_layer(part, device, kernels) for _ in range(max(-(-weight_bytes // layer_bytes(part)), 1))]
+
+    half = _half_of_layer(spec)
+    num_bytes, half_bytes = layer_bytes(spec), layer_bytes(half)
+    num_cached = min(_DECODE_CACHED_TOKENS, spec.max_positions, spec.window(0) or _DECODE_CACHED_TOKENS)
+    whole_layers = layers(spec)
+    whole, shared, cached = measure.least_seconds(
+        [
+            _decode_layer(spec, whole_layers, device),
+            _decode_layer(half, layers(half) if half_bytes < num_bytes else whole_layers, device),
+            _decode_layer(spec, whole_layers, device, num_cached),
+        ]
+    )
+    num_values = (num_cached - 1) * 2 * spec.kv_width(spec.num_heads)
+    return decoding_times((num_bytes, whole), (half_bytes, shared), (num_values, cached))
+
+
+def decoding_times(layer: tuple[int, float], share: tuple[int, float], longer: tuple[int, float]) -> dict[str, float]:
+    """The times of decoding by field of `BlockProfile`, given the seconds of three layers.
+
+    `layer` and `share`: bytes of weights, and seconds. `longer`: the cached values that the whole layer reads in addition, and
+    its seconds.
+    The bounds hold for layers so small that noise exceeds their reading, and for those that cannot be divided.
+    """
+    num_bytes, seconds = layer
+    slope = (seconds - share[1]) / max(num_bytes - share[0], 1)
+    least, most = (fraction * seconds / num_bytes for fraction in (_MIN_READ_FRACTION, 1 - _MIN_READ_FRACTION))
+    per_byte = min(max(slope, least), most)
+    return {
+        "decode_seconds_per_byte": per_byte,
+        "decode_layer_seconds": seconds - per_byte * num_bytes,
+        "decode_seconds_per_cached_value": max(longer[1] - seconds, 0.0) / max(longer[0], 1),
+    }
+
+
+def _half_of_layer(spec: ModelSpec) -> ModelSpec:
+    """The model with half of a layer's KV heads and columns, if there are as many, as on one of two equal devices."""
+    num_groups = max(spec.num_kv_heads // 2, 1)
+    columns = max(spec.ffn_size // COLUMN_GRAIN // 2, 1) * COLUMN_GRAIN
+    return spec.model_copy(
         update={
-            "num_layers": 1, "num_heads": spec.group_size, "num_kv_heads": 1, "hidden_size": COLUMN_GRAIN,
-            "ffn_size": COLUMN_GRAIN,
+            "num_heads": num_groups * spec.group_size,
+            "num_kv_heads": num_groups,
+            "ffn_size": min(columns, spec.ffn_size),
         }
-    )  # fmt: skip
-    narrow_layer = filled_layer(narrow, device, kernels)
-    seconds, calls = measure.seconds(_matmuls(layers, device)), measure.seconds(_matmuls([narrow_layer], device))
-    num_bytes = sum(math.prod(matrix.shape) for matrix in layer_matrices(layers[0])) * spec.matrix_bytes
-    per_byte = max(seconds - calls, _MIN_READ_FRACTION * seconds) / num_bytes
-    return per_byte, measure.seconds(_decode_layer(narrow, narrow_layer, device))
+    )
 
 
-def _matmuls(layers: Sequence[LayerShard], device: torch.device) -> Callable[[], object]:
-    """Multiply one row with each matrix of a layer; each call uses the next layer."""
-    copies = cycle([layer_matrices(layer) for layer in layers])
-    row = {matrix.shape[1]: torch.randn(1, matrix.shape[1], device=device) for matrix in layer_matrices(layers[0])}
-
-    def run() -> None:
-        for matrix in next(copies):
-            matrix.matmul(row[matrix.shape[1]])
-
-    return run
-
-
-def _decode_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> Callable[[], object]:
-    """Run one layer for one token of one sequence."""
+def _decode_layer(
+    spec: ModelSpec, layers: Sequence[LayerShard], device: torch.device, num_tokens: int = 1
+) -> Callable[[], object]:
+    """Run one layer for the last of `num_tokens` tokens of one sequence; each call runs the next layer."""
+    copies = cycle(layers)
     first_layer = CacheBlock(Span(0, 1), Span(0, spec.num_kv_heads))
-    memory = PagedRows(spec, first_layer, 1, device)
-    cache = SequenceCache(memory, NewSequence(blocks=(0,), num_prompt_tokens=1, sampling=Sampling()))
+    num_blocks = -(-num_tokens // KV_BLOCK_TOKENS)
+    memory = PagedRows(spec, first_layer, num_blocks, device)
+    memory.values.zero_()  # else all pages would be the system's one page of zeros
+    earlier = (0,) * (num_tokens - 1)
+    cache = SequenceCache(
+        memory,
+        NewSequence(
+            blocks=tuple(range(num_blocks)), cached_tokens=earlier, num_prompt_tokens=num_tokens, sampling=Sampling()
+        ),
+    )
     cache.extend((0,))
     only = Span(0, 1)
     rows = blocks.pack_rows(spec, torch.zeros(1, dtype=torch.int64), [only], [cache], device)
     x_1H = torch.randn(1, spec.hidden_size, device=device)
 
     def run() -> None:
+        layer = next(copies)
         y_1H = blocks.attention_block(spec, 0, layer, blocks.pre_norm(spec, x_1H, layer.norm1), rows)
         attended = blocks.add_residual(spec, x_1H, y_1H, layer.out_bias, layer.norm1)
         y_1H = blocks.mlp_block(spec, layer, blocks.pre_norm(spec, attended, layer.norm2))
@@ -236,11 +276,17 @@ def _decode_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> C
 
 
 class _BlockMeter(Meter):
-    """Measures latency curves of blocks. `num_samples`: of each point; one alone is not measured again."""
+    """Measures latency curves of blocks. `num_samples`: of each point; one alone is not measured again.
 
-    def __init__(self, sample_seconds: float, synchronise: Callable[[], None], num_samples: int) -> None:
+    `on_one_thread`: all is computed in the calling thread.
+    """
+
+    def __init__(
+        self, sample_seconds: float, synchronise: Callable[[], None], num_samples: int, on_one_thread: bool
+    ) -> None:
         super().__init__(sample_seconds, synchronise)
         self._num_samples = num_samples
+        self._on_one_thread = on_one_thread
 
     def curve(self, sizes: Iterable[int], block: Callable[[int], Callable[[], object]]) -> LatencyCurve:
         """Measure each size; suspicious points are measured again, and the least time counts."""
@@ -258,14 +304,22 @@ class _BlockMeter(Meter):
         block()
         return statistics.median(self.sample(block) for _ in range(self._num_samples))
 
+    def least_seconds(self, blocks: Sequence[Callable[[], object]]) -> list[float]:
+        """Seconds per run of each block: the least of samples that take turns, for differences of these times.
+
+        On one thread it is processor time over what the device gives per second: load in the background hardly adds to it.
+        """
+        for block in blocks:
+            block()
+        clock = time.thread_time if self._on_one_thread else time.perf_counter
+        num_turns = _TURNS_PER_SAMPLE * self._num_samples
+        turns = [[self.sample(block, clock) for block in blocks] for _ in range(num_turns)]
+        share = min(self.cpu_per_second, 1.0) if self._on_one_thread else 1.0
+        return [min(samples) / share for samples in zip(*turns, strict=True)]
+
 
 def _num_copies(spec: ModelSpec) -> int:
     return max(1, min(_MAX_COPIES, _MAX_COPIES_BYTES // layer_bytes(spec)))
-
-
-def _num_decode_layers(spec: ModelSpec, weight_bytes: int) -> int:
-    """Number of layers to cycle through when measuring decoding, with about this many bytes of weights."""
-    return max(1, min(spec.num_layers, -(-weight_bytes // layer_bytes(spec))))
 
 
 def _sizes(total: int, grain: int) -> list[int]:

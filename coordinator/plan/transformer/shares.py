@@ -48,12 +48,14 @@ class LayerTimes:
         limits = request.limits
         self._steps = limits.prompt_tokens / request.seq_len if limits else 1.0
         self._tokens = limits.new_tokens if limits else 0
-        self._bytes_per_head = attention_bytes(spec, spec.group_size, request.num_cached_tokens) / spec.group_size
+        self._num_cached_tokens = request.num_cached_tokens
         self._bytes_per_column = mlp_bytes(spec, 1)
 
     def attention(self, blocks: BlockProfile, heads: int) -> float:
         """L(MHA, a, d): seconds of attention with `heads` heads."""
-        return self._seconds(blocks, blocks.attention(heads), heads * self._bytes_per_head)
+        group = self._spec.group_size
+        num_bytes = attention_bytes(self._spec, group, self._num_cached_tokens, blocks) * heads / group
+        return self._seconds(blocks, blocks.attention(heads), num_bytes)
 
     def mlp(self, blocks: BlockProfile, columns: int) -> float:
         """L(MLP, b, d): seconds of the MLP with `columns` columns."""

@@ -22,19 +22,24 @@ SMALL_MESSAGE_VALUES = 16
 # Fixed cost of a step (step order, word embedding row, sampling, answer), in units of the call overhead of one layer:
 # measured 0.8 ms, where a layer's calls take 0.2 ms.
 STEP_OVERHEAD_LAYERS = 4
-# Bytes of weights that are read in the time in which a token attends to one cached value. float32 and bfloat16 are read where
-# they are, and int8 is converted to float32 first. Measured with 4 and 16 KV heads of 64 values, 512 and 4096 tokens, on one
-# core of a Xeon: bfloat16 takes 0.58 and 0.88 of float32's time per token, int8 1.5 and 3.1 to 4.3 times as long.
+# Bytes of weights that are read in the time in which a token attends to one cached value, for profiles that did not measure it.
+# float32 and bfloat16 are read where they are, and int8 is converted to float32 first. With 4 and 16 KV heads of 64 values, 512
+# and 4096 tokens, on one core of a Xeon, bfloat16 takes 0.58 and 0.88 of float32's time per token, int8 1.5 and 3.1 to 4.3
+# times as long.
 _CACHED_VALUE_BYTES: dict[KvFormat, float] = {"float32": 4.0, "bfloat16": 3.0, "int8": 9.0}
 
 
-def attention_bytes(spec: ModelSpec, heads: int, num_tokens: float) -> float:
+def attention_bytes(spec: ModelSpec, heads: int, num_tokens: float, blocks: BlockProfile | None = None) -> float:
     """Bytes that a rank reads for one token in one layer's attention: the weights of its heads, their keys and values.
 
-    A value of the KV cache counts by its time, `_CACHED_VALUE_BYTES`.
+    A value of the KV cache counts by its time on a device with the profile `blocks` (None: by `_CACHED_VALUE_BYTES`), in bytes
+    of weights.
     """
+    value_bytes = _CACHED_VALUE_BYTES[spec.kv_cache]
+    if blocks is not None and blocks.decode_seconds_per_cached_value and blocks.decode_seconds_per_byte:
+        value_bytes = blocks.decode_seconds_per_cached_value / blocks.decode_seconds_per_byte
     weights = heads // spec.group_size * _group_bytes(spec)
-    return weights + 2 * spec.kv_width(heads) * num_tokens * _CACHED_VALUE_BYTES[spec.kv_cache]
+    return weights + 2 * spec.kv_width(heads) * num_tokens * value_bytes
 
 
 def mlp_bytes(spec: ModelSpec, columns: int) -> float:
@@ -59,7 +64,7 @@ def _column_bytes(spec: ModelSpec) -> float:
 
 def token_layer_seconds(spec: ModelSpec, blocks: BlockProfile, num_tokens: float) -> float:
     """Seconds of one whole layer for one token, when the KV cache holds `num_tokens`."""
-    num_bytes = attention_bytes(spec, spec.num_heads, num_tokens) + mlp_bytes(spec, spec.ffn_size)
+    num_bytes = attention_bytes(spec, spec.num_heads, num_tokens, blocks) + mlp_bytes(spec, spec.ffn_size)
     return blocks.decode_seconds_per_byte * num_bytes + blocks.decode_layer_seconds
 
 

@@ -154,7 +154,10 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
                 for start, blocks, read in zip(ready, layout.blocks, num_bytes, strict=True)
             ]
 
-        attention = [decode.attention_bytes(spec, heads, num_tokens) for heads in body.heads]
+        attention = [
+            decode.attention_bytes(spec, heads, num_tokens, blocks)
+            for heads, blocks in zip(body.heads, layout.blocks, strict=True)
+        ]
         mlp = [decode.mlp_bytes(spec, columns) for columns in body.columns]
         head = [decode.head_bytes(spec, vocabulary) for vocabulary in body.vocabulary]
         with_heads = [rank for rank in ranks if body.heads[rank]]

@@ -15,7 +15,7 @@ from support.plans import BERT_LARGE, LLAMA_1B
 
 from hearth.plan.kernels import choose_kernels
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.profile import BlockProfile
+from hearth.plan.profile import DECODING_TIMES, BlockProfile
 from hearth.wire.messages import BlocksOf, Profile, Profiled, StartProfile, decode, encode
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -23,7 +23,7 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 from agent.worker.transformer import kernel_times
 from agent.worker.transformer.filled_weights import filled_layer, layer_matrices
 from agent.worker.transformer.kernel_times import bytes_to_evict, layer_bytes, layer_shapes, measure_kernels
-from agent.worker.transformer.profiler import profile_blocks
+from agent.worker.transformer.profiler import decoding_times, profile_blocks
 
 SMALL = LLAMA_1B.model_copy(
     update={
@@ -49,7 +49,32 @@ def test_decoder_blocks_and_decoding_are_profiled(spec: ModelSpec) -> None:
     curves = (blocks.qkv, blocks.core, blocks.out, blocks.up, blocks.down, blocks.connective, blocks.mlp_rows)
     assert all(seconds > 0 for curve in curves for seconds in curve.seconds)
     assert 0 < blocks.decode_seconds_per_byte < 1e-6
-    assert blocks.decode_layer_seconds > 0
+    assert 0 < blocks.decode_layer_seconds < 0.1
+    assert 0 <= blocks.decode_seconds_per_cached_value < 1e-6
+
+
+def test_times_of_decoding_are_slopes_and_intercept_of_three_layers() -> None:
+    def seconds(num_bytes: int, num_values: int = 0) -> float:
+        return num_bytes * 4e-11 + num_values * 5e-10 + 3e-4
+
+    found = decoding_times(
+        (25 << 20, seconds(25 << 20)), (12 << 20, seconds(12 << 20)), (1000, seconds(25 << 20, 1000))
+    )
+    assert found == pytest.approx(
+        {
+            "decode_seconds_per_byte": 4e-11,
+            "decode_layer_seconds": 3e-4,
+            "decode_seconds_per_cached_value": 5e-10,
+        }
+    )
+    assert set(found) == set(DECODING_TIMES)
+    # Noise: the share seems slower than the layer, and the longer KV cache faster. All weights cost something, and so do calls.
+    noisy = decoding_times((1000, 1e-4), (500, 1.1e-4), (1000, 0.9e-4))
+    assert noisy["decode_seconds_per_byte"] == pytest.approx(1e-9)
+    assert noisy["decode_layer_seconds"] == pytest.approx(0.99e-4)
+    assert noisy["decode_seconds_per_cached_value"] == 0
+    steep = decoding_times((1000, 1e-4), (500, 0.2e-4), (1000, 1e-4))
+    assert steep["decode_layer_seconds"] == pytest.approx(1e-6)
 
 
 def test_kernels_are_measured_for_every_shape_and_number_of_rows() -> None:

@@ -249,6 +249,28 @@ def test_cached_tokens_are_priced_by_the_format_of_the_cache() -> None:
     assert 1.5 < cached["int8"] / cached["float32"] < 4.3
 
 
+def test_cached_tokens_are_priced_by_their_measured_time() -> None:
+    device = device_profile(0, 1.0, SMALL, 32)
+    measured = device.blocks.model_copy(update={"decode_seconds_per_cached_value": 7e-9})
+
+    def seconds(num_tokens: float) -> float:
+        return token_layer_seconds(SMALL, measured, num_tokens)
+
+    assert seconds(0) == token_layer_seconds(SMALL, device.blocks, 0)
+    assert seconds(3000) - seconds(0) == pytest.approx(2 * 32 * 3000 * 7e-9)
+    assert token_layer_seconds(SMALL, measured.scaled(2.0), 3000) == pytest.approx(2 * seconds(3000))
+    # The same on one rank of two.
+    slow_attention = device.model_copy(update={"blocks": measured})
+    body = make_plan(SMALL, "hmp", (1, 1)).body
+    even, uneven = (
+        token_seconds(SMALL, body, cluster([each, device_profile(1, 1.0, SMALL, 32)], 1e6, 0.0), EXACT)
+        for each in (device, slow_attention)
+    )
+    heads = body.heads[0]
+    extra = 2 * SMALL.kv_width(heads) * 100 * (7e-9 - 4e-10)
+    assert uneven - even == pytest.approx(SMALL.num_layers * extra, rel=1e-3)
+
+
 def test_long_bfloat16_cache_is_converted_in_parts() -> None:
     def activations(kind: KvFormat, context: int) -> int:
         spec = LLAMA_1B.model_copy(update={"kv_cache": kind})
