@@ -40,6 +40,9 @@ def select_candidates(
     """
     logits = apply_repetition_penalty(logits_V, first_id, sampling.repetition_penalty, tokens)
     logits = apply_answer_penalties(logits, first_id, sampling, tokens, index)
+    if sampling.temperature == 0 and allowed_V is None and len(logits):  # without the ids of a whole vocabulary
+        best = int(logits.argmax())
+        return np.array([[first_id + best, logits[best]]], np.float32)
     ids = np.arange(first_id, first_id + len(logits))
     if allowed_V is not None:
         ids, logits = ids[allowed_V], logits[allowed_V]

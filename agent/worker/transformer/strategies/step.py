@@ -68,6 +68,10 @@ def embed_rows(step: Step, wanted: Span, replicated: bool = False) -> Tensor:
     spec, embedding = step.spec, step.shard.embedding
     owners = spans(step.plan.body.vocabulary)
     rows = step.rows
+    if step.plan.num_ranks == 1:
+        with step.recorder.timed(Work.EMBEDDING):
+            word_sH = embedding.word[rows.token_ids[slice(*wanted)]].float()
+        return blocks.finish_embedding(spec, embedding, word_sH, rows.positions[slice(*wanted)])
 
     def held_by(owner: int, span: Span) -> Tensor:
         """Indexes of the rows of `span` whose word embedding `owner` holds. Sender and receiver compute the same."""
