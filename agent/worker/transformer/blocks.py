@@ -75,35 +75,25 @@ def pack_rows(
 ) -> PackedRows:
     """Pack the rows of a step. `token_ids` [T] int64 are those of all sequences, concatenated."""
     starts = tuple(cache.num_rows if cache is not None else 0 for cache in caches)
-    if all(span.size == 1 for span in sequences):  # decoding: few calls, each of which costs more than its work
-        positions = torch.tensor(starts, dtype=torch.int64)
-    else:
-        positions = torch.cat(
-            [torch.arange(start, start + span.size) for start, span in zip(starts, sequences, strict=True)]
-        )
+    positions = torch.cat(
+        [torch.arange(start, start + span.size) for start, span in zip(starts, sequences, strict=True)]
+    )
     rope_tables = None
     if spec.rotary is not None:
-        # Tables that depend on a sequence's length are made for each; the others for all rows at once.
-        parts = sequences if spec.rotary.kind in _KINDS_BY_LENGTH else [Span(0, len(positions))]
-        ends = [start + span.size for start, span in zip(starts, sequences, strict=True)]
         tables = [
-            _rope_tables(spec, spec.rotary, positions[slice(*span)], end)
-            for span, end in zip(parts, ends, strict=False)
+            _rope_tables(spec, spec.rotary, positions[slice(*span)], start + span.size)
+            for start, span in zip(starts, sequences, strict=True)
         ]
-        cosines, sines = tables[0] if len(tables) == 1 else map(torch.cat, zip(*tables, strict=True))
-        rope_tables = cosines.to(device), sines.to(device)
+        cosines, sines = (torch.cat(parts).to(device) for parts in zip(*tables, strict=True))
+        rope_tables = cosines, sines
     return PackedRows(token_ids.to(device), positions.to(device), tuple(sequences), starts, tuple(caches), rope_tables)
 
 
-_KINDS_BY_LENGTH = ("dynamic", "longrope")  # of rotary embeddings
-
-
 def _rope_tables(spec: ModelSpec, rotary: RotarySpec, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    by_length = rotary.kind in _KINDS_BY_LENGTH
+    by_length = rotary.kind in ("dynamic", "longrope")
     inverse, scale = _rope_frequencies(rotary, spec.head_dim, spec.max_positions, length if by_length else 0)
     angles = positions[:, None].float() * inverse
-    cosines, sines = angles.cos(), angles.sin()
-    return (cosines, sines) if scale == 1 else (cosines * scale, sines * scale)
+    return angles.cos() * scale, angles.sin() * scale
 
 
 @lru_cache(maxsize=1024)

@@ -8,10 +8,9 @@ from typing import get_args
 import pytest
 
 from hearth.errors import StepFailed, UnsupportedKvCache
-from hearth.plan.geometry import Span, spans
+from hearth.plan.geometry import Span
 from hearth.plan.kept_caches import CacheBlock
 from hearth.plan.model_spec import KvFormat
-from hearth.plan.rotary import RotarySpec
 from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.wire.messages import NewSequence, Sampling
 
@@ -127,48 +126,6 @@ def test_attention_over_scattered_blocks_equals_attention_over_adjacent_ones(
             torch.testing.assert_close(
                 attended[:, head * 8 : (head + 1) * 8], scores.softmax(-1) @ v, atol=tolerance, rtol=0
             )
-
-
-ROTARY = {
-    "default": RotarySpec(),
-    "linear": RotarySpec(kind="linear", factor=2.0),
-    "dynamic": RotarySpec(kind="dynamic", factor=2.0, original_positions=16),
-    "longrope": RotarySpec(
-        kind="longrope", original_positions=16, factor=4.0, short_factors=(1.0,) * 4, long_factors=(1.5, 2.0, 3.0, 4.0)
-    ),
-}
-
-
-@pytest.mark.parametrize("rotary", ROTARY.values(), ids=ROTARY.keys())
-@pytest.mark.parametrize("counts", [(1, 1, 1), (3, 1, 7)], ids=["decoding", "prefill"])
-def test_packed_rows_have_the_positions_and_angles_of_each_sequence_alone(
-    counts: tuple[int, ...], rotary: RotarySpec
-) -> None:
-    spec = SPEC.model_copy(update={"rotary": rotary, "max_positions": 64})
-    caches = []
-    for num_rows, count in zip((0, 30, 11), counts, strict=True):
-        memory = PagedRows(spec, PART, 6, torch.device("cpu"))
-        caches.append(SequenceCache(memory, NewSequence(blocks=ADJACENT, num_prompt_tokens=1, sampling=Sampling())))
-        caches[-1].extend(range(num_rows))
-        caches[-1].advance()
-        caches[-1].extend(range(count))
-
-    def packed(counts: Sequence[int], caches: Sequence[SequenceCache]) -> compute.PackedRows:
-        ids = torch.zeros(sum(counts), dtype=torch.int64)
-        return compute.pack_rows(spec, ids, spans(counts), caches, torch.device("cpu"))
-
-    together = packed(counts, caches)
-    assert together.positions.tolist() == [
-        start + row for start, count in zip((0, 30, 11), counts, strict=True) for row in range(count)
-    ]
-    assert together.rope_tables is not None
-    for index, span in enumerate(spans(counts)):
-        alone = packed(counts[index : index + 1], caches[index : index + 1])
-        assert alone.rope_tables is not None
-        for table, expected in zip(together.rope_tables, alone.rope_tables, strict=True):
-            torch.testing.assert_close(table[slice(*span)], expected, rtol=0, atol=0)
-    # Angles grow with the position: those of a sequence's later rows differ from those of its first.
-    assert len({tuple(row) for row in together.rope_tables[1].tolist()}) == len(set(together.positions.tolist()))
 
 
 # Largest error, relative to the largest value of a row: half a unit in the last place.
