@@ -136,8 +136,11 @@ class Collectives:
         """AllReduce in one hop: every rank of `sources` sends its partial sum to all ranks, and every rank adds them.
 
         For few rows, link latency dominates, so a ring would be slower. Partial sums are added in rank order, so that all
-        ranks have identical results. `own_BH` is None if this rank is not a source; the result has the shape of `like_BH`.
+        ranks have identical results. `own_BH` is None if this rank is not a source; the result has the shape of `like_BH`. One
+        rank alone gets its own rows back, not a copy.
         """
+        if self.num_ranks == 1 and own_BH is not None:
+            return own_BH
         if isinstance(self._staging, CpuStaging) and self._communicator.exchanges_inline(like_BH):
             return self._all_reduce_inline(layer, phase, own_BH, sources, like_BH)
         if own_BH is not None:

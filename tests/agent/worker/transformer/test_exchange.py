@@ -139,6 +139,19 @@ def test_sums_are_exchanged_in_and_out_of_inference_mode() -> None:
             assert all(found.shape == (NUM_LAYERS, 1, HIDDEN) for found in on_all_ranks(made, sums_in_mode))
 
 
+def test_one_rank_alone_sums_without_a_copy() -> None:
+    hub = MemoryHub(1)
+    communicator = Communicator(hub.transport(0), 0, bytes(16), {})
+    communicator.start()
+    communicator.begin_step(1, 5.0, Recorder(False))
+    communicator.set_inline_receiving(True)
+    own_BH = torch.randn(1, HIDDEN)
+    alone = Collectives(communicator, CpuStaging(), spans((1,)), overlap=True)
+    assert alone.one_shot_all_reduce(0, Phase.SUM_MLP, own_BH, [0], own_BH) is own_BH
+    communicator.close()
+    hub.close()
+
+
 def test_sent_tiles_are_counted_alike_on_both_paths() -> None:
     counts = []
     for inline in (False, True):
