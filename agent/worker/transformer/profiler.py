@@ -56,8 +56,9 @@ _MAX_REPEATS = 3  # of points that background load disturbed: bounds the time on
 # Measurements cycle through copies of the weights, as through a model's layers, so that weights come from memory, not cache.
 _MAX_COPIES_BYTES = 160 << 20
 _MAX_COPIES = 4  # copies of a small layer: more would only take longer to create
-# Decoding is measured over more weights than any cache holds, as far as the model has that many.
-_DECODE_WEIGHT_BYTES = 256 << 20
+# Decoding is measured over more weights than caches hold, as far as the model has that many: of whole layers, and of half ones
+# at the same time.
+_DECODE_WEIGHT_BYTES = 128 << 20
 _TURNS_PER_SAMPLE = 2  # samples of a block whose least counts, for each sample of one whose median does
 _DECODE_CACHED_TOKENS = 2048  # of the longer KV cache: attention to them takes a good part of a layer's time
 # Minimum fraction of a layer's time that counts as reading weights, and as the rest: both are positive for every layer.
