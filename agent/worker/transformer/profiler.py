@@ -56,9 +56,8 @@ _MAX_REPEATS = 3  # of points that background load disturbed: bounds the time on
 # Measurements cycle through copies of the weights, as through a model's layers, so that weights come from memory, not cache.
 _MAX_COPIES_BYTES = 160 << 20
 _MAX_COPIES = 4  # copies of a small layer: more would only take longer to create
-# Decoding is measured over more weights than caches hold, as far as the model has that many: of whole layers, and of half ones
-# at the same time.
-_DECODE_WEIGHT_BYTES = 128 << 20
+# Decoding is measured over more weights than any cache holds, as far as the model has that many.
+_DECODE_WEIGHT_BYTES = 256 << 20
 _TURNS_PER_SAMPLE = 2  # samples of a block whose least counts, for each sample of one whose median does
 _DECODE_CACHED_TOKENS = 2048  # of the longer KV cache: attention to them takes a good part of a layer's time
 # Minimum fraction of a layer's time that counts as reading weights, and as the rest: both are positive for every layer.
@@ -203,14 +202,15 @@ def _measure_decoding(
     num_bytes, half_bytes = layer_bytes(spec), layer_bytes(half)
     num_cached = min(_DECODE_CACHED_TOKENS, spec.max_positions, spec.window(0) or _DECODE_CACHED_TOKENS)
     whole_layers = layers(spec)
-    whole, shared, cached = measure.least_seconds(
-        [
-            _decode_layer(spec, whole_layers, device),
-            _decode_layer(half, layers(half) if half_bytes < num_bytes else whole_layers, device),
-            _decode_layer(spec, whole_layers, device, num_cached),
-        ]
-    )
+    lengths = (1, num_cached)
+    whole, cached = measure.least_seconds([_decode_layer(spec, whole_layers, device, length) for length in lengths])
+    shared = whole
+    if half_bytes < num_bytes:
+        del whole_layers  # a device may have no room for both
+        give_back_freed_buffers()
+        (shared,) = measure.least_seconds([_decode_layer(half, layers(half), device)])
     num_values = (num_cached - 1) * 2 * spec.kv_width(spec.num_heads)
+    whole, shared, cached = (seconds * measure.seconds_per_clock_second for seconds in (whole, shared, cached))
     return decoding_times((num_bytes, whole), (half_bytes, shared), (num_values, cached))
 
 
@@ -308,15 +308,19 @@ class _BlockMeter(Meter):
     def least_seconds(self, blocks: Sequence[Callable[[], object]]) -> list[float]:
         """Seconds per run of each block: the least of samples that take turns, for differences of these times.
 
-        On one thread it is processor time over what the device gives per second: load in the background hardly adds to it.
+        On one thread it is processor time, to which load in the background hardly adds; see `seconds_per_clock_second`.
         """
         for block in blocks:
             block()
         clock = time.thread_time if self._on_one_thread else time.perf_counter
         num_turns = _TURNS_PER_SAMPLE * self._num_samples
         turns = [[self.sample(block, clock) for block in blocks] for _ in range(num_turns)]
-        share = min(self.cpu_per_second, 1.0) if self._on_one_thread else 1.0
-        return [min(samples) / share for samples in zip(*turns, strict=True)]
+        return [min(samples) for samples in zip(*turns, strict=True)]
+
+    @property
+    def seconds_per_clock_second(self) -> float:
+        """Wall time per second of `least_seconds`: more than 1 under a CPU quota."""
+        return 1 / min(self.cpu_per_second, 1.0) if self._on_one_thread else 1.0
 
 
 def _num_copies(spec: ModelSpec) -> int:
