@@ -53,8 +53,7 @@ class StepTimes:
         least = math.inf
         self._known = []
         for rows in reversed(recent):
-            seconds = sorted(self._times[rows])[:2]
-            least = min(least, seconds[-1])
+            least = min(least, sorted(self._times[rows])[:2][-1])
             self._known.append((rows, least))
         self._known.reverse()
 
