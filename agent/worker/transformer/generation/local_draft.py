@@ -70,7 +70,7 @@ class LocalDraft:
         self._memory = PagedRows(plan.model, cached_block(plan.model, plan.body, 0), limits.num_kv_blocks, device)
         self._pool = BlockPool(limits.num_kv_blocks)
         self._sequences: dict[int, _Drafted] = {}  # by number, least recently used first
-        self._times = StepTimes()
+        self._times = StepTimes(of_draft=True)
         self._row_seconds = 0.0  # of the last step of more rows
 
     def seconds(self, num_sequences: int) -> float:

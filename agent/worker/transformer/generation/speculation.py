@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -19,9 +20,8 @@ from typing import NamedTuple, Protocol
 from agent.worker.transformer.generation.drafting import Drafter, FirstGuesses, NgramProposer, Proposer
 from agent.worker.transformer.generation.sequence import SequenceState
 
-# Steps of a number of rows whose second least time counts. Other programs only add time, to some steps and not to others; a
-# median of few steps that others disturbed would end the guessing, and then few further steps would be measured.
-_NUM_TIMES = 15
+_NUM_TIMES = 7  # steps whose median is the time of a number of rows
+_NUM_DRAFT_TIMES = 15  # steps of a draft model whose second least time counts
 _MAX_DEPTH = 12  # steps of a draft model before one of the model: with 9 of 10 guesses right, more add 3 tokens to 7
 _MAX_PROBE_SHARE = 0.02  # of the time, for guesses of a draft model that do not pay
 _MAX_SAVED_STEPS = 8  # time for such guesses that is saved up, in steps: several answers may begin at once
@@ -29,9 +29,14 @@ _MAX_AGE_STEPS = 512  # the time of a number of rows is measured again then: con
 
 
 class StepTimes:
-    """Measured seconds of decoding steps by number of rows, interpolated between those that were measured."""
+    """Measured seconds of decoding steps by number of rows, interpolated between those that were measured.
 
-    def __init__(self) -> None:
+    `of_draft`: of a draft model, whose steps are run only while its guesses pay. Other programs add time to some of them; a
+    median that they have disturbed would end the guessing, and then be measured no more.
+    """
+
+    def __init__(self, of_draft: bool = False) -> None:
+        self._of_draft = of_draft
         self._times: dict[int, deque[float]] = {}  # empty: one step has run, in which libraries prepared their kernels
         self._measured_at: dict[int, int] = {}  # number of steps then
         self._num_steps = 0
@@ -41,7 +46,7 @@ class StepTimes:
         """Take note of a step."""
         self._num_steps += 1
         if num_rows not in self._times:
-            self._times[num_rows] = deque(maxlen=_NUM_TIMES)
+            self._times[num_rows] = deque(maxlen=_NUM_DRAFT_TIMES if self._of_draft else _NUM_TIMES)
             return
         if self._num_steps - self._measured_at.get(num_rows, self._num_steps) > _MAX_AGE_STEPS:
             self._times[num_rows].clear()
@@ -53,7 +58,8 @@ class StepTimes:
         least = math.inf
         self._known = []
         for rows in reversed(recent):
-            least = min(least, sorted(self._times[rows])[:2][-1])
+            times = self._times[rows]
+            least = min(least, sorted(times)[:2][-1] if self._of_draft else statistics.median(times))
             self._known.append((rows, least))
         self._known.reverse()
 
