@@ -29,7 +29,7 @@ from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.controller import Controller
 from coordinator.serve.deployments import Deployments
 from coordinator.serve.durable_file import RETRY_SECONDS
-from coordinator.serve.events.file import EventFile
+from coordinator.serve.events.file import EVENTS_FILE, EventFile
 from coordinator.serve.events.metrics import CONTENT_TYPE, HomeMetrics
 from coordinator.serve.events.requests import recorded
 from coordinator.serve.events.samples import DeviceChanges, keep_sampling
@@ -101,7 +101,7 @@ class Service:
             known_silences=self._silences.devices,
         )
         profiler = Profiler(self._fleet, settings.state_dir / "profiles", report, provisional=True)
-        self._events = EventStream(EventFile(settings.state_dir / "events.jsonl"))
+        self._events = EventStream(EventFile(settings.state_dir / EVENTS_FILE))
         self._device_changes = DeviceChanges(self._events)
         self._services = SharedServices(
             self._fleet, profiler, settings, self._state, report, progress, record=self._events.record

@@ -32,7 +32,7 @@ def test_standby_takes_over_the_running_workers(model_dir: Path, profiles: Measu
     with TestHome(tmp_path, model_dir, profiles) as home:
         for name in ("a", "b", "c"):
             home.start_agent(name)
-        home.start_coordinator("--strategy", "hmp", "--min-devices", "3")
+        home.start_coordinator("--strategy", "hmp", "--min-devices", "3", "--pin", "--as", "small")
         with home.ready() as client:
             expected = client.hidden_states(TOKENS)
         leader = f"{LOOPBACK}:{home.port('coordinator')}"
@@ -62,13 +62,19 @@ def test_standby_takes_over_the_running_workers(model_dir: Path, profiles: Measu
         thread.start()
         try:
             wait_for("answers", lambda: len(answers) >= 3, 30.0)
-            killed = time.monotonic()
+            killed, killed_at = time.monotonic(), time.time()
             home.kill("coordinator")
             wait_for("answers of the standby", lambda: failures or any(began > killed for began, _ in answers), 60.0)
         finally:
             stop.set()
             thread.join()
         assert failures == []
+        with connect(addresses[1], key=home.key) as client:
+            (served,) = client.models()
+            assert (served.deployment, served.pinned) == ("small", True)
+            events = client.events(follow=False)
+            ended = [each.unix_seconds for each in events if each.event.kind == "request_ended"]
+        assert min(ended) < killed_at  # of requests that the leader answered
         for name in ("a", "b", "c"):
             assert "coordinator has ended: its connection is closed" in home.log(name)
         print(f"pause: {min(ended for began, ended in answers if began > killed) - killed:.2f} s")

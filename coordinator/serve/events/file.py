@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from hearth.wire.messages import Name, RecordedEvent
 
+EVENTS_FILE = "events.jsonl"  # in the state directory
 # Of the file, and of the one before it. Together they hold about as many events as are kept in memory.
 _MAX_BYTES = 1 << 20
 

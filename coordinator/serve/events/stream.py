@@ -95,11 +95,12 @@ class EventStream:
         if unknown := set(request.kinds) - set(wire.EVENT_KINDS):
             kinds = ", ".join(wire.EVENT_KINDS)
             raise BadRequest(reason=f"there are no events of the kind '{min(unknown)}'; the kinds are: {kinds}")
-        self.note_reader()
+        if not request.is_copy:
+            self.note_reader()
         return self._watch(request)
 
     async def _watch(self, request: wire.WatchEvents) -> AsyncGenerator[wire.EventsRecorded | wire.Done, None]:
-        self._num_watchers += 1
+        self._num_watchers += not request.is_copy
         try:
             await self._is_read.wait()
             number, has_gap = self._start(request.since)
@@ -123,7 +124,7 @@ class EventStream:
                     await with_timeout(max(alive_at - loop_time(), 0.001), news.wait())
                     await asyncio.sleep(_BATCH_SECONDS)
         finally:
-            self._num_watchers -= 1
+            self._num_watchers -= not request.is_copy
 
     def _start(self, since: str) -> tuple[int, bool]:
         """The number after which to begin, and whether events are missing before it."""

@@ -27,6 +27,8 @@ from coordinator.serve.clients.disclosure import error_for_app, response_for_app
 from coordinator.serve.clients.key_registry import KeyRegistry, device_keys
 from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.events.file import EVENTS_FILE, EventFile
+from coordinator.serve.standby.event_copy import copy_events
 from coordinator.serve.standby.replica import Replica
 from coordinator.serve.state import StateFile
 from hearth.client.connection import endpoints_of
@@ -241,7 +243,10 @@ class Standby:
         )
         copy_again_at = math.inf  # when to ask for everything again; inf while all that came was stored
         stream = client.stream(request, timeout_seconds=_CONNECT_SECONDS, last=wire.Done)
-        async with aclosing(stream) as replies:
+        events = EventFile(self._settings.state_dir / EVENTS_FILE)
+        async with aclosing(stream) as replies, AsyncExitStack() as stack:
+            copying = asyncio.create_task(copy_events(client, events))
+            stack.push_async_callback(cancel_all, [copying])
             async for message, payload in replies:
                 self._heard_at = loop_time()
                 if isinstance(message, wire.ReplicaPart):

@@ -133,12 +133,14 @@ class WatchEvents(ClientRequest):
     """Ask for the events after a cursor. The answer is a stream of `EventsRecorded`, the first of them at once.
 
     `since`: empty for all that are kept, "now" for later ones, or the cursor of an `EventsRecorded`. `kinds`: empty for all.
-    Without `follow`, the stream ends with `Done` after the events that are there.
+    Without `follow`, the stream ends with `Done` after the events that are there. `is_copy`: for a standby, which is no reader:
+    devices are sampled no more often for it.
     """
 
     since: Name = ""
     kinds: tuple[Name, ...] = Field(default=(), max_length=16)
     follow: bool = True
+    is_copy: bool = False
 
 
 class EventsRecorded(Message):

@@ -160,6 +160,17 @@ def test_standby_keeps_the_folders_of_a_graphs_weights(tmp_path: Path) -> None:
     assert incomplete.deployments["default"].goal.path == str(copy / "net.onnx")
 
 
+def test_standby_knows_which_models_are_pinned_unloaded_or_stay_loaded_for_how_long(tmp_path: Path) -> None:
+    path = str(write_model(tmp_path / "model"))
+    saved = {
+        "pinned": SavedDeployment(goal=TransformerGoal(model_dir=path, pinned=True)),
+        "idle": SavedDeployment(goal=TransformerGoal(model_dir=path, keep_alive_seconds=300.0), unloaded=True),
+    }
+    files = transformer_files(tmp_path / "model")
+    there = copied(tmp_path / "leader", SavedState(deployments=saved), files, tmp_path / "standby")
+    assert there.deployments == saved
+
+
 def test_replicated_state_keeps_the_own_holder(tmp_path: Path) -> None:
     own = StateFile(tmp_path)
     holder = own.load().holder
