@@ -14,6 +14,7 @@ WALL_CLOCK = {
     "coordinator/cli/doctor_checks.py",
     "coordinator/cli/render/events.py",  # shows when an event happened
     "coordinator/cli/watching.py",  # shows the time of day
+    "coordinator/http/own_tls.py",  # when a certificate ends
     "coordinator/devices/profile_cache.py",  # age of measured links: tests/coordinator/devices/test_profiling.py
     "coordinator/http/ollama/lines.py",  # when an answer was made, as Ollama's API shows it
     "coordinator/http/openai/sampling.py",  # the same in OpenAI's

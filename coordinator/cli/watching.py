@@ -11,16 +11,15 @@ from rich.console import RenderableType
 from rich.live import Live
 
 from coordinator.cli.output import out
-from coordinator.cli.render.events import watch_view
+from coordinator.cli.render.events import Watched, watch_view
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import BadSetting, HearthError
 from hearth.platform.asyncio_tools import cancel_all
-from hearth.wire.messages import DeviceInfo, RecordedEvent, Status
+from hearth.wire.messages import DeviceInfo, RecordedEvent, ServedModel, Status
 
 _REFRESH_SECONDS = 1.0
 _DEVICES_SECONDS = 5.0  # interval of reading the devices, which costs each of them a moment
-_NUM_REQUESTS = 8
-_NUM_EVENTS = 6
+_NUM_REQUESTS, _NUM_EVENTS = 100, 50  # that are kept for a tall terminal
 _EVENT_KINDS = ("request_ended", "device_changed", "plan_changed", "phase_changed", "coordinator_started")
 
 
@@ -53,6 +52,7 @@ class _Screen:
         self._home = home
         self._timeout_seconds = timeout_seconds
         self._status: Status | None = None
+        self._models: tuple[ServedModel, ...] = ()
         self._devices: tuple[DeviceInfo, ...] = ()
         self._devices_at = float("-inf")
         self._requests: deque[RecordedEvent] = deque(maxlen=_NUM_REQUESTS)
@@ -69,6 +69,7 @@ class _Screen:
         """Ask for what no event says. A coordinator that does not answer is shown, and asked again."""
         try:
             self._status = await self._home.status(self._timeout_seconds)
+            self._models = await self._home.models(self._timeout_seconds)
             if time.monotonic() - self._devices_at >= _DEVICES_SECONDS:
                 self._devices = (await self._home.devices(self._timeout_seconds)).devices
                 self._devices_at = time.monotonic()
@@ -78,6 +79,5 @@ class _Screen:
 
     def view(self) -> RenderableType:
         """The screen."""
-        return watch_view(
-            self._status, self._devices, [*reversed(self._requests)], [*self._events], self._problem, time.time()
-        )
+        watched = Watched(self._status, self._models, self._devices, [*self._requests], [*self._events], self._problem)
+        return watch_view(watched, time.time(), out.height)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from coordinator.cli.render.tables import device_table, make_table, right_column
+from coordinator.cli.render.tables import cut_text, device_lines, make_table, right_column
 from hearth.platform.units import format_bytes, format_seconds
 from hearth.wire.messages import (
     CoordinatorStarted,
@@ -23,9 +24,12 @@ from hearth.wire.messages import (
     PlanChanged,
     RecordedEvent,
     RequestEnded,
+    ServedModel,
     Status,
 )
 
+_HEADING_LINES = 2  # of a table
+_MOST_EVENTS = 10
 _OUTCOME_COLOURS = {"served": "green", "cancelled": "yellow", "refused": "yellow", "failed": "red"}
 
 
@@ -77,19 +81,24 @@ def describe(event: Event) -> str:
             return f"{event.name} (Hearth {event.version})"
 
 
-def request_table(recorded: Iterable[RecordedEvent], now: float) -> Table:
-    """Requests that have ended, newest first."""
+def request_lines(recorded: Iterable[RecordedEvent], now: float) -> Table:
+    """Requests that have ended, newest first, each in one line; the names are cut where that is too narrow."""
     numbers = ("ago", "queue", "first token", "tokens", "tokens/s")
-    table = make_table("request", Column("outcome", no_wrap=True), *map(right_column, numbers), title="Latest requests")
+    columns = [
+        Column("request"),
+        Column("outcome", no_wrap=True),
+        *(right_column(each, no_wrap=True) for each in numbers),
+    ]
+    table = make_table(*columns)
     for each in recorded:
         event = each.event
         if not isinstance(event, RequestEnded):
             continue
-        app = f"\n[dim]{escape(event.app)}[/]" if event.app else ""
+        app = f" [dim]{escape(event.app)}[/]" if event.app else ""
         colour = _OUTCOME_COLOURS[event.outcome]
         table.add_row(
-            f"{event.operation} {escape(event.model)}{app}",
-            f"[{colour}]{event.outcome}[/]" + (f"\n[dim]{event.error}[/]" if event.error else ""),
+            cut_text(f"{event.operation} {escape(event.model)}{app}"),
+            f"[{colour}]{event.outcome}[/]" + (f" [dim]{event.error}[/]" if event.error else ""),
             format_seconds(max(now - each.unix_seconds, 0.0)),
             _seconds(event.queued_seconds),
             _seconds(event.first_token_seconds),
@@ -99,33 +108,47 @@ def request_table(recorded: Iterable[RecordedEvent], now: float) -> Table:
     return table
 
 
-def watch_view(
-    status: Status | None,
-    devices: Sequence[DeviceInfo],
-    requests: Sequence[RecordedEvent],
-    happened: Sequence[RecordedEvent],
-    problem: str,
-    now: float,
-) -> RenderableType:
-    """The screen of `hearth status --watch`. `problem`: why it may be out of date."""
+class Watched(NamedTuple):
+    """What `hearth status --watch` shows, as last read. `requests` and `happened`: newest last."""
+
+    status: Status | None = None
+    models: Sequence[ServedModel] = ()
+    devices: Sequence[DeviceInfo] = ()
+    requests: Sequence[RecordedEvent] = ()
+    happened: Sequence[RecordedEvent] = ()
+    problem: str = ""  # why it may be out of date
+
+
+def watch_view(watched: Watched, now: float, height: int) -> RenderableType:
+    """The screen, in at most `height` lines: requests and events share what models and devices leave."""
     parts: list[RenderableType] = []
+    status = watched.status
     if status is not None:
-        parts.append(Text.from_markup(f"[bold]{escape(status.name)}[/]: {escape(status.state)}"))
-        parts.append(
-            Text(
-                f"requests: {status.served_requests} served, {status.failed_requests} failed, "
-                f"{status.queued_requests} waiting"
-            )
-        )
-    if problem:
-        parts.append(Text(problem, style="red"))
-    if devices:
-        parts.append(device_table(devices))
-    if requests:
-        parts.append(request_table(requests, now))
-    if happened:
-        parts += [Text("Events", style="italic", justify="center")]
-        parts += [Text(event_line(each), no_wrap=True, overflow="ellipsis") for each in happened]
+        counts = f"{status.served_requests} requests served, {status.failed_requests} failed"
+        title = f"{status.name}, {time.strftime('%H:%M:%S', time.localtime(now))}"
+        parts.append(cut_text(f"[bold]{escape(title)}[/]"))
+        if len(watched.models) < 2:
+            parts += [cut_text(escape(status.state)), cut_text(f"{counts}, {status.queued_requests} waiting")]
+        else:
+            width = max(len(each.deployment) for each in watched.models)
+            for each in watched.models:
+                busy = f"{each.running_requests} running, {each.waiting_requests} waiting"
+                parts.append(cut_text(escape(f"{each.deployment:{width}}  {busy}; {each.state}")))
+    if watched.problem:
+        parts.append(cut_text(f"[red]{escape(watched.problem)}[/]"))
+    num_lines = len(parts) + 1
+    if watched.devices:
+        parts.append(device_lines(watched.devices))
+        num_lines += _HEADING_LINES + len(watched.devices)
+    room = max(height - num_lines, 0)
+    num_events = min(len(watched.happened), max(room // 3, 1), _MOST_EVENTS)
+    room -= num_events + (num_events > 0)
+    num_requests = max(min(len(watched.requests), room - _HEADING_LINES), 0)
+    if num_requests:
+        parts.append(request_lines(reversed(watched.requests[-num_requests:]), now))
+    if num_events:
+        parts.append(Text("Events", style="bold"))
+        parts += [cut_text(escape(event_line(each))) for each in watched.happened[-num_events:]]
     parts.append(Text("Ctrl-C ends this", style="dim"))
     return Group(*parts)
 

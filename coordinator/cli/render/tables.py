@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from coordinator.plan.solution import PlanningResult
 from coordinator.plan.transformer.cost.predict import request_seconds
@@ -18,6 +19,7 @@ from hearth.plan.plan import Plan, TransformerPlan
 from hearth.plan.profile import ClusterProfile, Link
 from hearth.plan.transformer import Pipeline
 from hearth.platform.units import format_age, format_bytes, format_rate, format_seconds
+from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.messages import DeviceInfo, PhaseEntered, PreparedLoss, ServedModel, WorkerStatus
 
 _HEALTH_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
@@ -32,6 +34,14 @@ _MAX_MEMORY_COLUMNS = 6  # of bytes, besides the device's name: more do not fit 
 # The common style of all tables, and right-aligned columns for numbers.
 make_table = partial(Table, title_justify="left", caption_justify="left", show_edge=False)
 right_column = partial(Column, justify="right")
+
+
+def cut_text(markup: str) -> Text:
+    """A text in one line, cut where there is no more room."""
+    text = Text.from_markup(markup)
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 
@@ -86,9 +96,31 @@ def device_table(devices: Sequence[DeviceInfo]) -> Table:
     return table
 
 
+def device_lines(devices: Sequence[DeviceInfo]) -> Table:
+    """Devices in one line each: what changes, without what they are."""
+    free = right_column("may use", no_wrap=True)
+    name, state = Column("device", no_wrap=True), Column("state", no_wrap=True)
+    table = make_table(name, state, right_column("load"), free, Column("GPU, temp", no_wrap=True), "workers")
+    for device in devices:
+        shown = f"[{_HEALTH_COLOURS[device.state]}]{device.state}[/]"
+        trouble = [device.reason] if device.reason else []
+        if device.num_abandoned or device.num_hung:
+            trouble.append(f"{device.num_abandoned} stuck workers, {device.num_hung} hung accesses to the disk")
+        workers = cut_text(escape(", ".join([*trouble, *map(_worker_text, device.workers)])))
+        t = device.telemetry
+        if t is None:
+            table.add_row(device.name, shown, "", "", "", workers)
+            continue
+        heat = f"{t.temperature_celsius:.0f} °C" if t.temperature_celsius is not None else ""
+        gpu = ", ".join(filter(None, (t.gpu.name if t.gpu else "", heat))) or "-"
+        table.add_row(device.name, shown, f"{t.load_1min:.2f}", format_bytes(t.memory_budget_bytes), gpu, workers)
+    return table
+
+
 def _worker_text(worker: WorkerStatus) -> str:
     """One worker's state, what it computes, and why it may be in trouble."""
-    parts = [f"worker {worker.state}" + (f": {worker.failure}" if worker.failure else "")]
+    name = "worker" if worker.deployment == DEFAULT_DEPLOYMENT else worker.deployment
+    parts = [f"{name} {worker.state}" + (f": {worker.failure}" if worker.failure else "")]
     if worker.step is not None:
         parts.append(f"step {worker.step} for {format_seconds(worker.step_seconds)}")
     if worker.silent_seconds >= _SHOWN_SILENCE_SECONDS:

@@ -29,8 +29,8 @@ def test_workers_are_shown_with_step_silence_failure_and_stuck_processes() -> No
     for text in (
         "computes on the CPU: no [new] driver",
         "worker ready, step 7 for 2.50 s",
-        "worker ready, silent for 1.30 s",
-        "worker failed: killed [SIGKILL]",
+        "b ready, silent for 1.30 s",
+        "c failed: killed [SIGKILL]",
         "stuck after being killed: 2",
         "the disk does not answer: 3",
     ):
