@@ -128,7 +128,8 @@ for service in hearth-agent hearth-coordinator hearth-gateway; do
 done
 in_box 'hearth doctor' || true
 say "directives that this container cannot honour"
-in_box 'journalctl -b --no-pager -o cat _PID=1 | grep -iE "not support|ignoring|failed to|couldn.t|proceeding" | sort -u' || echo none
+in_box python3 < "$here/effects.py"
+in_box 'journalctl -b --no-pager -o cat _PID=1 | grep -iE "not support|ignoring|failed to|couldn.t|proceeding" | sort -u' || true
 in_box 'systemd-analyze --no-pager security hearth-agent hearth-coordinator hearth-gateway | grep -i overall' || true
 
 say "power cut"
@@ -156,7 +157,7 @@ boot
 served fourth.json
 say "remove and purge"
 in_box 'dpkg -r hearth-home'
-in_box '! systemctl is-active --quiet hearth-agent && ! pgrep -f /opt/hearth && test -e /etc/hearth/home.key && test ! -e /opt/hearth' \
+in_box '! systemctl is-active --quiet hearth-agent && ! pgrep -u hearth > /dev/null && test -e /etc/hearth/home.key && test ! -e /opt/hearth' \
   || fail "after dpkg -r, something runs, or the key is gone"
 in_box 'dpkg -P hearth-home'
 left=$(in_box 'find / -xdev \( -path /proc -o -path /sys -o -path /var/log -o -path /run \) -prune -o -iname "*hearth*" -print \
