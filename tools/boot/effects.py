@@ -8,11 +8,13 @@ SERVICES = ("hearth-agent", "hearth-coordinator", "hearth-gateway")
 
 
 def show(service: str, name: str) -> str:
+    """A property of a unit."""
     command = ["systemctl", "show", "--value", "--property", name, service]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def status(pid: str) -> dict[str, str]:
+    """The fields of a process's status."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
@@ -29,7 +31,7 @@ def limit(service: str, controller: str, *names: str) -> str:
 
 
 def refuses_public_addresses(service: str) -> bool:
-    """Whether a packet to a public address is refused in the service's cgroup; a private one must pass. None leaves this network."""
+    """Whether a packet to a public address is refused in the service's cgroup, and one to this machine is not."""
     folders = [Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup")]
     procs = next(
         (p for f in folders if (p := f / "system.slice" / f"{service}.service" / "cgroup.procs").exists()), None
@@ -47,6 +49,7 @@ def refuses_public_addresses(service: str) -> bool:
 
 
 def effects(service: str) -> dict[str, bool]:
+    """Whether each directive that can be seen from outside has its effect on a service."""
     pid = show(service, "MainPID")
     process, root = status(pid), Path(f"/proc/{pid}/root")
     mounts = [line.split() for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()]

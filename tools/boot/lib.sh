@@ -61,14 +61,14 @@ pip_folders() { # local folders in which pip looks for wheels
 
 pip_setting() { python3 -m pip config get "${2:-global}.$1" 2> /dev/null || python3 -m pip config get ":env:.$1" 2> /dev/null || true; }
 
-inside() { # ROOT COMMAND: a shell command in the root
+inside() { # ROOT COMMAND: a shell command in the root; PASSED: its variables, ENTER: a command that runs the chroot
   local variables=(HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 CI=true DEBIAN_FRONTEND=noninteractive
     PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_DISABLE_PIP_VERSION_CHECK=1 ${PASSED[@]+"${PASSED[@]}"}) value
   value=$(pip_setting index-url)
   if [[ -n $value ]]; then variables+=("PIP_INDEX_URL=$value"); fi
   value=$(pip_folders)
   if [[ -n $value ]]; then variables+=("PIP_FIND_LINKS=${value//$'\n'/ }"); fi
-  chroot "$1" /usr/bin/env -i "${variables[@]}" bash -euo pipefail -c "$2"
+  ${ENTER[@]+"${ENTER[@]}"} chroot "$1" /usr/bin/env -i "${variables[@]}" bash -euo pipefail -c "$2"
 }
 
 wait_until() { # WHAT SECONDS COMMAND...: tries it once a second
