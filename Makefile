@@ -25,7 +25,7 @@ ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 .PHONY: demo test test-slow lint clean
 
 demo: .venv/installed $(MODEL)/config.json
-	@.venv/bin/hearth demo --model $(MODEL)
+	@.venv/bin/hearth demo --model $(MODEL) $(DEMO_OPTIONS)
 
 test: .venv/installed $(MODEL)/config.json
 	@.venv/bin/python -m pytest -n $(AT_ONCE) --dist worksteal -m $(PURE)

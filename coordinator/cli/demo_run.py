@@ -52,6 +52,9 @@ _LOOPBACK = "127.0.0.1"
 # devices on a busy two-core PC, it took 37 s, of which 7 s for each profile; a Raspberry Pi takes five times as long.
 _START_TIMEOUT_SECONDS = 60.0
 _DEVICE_TIMEOUT_SECONDS = 40.0
+_CONNECT_TIMEOUT_SECONDS = 2.0  # of one try to reach the coordinator, which may not listen yet
+_REQUEST_TIMEOUT_SECONDS = 60.0
+_REFERENCE_TIMEOUT_SECONDS = 120.0  # for another Python to import transformers, load the model and compute
 _LATENCY_RUNS = 7  # timed requests: odd, so that the median is one of them; few, since the demo should end soon
 _STOP_TIMEOUT_SECONDS = 10.0  # for a program to end after SIGTERM, before it is killed
 
@@ -81,8 +84,11 @@ class DemoResult:
         }
 
 
-def run_demo(model_dir: Path, num_devices: int, report: Report) -> DemoResult:
-    """Start all processes, measure, and stop them. Raises HearthError if one does not become ready in time."""
+def run_demo(model_dir: Path, num_devices: int, report: Report, patience: float = 1.0) -> DemoResult:
+    """Start all processes, measure, and stop them. Raises HearthError if one does not become ready in time.
+
+    `patience` is the factor of all deadlines.
+    """
     texts = [*COMMANDS, *SENTENCES]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-demo-")))
@@ -91,15 +97,15 @@ def run_demo(model_dir: Path, num_devices: int, report: Report) -> DemoResult:
         for index in range(num_devices):
             stack.enter_context(_agent(f"device-{index + 1}", folder, key))
         report(f"started {num_devices} agents with a temporary key; they advertise themselves over mDNS")
-        with _coordinator(folder, key, model_dir, "hmp", num_devices, report) as home:
+        with _coordinator(folder, key, model_dir, "hmp", num_devices, report, patience) as home:
             report("the home is ready; requesting sentence embeddings")
-            vectors, latency = _measure(home, texts)
+            vectors, latency = _measure(home, texts, patience)
             devices, plan = home.devices(), home.status().plan
         report("running the same on one device, for comparison")
-        with _coordinator(folder, key, model_dir, "local", num_devices, report) as home:
-            _, single_device_latency = _measure(home, texts)
+        with _coordinator(folder, key, model_dir, "local", num_devices, report, patience) as home:
+            _, single_device_latency = _measure(home, texts, patience)
     report("running the same with transformers in this Python, for comparison")
-    reference = _reference_embeddings(model_dir, texts)
+    reference = _reference_embeddings(model_dir, texts, patience)
     if not is_transformer_plan(plan):
         raise InternalError(where="the demo", reason="the coordinator served without a plan")
     return DemoResult(
@@ -113,10 +119,12 @@ def run_demo(model_dir: Path, num_devices: int, report: Report) -> DemoResult:
     )
 
 
-def _measure(home: Home, texts: Sequence[str]) -> tuple[np.ndarray[Any, Any], float]:
+def _measure(home: Home, texts: Sequence[str], patience: float) -> tuple[np.ndarray[Any, Any], float]:
     """The embeddings, and the median latency of several requests after a first one."""
-    vectors = home.embed(texts)
-    return vectors, statistics.median(home.request_embeddings(texts).latency_seconds for _ in range(_LATENCY_RUNS))
+    seconds = patience * _REQUEST_TIMEOUT_SECONDS
+    vectors = home.embed(texts, timeout_seconds=seconds)
+    latencies = [home.request_embeddings(texts, timeout_seconds=seconds).latency_seconds for _ in range(_LATENCY_RUNS)]
+    return vectors, statistics.median(latencies)
 
 
 def _nearest_commands(vectors: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
@@ -127,14 +135,14 @@ def _nearest_commands(vectors: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _reference_embeddings(model_dir: Path, texts: Sequence[str]) -> np.ndarray[Any, Any]:
+def _reference_embeddings(model_dir: Path, texts: Sequence[str], patience: float) -> np.ndarray[Any, Any]:
     """Embeddings by `transformers`, in a child process: this one does not import torch."""
     done = subprocess.run(
         [sys.executable, "-m", "agent.worker.transformer.reference", str(model_dir)],
         input=json.dumps(texts),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience * _REFERENCE_TIMEOUT_SECONDS,
         check=False,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
@@ -160,7 +168,7 @@ def _agent(name: str, folder: Path, key: Path) -> AbstractContextManager[object]
 
 @contextmanager
 def _coordinator(
-    folder: Path, key: Path, model_dir: Path, strategy: str, num_devices: int, report: Report
+    folder: Path, key: Path, model_dir: Path, strategy: str, num_devices: int, report: Report, patience: float
 ) -> Iterator[Home]:
     """A `hearth serve` process; yields a client when it is ready. Keeps its state, with the profiles, for the next run."""
     command = [
@@ -170,9 +178,9 @@ def _coordinator(
     ]  # fmt: skip
     log = folder / f"coordinator-{strategy}.log"
     with _process(command, log) as process:
-        seconds = _START_TIMEOUT_SECONDS + num_devices * _DEVICE_TIMEOUT_SECONDS
+        seconds = patience * (_START_TIMEOUT_SECONDS + num_devices * _DEVICE_TIMEOUT_SECONDS)
         deadline, num_shown = time.monotonic() + seconds, 0
-        with _connect_to(process, key, log, deadline) as home:
+        with _connect_to(process, key, log, deadline, patience) as home:
             while not home.ready():
                 num_shown = _report_new_lines(log, num_shown, report)
                 if process.poll() is not None or time.monotonic() > deadline:
@@ -182,10 +190,10 @@ def _coordinator(
             yield home
 
 
-def _connect_to(process: subprocess.Popen[bytes], key: Path, log: Path, deadline: float) -> Home:
+def _connect_to(process: subprocess.Popen[bytes], key: Path, log: Path, deadline: float, patience: float) -> Home:
     while True:
         try:
-            return connect(key=key, timeout_seconds=2.0, interfaces=[_LOOPBACK])
+            return connect(key=key, timeout_seconds=patience * _CONNECT_TIMEOUT_SECONDS, interfaces=[_LOOPBACK])
         except HearthError:
             if process.poll() is not None:
                 last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]

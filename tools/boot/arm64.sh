@@ -66,7 +66,7 @@ for step in "${steps[@]}"; do
       cp "$here/qemu_sockets.py" "$packages/"
       echo 'import qemu_sockets' > "$packages/qemu_sockets.pth"
       (ENTER=(unshare --net bash -c 'ip link set lo up multicast on && ip route add 224.0.0.0/4 dev lo && exec "$@"' _)
-        inside "$root" 'cd /srv/hearth && make demo')
+        inside "$root" 'cd /srv/hearth && make demo DEMO_OPTIONS="--patience 10"')
       ;;
     exactness)
       say "exactness with small shapes, and every kernel of the matrix interface"

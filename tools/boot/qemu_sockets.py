@@ -1,4 +1,4 @@
-"""Loaded into every Python of the emulated root: QEMU refuses the socket option IP_MULTICAST_IF, which zeroconf sets at its start.
+"""Loaded into every Python of the emulated root: QEMU refuses IP_MULTICAST_IF, a socket option that zeroconf sets at its start.
 
 The demo runs in a network that has loopback only and a multicast route to it, so that packets go there without the option.
 """

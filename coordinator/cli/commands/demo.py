@@ -20,6 +20,7 @@ MAX_DIFFERENCE = 1e-5  # between embeddings: above the float32 rounding of anoth
 def demo(
     model: Annotated[Path, typer.Option(help="Model directory; `make demo` downloads one.")] = Path(".models/minilm"),
     num_devices: Annotated[int, typer.Option(help="Number of agents to start.", min=1, max=8)] = 3,
+    patience: Annotated[float, typer.Option(help="Factor of all deadlines, for a slow machine.", min=1.0)] = 1.0,
     as_json: AsJsonOption = False,
 ) -> None:
     """Run agents and a coordinator on this machine, which match smart-home sentences to commands (strategy hmp)."""
@@ -32,7 +33,7 @@ def demo(
         if not as_json:
             err.print(f"[dim]{time.monotonic() - began:5.1f} s[/] {line}", soft_wrap=True)
 
-    result = run_demo(model.resolve(), num_devices, report)
+    result = run_demo(model.resolve(), num_devices, report, patience)
     if as_json:
         print_json(result.as_json())
     else:
