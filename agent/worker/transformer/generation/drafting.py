@@ -13,10 +13,8 @@ import numpy as np
 _MIN_NGRAM, _MAX_NGRAM = 2, 4  # newest tokens that must have occurred before, and tokens that are compared
 _PRIOR_TOKENS = 2.0  # drafted tokens that what is expected of a new sequence weighs as much as
 _MEMORY = 0.9  # weight of the earlier drafted tokens in the acceptance rate, per drafted token
-_NUM_FIRST_GUESSES, _FIRST_GUESSES_MEMORY = (
-    8,
-    0.98,
-)  # of a sequence, and weight of the earlier ones per guess: of six sequences
+_NUM_FIRST_GUESSES = 8  # of a sequence, that count for later ones
+_FIRST_GUESSES_MEMORY = 0.98  # weight of the earlier ones, per guess: those of about six sequences count
 _FIRST_PROBE_STEPS, _MAX_PROBE_STEPS = 8, 64  # steps without drafts until one is tried again; doubled while it fails
 
 

@@ -250,10 +250,12 @@ class Speculation:
         """Let the draft model guess one token where nothing else is guessed: of one sequence, of all if its time is unknown."""
         step_seconds = self.times.seconds(len(group))
         self._saved_seconds += _MAX_PROBE_SHARE * step_seconds
+        if sum(counts) >= room:
+            return
         idle = [n for n, sequence in enumerate(group) if sequence.drafter is not None and most[n] > 0 and not counts[n]]
         if math.isfinite(draft.seconds(max(len(idle), 1))):
             idle = self._due(draft, group, idle, self.times.seconds(len(group) + sum(counts) + 1) - step_seconds)
-        for n in idle[: max(room - sum(counts), 0)]:
+        for n in idle[: room - sum(counts)]:
             counts[n], by_model[n] = 1, True
 
     def _due(
