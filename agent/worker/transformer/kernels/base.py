@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
@@ -92,6 +93,8 @@ class BufferedMatrix(KernelMatrix):
         self._num_missing = num_outputs * num_inputs
 
     def load(self, rows: slice, columns: slice, values: Tensor) -> None:
+        if not values.numel() and math.prod(self.shape):
+            return  # nothing is left to store, if all values came before
         if self._buffer is None:
             self._buffer = torch.empty(self.shape, dtype=torch.float32, device=self._device)
         self._buffer[rows, columns].copy_(values)

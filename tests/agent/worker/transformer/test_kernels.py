@@ -75,6 +75,16 @@ def test_many_rows_are_multiplied_in_the_floats_that_the_processor_has() -> None
         assert matrix.default_kernel(256) == (expected if expected in matrix.kernels else "torch")
 
 
+@pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
+def test_an_empty_part_that_comes_last_changes_nothing(weights: WeightFormat) -> None:
+    weight = torch.randn(64, 512)
+    for matrix in layouts_to_measure(64, 512, weights, CPU, Partition(0, (0, 64))):
+        matrix.load(ALL, ALL, weight)
+        before = matrix.matmul(torch.eye(512))
+        matrix.load(slice(64, None), ALL, weight[64:])
+        assert torch.equal(matrix.matmul(torch.eye(512)), before)
+
+
 @pytest.mark.parametrize("instructions", ["default", "avx2"])
 def test_bfloat16_is_not_used_where_torch_may_not_use_its_instructions(instructions: str) -> None:
     program = "from agent.worker.transformer.kernels.processor import multiplies_bfloat16 as b; print(b())"
