@@ -32,7 +32,6 @@ from tools.testbed.cluster import check_possible
 Variant = Literal["local", "hmp", "hmp, 2 micro-batches", "auto"]
 VARIANTS: tuple[Variant, ...] = ("local", "hmp", "hmp, 2 micro-batches", "auto")
 REFERENCE = "transformers"
-_REFERENCE_TYPE = "bfloat16"
 _EXCHANGES = 200  # timed exchanges of partial sums, pings and swaps
 # A Llama of 330 million weights.
 LLAMA: dict[str, Any] = {
@@ -80,7 +79,7 @@ class GenerationRow(BaseModel):
 
 
 class Generation(Experiment):
-    """Generation by a decoder of random weights: on one device, on two, and with transformers (bfloat16) on one."""
+    """Generation by a decoder of random weights: on one device, on two, and with transformers on one."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(GenerationRow)
 
@@ -93,6 +92,8 @@ class Generation(Experiment):
     step_rows: int | None = Field(None, ge=1)  # of a prefill step; None: the prompt in one step
     new_tokens: int = Field(64, ge=2)
     rounds: int = Field(MIN_ROUNDS, ge=MIN_ROUNDS)
+    # Format of transformers' weights; without instructions for bfloat16 it takes minutes for a long prompt in that format.
+    reference: Literal["bfloat16", "float32"] = "bfloat16"
     repeat_disturbed: bool = True  # profile again what other programs disturbed
 
     def measure(self, context: Context) -> Iterator[GenerationRow]:
@@ -111,7 +112,7 @@ class Generation(Experiment):
             DeviceProcess(testbed, "reference", names[0]) as reference,
         ):
             context.report(f"loading {REFERENCE}")
-            reference.call("load", model_dir=str(model.directory), dtype=_REFERENCE_TYPE)
+            reference.call("load", model_dir=str(model.directory), dtype=self.reference)
             profiles = Profiles(scenario, testbed, engine, context.report, self.repeat_disturbed)
             for mbit in self.mbit:
                 testbed.set_mbit(mbit)
@@ -125,7 +126,7 @@ class Generation(Experiment):
                 for variant in VARIANTS:
                     engine.unload(variant)
                 setting = {"scenario": scenario.name, "mbit": mbit, "wire": self.wire}
-                yield self._row(REFERENCE, found, **setting, weights=_REFERENCE_TYPE, devices=names[0])
+                yield self._row(REFERENCE, found, **setting, weights=self.reference, devices=names[0])
                 for variant, plan in plans.items():
                     predicted = {
                         "predicted_token_seconds": plan.predicted.decode_seconds or None,
@@ -175,7 +176,7 @@ class Generation(Experiment):
 
         def generate(name: str) -> dict[str, Any]:
             if name == REFERENCE:
-                return reference.call("generate", prompt=prompt, num_tokens=self.new_tokens, dtype=_REFERENCE_TYPE)
+                return reference.call("generate", prompt=prompt, num_tokens=self.new_tokens, dtype=self.reference)
             return engine.generate(name, prompt, self.new_tokens)
 
         report("warming up")
