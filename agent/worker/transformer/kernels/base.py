@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
@@ -93,7 +92,7 @@ class BufferedMatrix(KernelMatrix):
         self._num_missing = num_outputs * num_inputs
 
     def load(self, rows: slice, columns: slice, values: Tensor) -> None:
-        if not values.numel() and math.prod(self.shape):
+        if not values.numel() and self.shape[0] * self.shape[1]:
             return  # nothing is left to store, if all values came before
         if self._buffer is None:
             self._buffer = torch.empty(self.shape, dtype=torch.float32, device=self._device)
