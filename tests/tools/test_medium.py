@@ -39,7 +39,7 @@ def test_frames_share_the_rate_and_keep_their_order(seed: int, frames: list[tupl
 
 def test_an_idle_medium_carries_a_frame_in_its_time_and_the_delay() -> None:
     found = air(delay_ms=5).arrival("one", FRAME, now=10.0)
-    assert found == pytest.approx(10.0 - 2e-3 + 1.2e-3 + 5e-3)
+    assert found == pytest.approx(10.0 + 1.2e-3 + 5e-3)
 
 
 @pytest.mark.parametrize("of_packets", [1, 10])
@@ -54,7 +54,7 @@ def test_a_packet_that_is_sent_again_arrives_later_and_is_not_lost() -> None:
     medium = air(resent=0.2)
     delays = [(medium.arrival("one", PACKET_BYTES, now=float(i)) or 0) - i for i in range(5_000)]
     late = [each for each in delays if each > 4e-3]
-    assert all(delay > -2e-3 for delay in delays)
+    assert min(delays) > 0
     assert abs(len(late) / len(delays) - 0.2) < 0.02
     assert max(late) < 31e-3
 

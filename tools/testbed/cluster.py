@@ -172,6 +172,9 @@ class Testbed:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
             self.stop(self._all_pids, number, _STOP_SECONDS)
+        for process in self._processes:  # one that is ending has left its namespace already
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_SECONDS)
         for cgroup in self.cgroups.values():
             cgroup.remove()
         self.network.remove()

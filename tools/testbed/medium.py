@@ -59,11 +59,12 @@ class Air:
             over = self._next_stall + chance.uniform(*medium.stall_seconds)
             start = max(start, over)
             self._next_stall = self._stall_after(over)
-        self._free_at = start + num_bytes * 8e-6 / medium.mbit
+        takes = num_bytes * 8e-6 / medium.mbit
+        self._free_at = start + takes
         delay = medium.delay_ms + chance.uniform(-medium.jitter_ms, medium.jitter_ms)
         if self._happens(medium.resent, packets):
             delay += chance.uniform(*medium.resent_ms)
-        found = max(self._free_at + max(delay, 0.0) / 1e3, self._last.get(way, now))
+        found = max(max(self._free_at, now + takes) + max(delay, 0.0) / 1e3, self._last.get(way, now))
         self._last[way] = found
         return found
 
