@@ -8,7 +8,6 @@ has a medium of its own if its two directions slow each other down.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from itertools import permutations
 from typing import TypeAlias
 
 from coordinator.devices.registry import WIRE_ROUND_TRIP_SECONDS
@@ -68,11 +67,10 @@ async def find_media(
 
 def _disjoint_pairs(one: str, other: str, wired: Sequence[str], device_ids: Sequence[str]) -> list[Pair]:
     """A transfer of each of two devices that share no side of a link: to and from wired devices, where there are some."""
-    partners = [each for each in (*wired, *device_ids) if each not in (one, other)]
-    partners = list(dict.fromkeys(partners))
+    partners = [each for each in dict.fromkeys((*wired, *device_ids)) if each not in (one, other)]
     if not partners:
         return [(one, other), (other, one)]
-    return [(one, partners[0]), (partners[0] if len(partners) == 1 else partners[1], other)]
+    return [(one, partners[0]), (partners[:2][-1], other)]
 
 
 async def _share(pairs: Sequence[Pair], rates: Mapping[Pair, float], measure: MeasureTogether) -> bool:
@@ -83,8 +81,3 @@ async def _share(pairs: Sequence[Pair], rates: Mapping[Pair, float], measure: Me
     if any(pair not in together for pair in pairs):
         return False
     return sum(together[pair] / rates[pair] for pair in pairs) <= _SHARED_SUM
-
-
-def links_of(devices: Collection[str], device_ids: Collection[str]) -> list[Pair]:
-    """The links at whose ends one of `devices` is."""
-    return [pair for pair in permutations(device_ids, 2) if not set(pair).isdisjoint(devices)]

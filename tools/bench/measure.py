@@ -207,7 +207,7 @@ class Bench:
                 prepared.keys.append(steps.key)
             else:
                 self._gloo.join(names)
-                self._gloo.load(model, entry.strategy == "gloo-tp-packed")
+                self._gloo.load(model, entry.is_packed)
         return prepared
 
     # ---- before the rounds ----------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class Bench:
 
     def _step(self, run: _Steps) -> Sample:
         if run.plan is None:
-            return self._gloo.run(run.seq_len, run.entry.wire, run.entry.strategy == "gloo-tp-packed")
+            return self._gloo.run(run.seq_len, run.entry.wire, run.entry.is_packed)
         return self._engine.run(run.key, run.seq_len)
 
     def _traced(self, run: _Steps) -> list[Sample]:

@@ -43,6 +43,11 @@ class Entry:
         return f"{self.strategy}-{self.wire}-{self.lz4}-{'encrypted' if self.encrypt else 'plain'}"
 
     @property
+    def is_packed(self) -> bool:
+        """Whether gloo's baseline multiplies with Hearth's packed matrices."""
+        return self.strategy == "gloo-tp-packed"
+
+    @property
     def label(self) -> str:
         """Strategy, wire format and what else differs from the usual."""
         lz4 = "" if self.lz4 == "auto" else f" lz4 {self.lz4}"

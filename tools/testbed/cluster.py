@@ -23,7 +23,7 @@ from hearth.platform.security import new_home_key, save_credential
 from tools.interrupts import shielded
 from tools.testbed.cgroups import MOUNT_AND_EXEC, DeviceCgroup, writable
 from tools.testbed.medium import Medium
-from tools.testbed.network import Network
+from tools.testbed.network import SWITCH, Network
 from tools.testbed.registry import Running, claim, locked, release, running_testbeds
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS, EmulatedDevice, Scenario
 from tools.toml_files import tomllib
@@ -34,7 +34,7 @@ _PLAN_SECONDS = 600.0  # timeout of `hearth plan`, profiling on slow devices inc
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # capabilities(7)
 _BIN = Path(sys.executable).parent
 _RELAY_SECONDS = 30.0  # that the relay of a medium gets to start
-REPOSITORY = Path(__file__).parents[2]
+_REPOSITORY = Path(__file__).parents[2]
 _HOST_RESERVE_BYTES = 512 << 20  # memory left for the host itself
 
 
@@ -118,9 +118,10 @@ class Testbed:
         ends = [f"{station}={','.join(self.network.relayed_ends(station))}" for station in stations]
         with (self.folder / f"relay-{medium.name}.log").open("ab") as log:
             relay = subprocess.Popen(
-                ["ip", "netns", "exec", self.network.switch, sys.executable, "-m", "tools.testbed.relay", str(settings),
-                 str(statistics), *ends],
-                cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=not self._owned,
+                ["ip", "netns", "exec", self.network.namespace(SWITCH), sys.executable, "-m", "tools.testbed.relay",
+                 str(settings), str(statistics), *ends],
+                cwd=_REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=not self._owned,
             )  # fmt: skip
         self._processes.append(relay)
 
@@ -187,7 +188,7 @@ class Testbed:
 
     def _all_pids(self) -> set[int]:
         """Processes of all devices, and the relays in the switch's namespace."""
-        return {*self.network.switch_pids(), *(pid for name in self._names for pid in self.pids(name))}
+        return {*self.network.pids(SWITCH), *(pid for name in self._names for pid in self.pids(name))}
 
     def stop(self, find: Callable[[], set[int]], number: int, seconds: float) -> bool:
         """Signal all processes that `find` returns, also later ones; returns whether none is left within `seconds`.

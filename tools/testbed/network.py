@@ -23,6 +23,7 @@ _BURST_SECONDS = 2.5e-3  # of the link's rate
 _QUEUE_BYTES = 1 << 20  # behind the bucket
 _COMMAND_SECONDS = 20.0  # timeout of an ip or tc command
 _BRIDGE = "bridge"
+SWITCH = "switch"  # in place of a device's name; no device may be called so
 _QUIET = "for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do [ ! -e $f ] || echo 1 > $f; done"  # the switch itself
 _NOBODY = "02:00:00:00:00:01"  # a link address that no device has
 # If the br_netfilter module is loaded, a bridge passes every packet to iptables, which costs CPU time: switch it off.
@@ -43,18 +44,13 @@ class Network:
         self._prefix = prefix
         self._slot = slot
         self._names = list(names)
-        self._switch = f"{prefix}-switch"
+        self._switch = self.namespace(SWITCH)
 
     def namespace(self, device: str) -> str:
         return f"{self._prefix}-{device}"
 
     def address(self, device: str) -> str:
         return f"10.213.{self._slot}.{self._names.index(device) + 1}"
-
-    @property
-    def switch(self) -> str:
-        """The namespace of the switch."""
-        return self._switch
 
     def create(self, mbit: Mapping[str, float], media: Mapping[str, Medium] = {}) -> None:
         """Create namespaces, switch and links with these rates. Raises BadSetting if the kernel refuses.
@@ -151,12 +147,8 @@ class Network:
         return _run("ip", "netns", "exec", self.namespace(device), "ss", *arguments)
 
     def pids(self, device: str) -> list[int]:
-        """Ids of the processes in a device's namespace; none if it is gone."""
+        """Ids of the processes in the namespace of a device, or of the switch; none if it is gone."""
         return list(map(int, _run("ip", "netns", "pids", self.namespace(device), check=False).split()))
-
-    def switch_pids(self) -> list[int]:
-        """Ids of the processes in the switch's namespace: the relays of shared media."""
-        return list(map(int, _run("ip", "netns", "pids", self._switch, check=False).split()))
 
     def remove(self) -> None:
         """Remove the namespaces, and with them their links. Missing ones are ignored."""

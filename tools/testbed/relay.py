@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import os
 import select
 import signal
 import socket
@@ -22,6 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from hearth.files import write_atomically
 from tools.testbed.medium import Air, Medium, Queues
 
 _EVERY_PROTOCOL = 3  # ETH_P_ALL of linux/if_ether.h
@@ -78,9 +78,7 @@ class Relay:
         for _ in range(_BATCH):
             try:
                 frame = source.recv(_MOST_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:  # the interface is down for a moment, while a device's link is cut
+            except OSError:  # no more frames, or the interface is down, while a device's link is cut
                 return
             if not self._queues.enter(way, len(frame)):
                 self.dropped_frames += 1
@@ -102,10 +100,9 @@ class Relay:
         self.carried_bytes += len(frame) - _VNET_HEADER_BYTES
 
     def statistics(self) -> dict[str, float]:
-        used = time.process_time()
         return {
             "frames": self.carried_frames, "bytes": self.carried_bytes, "dropped": self.dropped_frames,
-            "lost": self.lost_frames, "latest_seconds": self.latest_seconds, "processor_seconds": used,
+            "lost": self.lost_frames, "latest_seconds": self.latest_seconds, "processor_seconds": time.process_time(),
         }  # fmt: skip
 
 
@@ -139,14 +136,8 @@ def main() -> None:
         relay.run_once(_STATISTICS_SECONDS)
         if time.monotonic() - written >= _STATISTICS_SECONDS:
             written = time.monotonic()
-            _write(statistics, relay.statistics())
-    _write(statistics, relay.statistics())
-
-
-def _write(path: Path, values: dict[str, float]) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(values))
-    os.replace(new, path)
+            write_atomically(statistics, json.dumps(relay.statistics()))
+    write_atomically(statistics, json.dumps(relay.statistics()))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.devices.profile_cache import KnownMedia
-from coordinator.devices.shared_media import Pair, devices_on_radio, find_media, links_of
+from coordinator.devices.shared_media import Pair, devices_on_radio, find_media
 from hearth.plan.profile import Link, SharedMedium, media_between, media_of
 
 MEDIUM_RATE, WIRE_RATE = 12.0, 100.0
@@ -116,4 +116,3 @@ def test_media_of_a_part_of_the_devices() -> None:
     assert media_between(media, "a", "d") == (0,)
     assert media_between(media, "d", "e") == ()
     assert media_of(media, ("b", "d")) == (SharedMedium(device_ids=("b",)),)
-    assert links_of(["a"], ["a", "b", "c"]) == [("a", "b"), ("a", "c"), ("b", "a"), ("c", "a")]
