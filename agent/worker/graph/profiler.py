@@ -7,6 +7,7 @@ overhead.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,9 +25,11 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 
+from agent.worker.graph.gpu_memory import GpuMemory, gpu_memory
 from agent.worker.graph.kernels import operators_of
 from agent.worker.graph.sessions import (
     DTYPES,
+    Provider,
     brief_message,
     data_bytes,
     make_session,
@@ -35,11 +39,12 @@ from agent.worker.graph.sessions import (
     without_compilers,
 )
 from agent.worker.meter import Meter
-from agent.worker.onnx_runtime import ort
+from agent.worker.onnx_runtime import load_cuda, ort
 from agent.worker.profiling import serve_one
 from agent.worker.wire_cost import measure_wire_cost
 from hearth.errors import BadPlan, StoreFull
 from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
+from hearth.platform.parent_death import die_with_parent
 from hearth.wire.codec import NUMPY_CASTS, Array
 from hearth.wire.messages import ComputeDevice, GraphProfile, Kernel, StartProfile
 
@@ -58,15 +63,17 @@ GRAPH_FILE = "graph.onnx"
 
 
 class _Memory(NamedTuple):
-    """Resident memory of this process in bytes: anonymous, and mapped from files."""
+    """Memory in bytes: resident in this process, anonymous and mapped from files, and free on the GPU."""
 
     anonymous: int
     mapped: int
+    gpu_free: int
 
     @classmethod
-    def now(cls) -> _Memory:
+    def now(cls, gpu: GpuMemory | None) -> _Memory:
         status = _status()
-        return cls(status["RssAnon"] + status["RssShmem"], status["RssFile"])
+        free = gpu.free_bytes() if gpu is not None else 0
+        return cls(status["RssAnon"] + status["RssShmem"], status["RssFile"], free)
 
 
 def profile_graph(folder: Path, device: str, num_threads: int, compute_device: ComputeDevice) -> GraphProfile:
@@ -75,7 +82,8 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
     Raises BadPlan if onnxruntime cannot load or run the graph; StoreFull, naming `device`.
     """
     keep_freed_buffers()
-    before = _Memory.now()
+    gpu = gpu_memory() if compute_device == "cuda" else None
+    before = _Memory.now(gpu)
     try:
         model = onnx.load(folder / GRAPH_FILE, load_external_data=False)
     except DecodeError:
@@ -83,44 +91,78 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
     _check_disk_space(model, folder, device)
     path = _with_random_weights(model, folder)
     providers = providers_for(compute_device, folder)
-
-    def session_of_nodes(configure: Callable[[ort.SessionOptions], None]) -> ort.InferenceSession:
-        return make_session(path, "the graph", num_threads, without_compilers(providers), configure)
-
     plain = make_session(path, "the graph", num_threads, providers)
     give_back_freed_buffers()
     peak_bytes = _status()["VmHWM"]
-    loaded = _Memory.now()
-    feeds = _feeds(plain)
+    loaded = _Memory.now(gpu)
     meter = Meter(_SAMPLE_SECONDS)
-    run_seconds = _seconds_per_run(meter, partial(_run, plain, feeds))
-    after_run = _Memory.now()
+    run_seconds = _seconds_per_run(meter, partial(_run, plain, _feeds(plain)))
+    after_run = _Memory.now(gpu)
     provider = plain.get_providers()[0]
     del plain
-    kernels = _kernels(model, session_of_nodes, feeds, run_seconds, folder)
+    on_gpu = provider != "CPUExecutionProvider"
+    profile_nodes = _in_process_without_queues if on_gpu else kernels_of_graph
     return GraphProfile(
-        kernels=kernels,
+        kernels=profile_nodes(path, num_threads, without_compilers(providers), run_seconds),
         run_seconds=run_seconds,
         provider=provider,
-        process_bytes=sum(before),
-        # Mapped weights that are used in place become resident in the first run.
-        load_bytes=max(loaded.anonymous - before.anonymous, 0) + max(after_run.mapped - before.mapped, 0),
-        peak_bytes=peak_bytes,
-        run_bytes=max(after_run.anonymous - loaded.anonymous, 0),
-        wire=measure_wire_cost(meter.cpu_per_second, NUMPY_CASTS, provider != "CPUExecutionProvider"),
+        **_memory_of_graph(before, loaded, after_run, peak_bytes, gpu if on_gpu else None),
+        wire=measure_wire_cost(meter.cpu_per_second, NUMPY_CASTS, on_gpu),
     )
+
+
+def _memory_of_graph(
+    before: _Memory, loaded: _Memory, after_run: _Memory, peak_bytes: int, gpu: GpuMemory | None
+) -> dict[str, int]:
+    """The memory that a profile names, in bytes: that of the GPU if there is one, since its memory is the device's budget."""
+    host_bytes = before.anonymous + before.mapped
+    if gpu is not None:
+        process_bytes = (
+            host_bytes if gpu.is_integrated else 0
+        )  # CUDA's context is not counted as free in the first place
+        load_bytes = max(before.gpu_free - loaded.gpu_free, 0)
+        return {
+            "process_bytes": process_bytes,
+            "load_bytes": load_bytes,
+            "peak_bytes": process_bytes + load_bytes,
+            "run_bytes": max(loaded.gpu_free - after_run.gpu_free, 0),
+        }
+    return {
+        "process_bytes": host_bytes,
+        # Mapped weights that are used in place become resident in the first run.
+        "load_bytes": max(loaded.anonymous - before.anonymous, 0) + max(after_run.mapped - before.mapped, 0),
+        "peak_bytes": peak_bytes,
+        "run_bytes": max(after_run.anonymous - loaded.anonymous, 0),
+    }
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
 
-def _kernels(
-    model: onnx.ModelProto,
-    session: Callable[[Callable[[ort.SessionOptions], None]], ort.InferenceSession],
-    feeds: dict[str, Array],
-    run_seconds: float,
-    folder: Path,
+def _in_process_without_queues(
+    path: Path, num_threads: int, providers: Sequence[Provider], run_seconds: float
 ) -> tuple[Kernel, ...]:
+    """`kernels_of_graph` in a process where each kernel ends before the next one starts: its time is not that of starting it.
+
+    CUDA reads that setting when it starts in a process.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=_without_queues, initargs=(os.getpid(),)) as pool:
+        return pool.submit(kernels_of_graph, path, num_threads, providers, run_seconds).result()
+
+
+def _without_queues(parent: int) -> None:
+    die_with_parent(parent)
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    load_cuda()
+
+
+def kernels_of_graph(
+    path: Path, num_threads: int, providers: Sequence[Provider], run_seconds: float
+) -> tuple[Kernel, ...]:
+    """The kernels of the graph in the file `path`, whose run takes `run_seconds`. Other files go beside it."""
+    folder = path.parent
+    model = onnx.load(path, load_external_data=False)
     optimised_path = folder / "optimised.onnx"
     (folder / "weights-of-optimised").symlink_to(os.devnull)  # only the nodes are needed, not a copy of the weights
 
@@ -133,7 +175,8 @@ def _kernels(
         )
         options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "256")
 
-    profiled = session(configure)
+    profiled = make_session(path, "the graph", num_threads, providers, configure)
+    feeds = _feeds(profiled)
     began, (min_runs, max_runs) = time.perf_counter(), _PROFILED_RUNS
     for index in range(1 + max_runs):
         _run(profiled, feeds)

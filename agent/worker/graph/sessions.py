@@ -20,7 +20,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from agent.worker.graph.weight_files import WeightFiles, chunk_path
-from agent.worker.onnx_runtime import ort
+from agent.worker.onnx_runtime import load_cuda, ort
 from hearth.errors import BadPlan, BadRequest, StepFailed
 from hearth.platform.allocator import give_back_freed_buffers
 from hearth.wire.framing import MAX_DIMS
@@ -32,6 +32,7 @@ Array = np.ndarray[Any, Any]
 Provider = tuple[str, dict[str, Any]]
 
 _TENSORRT = "TensorrtExecutionProvider"
+_CUDA = "CUDAExecutionProvider"
 _ERRORS_ONLY = 3  # onnxruntime's log severity ERROR
 # Element types that can be sent (see `hearth.wire.framing`), by onnxruntime's names.
 DTYPES = {
@@ -171,21 +172,37 @@ def make_session(
     # Idle threads must not spin between runs, because communication needs the cores.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     configure(options)
-    try:
-        return ort.InferenceSession(str(path), options, providers=list(providers))
-    except Exception as error:
-        raise BadPlan(reason=f"onnxruntime {ort.__version__} does not accept {name}: {brief_message(error)}") from None
+    tried = [list(providers)]
+    if (nodes_only := without_compilers(providers)) != tried[0]:
+        tried.append(nodes_only)  # TensorRT's libraries are often missing, and it does not take every model
+    for number, wanted in enumerate(tried, start=1):
+        try:
+            # Without onnxruntime's own fallback, which forgets the options of the other providers.
+            session = ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
+            break
+        except Exception as error:
+            reason = f"onnxruntime {ort.__version__} does not accept {name}: {brief_message(error)}"
+            if number == len(tried):
+                raise BadPlan(reason=reason) from None
+            log.info("%s runs without TensorRT: %s", name, reason)
+    if _CUDA in dict(providers) and _CUDA not in session.get_providers():
+        log.warning("onnxruntime cannot use CUDA, for the reason above: %s runs on the CPU", name)
+    return session
 
 
 def providers_for(compute_device: ComputeDevice, store: Path) -> list[Provider]:
     """This build's execution providers for the device, fastest first; each runs the operators that earlier ones cannot.
 
-    TensorRT takes minutes to compile a segment on a small board, so its engines are cached in the store's folder.
+    TensorRT takes minutes to compile a segment on a small board, so its engines are cached in the store's folder. float32 is
+    float32: without TF32, which NVIDIA's libraries use for it otherwise.
     """
     wanted: list[Provider] = [("CPUExecutionProvider", {})]
     if compute_device == "cuda":
+        load_cuda()
         engines = {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(store / "tensorrt")}
-        wanted = [(_TENSORRT, engines), ("CUDAExecutionProvider", {}), *wanted]
+        # Memory is taken as it is needed, as it is planned, and not in powers of two.
+        exact = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
+        wanted = [(_TENSORRT, engines), (_CUDA, exact), *wanted]
     available = ort.get_available_providers()
     providers = [provider for provider in wanted if provider[0] in available]
     if compute_device == "cuda" and len(providers) == 1:
