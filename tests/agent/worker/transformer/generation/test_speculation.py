@@ -62,7 +62,8 @@ def test_draft_counts_have_the_highest_expected_rate(
     possible = [each for each in itertools.product(*(range(n + 1) for n in most)) if sum(each) <= room]
     best = max(expected_rate(each, rates, seconds) for each in possible)
     assert tuple(counts) in possible
-    assert math.isclose(expected_rate(counts, rates, seconds), best)
+    found = expected_rate(counts, rates, seconds)
+    assert math.isclose(found, best) if any(counts) else best <= 1.0201 * found  # gains below 2 % are not worth a guess
 
 
 def test_step_times_are_medians_without_the_first_step() -> None:
@@ -171,8 +172,10 @@ def test_number_of_drafts_adapts(acceptance: float, seconds_of_row: float, least
     assert simulated(acceptance, seconds_of_row)[0] > least
 
 
-def test_wrong_guesses_end_but_are_tried_now_and_then() -> None:
-    speed, counts = simulated(acceptance=0.0, seconds_of_row=0.5)
+@pytest.mark.parametrize("seconds_of_row", [0.0, 0.05, 0.5])
+def test_wrong_guesses_end_but_are_tried_now_and_then(seconds_of_row: float) -> None:
+    """Also where a further row seems to cost nothing."""
+    speed, counts = simulated(0.0, seconds_of_row)
     assert speed > 0.97
     assert 0 < sum(counts[-200:]) < 10
     assert max(counts[-200:]) == 1
