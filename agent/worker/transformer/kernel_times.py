@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from agent.worker.transformer.kernels.base import Partition
+from agent.worker.transformer.kernels.processor import emulates_bfloat16
 from agent.worker.transformer.matrices import Matrix, layouts_to_measure
 from hearth.plan.kernels import KERNEL_ROWS, KernelTime
 from hearth.plan.model_spec import ModelSpec, WeightFormat
@@ -101,6 +102,8 @@ def _times_of_shape(
 ) -> list[KernelTime]:
     layouts = layouts_to_measure(*shape, weights, device, Partition(0, (0, shape[0])))
     options = [(matrix, kernel) for matrix in layouts for kernel in matrix.kernels]
+    if emulates_bfloat16(device):
+        options = [option for option in options if option[1] != "expand-bfloat16"]
     if len(options) == 1:
         return []
     for matrix in layouts:

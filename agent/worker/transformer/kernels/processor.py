@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from functools import lru_cache
 
 import torch
@@ -18,3 +19,8 @@ def multiplies_bfloat16() -> bool:
         return False
     probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
     return any(probe is not None and bool(probe()) for probe in probes)
+
+
+def emulates_bfloat16(device: torch.device) -> bool:
+    """Whether products in bfloat16 are hopeless on this device: no need to measure them, for seconds each."""
+    return device.type == "cpu" and platform.machine() == "x86_64" and not multiplies_bfloat16()
