@@ -14,9 +14,14 @@ from hearth.plan.rotary import Frequencies, RotarySpec, read_rotary, rope_freque
 SCALED = ["linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
+def require_transformers() -> None:
+    pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+    pytest.importorskip("transformers", minversion="5", reason="earlier versions have no `rope_parameters`")
+
+
 def transformers_frequencies(settings: dict[str, Any], head_dim: int, max_positions: int, length: int) -> Frequencies:
     """RoPE frequencies of transformers for these `rope_parameters`."""
-    pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+    require_transformers()
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -103,7 +108,7 @@ def test_frequencies_equal_transformers(kind: str, data: st.DataObject, length: 
 )  # fmt: skip
 def test_legacy_config_formats_equal_transformers(config: dict[str, Any], head_dim: int) -> None:
     spec = read_rotary(config, head_dim, 131072)
-    pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+    require_transformers()
     from transformers import LlamaConfig
 
     sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "max_position_embeddings": 131072}

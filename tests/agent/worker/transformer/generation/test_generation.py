@@ -206,7 +206,7 @@ ROPE_SCALINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("scaling", ROPE_SCALINGS, ids=lambda scaling: scaling["rope_type"])
 def test_rotary_scalings_equal_transformers(scaling: dict[str, Any], tmp_path: Path) -> None:
-    config = small_decoder("llama", rope_parameters={"rope_theta": 10000.0, **scaling})
+    config = small_decoder("llama", rope_theta=10000.0, rope_scaling=scaling)  # as transformers before 5 wants it, too
     model_dir = save_random_model(tmp_path / "model", config, generates=True)
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1))) as cluster:
