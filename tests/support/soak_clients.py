@@ -7,6 +7,7 @@ connection and uses the client library like any app.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from hearth.client.home import AsyncHome, connect_async
-from hearth.errors import HearthError
+from hearth.errors import HearthError, InternalError
 from tools.testbed import Testbed
 
 Request = dict[str, Any]  # arguments of `hearth.client.AsyncHome.generate`
@@ -63,6 +64,15 @@ def run_clients(testbed: Testbed, load: Load) -> list[Outcome]:
     output, _ = process.communicate(load.model_dump_json().encode(), timeout=load.seconds + _ALL_SECONDS)
     assert process.returncode == 0, f"the clients ended with {process.returncode}"
     return _OUTCOMES.validate_json(output)
+
+
+def serving_status(testbed: Testbed) -> dict[str, Any] | None:
+    """What `hearth status` says, once the home serves."""
+    try:
+        status: dict[str, Any] = json.loads(testbed.hearth("status", "--json"))
+    except InternalError:  # no coordinator answers yet
+        return None
+    return status if status["state"].startswith("serving") else None
 
 
 async def outcomes_of(load: Load, key: Path, address: str) -> list[Outcome]:

@@ -20,10 +20,9 @@ import psutil
 import pytest
 from support.cancel_log import CancelLog, read_cancel_log
 from support.models import save_random_model
-from support.soak_clients import Load, Outcome, Request, run_clients
+from support.soak_clients import Load, Outcome, Request, run_clients, serving_status
 from support.waiting import wait_for
 
-from hearth.errors import InternalError
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.findings import COUNT, Finding, all_hold, at_most, equal, findings_table, without_target
 from tools.bench.homes import agent_names, agents, hub_scenario
@@ -107,14 +106,6 @@ def decoder() -> Any:
         hidden_size=384, intermediate_size=1024, num_attention_heads=12, num_key_value_heads=6, num_hidden_layers=6,
         vocab_size=16000, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-
-
-def serving_status(testbed: Testbed) -> dict[str, Any] | None:
-    try:
-        status: dict[str, Any] = json.loads(testbed.hearth("status", "--json"))
-    except InternalError:  # no coordinator answers yet
-        return None
-    return status if status["state"].startswith("serving") else None
 
 
 def agents_and_workers(testbed: Testbed) -> dict[str, psutil.Process]:
