@@ -91,7 +91,21 @@ class WorkerProcess:
             step_seconds=progress.step_seconds,
             silent_seconds=self._liveness.silent_seconds,
             late_rank=progress.late_rank,
+            sent_bytes=self._sent_bytes(),
         )
+
+    def _sent_bytes(self) -> dict[str, int]:
+        """What the worker has sent to those of other devices, by device id."""
+        if self.state != "ready" or self._loaded is None:
+            return {}
+        sent = self._liveness.progress.sent_bytes
+        own = self._loaded.load.rank
+        devices = self._loaded.load.plan.devices
+        return {
+            device.device_id: num_bytes
+            for rank, (device, num_bytes) in enumerate(zip(devices, sent, strict=False))
+            if rank != own
+        }
 
     @property
     def peak_bytes(self) -> int:
@@ -209,6 +223,7 @@ class WorkerProcess:
         await self._client.call(request, timeout_seconds=WORKER_CONNECT_SECONDS)
         if self.epoch != request.epoch:
             raise StepFailed(device=self._device, reason=f"the plan of epoch {request.epoch} has been replaced")
+        self._liveness = self._liveness.after_sign(wire.WorkerProgress())  # the last one may be of the plan before
         self._transition("connected")
 
     async def run(self, request: wire.Run, payload: Sequence[Any]) -> Reply:

@@ -86,8 +86,10 @@ class Worker:
         self._runtime.handle(request, message, payload)
 
     def _progress(self) -> WorkerProgress:
-        """What the main thread computes; called in the control thread."""
-        return self._runtime.progress() if self._ready and self._runtime is not None else WorkerProgress()
+        """What the main thread computes, and what was sent; called in the control thread."""
+        if not self._ready or self._runtime is None:
+            return WorkerProgress()
+        return self._runtime.progress().model_copy(update={"sent_bytes": self._runtime.sent_bytes})
 
     def _end_plan(self) -> None:
         """End the running plan, so that the main thread loads the next one. If it does not, the process ends."""

@@ -39,6 +39,10 @@ class Runtime(Protocol):
     def progress(self) -> WorkerProgress:
         """The step that the main thread computes, once it has called `run`; returns at once."""
 
+    @property
+    def sent_bytes(self) -> tuple[int, ...]:
+        """The bytes sent to each rank of the plan; for the control thread, like `progress`."""
+
     def end(self) -> None:
         """Fail the running and waiting requests, and make `run` return."""
 

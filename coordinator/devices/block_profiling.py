@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from coordinator.devices.profile_smoothing import smooth_profiles
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.devices.taken import Taken, left_bytes, nothing_taken
+from coordinator.devices.taken import NOTHING_TAKEN, TakenByOthers, left_bytes
 from coordinator.devices.workload import Workload
 from hearth.errors import UnsupportedWeights
 from hearth.plan.kernels import KernelChoice, choose_kernels, chosen_bytes_per_weight
@@ -60,13 +60,15 @@ async def block_cluster(
     profiler: Profiler,
     devices: Sequence[Device],
     workload: Workload[BlockProfile],
-    taken: Callable[[Device], Taken] = nothing_taken,
+    taken: TakenByOthers = NOTHING_TAKEN,
 ) -> ClusterProfile:
-    """Measure the devices and smooth their profiles; Budgets and times account for what other deployments take (`taken`).
+    """Measure the devices and smooth their profiles.
+
+    Budgets, times and links account for what other deployments take (`taken`).
 
     Raises as `Profiler.measure` does.
     """
-    measured = await profiler.measure(devices, workload)
+    measured = await profiler.measure(devices, workload, taken.traffic)
     blocks = smooth_profiles(measured.results)
     subject = _subject(workload)
     return ClusterProfile(
@@ -80,7 +82,7 @@ async def block_cluster(
             )
             for device in measured.devices
         ),
-        links=tuple(measured.links.values()),
+        links=tuple(taken.links_left(measured.links, measured.media).values()),
         media=measured.media,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.devices.taken import Taken, left_bytes, nothing_taken
+from coordinator.devices.taken import NOTHING_TAKEN, TakenByOthers, left_bytes
 from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.cutting import cut
@@ -38,16 +38,16 @@ async def graph_cluster(
     graph: GraphFile,
     workload: Workload[GraphProfile],
     slowdown: Callable[[str], float] | None = None,
-    taken: Callable[[Device], Taken] = nothing_taken,
+    taken: TakenByOthers = NOTHING_TAKEN,
 ) -> GraphCluster:
     """Measure the devices and price every operator. `slowdown`: a factor on the seconds of a device (default: its drift).
 
-    Budgets and times account for what other deployments take (`taken`).
+    Budgets, times and links account for what other deployments take (`taken`).
 
     Raises as `Profiler.measure` does.
     """
     slowdown = slowdown or profiler.slowdown
-    measured = await profiler.measure(devices, workload)
+    measured = await profiler.measure(devices, workload, taken.traffic)
     profiles = [(device, measured.results[device.device_id]) for device in measured.devices]
     per_device = [
         [
@@ -60,7 +60,7 @@ async def graph_cluster(
     return cluster_from_links(
         [_device(device, profile, left_bytes(device, taken)) for device, profile in profiles],
         seconds,
-        measured.links,
+        taken.links_left(measured.links, measured.media),
         measured=True,
         media=measured.media,
     )

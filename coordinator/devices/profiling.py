@@ -20,6 +20,7 @@ from coordinator.devices.measuring_order import measure_each, measure_pairs
 from coordinator.devices.profile_cache import KnownMedia, ProfileCache
 from coordinator.devices.registry import Device
 from coordinator.devices.shared_media import Pair, devices_on_radio, find_media
+from coordinator.devices.taken import Traffic, link_alone
 from coordinator.devices.workload import R, Workload
 from hearth.errors import BadMessage, HearthError, NoDevices
 from hearth.plan.profile import Link, SharedMedium, media_of
@@ -78,14 +79,18 @@ class Profiler:
         self._cut_at: dict[tuple[str, str], float] = {}  # loop time at which a link was found cut
         self._slowdowns: dict[str, float] = {}  # current / cached seconds, of devices that drifted
 
-    async def measure(self, devices: Sequence[Device], workload: Workload[R]) -> MeasuredDevices[R]:
+    async def measure(
+        self, devices: Sequence[Device], workload: Workload[R], traffic: Traffic = dict
+    ) -> MeasuredDevices[R]:
         """Read telemetry and measure links and workload of these devices. Devices that fail are left out.
+
+        `traffic`: as in `measure_links`.
 
         Raises the first device's error if the workload failed on all, NoDevices if none is left.
         """
         await self._fleet.refresh_telemetry()
         devices = [self._fleet.devices[device.device_id] for device in devices]
-        links = await self.measure_links(devices)
+        links = await self.measure_links(devices, traffic)
         results, failures = await measure_each(devices, lambda device: self._cached_or_measured(device, workload))
         if failures and not results:
             raise next(iter(failures.values()))
@@ -157,10 +162,10 @@ class Profiler:
         self._slowdowns.pop(device.device_id, None)  # it was a factor of the equal device's times
         return True
 
-    async def measure_provisional_links(self, devices: Sequence[Device]) -> None:
-        """Measure the provisional links between these devices. Those that fail are dropped."""
+    async def measure_provisional_links(self, devices: Sequence[Device], traffic: Traffic = dict) -> None:
+        """As `measure_links` for the provisional links between these devices. Those that fail are dropped."""
         pairs = self.provisional_links.intersection(permutations([device.device_id for device in devices], 2))
-        await self._measure_pairs(sorted(pairs), devices)
+        await self._measure_pairs(sorted(pairs), devices, traffic)
         self.provisional_links -= pairs
         for pair in pairs:
             if {pair, pair[::-1]} & self.failed_links:  # both directions are needed
@@ -202,8 +207,11 @@ class Profiler:
 
     # ---- links ----------------------------------------------------------------------------------------------------
 
-    async def measure_links(self, devices: Sequence[Device]) -> dict[tuple[str, str], Link]:
-        """Links of all ordered pairs, without those that failed."""
+    async def measure_links(self, devices: Sequence[Device], traffic: Traffic = dict) -> dict[tuple[str, str], Link]:
+        """Links of all ordered pairs, without those that failed.
+
+        `traffic` is that of deployments that go on while links are measured; a link is kept as it would be without.
+        """
         pairs = list(permutations([device.device_id for device in devices], 2))
         for pair in pairs:
             if pair in self.links:
@@ -219,12 +227,12 @@ class Profiler:
         self.failed_links |= cut & set(pairs)
         if unmeasured:
             self._report(f"measuring {len(unmeasured)} links")
-        await self._measure_pairs(unmeasured, devices)
+        await self._measure_pairs(unmeasured, devices, traffic)
         if unmeasured:
-            await self._find_media(unmeasured, devices)
+            await self._find_media(unmeasured, devices, traffic)
         return {pair: self.links[pair] for pair in pairs if pair in self.links and pair not in self._cut_at}
 
-    async def _find_media(self, measured: Sequence[Pair], devices: Sequence[Device]) -> None:
+    async def _find_media(self, measured: Sequence[Pair], devices: Sequence[Device], traffic: Traffic) -> None:
         """Find out which of these devices share a medium, unless that is known, as after a loss.
 
         Links on radio that were `measured` just now are measured again, one at a time, if others ran at the same time.
@@ -233,14 +241,14 @@ class Profiler:
         radio = devices_on_radio([*by_id], self.links)
         if len({device.host_id for device in devices}) > _MOST_HOSTS_IN_TURN:
             for source, target in (each for each in measured if not set(each).isdisjoint(radio)):
-                await self._measure_link(by_id[source], by_id[target])
+                await self._measure_link(by_id[source], by_id[target], traffic)
         if self._media_so_far.compared.issuperset(radio):
             return
         self._report(f"finding out what the links of {len(radio)} devices share")
         rates = {pair: link.bytes_per_second for pair, link in self.links.items()}
 
         async def together(pairs: Sequence[Pair]) -> dict[Pair, float]:
-            links = await asyncio.gather(*(self._measured_link(by_id[a], by_id[b]) for a, b in pairs))
+            links = await asyncio.gather(*(self._measured_link(by_id[a], by_id[b], traffic) for a, b in pairs))
             return {(link.source, link.target): link.bytes_per_second for link in links if link is not None}
 
         found = await find_media([*by_id], radio, rates, together)
@@ -257,13 +265,13 @@ class Profiler:
             self._known_media = self._cache.media() or KnownMedia(compared=frozenset(), media=())
         return self._known_media
 
-    async def _measure_pairs(self, pairs: Sequence[tuple[str, str]], devices: Sequence[Device]) -> None:
+    async def _measure_pairs(self, pairs: Sequence[Pair], devices: Sequence[Device], traffic: Traffic) -> None:
         """Measure links; those that share no machine concurrently."""
         by_id = {device.device_id: device for device in devices}
 
         async def measure(pair: tuple[str, str]) -> None:
             if pair[::-1] not in self.failed_links:  # both directions are needed
-                await self._measure_link(by_id[pair[0]], by_id[pair[1]])
+                await self._measure_link(by_id[pair[0]], by_id[pair[1]], traffic)
 
         await measure_pairs(pairs, {device.device_id: device.host_id for device in devices}, measure)
 
@@ -278,28 +286,29 @@ class Profiler:
             self._cut_at.pop(pair, None)
         return True
 
-    async def _measure_link(self, source: Device, target: Device) -> None:
+    async def _measure_link(self, source: Device, target: Device, traffic: Traffic) -> None:
         """Measure a link and keep it, or note that it failed."""
-        if (link := await self._measured_link(source, target)) is None:
+        if (link := await self._measured_link(source, target, traffic)) is None:
             self.failed_links.add((source.device_id, target.device_id))
             return
         self.links[link.source, link.target] = link
         self._cache.keep_link(link)
 
-    async def _measured_link(self, source: Device, target: Device) -> Link | None:
-        """A link as measured now; None, with a report, if that failed."""
+    async def _measured_link(self, source: Device, target: Device, traffic: Traffic) -> Link | None:
+        """A link as measured now, and as it would be without this traffic; None, with a report, if that failed."""
         try:
             request = partial(MeasureLink, max_bytes=_MAX_LINK_BYTES, max_seconds=_MAX_LINK_SECONDS)
             measured = await ask_with_listener(self._fleet, source, target, request, LinkMeasured, _MAX_LINK_SECONDS)
         except HearthError as error:
             self._report(f"the link from {source.name} to {target.name} could not be measured: {error}")
             return None
-        return Link(
+        link = Link(
             source=source.device_id,
             target=target.device_id,
             bytes_per_second=measured.bytes_per_second,
             round_trip_seconds=measured.round_trip_seconds,
         )
+        return link_alone(link, traffic())
 
 
 def fully_linked_devices(device_ids: Sequence[str], links: Mapping[tuple[str, str], Link]) -> set[str]:

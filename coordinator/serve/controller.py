@@ -565,7 +565,7 @@ class Controller:
                 return False
             usable = [device for device in self._services.fleet.usable() if device.device_id in needed]
             if len(usable) == len(needed):
-                links = await self._services.profiler.measure_links(usable)
+                links = await self._services.profiler.measure_links(usable, self._services.taken.traffic)
                 return len(links) == len(needed) * (len(needed) - 1)
             await asyncio.sleep(0.1)
         return False

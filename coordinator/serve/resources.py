@@ -1,4 +1,4 @@
-"""What the deployments of a coordinator take of the devices: memory by their plans, processor time as measured.
+"""What the deployments of a coordinator take: memory by their plans, processor time and links as measured.
 
 A plan of one deployment is made for what the others leave.
 """
@@ -6,26 +6,54 @@ A plan of one deployment is made for what the others leave.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from coordinator.deploy.beside import trial_name
 from coordinator.devices.registry import Device
-from coordinator.devices.taken import Taken
+from coordinator.devices.shared_media import Pair
+from coordinator.devices.taken import Taken, TakenByOthers
 from coordinator.plan.stores import with_budgets
 from hearth.errors import MemoryTaken
 from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.units import format_bytes
 
-# Between two looks at the workers' processor time, of which the kernel counts hundredths of a second.
+# Between two looks at the workers' processor time, of which the kernel counts hundredths of a second, and at what they sent.
 _SAMPLE_SECONDS = 5.0
 _NEWEST_WEIGHT = 0.2  # of the newest sample in the moving average, which follows two thirds of a change within 25 s
 # Of a device's processor time, the most that counts as taken: the scheduler gives equal shares to workers that always compute.
 _MAX_LOAD = 0.9
 
 P = TypeVar("P", bound=Plan)
+K = TypeVar("K", bound=Hashable)
+
+
+class _Rates(Generic[K]):
+    """Rates of the workers' counters, as moving averages by deployment and place (a device or a link)."""
+
+    def __init__(self, highest: float = math.inf) -> None:
+        self.averages: dict[tuple[str, K], float] = {}
+        self._highest = highest  # of a rate; a counter may lag behind, and then jump
+        self._counters: dict[tuple[str, K, int], tuple[float, float]] = {}  # at a time, that of the worker of an epoch
+
+    def sample(self, counters: Mapping[tuple[str, K, int], float], now: float) -> None:
+        """Take note of all counters, by deployment, place and epoch. One that is not among them has ended."""
+        sums: dict[tuple[str, K], float] = defaultdict(
+            float
+        )  # of all workers of a deployment: two, while its plan changes
+        for key, count in counters.items():
+            before_at, before = self._counters.get(key, (now, count))
+            if now > before_at and count >= before:
+                sums[key[:2]] += (count - before) / (now - before_at)
+        averages: dict[tuple[str, K], float] = {}
+        for place, rate in sums.items():
+            average = self.averages.get(place, 0.0)
+            averages[place] = average + _NEWEST_WEIGHT * (min(rate, self._highest) - average)
+        self._counters, self.averages = {key: (now, count) for key, count in counters.items()}, averages
 
 
 class Resources:
@@ -33,9 +61,9 @@ class Resources:
 
     def __init__(self) -> None:
         self._planned: dict[str, dict[str, int]] = {}  # by deployment and device id: bytes
-        self._loads: dict[tuple[str, str], float] = {}  # by deployment and device id
+        self._loads: _Rates[str] = _Rates(highest=1.0)  # shares of the processor time, by device id
+        self._traffic: _Rates[Pair] = _Rates()  # bytes/s between devices
         self._loads_at_plan: dict[tuple[str, str], float] = {}  # of the other deployments, when this one was planned
-        self._busy: dict[tuple[str, str, int], tuple[float, float]] = {}  # at a time, the processor seconds of a worker
 
     def take(self, name: str, plans: Iterable[Plan]) -> None:
         """Record the plans that a deployment has now: the one that runs, and the one that replaces it."""
@@ -52,9 +80,13 @@ class Resources:
         """A deployment has no workers any more."""
         self._planned.pop(name, None)
 
-    def by_others(self, name: str) -> Callable[[Device], Taken]:
-        """What the other deployments take of a device."""
-        return partial(self._taken, name)
+    def by_others(self, name: str) -> TakenByOthers:
+        """What the other deployments take of devices and links, whenever it is asked for."""
+        return TakenByOthers(partial(self._taken, name), partial(self._traffic_of_others, name))
+
+    def traffic(self, name: str) -> float:
+        """The bytes/s that the workers of a deployment send to each other."""
+        return sum(rate for (deployment, _), rate in self._traffic.averages.items() if deployment == name)
 
     def check(self, name: str, plan: Plan, devices: Mapping[str, Device]) -> None:
         """Raise MemoryTaken if the plan needs memory that other deployments hold; they may have taken it while it was made."""
@@ -101,29 +133,23 @@ class Resources:
         return (1.0 - before) / (1.0 - self._load_of_others(name, device_id))
 
     async def watch(self, devices: Mapping[str, Device]) -> None:
-        """Measure the load of all workers, until cancelled."""
+        """Measure load and traffic of all workers, until cancelled."""
         while True:
             await asyncio.sleep(_SAMPLE_SECONDS)
             self.sample(devices.values(), loop_time())
 
     def sample(self, devices: Iterable[Device], now: float) -> None:
-        """Take note of the workers' processor time, as of the devices' latest heartbeats."""
-        busy: dict[tuple[str, str, int], tuple[float, float]] = {}
-        shares: dict[tuple[str, str], float] = {}  # of all workers of a deployment: two, while its plan changes
+        """Take note of the workers' processor time and of what they sent, as of the devices' latest heartbeats."""
+        busy: dict[tuple[str, str, int], float] = {}
+        sent: dict[tuple[str, Pair, int], float] = {}
         for device in devices:
             num_threads = device.telemetry.num_threads if device.telemetry is not None else 1
             for worker in device.state.workers if device.state is not None else ():
-                key = worker.deployment, device.device_id, worker.epoch
-                busy[key] = now, worker.busy_seconds
-                before_at, before_seconds = self._busy.get(key, busy[key])
-                if now > before_at and worker.busy_seconds >= before_seconds:
-                    share = (worker.busy_seconds - before_seconds) / (now - before_at) / max(num_threads, 1)
-                    shares[key[:2]] = shares.get(key[:2], 0.0) + share
-        loads: dict[tuple[str, str], float] = {}
-        for place, share in shares.items():
-            average = self._loads.get(place, 0.0)
-            loads[place] = average + _NEWEST_WEIGHT * (min(share, 1.0) - average)
-        self._busy, self._loads = busy, loads
+                busy[worker.deployment, device.device_id, worker.epoch] = worker.busy_seconds / max(num_threads, 1)
+                for target, num_bytes in worker.sent_bytes.items():
+                    sent[worker.deployment, (device.device_id, target), worker.epoch] = num_bytes
+        self._loads.sample(busy, now)
+        self._traffic.sample(sent, now)
 
     def _room_bytes(self, name: str, device: Device) -> int:
         """The memory of a device that the others leave, including what this deployment holds there."""
@@ -140,6 +166,18 @@ class Resources:
         return Taken(num_bytes, self._load_of_others(name, device.device_id))
 
     def _load_of_others(self, name: str, device_id: str) -> float:
-        own = (name, trial_name(name))
-        loads = (load for (other, device), load in self._loads.items() if device == device_id and other not in own)
-        return min(sum(loads), _MAX_LOAD)
+        loads = self._loads.averages.items()
+        others = (load for (other, device), load in loads if device == device_id and not _is_own(name, other))
+        return min(sum(others), _MAX_LOAD)
+
+    def _traffic_of_others(self, name: str) -> dict[Pair, float]:
+        traffic: dict[Pair, float] = defaultdict(float)
+        for (other, pair), rate in self._traffic.averages.items():
+            if not _is_own(name, other):
+                traffic[pair] += rate
+        return traffic
+
+
+def _is_own(name: str, other: str) -> bool:
+    """Whether what runs as `other` is of the deployment `name`: its workers, or those of its trials."""
+    return other in (name, trial_name(name))

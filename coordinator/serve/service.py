@@ -329,7 +329,7 @@ class Service:
         if isinstance(message, _CHANGES):
             return await self._repeats.once(caller.public_key, message.request_id, partial(self._change, message))
         if isinstance(message, wire.ListModels):
-            return wire.ModelList(models=tuple(map(_model_of, self.deployments.controllers.values())))
+            return wire.ModelList(models=tuple(map(self._model_of, self.deployments.controllers.values())))
         if isinstance(message, wire.ListApps):
             apps = self._trust.apps.current()
             return wire.AppList(
@@ -429,24 +429,24 @@ class Service:
             learning=controller.learner.status() if controller.learner is not None else None,
         )
 
-
-def _model_of(controller: Controller) -> wire.ServedModel:
-    plan = controller.deployment.plan if controller.deployment is not None else None
-    return wire.ServedModel(
-        deployment=controller.name,
-        model=controller.goal.path[-256:],
-        ready=controller.lifecycle.takes_requests,
-        phase=controller.lifecycle.phase,
-        state=controller.state,
-        answers=controller.kind.answers,
-        takes_tools=controller.kind.takes_tools,
-        context_tokens=controller.kind.context_tokens,
-        has_ended=controller.lifecycle.finished and controller.lifecycle.phase == "failed",
-        pinned=controller.goal.pinned,
-        keep_alive_seconds=controller.goal.keep_alive_seconds,
-        missing_bytes=controller.missing_bytes,
-        devices=tuple(device.name for device in plan.devices) if plan is not None else (),
-        memory_bytes=sum(device.memory.total for device in plan.devices) if plan is not None else 0,
-        waiting_requests=controller.requests.admission.num_waiting,
-        running_requests=controller.requests.admission.num_running,
-    )
+    def _model_of(self, controller: Controller) -> wire.ServedModel:
+        plan = controller.deployment.plan if controller.deployment is not None else None
+        return wire.ServedModel(
+            deployment=controller.name,
+            model=controller.goal.path[-256:],
+            ready=controller.lifecycle.takes_requests,
+            phase=controller.lifecycle.phase,
+            state=controller.state,
+            answers=controller.kind.answers,
+            takes_tools=controller.kind.takes_tools,
+            context_tokens=controller.kind.context_tokens,
+            has_ended=controller.lifecycle.finished and controller.lifecycle.phase == "failed",
+            pinned=controller.goal.pinned,
+            keep_alive_seconds=controller.goal.keep_alive_seconds,
+            missing_bytes=controller.missing_bytes,
+            devices=tuple(device.name for device in plan.devices) if plan is not None else (),
+            memory_bytes=sum(device.memory.total for device in plan.devices) if plan is not None else 0,
+            sent_bytes_per_second=self._services.resources.traffic(controller.name),
+            waiting_requests=controller.requests.admission.num_waiting,
+            running_requests=controller.requests.admission.num_running,
+        )

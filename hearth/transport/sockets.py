@@ -63,6 +63,7 @@ class _Link:
         self.large = LargeMessages(bytes_per_second)
         self.broken_at: float | None = None  # monotonic time of the first break since the connection was last there
         self.has_connected = False
+        self.sent_bytes = 0  # of all messages, each counted once
         self._copied_bytes = copied_bytes
 
     def send(self, frames: Sequence[Buffer], background: bool) -> None:
@@ -184,6 +185,7 @@ class SocketTransport:
 
     def send(self, target: int, frames: Sequence[Buffer], background: bool = False) -> None:
         """Queue a message for a peer; after `close`, drop it. See `Transport.send`."""
+        num_bytes = sum(map(len, frames))
         if self._keypair is None:
             frames = [bytes([self.rank]), *frames]
         link = self._links[target]
@@ -191,6 +193,13 @@ class SocketTransport:
             if self._closed.is_set():
                 return
             link.send(frames, background)
+            link.sent_bytes += num_bytes
+
+    @property
+    def sent_bytes_by_rank(self) -> tuple[int, ...]:
+        """Bytes of the messages for each rank since the plan began, without what encryption and TCP add. Thread-safe."""
+        links = self._links
+        return tuple(links[rank].sent_bytes if rank in links else 0 for rank in range(self.num_ranks))
 
     def receive(self, timeout_seconds: float) -> Received | None:
         """Return the next valid message; None after the timeout, when closed, or if the message was refused."""

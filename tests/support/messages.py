@@ -72,6 +72,7 @@ _WORKER = m.WorkerStatus(
     step_seconds=0.25,
     silent_seconds=0.5,
     late_rank=2,
+    sent_bytes={"b": 1 << 20},
 )
 _ASKED = {"request_id": "r1", "deployment": "minilm"}
 _EVENTS: tuple[m.Event, ...] = (
@@ -208,7 +209,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.ForkWorker(endpoint="ipc:///tmp/hearth-worker-1/worker", log_level="INFO", store="/var/cache/hearth-agent"),
     m.WorkerForked(pid=4711),
     m.WorkerExited(pid=4711, code=-9),
-    m.WorkerProgress(step=9, step_seconds=0.25, busy_seconds=0.125, limit_seconds=15.0, late_rank=2),
+    m.WorkerProgress(step=9, step_seconds=0.25, busy_seconds=0.125, limit_seconds=15.0, late_rank=2, sent_bytes=(0, 7)),
     m.Start(
         load=_LOAD, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,
         compute_device="cpu",
@@ -283,7 +284,7 @@ EXAMPLES: tuple[m.Message, ...] = (
             m.ServedModel(
                 deployment="chat", model="/srv/models/llama", ready=True, phase="serving", state="serving llama on a, b (hmp)",
                 answers="text", takes_tools=True, context_tokens=2048, devices=("a", "b"), memory_bytes=1 << 31,
-                waiting_requests=1, running_requests=2, pinned=True,
+                waiting_requests=1, running_requests=2, pinned=True, sent_bytes_per_second=2.5e6,
             ),
             m.ServedModel(
                 deployment="sentences", model="/srv/models/minilm", ready=False, phase="failed", state="not ready",

@@ -158,6 +158,10 @@ class GraphRuntime:
     def abort(self, step: int | None, reason: str) -> None:
         self._running.abort(step, reason)
 
+    @property
+    def sent_bytes(self) -> tuple[int, ...]:
+        return self._transport.sent_bytes_by_rank
+
     def end(self) -> None:
         self._running.end()
 

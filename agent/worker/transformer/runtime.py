@@ -166,6 +166,10 @@ class TransformerRuntime:
         since = self._computing_since
         return self._communicator.progress(since) if since is not None else wire.WorkerProgress()
 
+    @property
+    def sent_bytes(self) -> tuple[int, ...]:
+        return self._transport.sent_bytes_by_rank
+
     def end(self) -> None:
         self._communicator.end()
         self._requests.put(None)

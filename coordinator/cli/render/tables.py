@@ -23,6 +23,7 @@ from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.messages import DeviceInfo, PhaseEntered, PreparedLoss, ServedModel, WorkerStatus
 
 _HEALTH_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
+_SHOWN_BYTES_PER_SECOND = 1000.0  # between a model's devices; an average of its last requests never quite ends
 _SHOWN_SILENCE_SECONDS = 1.0  # of a worker: two signs of life are missing
 _MEMORY_HEADINGS = {
     "weights": "weights", "embeddings": "embed-\ndings", "activations": "activa-\ntions", "workspace": "work-\nspace",
@@ -50,9 +51,12 @@ _ANSWERS = {"text": "generates", "vectors": "embeds", "arrays": "infers", "": ""
 
 def model_table(models: Sequence[ServedModel]) -> Table:
     """The served models; fits a terminal of 80 columns."""
-    table = make_table(Column("name", no_wrap=True), "what", "state", right_column("memory"), right_column("requests"))
+    taken = right_column("memory\n[dim]sends[/]", no_wrap=True)
+    table = make_table(Column("name", no_wrap=True), "what", "state", taken, right_column("requests"))
     for each in models:
         memory = format_bytes(each.memory_bytes) if each.memory_bytes else "-"
+        if each.sent_bytes_per_second >= _SHOWN_BYTES_PER_SECOND:
+            memory += f"\n[dim]{format_rate(each.sent_bytes_per_second)}[/]"
         requests = f"{each.running_requests}" + (f"\n[dim]+{each.waiting_requests}[/]" if each.waiting_requests else "")
         name = escape(each.deployment) + ("\n[dim]pinned[/]" if each.pinned else "")
         if each.keep_alive_seconds is not None:

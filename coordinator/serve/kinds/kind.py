@@ -13,7 +13,7 @@ from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.devices.taken import Taken
+from coordinator.devices.taken import TakenByOthers
 from coordinator.devices.workload import Workload
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.config import CoordinatorSettings
@@ -47,8 +47,8 @@ class SharedServices:
     record: Callable[[Event], None] = lambda event: None  # tells those who watch the coordinator what has happened
 
     @property
-    def taken(self) -> Callable[[Device], Taken]:
-        """What the other deployments take of a device."""
+    def taken(self) -> TakenByOthers:
+        """What the other deployments take of devices and links."""
         return self.resources.by_others(self.deployment)
 
     def held(self, plan: P) -> P:

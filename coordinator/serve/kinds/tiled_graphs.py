@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.devices.taken import Taken, nothing_taken
+from coordinator.devices.taken import NOTHING_TAKEN, TakenByOthers
 from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, graph_cluster_with_limits
@@ -58,7 +58,7 @@ class TiledGraphs:
         whole: GraphFile,
         profiler: Profiler,
         state_dir: Path,
-        taken: Callable[[Device], Taken] = nothing_taken,
+        taken: TakenByOthers = NOTHING_TAKEN,
     ) -> None:
         check_can_tile(whole, goal.tiles)
         self._goal, self._profiler, self._folder = goal, profiler, state_dir / FOLDER

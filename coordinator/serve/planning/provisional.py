@@ -30,6 +30,7 @@ class ProvisionalMeasurer:
         self._kind = kind
         self._fleet = services.fleet
         self._profiler = services.profiler
+        self._traffic = services.taken.traffic
         self._report = services.report
         self._admission = admission
         self._clock = clock
@@ -62,7 +63,7 @@ class ProvisionalMeasurer:
         num_admitted = self._admission.num_admitted
         try:
             if len(ends) == 2:
-                await self._profiler.measure_provisional_links(ends)
+                await self._profiler.measure_provisional_links(ends, self._traffic)
             elif not await self._measure_device(
                 ends[0], serves, lambda: serves and self._admission.num_admitted != num_admitted
             ):

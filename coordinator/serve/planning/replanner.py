@@ -148,4 +148,4 @@ class Replanner:
                 continue
             with suppress(asyncio.TimeoutError):
                 await with_timeout(_IDLE_SECONDS, self._admission.wait_until_drained())
-            await profiler.measure_links([one, other])
+            await profiler.measure_links([one, other], self._services.taken.traffic)

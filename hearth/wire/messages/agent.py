@@ -177,6 +177,8 @@ class WorkerStatus(WireModel):
     step_seconds: Annotated[float, Field(ge=0)] = 0.0
     silent_seconds: Annotated[float, Field(ge=0)] = 0.0  # since its last sign of life, which it gives every 0.5 s
     late_rank: Annotated[int, Field(ge=0)] | None = None  # it waits unusually long for a tile of this rank
+    # To the workers of other devices since the plan was loaded, by device id; none before it is ready.
+    sent_bytes: dict[Name, Bytes] = Field(default={}, max_length=256)
 
 
 class AgentState(Message):

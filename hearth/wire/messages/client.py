@@ -91,6 +91,7 @@ class ServedModel(WireModel):
     missing_bytes: Annotated[int, Field(ge=0)] = 0  # by which it does not fit; 0: it fits, or that is not known
     devices: tuple[Name, ...] = Field(default=(), max_length=4096)  # of its plan, by rank
     memory_bytes: Annotated[int, Field(ge=0)] = 0  # of its plan, over all devices
+    sent_bytes_per_second: Annotated[float, Field(ge=0)] = 0.0  # between its devices, over the last half minute
     waiting_requests: Annotated[int, Field(ge=0)] = 0
     running_requests: Annotated[int, Field(ge=0)] = 0
 

@@ -402,6 +402,7 @@ class WorkerProgress(Message):
     limit_seconds: Annotated[float, Field(ge=0)] = 0.0  # the worker counts as hung once `busy_seconds` is that long
     # It waits for a tile of this rank, unusually long (`protocol.late_seconds`).
     late_rank: Annotated[int, Field(ge=0)] | None = None
+    sent_bytes: tuple[Bytes, ...] = Field(default=(), max_length=256)  # to each rank since the plan was loaded
 
 
 class ForkWorker(Message):

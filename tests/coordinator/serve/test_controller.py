@@ -479,11 +479,11 @@ def test_requests_run_while_the_links_of_a_new_device_are_measured(
             profiler = home.tools.profiler
             measure, begun, released = profiler.measure_links, asyncio.Event(), asyncio.Event()
 
-            async def measure_slowly(devices: Sequence[Any]) -> Any:
+            async def measure_slowly(devices: Sequence[Any], *traffic: Any) -> Any:
                 if len(devices) > 1:
                     begun.set()
                     await released.wait()
-                return await measure(devices)
+                return await measure(devices, *traffic)
 
             monkeypatch.setattr(profiler, "measure_links", measure_slowly)
             case.fleet.devices["b"] = new_device

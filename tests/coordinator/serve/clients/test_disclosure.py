@@ -62,7 +62,7 @@ def test_readiness_and_traces_name_no_device_and_no_path() -> None:
 def test_list_of_models_shows_an_app_no_device_and_no_path() -> None:
     model = wire.ServedModel(
         deployment="bert", model="/srv/models/bert", ready=False, phase="failed", state="kitchen is gone", answers="vectors",
-        devices=("kitchen",), memory_bytes=5,
+        devices=("kitchen",), memory_bytes=5, sent_bytes_per_second=7.0,
     )  # fmt: skip
     (shown,) = response_for_app(wire.ModelList(models=(model,))).models  # type: ignore[union-attr]
     assert shown == wire.ServedModel(

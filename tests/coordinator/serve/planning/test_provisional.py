@@ -15,6 +15,7 @@ from support.plans import BERT_LARGE, make_plan
 
 from coordinator.devices.block_profiling import block_workload
 from coordinator.devices.profiling import Profiler
+from coordinator.devices.taken import NOTHING_TAKEN
 from coordinator.serve.planning.provisional import _AGAIN_SECONDS, _PROFILER_BYTES, ProvisionalMeasurer
 from coordinator.serve.requests.admission import Admission
 from hearth.errors import DeviceLost
@@ -41,7 +42,9 @@ class Home:
         self.profiler = Profiler(self.fleet, folder, self.lines.append, provisional=True)  # type: ignore[arg-type]
         self.admission: Admission[str] = Admission(4)
         self.admission.open("", 4)
-        services: Any = SimpleNamespace(fleet=self.fleet, profiler=self.profiler, report=self.lines.append)
+        services: Any = SimpleNamespace(
+            fleet=self.fleet, profiler=self.profiler, report=self.lines.append, taken=NOTHING_TAKEN
+        )
         kind: Any = SimpleNamespace(workload=WORKLOAD)
         self.measurer = ProvisionalMeasurer(kind, services, self.admission, lambda: self.now)
         plan = make_plan(BERT_LARGE, "local", [1.0])
