@@ -272,6 +272,30 @@ def test_status_names_the_step_that_the_worker_computes(with_worker: WithWorker)
     with_worker(scenario)
 
 
+def test_status_says_what_was_sent_to_each_other_device_in_this_plan(with_worker: WithWorker) -> None:
+    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
+        ids = [device.device_id for device in START.load.plan.devices]
+        own = START.load.rank
+        sent = tuple(1000 + rank for rank in range(len(ids)))
+        worker.progress = WorkerProgress(sent_bytes=sent)
+        expected = {each: sent[rank] for rank, each in enumerate(ids) if rank != own}
+        assert expected
+        await until("the count", lambda: process.status("default").sent_bytes == expected)
+        reloading = asyncio.create_task(process.reload(START))
+        await worker.answer((await worker.receive())[0], WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+        await reloading
+        assert process.status("default").sent_bytes == {}
+        worker.progress = WorkerProgress()
+        connect = ConnectPeers(holder="c", epoch=process.epoch, peers=())
+        connecting = asyncio.create_task(process.connect(connect))
+        await worker.answer((await worker.receive())[0], Done())
+        await connecting
+        assert process.state == "ready"
+        assert process.status("default").sent_bytes == {}  # the last count was that of the plan before
+
+    with_worker(scenario)
+
+
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 3, 5, 8, 13])
 def test_stop_while_the_process_is_being_started_leaves_no_process(
     num_turns: int, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""What deployments take of each other: memory by their plans, processor time as measured."""
+"""What deployments take of each other: memory by their plans, processor time and links as measured."""
 
 from __future__ import annotations
 
@@ -113,3 +113,47 @@ def test_load_of_two_workers_of_a_deployment_adds_up_and_its_trials_are_its_own(
         resources.sample([busy(float(second))], float(second))
     assert resources.by_others("detector")(busy(0.0)).load == pytest.approx(0.5, abs=0.01)
     assert resources.by_others("chat")(busy(0.0)).load == pytest.approx(0.25, abs=0.01)
+
+
+def sending(num_bytes: int, *workers: tuple[str, int]) -> Device:
+    """The device `a`, whose workers of these deployments and epochs have each sent this to `b`."""
+    told = tuple(
+        WorkerStatus(deployment=name, state="ready", epoch=epoch, sent_bytes={"b": num_bytes, "c": 0})
+        for name, epoch in workers
+    )
+    return replace(device_with(BYTES), state=AgentState(boot_id="1", workers=told))
+
+
+def test_traffic_of_other_workers_counts_and_that_of_a_deployment_and_its_trials_does_not() -> None:
+    resources = Resources()
+    workers = (("chat", 1), ("chat", 2), ("detector", 3), ("detector.trial", 4))
+    for second in range(200):
+        resources.sample([sending(1000 * second, *workers)], float(second))
+
+    def sent_by_others(name: str) -> float:
+        return resources.by_others(name).traffic().get(("a", "b"), 0.0)
+
+    assert sent_by_others("detector") == pytest.approx(2000, rel=1e-6)  # two workers, while the plan changes
+    assert sent_by_others("chat") == pytest.approx(2000, rel=1e-6)
+    assert sent_by_others("sentences") == pytest.approx(4000, rel=1e-6)
+    assert resources.traffic("chat") == pytest.approx(2000, rel=1e-6)
+    assert resources.by_others("detector").traffic()["a", "c"] == 0.0
+    resources.sample([], 201.0)
+    assert resources.by_others("detector").traffic() == {}
+
+
+def test_worker_that_begins_again_sends_nothing_negative() -> None:
+    """A restarted process counts from 0 in the same epoch; the first count of a new epoch is no rate, either."""
+    resources = Resources()
+    for second, num_bytes in enumerate([10**9, 10**9 + 1000, 0, 1000]):
+        resources.sample([sending(num_bytes, ("chat", 1))], float(second))
+        assert 0.0 <= resources.traffic("chat") <= 1000.0
+    resources.sample([sending(10**12, ("chat", 2))], 4.0)
+    assert resources.traffic("chat") == 0.0
+
+
+def test_average_follows_two_thirds_of_a_change_within_half_a_minute() -> None:
+    resources = Resources()
+    for sample in range(6):
+        resources.sample([sending(5000 * sample, ("chat", 1))], 5.0 * sample)
+    assert resources.traffic("chat") == pytest.approx(1000 * (1 - 0.8**5))

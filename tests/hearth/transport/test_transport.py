@@ -289,3 +289,19 @@ def test_only_the_newest_messages_are_kept_and_no_old_or_large_ones() -> None:
     assert len(recent.sent_between(5.0, 5.0)) == 3
     assert [frames[0] for frames in recent.sent_between(5.0, 3.5)] == [b"\x02", b"\x03"]  # the rest was sent later
     assert [frames[0] for frames in recent.sent_between(MAX_SECONDS + 3.5, 20.0)] == [b"\x04"]
+
+
+@pytest.mark.parametrize("kind", ["curve", "plain", "curve, uncopied", "plain, uncopied"])
+def test_bytes_of_messages_are_counted_by_receiver_until_the_plan_ends(kind: str) -> None:
+    with KINDS[kind](3) as transports:
+        sender = transports[0]
+        assert isinstance(sender, SocketTransport)
+        assert sender.sent_bytes_by_rank == (0, 0, 0)
+        sender.send(2, [b"header", bytes(100_000), b""])
+        sender.send(2, [bytes(MAX_BYTES + 1)], background=True)
+        sender.send(1, [memoryview(b"small")])
+        received = [transports[2].receive(10), transports[2].receive(10)]
+        arrived = sum(len(frame) for message in received if message is not None for frame in message.frames)
+        assert sender.sent_bytes_by_rank == (0, 5, arrived) == (0, 5, 100_006 + MAX_BYTES + 1)
+        sender.leave(0, 2)
+        assert sender.sent_bytes_by_rank == (0, 0)
