@@ -42,9 +42,8 @@ class _Rates(Generic[K]):
 
     def sample(self, counters: Mapping[tuple[str, K, int], float], now: float) -> None:
         """Take note of all counters, by deployment, place and epoch. One that is not among them has ended."""
-        sums: dict[tuple[str, K], float] = defaultdict(
-            float
-        )  # of all workers of a deployment: two, while its plan changes
+        # Of all workers of a deployment: two, while its plan changes.
+        sums: dict[tuple[str, K], float] = defaultdict(float)
         for key, count in counters.items():
             before_at, before = self._counters.get(key, (now, count))
             if now > before_at and count >= before:

@@ -16,6 +16,8 @@ from support.plans import BERT_LARGE, LLAMA_1B
 from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.profiling import Profiler
+from coordinator.devices.shared_media import Pair
+from coordinator.devices.taken import NOTHING_TAKEN, TakenByOthers
 from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from hearth.errors import DeviceLost, NoDevices, UnsupportedWeights
@@ -56,11 +58,11 @@ class Case:
         self.profiler = Profiler(self.fleet, self.folder / "profiles", self.lines.append)  # type: ignore[arg-type]
         return self.profiler
 
-    def cluster(self) -> Any:
+    def cluster(self, taken: TakenByOthers = NOTHING_TAKEN) -> Any:
         devices = list(self.fleet.devices.values())
         if self.graph is not None:
-            return asyncio.run(graph_cluster(self.profiler, devices, self.graph, self.workload))
-        return asyncio.run(block_cluster(self.profiler, devices, self.workload))
+            return asyncio.run(graph_cluster(self.profiler, devices, self.graph, self.workload, taken=taken))
+        return asyncio.run(block_cluster(self.profiler, devices, self.workload, taken))
 
     def seconds(self) -> dict[str, float]:
         """Profiled seconds by device."""
@@ -84,6 +86,26 @@ def test_profile_is_cached_per_device_model_and_settings(kind: Kind, tmp_path: P
     case.fleet.devices["a"] = replace(case.fleet.devices["a"], telemetry=telemetry)
     case.seconds()
     assert sorted(profiled_on(case.fleet)) == ["a", "a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["transformer", "graph"])
+def test_links_of_a_cluster_are_those_that_other_deployments_leave(kind: Kind, tmp_path: Path) -> None:
+    case = Case(kind, tmp_path)
+    sent: dict[Pair, float] = {}
+    taken = TakenByOthers(traffic=lambda: sent)
+
+    def rates() -> dict[Pair, float]:
+        cluster = case.cluster(taken)
+        links = cluster.links if isinstance(cluster, ClusterProfile) else cluster.links()
+        return {(link.source, link.target): link.bytes_per_second for link in links}
+
+    alone = rates()
+    sent["a", "b"] = 0.4 * alone["a", "b"]
+    assert rates() == {("a", "b"): pytest.approx(0.6 * alone["a", "b"]), ("b", "a"): alone["b", "a"]}
+    case.profiler.forget_links("ab")  # they are measured again beside that traffic, which counts once
+    assert rates() == alone
+    sent.clear()
+    assert rates()["a", "b"] == pytest.approx(1.4 * alone["a", "b"])
 
 
 @pytest.mark.parametrize("kind", ["transformer", "graph"])
