@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -17,7 +17,7 @@ from coordinator.plan.graph.cluster import ClusterDevice, FloatTable, GraphClust
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from hearth.errors import BadGraph, BadSetting
 from hearth.plan.graph_spec import GraphSpec
-from hearth.plan.profile import Link
+from hearth.plan.profile import Link, SharedMedium
 from hearth.platform.units import parse_bytes
 from hearth.validation import first_error
 
@@ -39,12 +39,22 @@ class _FileDevice(BaseModel):
     operator_seconds: dict[str, _Seconds] | None = None  # by name; other operators are priced by their FLOPs
 
 
+class _FileMedium(BaseModel):
+    """A medium that the links of these devices share, such as an access point's air: one transfer has it at a time."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    devices: tuple[str, ...] = Field(min_length=1)  # names
+    mbit_per_second: _Positive  # which a transfer between two of them has half of: it crosses the medium twice
+
+
 class _FileCluster(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     devices: tuple[_FileDevice, ...] = Field(min_length=1, max_length=_MAX_DEVICES)
     mbit_per_second: _Positive | tuple[tuple[_Seconds, ...], ...] | None = None
     latency_seconds: _Seconds | tuple[tuple[_Seconds, ...], ...] = 0.0
+    media: tuple[_FileMedium, ...] = ()
 
 
 def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
@@ -61,6 +71,9 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
         seconds_per_operator = 2e-5   # optional, added to every operator
         [devices.operator_seconds]    # optional: measured seconds by operator name; others are priced by their FLOPs
         conv1 = 0.004
+        [[media]]                     # optional: what links share, one transfer at a time
+        devices = ["kitchen"]         # those on the medium; others are on wires of their own
+        mbit_per_second = 60          # no link over it is faster, and between two of its devices half as fast
     """
     content = _read_content(path)
     if reason := why_wrong_kind(content, "cluster"):
@@ -76,6 +89,7 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
         raise _bad_cluster(path, "lacks mbit_per_second: a number, or a matrix from row to column")
     rates = _matrix(path, "mbit_per_second", cluster.mbit_per_second or 0.0, len(names))
     latency = _matrix(path, "latency_seconds", cluster.latency_seconds, len(names))
+    _check_media(path, cluster.media, names)
     links = {}
     for a, b in permutations(range(len(names)), 2):
         if rates[a][b] <= 0:
@@ -83,12 +97,31 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
         links[names[a], names[b]] = Link(
             source=names[a],
             target=names[b],
-            bytes_per_second=rates[a][b] * 1e6 / 8,
+            bytes_per_second=min(rates[a][b], _media_mbit(cluster.media, names[a], names[b])) * 1e6 / 8,
             round_trip_seconds=2 * latency[a][b],
         )
     devices = [ClusterDevice(device.name, device.name, _memory(path, device)) for device in cluster.devices]
     per_device = [_operator_seconds(path, device, spec) for device in cluster.devices]
-    return cluster_from_links(devices, tuple(zip(*per_device, strict=True)), links, measured=False)
+    media = [SharedMedium(device_ids=medium.devices) for medium in cluster.media]
+    return cluster_from_links(devices, tuple(zip(*per_device, strict=True)), links, measured=False, media=media)
+
+
+def _check_media(path: Path, media: Sequence[_FileMedium], names: Sequence[str]) -> None:
+    """Raise BadSetting if a medium names a device that there is not, or one that is on a medium already."""
+    seen: set[str] = set()
+    for number, medium in enumerate(media):
+        for device in medium.devices:
+            if device not in names:
+                raise _bad_cluster(path, f"media.{number} names {device}, which is none of {', '.join(names)}")
+            if device in seen:
+                raise _bad_cluster(path, f"media.{number} names {device} again: a device is on one medium at most")
+            seen.add(device)
+
+
+def _media_mbit(media: Sequence[_FileMedium], source: str, target: str) -> float:
+    """The most that media let pass from one device to another, in Mbit/s; infinite if the link crosses none."""
+    crossings = ((medium.mbit_per_second, len({source, target} & set(medium.devices))) for medium in media)
+    return min((mbit / count for mbit, count in crossings if count), default=math.inf)
 
 
 def _read_content(path: Path) -> Any:

@@ -48,6 +48,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "http-turns": ("http.turns", "HttpTurns"),
     "one-core": ("one_core", "OneCore"),
     "doppler-stage3": ("doppler.stage3", "DopplerStage3"),
+    "scenarios": ("scenarios", "Scenarios"),
 }
 
 

@@ -53,7 +53,7 @@ class Served(BaseModel):
     label: str
     strategy: str
     wire: str
-    mbit: float = Field(gt=0)
+    mbit: float | None = Field(gt=0)  # of every link; None: the scenario's
     devices: tuple[str, ...]
     segments: int
     predicted_seconds: float
@@ -103,6 +103,7 @@ class GraphHome(ClientProcess):
         self._objective, self._report = objective, report
         self._options = [str(model), "--objective", objective]
         self._devices = agent_names(testbed)
+        self._mbit: float | None = None
 
     def set_mbit(self, mbit: float) -> None:
         """Change the rate of all links. Forgets the links that the coordinator has measured."""
@@ -143,11 +144,12 @@ class GraphHome(ClientProcess):
         candidates: Sequence[Candidate],
         load: Callable[[GraphPlan], Mapping[str, Any]],
         rounds: int,
-        loading_mbit: float,
+        loading_mbit: float | None = None,
     ) -> Iterator[Served]:
         """Deploy and measure all candidates in rounds, equal plans once; then yield their rows.
 
-        `load`: arguments of `GraphClients.load`. Deploys at `loading_mbit`: loading on a slow link takes minutes.
+        `load`: arguments of `GraphClients.load`. Deploys at `loading_mbit`, because loading on a slow link takes minutes;
+        None: at the scenario's rates.
         """
         distinct: dict[tuple[object, ...], Candidate] = {}
         for candidate in candidates:

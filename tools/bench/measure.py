@@ -116,9 +116,15 @@ def emulated(scenario: Scenario, folder: Path, real_mbit: bool, tree: Path | Non
 
     The kernel's memory limits are off, because devices hold many plans at once; only planners respect them.
     """
-    devices = tuple(device.model_copy(update={"memory_bytes": None}) for device in scenario.devices)
     scale_links = scenario.scale_links and not real_mbit
-    return Testbed(scenario.model_copy(update={"devices": devices, "scale_links": scale_links}), folder, tree=tree)
+    unlimited = without_memory_limits(scenario).model_copy(update={"scale_links": scale_links})
+    return Testbed(unlimited, folder, tree=tree)
+
+
+def without_memory_limits(scenario: Scenario) -> Scenario:
+    """A copy whose devices have all of this machine's memory."""
+    devices = tuple(device.model_copy(update={"memory_bytes": None}) for device in scenario.devices)
+    return scenario.model_copy(update={"devices": devices})
 
 
 class Bench:

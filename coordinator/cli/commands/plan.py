@@ -48,7 +48,8 @@ def plan(
         typer.Option(
             help="(graph) Plan for the devices in this file (TOML or JSON) instead of live ones. Its fields: "
             "mbit_per_second and latency_seconds (a number, or a matrix from row to column); devices, each with name, "
-            "memory, flops_per_second, seconds_per_operator, operator_seconds. See docs/planners.md.",
+            "memory, flops_per_second, seconds_per_operator, operator_seconds; media (devices that share one, "
+            "mbit_per_second). See docs/planners.md.",
             metavar="FILE",
         ),
     ] = None,

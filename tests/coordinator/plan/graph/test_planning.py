@@ -35,7 +35,7 @@ from coordinator.plan.simulator import compute_resources, send_resources, simula
 from coordinator.serve.planning.planner_process import solve_graph
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
-from hearth.plan.profile import WireCost
+from hearth.plan.profile import SharedMedium, WireCost
 from hearth.wire.messages import GraphProfile, Kernel
 
 # ---- prices -----------------------------------------------------------------------------------------------------------
@@ -389,6 +389,21 @@ def test_cluster_is_read_from_toml_or_json(tmp_path: Path) -> None:
         assert read_cluster(toml, spec) == read
 
 
+def test_media_of_a_cluster_file_limit_the_links_that_cross_them(tmp_path: Path) -> None:
+    path = tmp_path / "home.json"
+    devices = [{"name": name, "memory": 1, "flops_per_second": 1} for name in "abcd"]
+    media = [{"devices": ["b", "c"], "mbit_per_second": 60}, {"devices": ["d"], "mbit_per_second": 20}]
+    path.write_text(json.dumps({"mbit_per_second": 40, "devices": devices, "media": media}))
+    read = read_cluster(path, chain(1, [1]))
+    assert read.media == (SharedMedium(device_ids=("b", "c")), SharedMedium(device_ids=("d",)))
+    mbit = [[math.inf if a == b else rate * 8 / 1e6 for b, rate in enumerate(row)]
+            for a, row in enumerate(read.bytes_per_second)]  # fmt: skip
+    # A wire and the medium: the wire's 40. Both ends on one medium: half of it. Two media: the slower one.
+    assert mbit == [
+        [math.inf, 40, 40, 20], [40, math.inf, 30, 20], [40, 30, math.inf, 20], [20, 20, 20, math.inf]
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -402,6 +417,11 @@ def test_cluster_is_read_from_toml_or_json(tmp_path: Path) -> None:
         ({"devices": [{"name": "a", "memory": 1}]}, "a needs flops_per_second, or operator_seconds for op0"),
         ({"devices": [{"name": "a", "memory": 1, "operator_seconds": {"conv": 1}}]}, "conv, which is not an operator"),
         ({"devices": [{"name": "a", "memory": 1, "flops_per_second": 1}] * 2}, "names a device twice"),
+        ({"media": [{"devices": ["a", "c"], "mbit_per_second": 1}]}, r"media\.0 names c, which is none of a, b"),
+        ({"media": [{"devices": ["a", "a"], "mbit_per_second": 1}]}, r"media\.0 names a again"),
+        ({"media": [{"devices": [each], "mbit_per_second": 1} for each in "aa"]}, r"media\.1 names a again"),
+        ({"media": [{"devices": [], "mbit_per_second": 1}]}, r"media\.0\.devices"),
+        ({"media": [{"devices": ["a"]}]}, r"media\.0\.mbit_per_second"),
     ],
 )
 def test_cluster_file_errors_name_their_place(tmp_path: Path, change: dict[str, Any], reason: str) -> None:

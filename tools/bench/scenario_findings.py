@@ -1,0 +1,101 @@
+"""Rows of the experiment with all scenarios of the testbed, their findings and their table. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hearth.platform.units import format_seconds
+from tools.bench.findings import PERCENT, Finding, at_most, summarise, without_target
+from tools.bench.results import Summary, Table
+from tools.bench.stats import Ratio, bootstrap_interval, paired_ratio
+
+AUTO = "auto"
+LOCAL = "local"
+TARGET_ERROR = 0.20  # median of the relative errors of predictions, in each scenario
+TARGET_RATIO = 1.05  # `auto` / the best single device, median of paired rounds
+CLAIM_ROUNDS = 15  # rounds that a claim needs
+
+
+class ScenarioRow(BaseModel):
+    """One plan of a workload in a scenario. `same_plan_as`: the strategy whose plan is the same, measured once for both."""
+
+    model_config = ConfigDict(frozen=True)
+
+    scenario: str
+    workload: str
+    strategy: str
+    plan: str  # in a few words
+    media: tuple[str, ...] = ()  # devices of each medium in the profile; of graphs: not recorded
+    predicted_seconds: float = Field(gt=0)
+    seconds: tuple[float, ...] = Field(min_length=1)  # by round
+    same_plan_as: str | None = None
+    errors: tuple[str, ...] = ()  # of requests
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def prediction_error(self) -> float:
+        """predicted / median - 1."""
+        return self.predicted_seconds / self.median_seconds - 1
+
+    @property
+    def at(self) -> str:
+        return f"{self.scenario}, {self.workload}"
+
+
+def ratio_to_local(row: ScenarioRow, rows: Iterable[ScenarioRow]) -> Ratio | None:
+    """Time over that of the best single device in the same rounds. None: the same plan, or no single device was measured."""
+    local = next((each for each in rows if each.at == row.at and each.strategy == LOCAL), None)
+    if local is None or row is local or row.same_plan_as == LOCAL:
+        return None
+    return paired_ratio(row.seconds, local.seconds)
+
+
+def summarise_scenarios(rows: Sequence[ScenarioRow]) -> Summary:
+    """Findings by scenario, and the table of all rows."""
+    findings: list[Finding] = []
+    for scenario in dict.fromkeys(row.scenario for row in rows):
+        group = [row for row in rows if row.scenario == scenario]
+        measured = [row for row in group if row.same_plan_as is None]
+        errors = [abs(row.prediction_error) for row in measured]
+        worst = max(measured, key=lambda row: abs(row.prediction_error))
+        detail = f"{len(errors)} plans; worst {worst.prediction_error:+.0%}: {worst.workload}, {worst.strategy}"
+        figure = f"{scenario}: error of predictions, median"
+        findings.append(at_most(figure, statistics.median(errors), TARGET_ERROR, PERCENT, detail))
+        findings += [_of_auto(row, rows) for row in group if row.strategy == AUTO]
+    failed = sum(len(row.errors) for row in rows)
+    findings.append(at_most("failed requests", failed, 0, "{:.0f}".format))
+    least = min((len(row.seconds) for row in rows), default=0)
+    title = f"{least} rounds" + ("" if least >= CLAIM_ROUNDS else f"; a claim needs {CLAIM_ROUNDS}")
+    return summarise(title, findings, _table(rows))
+
+
+def _of_auto(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> Finding:
+    figure = f"{row.at}: time of auto, over that of the best single device"
+    ratio = ratio_to_local(row, rows)
+    if ratio is None:
+        return without_target(figure, 1.0, "{:.2f}".format, "the same plan, measured once")
+    return at_most(figure, ratio.median, TARGET_RATIO, "{:.2f}".format, f"{ratio.interval}, {row.plan}")
+
+
+_COLUMNS = ("scenario, workload", "strategy", "plan", "predicted", "measured", "interval", "error", "over one device")
+
+
+def _table(rows: Sequence[ScenarioRow]) -> Table:
+    media = dict.fromkeys(f"{row.scenario}: one medium for {each}" for row in rows for each in row.media)
+    return Table.of("seconds of one step or request", _COLUMNS, (_cells(row, rows) for row in rows), list(media))
+
+
+def _cells(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> tuple[str, ...]:
+    low, high = bootstrap_interval(row.seconds)
+    ratio = ratio_to_local(row, rows)
+    over = f"{ratio.median:.2f} {ratio.interval}" if ratio is not None else "same plan" if row.same_plan_as else "-"
+    return (
+        row.at, row.strategy, row.plan, format_seconds(row.predicted_seconds), format_seconds(row.median_seconds),
+        f"{format_seconds(low)}..{format_seconds(high)}", f"{row.prediction_error:+.0%}", over,
+    )  # fmt: skip
