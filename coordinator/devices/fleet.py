@@ -638,7 +638,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             try:
                 if self._lease_name is None:
                     await _ask(connection.client, wire.GetTelemetry(), wire.Telemetry)
-                    self._replace(registry.after_answer(self.devices[device_id], loop_time()))
+                    now = loop_time()
+                    self._replace(registry.after_round_trip(self.devices[device_id], now, now - asked))
                 elif device.health == "busy":
                     if await self._acquire_lease(connection, device_id):
                         self._on_change(self.devices[device_id])

@@ -142,8 +142,13 @@ def after_lease(device: Device, running: Sequence[RunningWorker]) -> Device:
 
 def after_heartbeat(device: Device, state: AgentState, now: float, round_trip_seconds: float) -> Device:
     """The record after an answered heartbeat."""
+    return replace(after_round_trip(device, now, round_trip_seconds), state=state)
+
+
+def after_round_trip(device: Device, now: float, round_trip_seconds: float) -> Device:
+    """The record after an answer that a device gives at once: also without a lease, as a standby gets it."""
     round_trips = (*device.round_trips, round_trip_seconds)[-_ROUND_TRIPS:]
-    return replace(after_answer(device, now), state=state, round_trips=round_trips)
+    return replace(after_answer(device, now), round_trips=round_trips)
 
 
 def after_report(device: Device, state: AgentState) -> Device:

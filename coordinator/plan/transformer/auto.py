@@ -31,8 +31,8 @@ _NUM_REPLICATION_TRIALS = 2  # plans tried with replication; each costs about tw
 def plan_auto(request: PlanRequest) -> PlanningResult[TransformerPlan]:
     """Price all candidates and choose one.
 
-    They are `local` on every device, every other strategy on the fastest two, three, ... devices, and a pipeline on the
-    devices that its search chooses. Raises ModelDoesNotFit.
+    They are `local` on every device, every other strategy on the fastest two, three, ... devices and on those without a
+    shared medium, and a pipeline on the devices that its search chooses. Raises ModelDoesNotFit.
     """
     candidates = [_try_candidate(*trial) for trial in _trials(request)]
     if all(each.plan is None for each in candidates):
@@ -98,12 +98,27 @@ def _trials(request: PlanRequest) -> Iterator[tuple[str, TransformerStrategy[Any
         where = f"on {count} devices" if count < len(devices) else f"on all {count} devices"
         for strategy in (each for each in sharing if count <= each.max_devices(spec)):
             yield f"{strategy.name} {where}", strategy, partial(plan_on_some, request, strategy, count)
+    wired = _devices_on_wires(request)
+    if 2 <= len(wired) < len(devices):
+        on_wires = on_subset(request, wired)
+        for strategy in (each for each in sharing if len(wired) <= each.max_devices(spec)):
+            yield (
+                f"{strategy.name} on {len(wired)} devices on wires",
+                strategy,
+                partial(plan_on_all, on_wires, strategy),
+            )
     if 2 < len(devices) <= _MAX_LEAVE_ONE_OUT:
         slowest = devices_by_capacity(request)[-1]
         for strategy in (each for each in sharing if each.leaves_one_out):
             for left_out in (device for device in devices if device is not slowest):
                 rest = on_subset(request, tuple(d.device_id for d in devices if d is not left_out))
                 yield f"{strategy.name} without {left_out.name}", strategy, partial(plan_on_all, rest, strategy)
+
+
+def _devices_on_wires(request: PlanRequest) -> tuple[str, ...]:
+    """The devices on no shared medium: together they may be faster than those with the most capacity."""
+    shared = {device_id for medium in request.cluster.media for device_id in medium.device_ids}
+    return tuple(each.device_id for each in request.cluster.devices if each.device_id not in shared)
 
 
 def _device_counts(num_devices: int) -> list[int]:

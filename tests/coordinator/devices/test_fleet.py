@@ -14,8 +14,9 @@ from support.servers import rpc_server
 from support.waiting import until
 
 from coordinator.devices import fleet as fleet_module
+from coordinator.devices import registry
 from coordinator.devices.fleet import Fleet
-from coordinator.devices.registry import RECONNECT_SECONDS, Device
+from coordinator.devices.registry import MAX_DEAD_SECONDS, RECONNECT_SECONDS, Device
 from coordinator.devices.silences import KnownSilence, KnownSilences
 from hearth.errors import DeviceLost
 from hearth.platform.asyncio_tools import loop_time
@@ -47,6 +48,7 @@ class FakeAgent:
 
     def __init__(self) -> None:
         self.silent = False
+        self.late_seconds = 0.0  # of each answer
         self.grants = True
         self.boot_id = "b"  # of its heartbeats; nothing is answered after one that is new
         self.leases: list[float] = []  # durations of the leases that it was asked for
@@ -61,6 +63,7 @@ class FakeAgent:
         device = ready_device("a")
         if isinstance(message, wire.FindMissing):
             self.searches.set()
+        await asyncio.sleep(self.late_seconds)
         if self.silent or isinstance(message, wire.FindMissing):
             await asyncio.sleep(60)
         match message:
@@ -220,6 +223,24 @@ def test_device_that_an_earlier_run_has_watched_is_not_new_unless_it_was_restart
             agent.silent = True
             await until("its loss is noticed", lambda: fleet.devices["a"].health == "dead", seconds=10)
             assert (loop_time() - began > 2.0) is is_new
+
+    run(scenario)
+
+
+def test_device_on_a_radio_link_is_known_without_its_lease_too() -> None:
+    known = KnownSilence(boot_id="b", public_key="0" * 40, host="127.0.0.1", seconds=0.55)
+
+    async def scenario(agent: FakeAgent) -> None:
+        agent.late_seconds = 0.005
+        access = Access(COORDINATOR, AGENT.public)
+        async with (
+            agent.listening() as port,
+            Fleet(access, None, static_devices=f"127.0.0.1:{port}", browse=False, known_silences={"a": known}) as fleet,
+        ):
+            await until(
+                "its round trips are known", lambda: "a" in fleet.devices and fleet.devices["a"].is_on_radio, seconds=10
+            )
+            assert registry.dead_seconds(fleet.devices["a"], loop_time()) == MAX_DEAD_SECONDS
 
     run(scenario)
 

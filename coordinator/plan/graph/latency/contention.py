@@ -1,12 +1,14 @@
 """HEFT with link contention: list scheduling that books transfers on channels (Sinnen and Sousa, IEEE TPDS 2005). Pure.
 
 Where links are slow compared with operators, plain HEFT sends more than the channels can carry. This variant records
-when each device's sending and receiving sides are busy, and puts a transfer into the first gap that both have.
+when each device's sending and receiving sides and the shared media are busy, and puts a transfer into the first gap that
+all have that it needs.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,6 +59,7 @@ class _Channels:
         self._problem = problem
         self._sending: list[_Spans] = [[] for _ in problem.devices]
         self._receiving: list[_Spans] = [[] for _ in problem.devices]
+        self._media: defaultdict[int, _Spans] = defaultdict(list)  # by number
         self._arrivals: dict[Send, float] = {}  # arrival time of each booked transfer
 
     def plan_transfers(
@@ -84,15 +87,21 @@ class _Channels:
         for transfer in transfers:
             self._arrivals[transfer.send] = transfer.end + self._problem.latency[transfer.source][transfer.send.device]
             if self._problem.congestion and transfer.end > transfer.start:
-                insort(self._sending[transfer.source], (transfer.start, transfer.end))
-                insort(self._receiving[transfer.send.device], (transfer.start, transfer.end))
+                for spans in self._occupied(transfer.source, transfer.send.device):
+                    insort(spans, (transfer.start, transfer.end))
+
+    def _occupied(self, source: int, device: int) -> list[_Spans]:
+        """What a transfer occupies: the sides of both ends, and the media that it crosses."""
+        crossed = self._problem.media[source][device] if self._problem.media else ()
+        return [self._sending[source], self._receiving[device], *(self._media[number] for number in crossed)]
 
     def _first_gap(self, ready: float, seconds: float, source: int, device: int, reserved: _Spans) -> float:
         if not self._problem.congestion or seconds == 0:
             return ready
         start, before = ready, -1.0
-        while start != before:  # until one start time is free in all three
+        occupied = [*self._occupied(source, device), reserved]
+        while start != before:  # until one start time is free in all
             before = start
-            for spans in (self._sending[source], self._receiving[device], reserved):
+            for spans in occupied:
                 start = first_gap(spans, start, seconds)
         return start

@@ -32,7 +32,7 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Work
 from hearth.plan.plan import plan_from_json
-from hearth.plan.profile import ClusterProfile, WireCost
+from hearth.plan.profile import ClusterProfile, SharedMedium, WireCost
 from hearth.plan.transformer import Strategy, TransformerBody
 from hearth.trace import chrome_trace, transfers
 
@@ -327,6 +327,19 @@ def test_auto_uses_several_devices_on_fast_links() -> None:
         if other.predicted_seconds
     )
     assert plan_from_json(plan.model_dump_json()) == plan
+
+
+def test_auto_prefers_wires_to_slightly_faster_devices_on_a_shared_medium() -> None:
+    profile = cluster([device_profile(index, speed) for index, speed in enumerate((1.0, 1.02, 1.02, 1.02, 1.0))], 200)
+    wired = {"id0", "id4"}
+    links = tuple(
+        link if {link.source, link.target} == wired else link.model_copy(update={"bytes_per_second": 1e6})
+        for link in profile.links
+    )
+    medium = SharedMedium(device_ids=("id1", "id2", "id3"))
+    home = profile.model_copy(update={"links": links, "media": (medium,)})
+    plan = plan_for(PlanRequest(BERT_LARGE, home, 284))
+    assert {device.device_id for device in plan.devices} == wired
 
 
 def test_auto_leaves_out_a_slow_device() -> None:

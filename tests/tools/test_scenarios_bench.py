@@ -1,0 +1,85 @@
+"""The experiment with all scenarios of the testbed: its settings and the findings of its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.plans import BERT_LARGE, make_plan
+
+from tools.bench.experiment import make_experiment, read_settings
+from tools.bench.scenario_findings import ScenarioRow, ratio_to_local, summarise_scenarios
+from tools.bench.scenarios import Scenarios, distinct_plans, timed_scenarios
+
+
+def row(strategy: str, seconds: float, predicted: float | None = None, **more: Any) -> ScenarioRow:
+    values = {"scenario": "wifi-5", "workload": "decoder", "plan": f"{strategy} on m0", **more}
+    return ScenarioRow(strategy=strategy, predicted_seconds=predicted or seconds, seconds=(seconds,) * 15, **values)
+
+
+def missed(*rows: ScenarioRow) -> list[str]:
+    summary = summarise_scenarios(rows)
+    assert bool(summary.failure) == (len(summary.conclusions) > 1)
+    return [line.removeprefix("missed: ").rpartition("; target")[0] for line in summary.conclusions[1:]]
+
+
+def test_auto_that_is_slower_than_one_device_fails() -> None:
+    assert missed(row("local", 1.0), row("auto", 1.04)) == []
+    (said,) = missed(row("local", 1.0), row("auto", 1.06))
+    assert said.startswith("wifi-5, decoder: time of auto, over that of the best single device: 1.06 ([1.06, 1.06]")
+
+
+def test_ratio_is_of_paired_rounds_of_the_same_workload() -> None:
+    # The host is half as fast in every other round, for both: the ratio of the medians would not be 0.5.
+    local = row("local", 1.0).model_copy(update={"seconds": (1.0, 2.0, 1.0)})
+    auto = row("auto", 1.0).model_copy(update={"seconds": (0.5, 1.0, 0.5)})
+    other = row("local", 9.0, workload="prefill")
+    found = ratio_to_local(auto, [other, local, auto])
+    assert found is not None
+    assert found == (0.5, 0.5, 0.5)
+    assert ratio_to_local(local, [local, auto]) is None
+    assert ratio_to_local(auto, [other, auto]) is None
+
+
+def test_same_plan_is_said_and_not_compared() -> None:
+    same = row("auto", 1.0, same_plan_as="local")
+    summary = summarise_scenarios([row("local", 1.0), same])
+    assert not summary.failure
+    findings, table = summary.tables
+    assert ("wifi-5, decoder: time of auto, over that of the best single device", "-",
+            "1.00 (the same plan, measured once)", "-") in findings.rows  # fmt: skip
+    assert [cells[-1] for cells in table.rows] == ["-", "same plan"]
+
+
+def test_median_error_of_a_scenario_must_hold_and_equal_plans_count_once() -> None:
+    good = [row("local", 1.0, 1.1), row("auto", 1.0, 0.85)]
+    assert missed(*good, row("hmp", 1.0, 9.0)) == []
+    # Of the errors 10 %, 800 %: those of the plan measured once for two rows do not outvote the other one.
+    (said,) = missed(row("local", 1.0, 1.1), row("auto", 1.0, 1.1, same_plan_as="local"), row("hmp", 1.0, 9.0))
+    assert said.startswith("wifi-5: error of predictions, median: 405.0%")
+
+
+def test_failed_requests_fail_the_run() -> None:
+    assert len(missed(row("local", 1.0), row("auto", 1.0, errors=("DeviceLost",)))) == 1
+
+
+def test_equal_plans_are_measured_once() -> None:
+    one, other = make_plan(BERT_LARGE, "hmp", (1, 1)), make_plan(BERT_LARGE, "local", (1,))
+    assert distinct_plans({"local": other, "auto": one, "hmp": one}) == {
+        "local": "local",
+        "auto": "auto",
+        "hmp": "auto",
+    }
+    moved = one.model_copy(update={"devices": one.devices[::-1]})  # the same shares on other devices
+    assert distinct_plans({"auto": one, "hmp": moved}) == {"auto": "auto", "hmp": "hmp"}
+
+
+def test_one_or_several_scenarios_can_be_chosen() -> None:
+    def chosen(*changes: str) -> Scenarios:
+        experiment = make_experiment(read_settings("scenarios", changes))
+        assert isinstance(experiment, Scenarios)
+        return experiment
+
+    assert chosen("scenario=mixed", "workload=graph").scenario == ("mixed",)
+    assert chosen('scenario=["mixed", "wifi-5"]').scenario == ("mixed", "wifi-5")
+    assert {"mixed", "wifi-5", "wifi-busy", "galaxy-a", "hub"} <= set(timed_scenarios())
+    assert "wifi-lossy" not in timed_scenarios()
