@@ -1,11 +1,12 @@
 """Profiles for the planners of a benchmark.
 
 Devices are profiled once per shape and length and rescaled by a few real steps before every setting; links are measured
-once per rate.
+and shared media found once per rate.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -13,7 +14,16 @@ from functools import partial
 from itertools import permutations
 
 from coordinator.devices.profile_smoothing import smooth_profiles
-from hearth.plan.profile import DECODING_TIMES, BlockProfile, ClusterProfile, DeviceProfile, Link
+from coordinator.devices.shared_media import Pair, devices_on_radio, find_media
+from hearth.plan.profile import (
+    DECODING_TIMES,
+    BlockProfile,
+    ClusterProfile,
+    DeviceProfile,
+    Link,
+    SharedMedium,
+    media_of,
+)
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.load import calmest_of
 from tools.bench.plans import reference_plan
@@ -47,6 +57,7 @@ class Profiles:
         self._most_attempts = _MOST_ATTEMPTS if repeat_disturbed else 1
         self._blocks: dict[tuple[str, str, int], BlockProfile] = {}
         self._links: dict[tuple[float | None, str, str], Link] = {}
+        self._media: dict[float | None, tuple[SharedMedium, ...]] = {}  # of all devices, by rate
 
     def current(self, model: StoredModel, names: Sequence[str], seq_len: int, mbit: float | None) -> ClusterProfile:
         """The profile of these devices, scaled to the current speed of real steps, because the host's speed drifts.
@@ -83,7 +94,25 @@ class Profiles:
                 for name in names
             ),
             links=tuple(self._link(*pair, mbit) for pair in permutations(names, 2)),
+            media=media_of(self._media_at(mbit), names),
         )
+
+    def _media_at(self, mbit: float | None) -> tuple[SharedMedium, ...]:
+        """The media of all devices, found once per rate as a coordinator finds them. Wires are known from the scenario."""
+        if not self._scenario.media:
+            return ()
+        if mbit not in self._media:
+            names = [device.name for device in self._scenario.devices]
+            links = {pair: self._link(*pair, mbit) for pair in permutations(names, 2)}
+            rates = {pair: link.bytes_per_second for pair, link in links.items()}
+
+            async def together(pairs: Sequence[Pair]) -> dict[Pair, float]:
+                return self._engine.measure_together(pairs, _LINK_SECONDS)
+
+            self._report(f"{self._scenario.name}: finding out what links share")
+            found = asyncio.run(find_media(names, devices_on_radio(names, links), rates, together))
+            self._media[mbit] = found
+        return self._media[mbit]
 
     def _one_per_core(self, names: Sequence[str]) -> list[list[str]]:
         """Groups of devices that share no core. A device that is not pinned to a core has its own group."""
@@ -100,7 +129,7 @@ class Profiles:
     def _link(self, source: str, target: str, mbit: float | None) -> Link:
         """The link, measured once per rate. If all links and devices are equal, one pair is measured for all."""
         devices = self._scenario.devices
-        alike = len({(device.mbit if mbit is None else 0, device.cpu_share) for device in devices}) == 1
+        alike = len({(device.mbit if mbit is None else 0, device.cpu_share, device.medium) for device in devices}) == 1
         first, second = (devices[0].name, devices[1].name) if alike else (source, target)
         if (mbit, first, second) not in self._links:
             rate = "" if mbit is None else f" at {mbit:.0f} Mbit/s"

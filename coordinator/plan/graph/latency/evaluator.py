@@ -47,7 +47,7 @@ class _Checkpoint(NamedTuple):
     """The state of an in-order run before the operator at some position."""
 
     free: list[float]  # by device, the time at which its compute is free
-    sending: list[float]  # the same for its sending side
+    sending: list[float]  # the same for its sending side, and then by medium
     receiving: list[float]
     arrivals: list[float]  # by flow and device
 
@@ -86,6 +86,9 @@ class Evaluator:
         ]
         for index, flow in enumerate(problem.flows):  # of transfers
             self._inputs += [(_Input(index * num_devices, flow.source, flow.seconds),)] * num_devices
+        # [K][K]: where the media that a transfer crosses are in the lists of sending sides; empty if there are none
+        self._crossed = [[[num_devices + number for number in each] for each in row] for row in problem.media]
+        self._num_media = 1 + max((number for row in problem.media for each in row for number in each), default=-1)
         fastest = [min(row) for row in problem.seconds]
         self._tails = [0.0] * problem.num_operators  # the longest path from an operator's end, without transfers
         for i in reversed(range(problem.num_operators)):
@@ -97,7 +100,12 @@ class Evaluator:
 
     def first_checkpoint(self) -> _Checkpoint:
         idle = [0.0] * self._num_devices
-        return _Checkpoint(idle, idle, idle, [_NOT_SENT] * (len(self._problem.flows) * self._num_devices))
+        return _Checkpoint(
+            idle,
+            [0.0] * (self._num_devices + self._num_media),
+            idle,
+            [_NOT_SENT] * (len(self._problem.flows) * self._num_devices),
+        )
 
     def run_in_order(
         self,
@@ -116,7 +124,7 @@ class Evaluator:
         """
         free, sending, receiving, arrivals = begin.free[:], begin.sending[:], begin.receiving[:], begin.arrivals[:]
         inputs, all_seconds, tails = self._inputs, self._problem.seconds, self._tails
-        latency, congestion = self._problem.latency, self._problem.congestion
+        latency, congestion, crossed = self._problem.latency, self._problem.congestion, self._crossed
         n, num_devices = len(tails), self._num_devices
         for position, item in enumerate(order):
             device = assignment[item] if item < n else (item - n) % num_devices
@@ -135,6 +143,10 @@ class Evaluator:
                                 arrival = sending[there]
                             if receiving[device] > arrival:
                                 arrival = receiving[device]
+                            if crossed:
+                                arrival = max([arrival, *(sending[medium] for medium in crossed[there][device])])
+                                for medium in crossed[there][device]:
+                                    sending[medium] = arrival + busy
                             arrival += busy
                             sending[there] = receiving[device] = arrival
                         else:
@@ -178,7 +190,8 @@ class Evaluator:
                     outgoing[source].append(number)
                 transfers[number].consumers.append(operator)
 
-        computing, sending, receiving = [False] * num_devices, [False] * num_devices, [False] * num_devices
+        computing, receiving = [False] * num_devices, [False] * num_devices
+        sending, crossed = [False] * (num_devices + self._num_media), self._crossed
         ready: list[list[int]] = [[] for _ in range(num_devices)]  # heaps of positions
         waiting: list[int] = []  # transfers whose tensor is there, sorted
         # Time, and what happens: operator i has all inputs (i), ends (n + i), or transfer t leaves its channel (2n + t).
@@ -204,6 +217,8 @@ class Evaluator:
                 else:
                     source, device, *_ = transfers[what - 2 * n]
                     sending[source] = receiving[device] = False
+                    for medium in crossed[source][device] if crossed else ():
+                        sending[medium] = False
                     can_send = True
             for device in can_start:
                 if ready[device] and not computing[device]:
@@ -220,10 +235,13 @@ class Evaluator:
             for number in waiting:
                 source, device, busy, latency, consumers = transfers[number]
                 if problem.congestion and busy > 0:
-                    if sending[source] or receiving[device]:
+                    media = crossed[source][device] if crossed else ()
+                    if sending[source] or receiving[device] or any(sending[medium] for medium in media):
                         blocked.append(number)
                         continue
                     sending[source] = receiving[device] = True
+                    for medium in media:
+                        sending[medium] = True
                     heappush(events, (now + busy, 2 * n + number))
                 _deliver(consumers, now + busy + latency, missing, latest, events)
             waiting = blocked

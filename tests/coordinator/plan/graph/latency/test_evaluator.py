@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.placement_problems import problems
+from numpy.random import default_rng
+from support.placement_problems import problems, random_problem
 
 from coordinator.models.ordering import topological_order
 from coordinator.plan.graph.latency.evaluator import Evaluator, IncrementalEvaluator, named, numbered
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Send, best_schedule, schedule, with_required_sends
+from hearth.plan.profile import SharedMedium, media_between
 
 
 def random_solution(problem: PlacementProblem, rng: Random) -> tuple[list[int], list[int]]:
@@ -20,6 +25,34 @@ def random_solution(problem: PlacementProblem, rng: Random) -> tuple[list[int], 
     keys = [rng.random() for _ in problem.operators]
     assignment = [rng.randrange(problem.num_devices) for _ in problem.operators]
     return assignment, topological_order(problem.predecessors, lambda operator: keys[operator])
+
+
+def on_media(problem: PlacementProblem, *media: Sequence[int]) -> PlacementProblem:
+    """The problem with the devices of these numbers on shared media."""
+    shared = [SharedMedium(device_ids=tuple(problem.devices[device] for device in each)) for each in media]
+    crossed = tuple(tuple(media_between(shared, a, b) for b in problem.devices) for a in problem.devices)
+    return replace(problem, media=crossed)
+
+
+@pytest.mark.parametrize("media", [((1, 2),), ((0, 1), (2, 3)), ((0,), (1, 2, 3))])
+def test_makespans_equal_those_of_the_schedules_on_shared_media(media: tuple[tuple[int, ...], ...]) -> None:
+    num_longer = 0
+    for seed in range(20):
+        wired = random_problem(default_rng(seed), num_operators=24, num_devices=4)
+        problem = on_media(wired, *media)
+        assignment, order = random_solution(problem, Random(seed))
+        evaluator = Evaluator(problem)
+        expected = schedule(problem, assignment, order, in_order=True).makespan
+        assert evaluator.in_order(assignment, order) == pytest.approx(expected)
+        expected = schedule(problem, assignment, order).makespan
+        assert evaluator.work_conserving(assignment, order) == pytest.approx(expected)
+        num_longer += expected > schedule(wired, assignment, order).makespan
+        incremental = IncrementalEvaluator(problem, assignment, order)
+        changed = [*assignment[:-8], *((device + 1) % 4 for device in assignment[-8:])]
+        assert incremental.trial(changed, order, 0) == evaluator.in_order(changed, order)
+        first = min(order.index(operator) for operator in range(16, 24))
+        assert incremental.trial(changed, order, first) == evaluator.in_order(changed, order)
+    assert num_longer > 5
 
 
 @settings(max_examples=30)
