@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from coordinator.devices.profile_file import read_transformer_profile
 from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.transformer.make import plan_transformer
-from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
@@ -136,14 +136,17 @@ class Scenarios(Experiment):
         return self.seq_len if workload == "prefill" else self.prompt_tokens
 
     def _plan(self, workload: Workload, strategy: str, model: StoredModel, cluster: ClusterProfile) -> TransformerPlan:
+        """The plan of a strategy; of `local` the best one by its prediction, as `auto` compares them."""
         generation = None
         if workload == "decoder":
             context = self.prompt_tokens + self.new_tokens
             generation = GenerationRequest(context, 1, self.prompt_tokens, self.new_tokens)
-        request = PlanRequest(
-            model.spec, cluster, self._step_rows(workload), strategy=strategy, generation=generation
-        )  # fmt: skip
-        return plan_transformer(request).plan
+        rows = self._step_rows(workload)
+        request = PlanRequest(model.spec, cluster, rows, strategy=strategy, generation=generation)
+        if strategy != LOCAL:
+            return plan_transformer(request).plan
+        alone = (plan_transformer(on_subset(request, (each.device_id,))).plan for each in cluster.devices)
+        return min(alone, key=self._predicted)
 
     def _predicted(self, plan: TransformerPlan) -> float:
         """Seconds of a step, or of a whole request to a decoder, as `auto` compares them."""
