@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from support.plans import BERT_LARGE, make_plan
 
 from hearth.plan.profile import SharedMedium
 from tools.bench.drive import EngineRunners
-from tools.bench.experiment import make_experiment, read_settings
+from tools.bench.experiment import Context, make_experiment, read_settings
 from tools.bench.measure import Models, emulated
 from tools.bench.profiles import Profiles
 from tools.bench.scenario_findings import ScenarioRow, ratio_to_local, summarise_scenarios
@@ -21,6 +22,10 @@ from tools.testbed import Scenario
 TINY = {
     "model_type": "bert", "hidden_size": 96, "num_attention_heads": 6, "num_hidden_layers": 2, "intermediate_size": 300,
     "vocab_size": 3000, "max_position_embeddings": 64,
+}  # fmt: skip
+TINY_LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "vocab_size": 2100, "max_position_embeddings": 128, "eos_token_id": None,
 }  # fmt: skip
 
 
@@ -115,3 +120,38 @@ def test_profiles_of_benchmarks_have_the_media_that_a_coordinator_would_find(tmp
     assert profile.subset(("eth0", "eth1")).media == ()
     alone = profile.link("eth0", "wifi0").bytes_per_second
     assert sum(both.values()) < 1.5 * alone  # both directions of one station take turns
+
+
+@pytest.mark.namespaces
+@pytest.mark.alone
+def test_home_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "encoder.json").write_text(json.dumps(TINY))
+    (tmp_path / "decoder.json").write_text(json.dumps(TINY_LLAMA))
+    (tmp_path / "test-pair.toml").write_text(
+        'media = [{ name = "air", mbit = 50, delay_ms = 5 }]\n'
+        'every_device = { cpu_share = 0.5, mbit = 100, medium = "air" }\n'
+        'devices = [{ name = "one", core = 0 }, { name = "two", core = 1 }]\n'
+    )
+    changes = {
+        "scenario": str(tmp_path / "test-pair.toml"), "encoder": str(tmp_path / "encoder.json"), "seq_len": 16,
+        "decoder": str(tmp_path / "decoder.json"), "prompt_tokens": 8, "new_tokens": 4, "branch_width": 8,
+        "rounds": 3, "time_limit": 1,
+    }  # fmt: skip
+    experiment = make_experiment(
+        read_settings("scenarios", [f"{name}={json.dumps(each)}" for name, each in changes.items()])
+    )
+    rows = list(experiment.measure(Context(tmp_path, print)))
+    assert [(row.workload, row.strategy) for row in rows] == [
+        *((workload, strategy) for workload in ("prefill", "decoder") for strategy in ("local", "auto", "hmp")),
+        ("graph", "local"), ("graph", "auto"),
+    ]  # fmt: skip
+    assert all(len(row.seconds) == 3 and not row.errors for row in rows)
+    assert all(row.media == ("one, two",) for row in rows if row.workload != "graph")
+    # One device is much faster than two over delays of 10 ms from station to station, and the plan is the same.
+    assert {row.same_plan_as for row in rows if row.strategy == "auto"} == {"local"}
+    shared = next(row for row in rows if (row.workload, row.strategy) == ("decoder", "hmp"))
+    # Two exchanges for each of two layers and one for the token, each of which waits for a delay: over 3 tokens and a prompt.
+    assert min(shared.seconds) > 4 * 5 * 0.005
+    assert shared.predicted_seconds > 4 * 5 * 0.005
+    known = list(experiment.measure(Context(tmp_path, print, rows)))
+    assert known == rows  # nothing is measured again
