@@ -31,6 +31,9 @@ class ScenarioRow(BaseModel):
     media: tuple[str, ...] = ()  # devices of each medium in the profile; of graphs: not recorded
     predicted_seconds: float = Field(gt=0)
     seconds: tuple[float, ...] = Field(min_length=1)  # by round
+    # Of a decoder, the part of both until the first token.
+    predicted_prompt_seconds: float = 0.0
+    prompt_seconds: tuple[float, ...] = ()
     same_plan_as: str | None = None
     errors: tuple[str, ...] = ()  # of requests
 
@@ -95,7 +98,11 @@ def _cells(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> tuple[str, ...]:
     low, high = bootstrap_interval(row.seconds)
     ratio = ratio_to_local(row, rows)
     over = f"{ratio.median:.2f} {ratio.interval}" if ratio is not None else "same plan" if row.same_plan_as else "-"
+    predicted, measured = format_seconds(row.predicted_seconds), format_seconds(row.median_seconds)
+    if row.prompt_seconds:
+        predicted += f" (prompt {format_seconds(row.predicted_prompt_seconds)})"
+        measured += f" (prompt {format_seconds(statistics.median(row.prompt_seconds))})"
     return (
-        row.at, row.strategy, row.plan, format_seconds(row.predicted_seconds), format_seconds(row.median_seconds),
+        row.at, row.strategy, row.plan, predicted, measured,
         f"{format_seconds(low)}..{format_seconds(high)}", f"{row.prediction_error:+.0%}", over,
     )  # fmt: skip

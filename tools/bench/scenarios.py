@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
@@ -47,6 +47,13 @@ _LLAMA: dict[str, Any] = {
     "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 8000, "max_position_embeddings": 2048,
     "eos_token_id": None,
 }  # fmt: skip
+
+
+class _Measured(NamedTuple):
+    """Seconds of one step or request; `prompt` of them are a decoder's until the first token."""
+
+    seconds: float
+    prompt: float = 0.0
 
 
 def _several(value: Any) -> Any:
@@ -123,12 +130,14 @@ class Scenarios(Experiment):
             for name in dict.fromkeys(distinct.values()):
                 report(f"loading {name}")
                 engine.load(name, plans[name], model, plans[name].num_ranks > 1, _WITHOUT_LIMIT, profile=cluster)
-            seconds = self._rounds(workload, engine, list(dict.fromkeys(distinct.values())), model, report)
+            measured = self._rounds(workload, engine, list(dict.fromkeys(distinct.values())), model, report)
         for name, plan in plans.items():
             yield ScenarioRow(
                 scenario=testbed.scenario.name, workload=workload, strategy=name, plan=describe(plan),
                 media=tuple(_names(cluster, medium.device_ids) for medium in cluster.media),
-                predicted_seconds=self._predicted(plan), seconds=seconds[distinct[name]],
+                predicted_seconds=self._predicted(plan), seconds=tuple(each.seconds for each in measured[distinct[name]]),
+                predicted_prompt_seconds=plan.predicted.prompt_seconds,
+                prompt_seconds=tuple(each.prompt for each in measured[distinct[name]] if each.prompt),
                 same_plan_as=distinct[name] if distinct[name] != name else None,
             )  # fmt: skip
 
@@ -161,17 +170,17 @@ class Scenarios(Experiment):
         names: Sequence[str],
         model: StoredModel,
         report: Callable[[str], None],
-    ) -> dict[str, tuple[float, ...]]:
-        """Seconds by plan and round, after a warm-up round."""
+    ) -> dict[str, list[_Measured]]:
+        """What each plan took, by round, after a warm-up round."""
         prompt = made_up_prompt(model.spec.vocab_size, self.prompt_tokens)
 
-        def run(name: str) -> float:
+        def run(name: str) -> _Measured:
             if workload == "prefill":
-                return engine.run(name, self.seq_len).seconds
+                return _Measured(engine.run(name, self.seq_len).seconds)
             answer = engine.generate(name, prompt, self.new_tokens)
-            return float(answer["prefill"] + answer["decode"])
+            return _Measured(answer["prefill"] + answer["decode"], answer["prefill"])
 
-        found: dict[str, list[float]] = {name: [] for name in names}
+        found: dict[str, list[_Measured]] = {name: [] for name in names}
         report("warming up")
         for name in names:
             run(name)
@@ -179,7 +188,7 @@ class Scenarios(Experiment):
             report(f"round {index + 1} of {self.rounds}")
             for name in rotated(names, index):
                 found[name].append(run(name))
-        return {name: tuple(seconds) for name, seconds in found.items()}
+        return found
 
     # ---- the graph ------------------------------------------------------------------------------------------------
 
