@@ -76,6 +76,12 @@ def test_median_error_of_a_scenario_must_hold_and_equal_plans_count_once() -> No
     assert said.startswith("wifi-5: error of predictions, median: 405.0%")
 
 
+def test_times_of_a_disturbed_machine_are_marked() -> None:
+    _, table = summarise_scenarios([row("local", 1.0, distrust="other programs took 40 % of the cores")]).tables
+    assert table.rows[0][0] == "wifi-5, decoder (untrusted)"
+    assert table.notes == ("wifi-5, decoder: untrusted, other programs took 40 % of the cores",)
+
+
 def test_failed_requests_fail_the_run() -> None:
     assert len(missed(row("local", 1.0), row("auto", 1.0, errors=("DeviceLost",)))) == 1
 

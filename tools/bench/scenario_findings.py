@@ -35,6 +35,7 @@ class ScenarioRow(BaseModel):
     predicted_prompt_seconds: float = 0.0
     prompt_seconds: tuple[float, ...] = ()
     same_plan_as: str | None = None
+    distrust: str = ""  # why the times cannot be trusted: other programs ran during the rounds
     errors: tuple[str, ...] = ()  # of requests
 
     @property
@@ -91,7 +92,9 @@ _COLUMNS = ("scenario, workload", "strategy", "plan", "predicted", "measured", "
 
 def _table(rows: Sequence[ScenarioRow]) -> Table:
     media = dict.fromkeys(f"{row.scenario}: one medium for {each}" for row in rows for each in row.media)
-    return Table.of("seconds of one step or request", _COLUMNS, (_cells(row, rows) for row in rows), list(media))
+    distrusted = dict.fromkeys(f"{row.at}: untrusted, {row.distrust}" for row in rows if row.distrust)
+    notes = [*media, *distrusted]
+    return Table.of("seconds of one step or request", _COLUMNS, (_cells(row, rows) for row in rows), notes)
 
 
 def _cells(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> tuple[str, ...]:
@@ -103,6 +106,6 @@ def _cells(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> tuple[str, ...]:
         predicted += f" (prompt {format_seconds(row.predicted_prompt_seconds)})"
         measured += f" (prompt {format_seconds(statistics.median(row.prompt_seconds))})"
     return (
-        row.at, row.strategy, row.plan, predicted, measured,
+        f"{row.at} (untrusted)" if row.distrust else row.at, row.strategy, row.plan, predicted, measured,
         f"{format_seconds(low)}..{format_seconds(high)}", f"{row.prediction_error:+.0%}", over,
     )  # fmt: skip

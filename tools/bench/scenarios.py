@@ -26,6 +26,7 @@ from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment
 from tools.bench.graph_home import GraphHome
 from tools.bench.homes import Model, agent_names, decoder_directory, on_quietest_core
+from tools.bench.load import load_between, snapshot
 from tools.bench.measure import Models, emulated, without_memory_limits
 from tools.bench.plans import describe
 from tools.bench.results import Summary
@@ -130,7 +131,9 @@ class Scenarios(Experiment):
             for name in dict.fromkeys(distinct.values()):
                 report(f"loading {name}")
                 engine.load(name, plans[name], model, plans[name].num_ranks > 1, _WITHOUT_LIMIT, profile=cluster)
+            before = snapshot()
             measured = self._rounds(workload, engine, list(dict.fromkeys(distinct.values())), model, report)
+            distrust = load_between([(before, snapshot())]).distrust
         for name, plan in plans.items():
             yield ScenarioRow(
                 scenario=testbed.scenario.name, workload=workload, strategy=name, plan=describe(plan),
@@ -138,7 +141,7 @@ class Scenarios(Experiment):
                 predicted_seconds=self._predicted(plan), seconds=tuple(each.seconds for each in measured[distinct[name]]),
                 predicted_prompt_seconds=plan.predicted.prompt_seconds,
                 prompt_seconds=tuple(each.prompt for each in measured[distinct[name]] if each.prompt),
-                same_plan_as=distinct[name] if distinct[name] != name else None,
+                same_plan_as=distinct[name] if distinct[name] != name else None, distrust=distrust,
             )  # fmt: skip
 
     def _step_rows(self, workload: Workload) -> int:
@@ -201,12 +204,15 @@ class Scenarios(Experiment):
         with on_quietest_core(testbed.scenario), GraphHome(testbed, model, "latency", report) as home:
             candidates = [home.make_plan(name, name, self.time_limit) for name in (LOCAL, AUTO)]
             same = candidates[0].key == candidates[1].key
-            for served in home.measure(candidates, lambda _: one_by_one, self.rounds):
+            before = snapshot()
+            rows = list(home.measure(candidates, lambda _: one_by_one, self.rounds))
+            distrust = load_between([(before, snapshot())]).distrust
+            for served in rows:
                 yield ScenarioRow(
                     scenario=testbed.scenario.name, workload="graph", strategy=served.label,
                     plan=f"{served.segments} segments on {', '.join(served.devices)}",
                     predicted_seconds=served.predicted_seconds, seconds=served.seconds,
-                    same_plan_as=LOCAL if same and served.label == AUTO else None,
+                    same_plan_as=LOCAL if same and served.label == AUTO else None, distrust=distrust,
                     errors=tuple(error for each in served.rounds for error in each.errors),
                 )  # fmt: skip
 
