@@ -87,11 +87,11 @@ $(OTHER_PYTHONS): test-3.%:
 .PHONY: test-lowest test-numpy1
 test-lowest: .venv-lowest/installed
 	@.venv-lowest/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
-	  --ignore tests/tools --ignore tests/simulation --ignore tests/corpus
+	  --ignore tests/tools --ignore tests/simulation --ignore tests/corpus --ignore tests/test_packaging.py
 
 test-numpy1: .venv-numpy1/installed
 	@.venv-numpy1/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
-	  --ignore tests/tools --ignore tests/simulation --ignore tests/corpus
+	  --ignore tests/tools --ignore tests/simulation --ignore tests/corpus --ignore tests/test_packaging.py
 
 # Debian's package, and Hearth as it is installed: under a real systemd, and on ARM. Both need root on a Debian machine, keep what
 # they download in .boot (2 GB each), and end within 40 and 60 minutes; where they cannot run, they say why.

@@ -220,7 +220,7 @@ def test_every_list_of_a_message_has_a_limited_length() -> None:
             )
         if isinstance(kind, TypeVar):
             return visit(kind.__default__, where, limits)  # type: ignore[attr-defined]
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        if origin is None and isinstance(kind, type) and issubclass(kind, BaseModel):
             if kind not in seen:
                 seen.add(kind)
                 for name, field in kind.model_fields.items():

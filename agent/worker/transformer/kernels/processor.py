@@ -15,7 +15,7 @@ def multiplies_bfloat16() -> bool:
     `ATEN_CPU_CAPABILITY` keeps torch from newer instructions than it names; without them a bfloat16 GEMM is some hundred
     times slower than one in float32.
     """
-    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
+    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2"):
         return False
     probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
     return any(probe is not None and bool(probe()) for probe in probes)

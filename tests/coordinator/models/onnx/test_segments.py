@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from packaging.version import Version
 from support import onnx_models
 from support.onnx_models import HANDMADE_MODELS, random_inputs, run_segments, run_whole
 
@@ -17,7 +18,7 @@ from coordinator.models.onnx.cutting import cut
 from coordinator.models.onnx.reader import OnnxModel, read_onnx
 from coordinator.models.onnx.segments import segment_model
 
-pytest.importorskip("onnxruntime")
+onnxruntime = pytest.importorskip("onnxruntime")
 TOLERANCE = 1e-4
 
 
@@ -46,6 +47,8 @@ def compare(path: Path, model: OnnxModel, seeds: int, tolerance: float = TOLERAN
 
 @pytest.mark.parametrize("make", HANDMADE_MODELS, ids=lambda make: make.__name__)
 def test_cuts_of_small_graphs_equal_one_session(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    if make is onnx_models.nibbles and Version(onnxruntime.__version__) < Version("1.20"):
+        pytest.skip("this version of onnxruntime has no weights of 4 bits")
     path = make(tmp_path / "model.onnx")
     model = read_onnx(path, {"n": 3} if make is onnx_models.shapes_from_shapes else None)
     compare(path, model, seeds=4)

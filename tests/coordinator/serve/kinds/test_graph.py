@@ -284,8 +284,12 @@ def test_saved_plan_is_reused_for_the_same_graph_only(
 
 def test_graph_with_unsupported_input_type_is_rejected(tmp_path: Path) -> None:
     goal = GraphGoal(model_file=str(save_bfloat16_model(tmp_path / "model.onnx")))
-    with pytest.raises(BadModelFile, match="its tensor x is of bfloat16"):
-        ServedController(GraphFleet("a", None), tmp_path, goal, None)  # type: ignore[arg-type]
+
+    async def main() -> None:
+        with pytest.raises(BadModelFile, match="its tensor x is of bfloat16"):
+            ServedController(GraphFleet("a", None), tmp_path, goal, None)  # type: ignore[arg-type]
+
+    asyncio.run(main())
 
 
 def test_graph_without_weights_is_rejected(tmp_path: Path) -> None:
