@@ -83,7 +83,7 @@ $(OTHER_PYTHONS): test-3.%:
 	  --deselect tests/corpus/test_corpus.py::test_plans_equal_the_record
 
 # The lowest versions that pyproject.toml admits, torch among them, on Python 3.10: 5 GB, since that torch brings CUDA.
-# And NumPy 1 with the newest of everything else. Recorded plans and messages are of the pinned versions.
+# And NumPy 1 with the newest of everything else. Recorded plans and what is packed are of the pinned versions.
 .PHONY: test-lowest test-numpy1
 test-lowest: .venv-lowest/installed
 	@.venv-lowest/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \

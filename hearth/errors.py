@@ -7,6 +7,7 @@ as the same class at the other end, so an app can catch `ModelDoesNotFit` and re
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from typing_extensions import dataclass_transform
@@ -47,6 +48,10 @@ class HearthError(Exception):
     def details(self) -> dict[str, Any]:
         """The values of all fields by name, as they travel on the wire."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For other processes of this program. Exception would pickle positional arguments, of which there are none."""
+        return partial(type(self), **self.details()), ()
 
     @property
     def device_name(self) -> str:

@@ -637,7 +637,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             self._excuse(device_id, asked - began - pause_seconds)
             try:
                 if self._lease_name is None:
-                    await _ask(connection.client, wire.GetTelemetry(), wire.Telemetry)
+                    await _ask(connection.client, wire.Hello(name=self.holder), wire.AgentWelcome)  # answered at once
                     now = loop_time()
                     self._replace(registry.after_round_trip(self.devices[device_id], now, now - asked))
                 elif device.health == "busy":

@@ -20,7 +20,7 @@ from coordinator.devices.measuring_order import measure_each, measure_pairs
 from coordinator.devices.profile_cache import KnownMedia, ProfileCache
 from coordinator.devices.registry import Device
 from coordinator.devices.shared_media import Pair, devices_on_radio, find_media
-from coordinator.devices.taken import Traffic, link_alone
+from coordinator.devices.taken import Traffic, link_alone, no_traffic
 from coordinator.devices.workload import R, Workload
 from hearth.errors import BadMessage, HearthError, NoDevices
 from hearth.plan.profile import Link, SharedMedium, media_of
@@ -60,16 +60,22 @@ class Profiler:
 
     With `provisional`, a device that was not measured has the result of an equal one or of a quick probe, and a link what was
     measured when it was last used, until `measure_provisional` and `measure_provisional_links` measure them: a first plan need
-    not wait for that.
+    not wait for that. Without `keeps_links`, links are measured but not kept: beside a coordinator whose traffic is not known.
     """
 
     def __init__(
-        self, fleet: Fleet, cache_dir: Path, report: Report = lambda line: None, provisional: bool = False
+        self,
+        fleet: Fleet,
+        cache_dir: Path,
+        report: Report = lambda line: None,
+        provisional: bool = False,
+        keeps_links: bool = True,
     ) -> None:
         self._fleet = fleet
         self._cache = ProfileCache(cache_dir)
         self._report = report
         self._uses_provisional = provisional
+        self._keeps_links = keeps_links
         self._provisional: set[Path] = set()  # results of an equal device, or of a probe: the files that are missing
         self._probed: dict[Path, BaseModel] = {}  # results of probes, by the file that equal devices would share
         self.provisional_links: set[tuple[str, str]] = set()
@@ -80,7 +86,7 @@ class Profiler:
         self._slowdowns: dict[str, float] = {}  # current / cached seconds, of devices that drifted
 
     async def measure(
-        self, devices: Sequence[Device], workload: Workload[R], traffic: Traffic = dict
+        self, devices: Sequence[Device], workload: Workload[R], traffic: Traffic = no_traffic
     ) -> MeasuredDevices[R]:
         """Read telemetry and measure links and workload of these devices. Devices that fail are left out.
 
@@ -162,7 +168,7 @@ class Profiler:
         self._slowdowns.pop(device.device_id, None)  # it was a factor of the equal device's times
         return True
 
-    async def measure_provisional_links(self, devices: Sequence[Device], traffic: Traffic = dict) -> None:
+    async def measure_provisional_links(self, devices: Sequence[Device], traffic: Traffic = no_traffic) -> None:
         """As `measure_links` for the provisional links between these devices. Those that fail are dropped."""
         pairs = self.provisional_links.intersection(permutations([device.device_id for device in devices], 2))
         await self._measure_pairs(sorted(pairs), devices, traffic)
@@ -207,7 +213,9 @@ class Profiler:
 
     # ---- links ----------------------------------------------------------------------------------------------------
 
-    async def measure_links(self, devices: Sequence[Device], traffic: Traffic = dict) -> dict[tuple[str, str], Link]:
+    async def measure_links(
+        self, devices: Sequence[Device], traffic: Traffic = no_traffic
+    ) -> dict[tuple[str, str], Link]:
         """Links of all ordered pairs, without those that failed.
 
         `traffic` is that of deployments that go on while links are measured; a link is kept as it would be without.
@@ -292,7 +300,8 @@ class Profiler:
             self.failed_links.add((source.device_id, target.device_id))
             return
         self.links[link.source, link.target] = link
-        self._cache.keep_link(link)
+        if self._keeps_links:
+            self._cache.keep_link(link)
 
     async def _measured_link(self, source: Device, target: Device, traffic: Traffic) -> Link | None:
         """A link as measured now, and as it would be without this traffic; None, with a report, if that failed."""

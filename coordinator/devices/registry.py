@@ -40,7 +40,7 @@ _MAX_CONNECT_SECONDS = 0.8
 # A device is on a radio or powerline link if even the fastest of its last heartbeats took longer than over any wire, where
 # that is a fraction of a millisecond. Such links stall for up to 2 s while the link sends again or changes its rate, also
 # after minutes without any sign of that, so such a device gets the longest time from the start.
-_ROUND_TRIPS = 20  # heartbeats: ten seconds, of which one at least meets an idle device
+_ROUND_TRIPS = 20  # answers: ten seconds of heartbeats, of which one at least meets an idle device
 _LEAST_ROUND_TRIPS = 5
 WIRE_ROUND_TRIP_SECONDS = 2e-3
 _LONGEST_RADIO_STALL_SECONDS = 2.0
@@ -65,7 +65,7 @@ class Device:
     # Times and lengths of answers' delays, longest first: those that no later one has exceeded.
     silences: tuple[tuple[float, float], ...] = ()
     watched_since: float = -math.inf
-    round_trips: tuple[float, ...] = ()  # seconds of its last `_ROUND_TRIPS` heartbeats
+    round_trips: tuple[float, ...] = ()  # seconds of its last `_ROUND_TRIPS` heartbeats, or of a standby's questions
     # The workers that ran here when this coordinator took its lease, by deployment.
     taken_over: Mapping[str, RunningWorker] = field(default_factory=dict)
     disconnected_at: float | None = None  # when its connection broke; None once it has answered again

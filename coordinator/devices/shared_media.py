@@ -20,7 +20,8 @@ MeasureTogether: TypeAlias = Callable[[Sequence[Pair]], Awaitable[Mapping[Pair, 
 
 # Sum of the fractions of their own rates that two transfers reach together, up to which they share a medium.
 _SHARED_SUM = 1.5
-_DOUBTFUL_SUMS = (1.3, 1.6)  # between these, transfers are measured again
+# Between these, transfers are measured again: a pause of a device takes more from such a sum than a medium's noise adds.
+_DOUBTFUL_SUMS = (1.3, 1.6)
 
 
 def devices_on_radio(device_ids: Collection[str], links: Mapping[Pair, Link]) -> list[str]:
@@ -45,8 +46,9 @@ async def find_media(
     """The media of the devices on `radio`, out of `device_ids`.
 
     `rates` in bytes/s, each measured alone; `measure` returns the rates of transfers at the same time, without those that
-    failed. A device is compared with one of each medium found so far, so there are at most as many measurements as devices
-    times media. Without a wired device, two access points with a wire between them can be taken for one.
+    failed. A device is compared with one of each medium found so far, so there are at most as many comparisons as devices
+    times media; a doubtful one takes seven measurements. Without a wired device, two access points with a wire between them
+    can be taken for one.
     """
     wired = [each for each in device_ids if each not in radio]
     groups: list[list[str]] = []

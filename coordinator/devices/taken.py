@@ -12,12 +12,16 @@ from coordinator.devices.shared_media import Pair
 from coordinator.plan.simulator import Resource, transfer_resources
 from hearth.plan.profile import Link, SharedMedium, media_between
 
-Traffic: TypeAlias = Callable[
-    [], Mapping[Pair, float]
-]  # bytes/s that are sent over each link, whenever it is asked for
+# Bytes/s that are sent over each link, whenever it is asked for.
+Traffic: TypeAlias = Callable[[], Mapping[Pair, float]]
 
-# The most of a link's time that counts as taken: two senders that always send get about equal shares, whatever was measured.
+# The most of a link's time that counts as taken: a plan avoids a link that others fill, although TCP would give it about half.
 _MAX_LINK_LOAD = 0.9
+
+
+def no_traffic() -> Mapping[Pair, float]:
+    """That of links that nobody else uses."""
+    return {}
 
 
 class Taken(NamedTuple):
@@ -37,7 +41,7 @@ class TakenByOthers:
     """What other deployments take, whenever it is asked for; by default there are none."""
 
     of_device: Callable[[Device], Taken] = lambda device: Taken()
-    traffic: Traffic = dict  # that they send
+    traffic: Traffic = no_traffic  # of their workers
 
     def __call__(self, device: Device) -> Taken:
         """What they take of a device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import fields
 from typing import get_args
 
@@ -24,6 +25,8 @@ def test_every_error_has_a_scope_and_valid_texts(error_type: type[HearthError]) 
     error = error_type(**{field.name: EXAMPLES[str(field.type)] for field in fields(error_type)})
     assert "scope" not in error.details()
     assert "{" not in str(error)
+    again = pickle.loads(pickle.dumps(error))  # as a process pool passes it on
+    assert (type(again), str(again)) == (error_type, str(error))
 
 
 @pytest.mark.parametrize(

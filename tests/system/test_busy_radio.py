@@ -18,6 +18,7 @@ from support.models import save_random_model
 from support.soak_clients import Load, Outcome, Request, run_clients, serving_status
 from support.waiting import wait_for
 
+from coordinator.serve.lifecycle import HISTORY_LENGTH
 from hearth.platform.units import format_seconds
 from tools.bench.findings import COUNT, all_hold, equal, findings_table, without_target
 from tools.testbed import Testbed, load_scenario
@@ -56,6 +57,7 @@ def test_no_device_is_lost_on_a_busy_radio(tmp_path: Path) -> None:
         outcomes = run_clients(testbed, Load(requests=pool, clients=CLIENTS, seconds=SECONDS))
         seconds = time.monotonic() - began
         after = json.loads(testbed.hearth("status", "--json"))
+    assert len(after["history"]) < HISTORY_LENGTH, "earlier transitions are gone"
     losses = [each for each in after["history"] if "lost" in each["cause"] or "silent" in each["cause"]]
     findings = [
         equal("requests that failed", sum(bool(each.error) for each in (*alone, *outcomes)), 0, COUNT),

@@ -13,6 +13,7 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes
+from hearth.errors import BadSetting
 from hearth.plan.draft import DRAFT_RANK
 from hearth.plan.kernels import choose_kernels
 from hearth.plan.model_spec import ModelSpec, WeightFormat
@@ -166,14 +167,17 @@ class EngineRunners(ProcessGroup):
     def measure_together(self, pairs: Sequence[tuple[str, str]], seconds: float) -> dict[tuple[str, str], float]:
         """Rates of transfers at the same time in bytes/s: of pairs without a common device, or of both directions of one.
 
-        Empty for other pairs, because a runner has one link at a time.
+        Raises BadSetting for other pairs, because a runner has one link at a time.
         """
         devices = [device for pair in pairs for device in pair]
         if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
             swapped = _SWAPPED_BYTES / self.swap_seconds(*pairs[0], _SWAPPED_BYTES, _SWAPS)
             return dict.fromkeys(pairs, swapped)
         if len(set(devices)) < len(devices):
-            return {}
+            text = ", ".join(f"{source} to {target}" for source, target in pairs)
+            raise BadSetting(
+                setting="scenario", reason=f"its media cannot be found: {text} cannot send at the same time here"
+            )
         requests: dict[str, dict[str, Any]] = {target: {"do": "answer_link"} for _, target in pairs}
         requests |= {source: {"do": "measure_link", "seconds": seconds} for source, _ in pairs}
         with ExitStack() as stack:

@@ -81,9 +81,11 @@ def summarise_scenarios(rows: Sequence[ScenarioRow]) -> Summary:
 
 def _of_auto(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> Finding:
     figure = f"{row.at}: time of auto, over that of the best single device"
+    if row.same_plan_as == LOCAL:
+        return without_target(figure, 1.0, "{:.2f}".format, "the same plan, measured once")
     ratio = ratio_to_local(row, rows)
     if ratio is None:
-        return without_target(figure, 1.0, "{:.2f}".format, "the same plan, measured once")
+        raise ValueError(f"{row.at}: no single device was measured")
     return at_most(figure, ratio.median, TARGET_RATIO, "{:.2f}".format, f"{ratio.interval}, {row.plan}")
 
 

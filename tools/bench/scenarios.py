@@ -20,6 +20,7 @@ from coordinator.devices.profile_file import read_transformer_profile
 from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset
+from hearth.errors import BadSetting
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
@@ -33,7 +34,7 @@ from tools.bench.results import Summary
 from tools.bench.scenario_findings import AUTO, ScenarioRow, summarise_scenarios
 from tools.bench.shapes import find_shape
 from tools.bench.stats import rotated
-from tools.graph_models import build, export
+from tools.graph_models import NETWORKS, build, export
 from tools.testbed import Scenario, Testbed, load_scenario
 from tools.testbed.cluster import check_possible
 from tools.testbed.scenario import SCENARIOS
@@ -71,9 +72,8 @@ class Scenarios(Experiment):
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(ScenarioRow)
 
-    scenario: Annotated[
-        tuple[str, ...], BeforeValidator(_several)
-    ] = ()  # names, or TOML files; empty: all that are timed
+    # Names, or TOML files; empty: all that are timed.
+    scenario: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
     workload: Annotated[tuple[Workload, ...], BeforeValidator(_several), Field(min_length=1)] = (
         "prefill", "decoder", "graph",
     )  # fmt: skip
@@ -94,6 +94,9 @@ class Scenarios(Experiment):
         scenarios = [load_scenario(name) for name in self.scenario or timed_scenarios()]
         for scenario in scenarios:
             check_possible(without_memory_limits(scenario))
+        find_shape(self.encoder)
+        if self.network not in NETWORKS:
+            raise BadSetting(setting="network", reason=f"{self.network!r} is none of {', '.join(sorted(NETWORKS))}")
         yield from context.known
         known = {(row.scenario, row.workload) for row in context.known}
         models = Models(context.folder)

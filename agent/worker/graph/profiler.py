@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -82,6 +83,8 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
     Raises BadPlan if onnxruntime cannot load or run the graph; StoreFull, naming `device`.
     """
     keep_freed_buffers()
+    if compute_device == "cuda":
+        load_cuda()
     gpu = gpu_memory() if compute_device == "cuda" else None
     before = _Memory.now(gpu)
     try:
@@ -90,6 +93,8 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
         raise BadPlan(reason="the graph to be profiled is not an ONNX model") from None
     _check_disk_space(model, folder, device)
     path = _with_random_weights(model, folder)
+    if gpu is not None:  # the memory of an integrated GPU held the pages of the file that was just written
+        before = before._replace(gpu_free=gpu.free_bytes())
     providers = providers_for(compute_device, folder)
     plain = make_session(path, "the graph", num_threads, providers)
     give_back_freed_buffers()
@@ -117,14 +122,13 @@ def _memory_of_graph(
     """The memory that a profile names, in bytes: that of the GPU if there is one, since its memory is the device's budget."""
     host_bytes = before.anonymous + before.mapped
     if gpu is not None:
-        process_bytes = (
-            host_bytes if gpu.is_integrated else 0
-        )  # CUDA's context is not counted as free in the first place
+        # The budget of a device with a GPU of its own memory is already without CUDA's context (`GpuReader.read`).
+        process_bytes = host_bytes + gpu.context_bytes if gpu.is_integrated else 0
         load_bytes = max(before.gpu_free - loaded.gpu_free, 0)
         return {
             "process_bytes": process_bytes,
             "load_bytes": load_bytes,
-            "peak_bytes": process_bytes + load_bytes,
+            "peak_bytes": max(process_bytes + load_bytes, peak_bytes if gpu.is_integrated else 0),
             "run_bytes": max(loaded.gpu_free - after_run.gpu_free, 0),
         }
     return {
@@ -147,8 +151,13 @@ def _in_process_without_queues(
     CUDA reads that setting when it starts in a process.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, initializer=_without_queues, initargs=(os.getpid(),)) as pool:
-        return pool.submit(kernels_of_graph, path, num_threads, providers, run_seconds).result()
+    try:
+        with ProcessPoolExecutor(1, context, initializer=_without_queues, initargs=(os.getpid(),)) as pool:
+            return pool.submit(kernels_of_graph, path, num_threads, providers, run_seconds).result()
+    except BrokenProcessPool:
+        raise BadPlan(
+            reason="the process that times the graph's operators ended early, often for lack of memory"
+        ) from None
 
 
 def _without_queues(parent: int) -> None:

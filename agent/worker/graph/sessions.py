@@ -164,7 +164,7 @@ def make_session(
     providers: Sequence[Provider],
     configure: Callable[[ort.SessionOptions], None] = lambda options: None,
 ) -> ort.InferenceSession:
-    """Create a session from an ONNX file. Raises BadPlan."""
+    """Create a session from an ONNX file, without TensorRT if that fails. Raises BadPlan."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
@@ -172,19 +172,23 @@ def make_session(
     # Idle threads must not spin between runs, because communication needs the cores.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     configure(options)
-    tried = [list(providers)]
-    if (nodes_only := without_compilers(providers)) != tried[0]:
-        tried.append(nodes_only)  # TensorRT's libraries are often missing, and it does not take every model
-    for number, wanted in enumerate(tried, start=1):
+
+    def create(wanted: Sequence[Provider]) -> ort.InferenceSession:
+        # Without onnxruntime's own fallback, which forgets the options of the other providers.
+        return ort.InferenceSession(str(path), options, providers=list(wanted), enable_fallback=0)
+
+    nodes_only = without_compilers(providers)
+    try:
         try:
-            # Without onnxruntime's own fallback, which forgets the options of the other providers.
-            session = ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
-            break
+            session = create(providers)
         except Exception as error:
-            reason = f"onnxruntime {ort.__version__} does not accept {name}: {brief_message(error)}"
-            if number == len(tried):
-                raise BadPlan(reason=reason) from None
-            log.info("%s runs without TensorRT: %s", name, reason)
+            if nodes_only == list(providers):
+                raise
+            # TensorRT's libraries are often missing, and it does not take every model.
+            log.info("%s is tried without TensorRT: %s", name, brief_message(error))
+            session = create(nodes_only)
+    except Exception as error:
+        raise BadPlan(reason=f"onnxruntime {ort.__version__} does not accept {name}: {brief_message(error)}") from None
     if _CUDA in dict(providers) and _CUDA not in session.get_providers():
         log.warning("onnxruntime cannot use CUDA, for the reason above: %s runs on the CPU", name)
     return session

@@ -93,7 +93,7 @@ def devices(
                 settled = await fleet.settle(wait, 1, limit)
                 if not settled and not fleet.refusals:
                     raise NoDevices(seconds=limit)
-                profiler = Profiler(fleet, state_dir / "profiles", report)
+                profiler = Profiler(fleet, state_dir / "profiles", report, keeps_links=False)
                 links = await profiler.measure_links(settled) if measure else {}
                 reasons = await left_out
                 infos = [

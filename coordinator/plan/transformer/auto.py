@@ -99,14 +99,12 @@ def _trials(request: PlanRequest) -> Iterator[tuple[str, TransformerStrategy[Any
         for strategy in (each for each in sharing if count <= each.max_devices(spec)):
             yield f"{strategy.name} {where}", strategy, partial(plan_on_some, request, strategy, count)
     wired = _devices_on_wires(request)
-    if 2 <= len(wired) < len(devices):
+    fastest = {each.device_id for each in devices_by_capacity(request)[: len(wired)]}
+    if 2 <= len(wired) < len(devices) and (fastest != set(wired) or len(wired) not in _device_counts(len(devices))):
         on_wires = on_subset(request, wired)
         for strategy in (each for each in sharing if len(wired) <= each.max_devices(spec)):
-            yield (
-                f"{strategy.name} on {len(wired)} devices on wires",
-                strategy,
-                partial(plan_on_all, on_wires, strategy),
-            )
+            where = f"on {len(wired)} devices on wires"
+            yield f"{strategy.name} {where}", strategy, partial(plan_on_all, on_wires, strategy)
     if 2 < len(devices) <= _MAX_LEAVE_ONE_OUT:
         slowest = devices_by_capacity(request)[-1]
         for strategy in (each for each in sharing if each.leaves_one_out):

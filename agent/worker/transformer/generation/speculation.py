@@ -22,7 +22,7 @@ from agent.worker.transformer.generation.sequence import SequenceState
 
 _NUM_TIMES = 7  # steps whose median is the time of a number of rows
 _NUM_DRAFT_TIMES = 15  # steps of a draft model whose second least time counts
-_MIN_GAIN = 0.02  # in tokens per second: guesses that promise less are within the error of the measured times
+_MIN_GAIN = 0.02  # of the tokens per second without guesses: less is within the error of the measured times
 _MAX_DEPTH = 12  # steps of a draft model before one of the model: with 9 of 10 guesses right, more add 3 tokens to 7
 _MAX_PROBE_SHARE = 0.02  # of the time, for guesses of a draft model that do not pay
 _MAX_SAVED_STEPS = 8  # time for such guesses that is saved up, in steps: several answers may begin at once
@@ -91,14 +91,14 @@ def draft_counts(
 ) -> list[int]:
     """The number of drafted tokens of each sequence of a step with the most expected tokens per second.
 
-    At most `most` of each sequence, and `room` of all; none if they promise less than `_MIN_GAIN`.
+    At most `most` of each sequence, and `room` of all.
     """
     # Tokens that a draft is expected to add, the k-th of a sequence no more than the one before: a stable sort keeps the order.
     gains = [(rate**k, n) for n, rate in enumerate(acceptances) for k in range(1, most[n] + 1)]
     gains.sort(key=lambda gain: -gain[0])
     num_sequences = len(acceptances)
     expected = float(num_sequences)
-    best_rate, best_count = (1 + _MIN_GAIN) * expected / step_seconds(num_sequences), 0
+    best_rate, best_count = expected / step_seconds(num_sequences), 0
     for count, (gain, _) in enumerate(gains[:room], start=1):
         expected += gain
         if (rate := expected / step_seconds(num_sequences + count)) > best_rate:
@@ -177,6 +177,8 @@ class Speculation:
                 best = max(
                     best, self._choice(group, found, most, room, depth), key=lambda choice: choice.tokens_per_second
                 )
+        if best.tokens_per_second < (1 + _MIN_GAIN) * len(group) / self.times.seconds(len(group)):
+            best = _Choice(0.0, [0] * len(group), [False] * len(group))
         _, counts, by_model = best
         for n, sequence in enumerate(group):
             is_due = sequence.drafter is not None and sequence.drafter.is_probe_due and not by_model[n]

@@ -2,7 +2,7 @@
 
 Where links are slow compared with operators, plain HEFT sends more than the channels can carry. This variant records
 when each device's sending and receiving sides and the shared media are busy, and puts a transfer into the first gap that
-all have that it needs.
+all of its resources have.
 """
 
 from __future__ import annotations

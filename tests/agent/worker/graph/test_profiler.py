@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,3 +155,19 @@ def test_profiler_failures_are_typed_errors(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(graph_profiler, "_RESERVE_BYTES", 1 << 60)
     with pytest.raises(StoreFull):
         profiled(tmp_path, residual_block())
+
+
+@pytest.mark.parametrize("integrated", [False, True])
+def test_memory_on_a_gpu_is_that_of_its_budget(integrated: bool) -> None:
+    """A GPU of its own memory has a budget without CUDA's context; an integrated one shares it with the process."""
+    memory = graph_profiler._Memory
+    gpu: Any = SimpleNamespace(is_integrated=integrated, context_bytes=7)
+    before, loaded, after_run = (memory(20, 10, free) for free in (1000, 900, 850))
+    found = graph_profiler._memory_of_graph(before, loaded, after_run, 200, gpu)
+    process_bytes = 37 if integrated else 0
+    assert found == {
+        "process_bytes": process_bytes,
+        "load_bytes": 100,
+        "peak_bytes": 200 if integrated else 100,
+        "run_bytes": 50,
+    }
