@@ -54,6 +54,12 @@ class Transport(Protocol):
         No step waits for a `background` message, so it takes no room from the others that are sent again after a break.
         """
 
+    def busy_poll(self) -> None:
+        """Keep this thread's core busy until a message is there, for the time that was set; by default do nothing.
+
+        The `receive` that follows then returns without the operating system having to wake a thread.
+        """
+
     def receive(self, timeout_seconds: float) -> Received | None:
         """Return the next message from any peer, or None after the timeout or when closed. For one thread at a time."""
 

@@ -120,12 +120,15 @@ class SocketTransport:
         ports: tuple[int, int],
         keypair: KeyPair | None,
         copied_bytes: int | None = None,
+        busy_poll_seconds: float = 0.0,
     ) -> None:
         """Bind a port in `ports` (first, last); (0, 0): any. Without a key pair, nothing is encrypted. Raises PortInUse.
 
         Frames larger than `copied_bytes` are sent without a copy (None: all are copied). Sending without a copy makes
-        ZeroMQ notify Python for each frame, which pays off for whole tensors but not for chunks of tiles.
+        ZeroMQ notify Python for each frame, which pays off for whole tensors but not for chunks of tiles. `busy_poll_seconds`:
+        the most that `busy_poll` takes.
         """
+        self._busy_poll_seconds = busy_poll_seconds
         self._copied_bytes = copied_bytes if copied_bytes is not None else MAX_PAYLOAD_FRAME_BYTES
         self.rank = rank
         self.num_ranks = num_ranks
@@ -200,6 +203,14 @@ class SocketTransport:
         """Bytes of the messages for each rank since the plan began, without what encryption and TCP add. Thread-safe."""
         links = self._links
         return tuple(links[rank].sent_bytes if rank in links else 0 for rank in range(self.num_ranks))
+
+    def busy_poll(self) -> None:
+        """See `Transport.busy_poll`."""
+        if not self._busy_poll_seconds or self._closed.is_set():
+            return
+        until = time.perf_counter() + self._busy_poll_seconds
+        while not self._pull.get(zmq.EVENTS) & zmq.POLLIN and time.perf_counter() < until:
+            pass
 
     def receive(self, timeout_seconds: float) -> Received | None:
         """Return the next valid message; None after the timeout, when closed, or if the message was refused."""
