@@ -209,7 +209,7 @@ class SocketTransport:
         if not self._busy_poll_seconds or self._closed.is_set():
             return
         until = time.perf_counter() + self._busy_poll_seconds
-        while not self._pull.get(zmq.EVENTS) & zmq.POLLIN and time.perf_counter() < until:
+        while not int(self._pull.get(zmq.EVENTS)) & zmq.POLLIN and time.perf_counter() < until:
             pass
 
     def receive(self, timeout_seconds: float) -> Received | None:
