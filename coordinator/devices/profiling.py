@@ -257,7 +257,11 @@ class Profiler:
 
         async def together(pairs: Sequence[Pair]) -> dict[Pair, float]:
             links = await asyncio.gather(*(self._measured_link(by_id[a], by_id[b], traffic) for a, b in pairs))
-            return {(link.source, link.target): link.bytes_per_second for link in links if link is not None}
+            measured = {(link.source, link.target): link for link in links if link is not None}
+            for pair, link in measured.items():
+                if pair in self.links and link.bytes_per_second > self.links[pair].bytes_per_second:
+                    self._keep_link(link)  # something slowed the link while it was measured alone
+            return {pair: link.bytes_per_second for pair, link in measured.items()}
 
         found = await find_media([*by_id], radio, rates, together)
         self._known_media = self._media_so_far.with_more(radio, found)
@@ -299,6 +303,9 @@ class Profiler:
         if (link := await self._measured_link(source, target, traffic)) is None:
             self.failed_links.add((source.device_id, target.device_id))
             return
+        self._keep_link(link)
+
+    def _keep_link(self, link: Link) -> None:
         self.links[link.source, link.target] = link
         if self._keeps_links:
             self._cache.keep_link(link)

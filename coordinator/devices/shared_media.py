@@ -22,6 +22,7 @@ MeasureTogether: TypeAlias = Callable[[Sequence[Pair]], Awaitable[Mapping[Pair, 
 _SHARED_SUM = 1.5
 # Between these, transfers are measured again: a pause of a device takes more from such a sum than a medium's noise adds.
 _DOUBTFUL_SUMS = (1.3, 1.6)
+_MOST_OF_ALONE = 1.1  # times its rate alone that a transfer reaches beside another, by noise
 
 
 def devices_on_radio(device_ids: Collection[str], links: Mapping[Pair, Link]) -> list[str]:
@@ -81,23 +82,27 @@ def _disjoint_pairs(one: str, other: str, wired: Sequence[str], device_ids: Sequ
 async def _share(pairs: Sequence[Pair], rates: Mapping[Pair, float], measure: MeasureTogether) -> bool:
     """Whether these transfers slow each other down as much as on one medium; False if one could not be measured.
 
-    A result close to the limit comes from a busy device or a stall, in these rates or in those alone: then all are measured
-    twice more, and the median counts.
+    If the result is close to the limit, or a transfer is faster beside the other than alone, all are measured twice more, and
+    the median of those at the same time counts. A busy device or a stall only slows transfers, so the fastest measurement of
+    each counts as its rate alone; those in `rates` do not count then, as they are from another time.
     """
     if any(pair not in rates for pair in pairs):
         return False
-    sums = [_sum_of_fractions(pairs, rates, await measure(pairs))]
-    if _DOUBTFUL_SUMS[0] < sums[0] < _DOUBTFUL_SUMS[1]:
+    alone = {pair: rates[pair] for pair in pairs}
+    together = [await measure(pairs)]
+    if any(pair not in together[0] for pair in pairs):
+        return False
+    too_slow_alone = any(together[0][pair] > _MOST_OF_ALONE * alone[pair] for pair in pairs)
+    if too_slow_alone or _DOUBTFUL_SUMS[0] < _sum_of_fractions(together[0], alone) < _DOUBTFUL_SUMS[1]:
+        alone = dict.fromkeys(pairs, 0.0)
         for _ in range(2):
-            alone: dict[Pair, float] = {}
             for pair in pairs:
-                alone |= await measure([pair])
-            sums.append(_sum_of_fractions(pairs, alone, await measure(pairs)))
-    return statistics.median(sums) <= _SHARED_SUM
+                alone[pair] = max(alone[pair], (await measure([pair])).get(pair, 0.0))
+            together.append(await measure(pairs))
+    fastest = {pair: max(alone[pair], *(each.get(pair, 0.0) for each in together)) for pair in pairs}
+    return statistics.median(_sum_of_fractions(each, fastest) for each in together) <= _SHARED_SUM
 
 
-def _sum_of_fractions(pairs: Sequence[Pair], alone: Mapping[Pair, float], together: Mapping[Pair, float]) -> float:
-    """The sum of the fractions of their own rates that transfers reach together; infinite if one could not be measured."""
-    if any(pair not in alone or pair not in together for pair in pairs):
-        return math.inf
-    return sum(together[pair] / alone[pair] for pair in pairs)
+def _sum_of_fractions(together: Mapping[Pair, float], alone: Mapping[Pair, float]) -> float:
+    """The sum of the fractions of their rates `alone` that transfers reach together; infinite if one could not be measured."""
+    return sum(together.get(pair, math.inf) / rate for pair, rate in alone.items())

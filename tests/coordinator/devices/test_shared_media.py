@@ -73,7 +73,7 @@ def test_media_are_found_beside_two_wired_devices(seed: int, media: list[str]) -
         tuple(device for device, medium in medium_of.items() if medium == name) for name in {*media} - {""}
     )
     assert air.found() == expected
-    assert len(air.rounds) <= len(media) * (len(expected) + 1)
+    assert len(air.rounds) <= 7 * len(media) * (len(expected) + 1)  # if each comparison is doubtful
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 6])
@@ -92,7 +92,7 @@ def test_one_station_has_a_medium_of_its_own_and_a_distant_wire_has_none() -> No
     assert asyncio.run(find_media("abc", "abc", alone, air.measure)) == ()
 
 
-@pytest.mark.parametrize(("medium", "disturbed"), [("wifi", 1 / 1.55), ("attic", 1.35)])
+@pytest.mark.parametrize(("medium", "disturbed"), [("wifi", 1 / 1.55), ("attic", 1.35), ("wifi", 1 / 8)])
 def test_a_doubtful_comparison_is_measured_again(medium: str, disturbed: float) -> None:
     air = Air({"a": "wifi", "b": medium, "c": "", "d": ""})
     # While the links were measured alone, other programs slowed this device down, or something else had the air later.
