@@ -109,8 +109,8 @@ def test_one_or_several_scenarios_can_be_chosen() -> None:
     assert "wifi-lossy" not in timed_scenarios()
 
 
+@pytest.mark.slow
 @pytest.mark.namespaces
-@pytest.mark.alone
 def test_profiles_of_benchmarks_have_the_media_that_a_coordinator_would_find(tmp_path: Path) -> None:
     air = {"name": "air", "mbit": 20, "delay_ms": 3}
     devices = [{"name": name, "cpu_share": 0.25, "mbit": 100, "core": core % 2,
@@ -128,8 +128,8 @@ def test_profiles_of_benchmarks_have_the_media_that_a_coordinator_would_find(tmp
     assert sum(both.values()) < 1.5 * alone  # both directions of one station take turns
 
 
+@pytest.mark.slow
 @pytest.mark.namespaces
-@pytest.mark.alone
 def test_home_is_measured(tmp_path: Path) -> None:
     (tmp_path / "encoder.json").write_text(json.dumps(TINY))
     (tmp_path / "decoder.json").write_text(json.dumps(TINY_LLAMA))
