@@ -55,9 +55,9 @@ class Transport(Protocol):
         """
 
     def busy_poll(self) -> None:
-        """Keep this thread's core busy until a message is there, for the time that was set; by default do nothing.
+        """Poll for a message without sleeping, for at most the time that was set (by default none).
 
-        The `receive` that follows then returns without the operating system having to wake a thread.
+        If one arrives meanwhile, the `receive` that follows need not wait until the operating system wakes this thread.
         """
 
     def receive(self, timeout_seconds: float) -> Received | None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from pathlib import Path
+
+import psutil
 
 from hearth.errors import BadPlan
 
@@ -27,13 +28,13 @@ class GpuMemory:
     def __init__(self) -> None:
         self._library = ctypes.CDLL(_LIBRARY)
         device, self._context, integrated = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
-        available_bytes = _available_bytes()
+        available_bytes = psutil.virtual_memory().available
         _check(self._library.cuInit(0))
         _check(self._library.cuDeviceGet(ctypes.byref(device), 0))
         _check(self._library.cuDeviceGetAttribute(ctypes.byref(integrated), _IS_INTEGRATED, device))
         _check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device))
         self.is_integrated = bool(integrated.value)  # the GPU uses the system's memory, as a Jetson's does
-        self.context_bytes = max(available_bytes - _available_bytes(), 0)
+        self.context_bytes = max(available_bytes - psutil.virtual_memory().available, 0)
 
     def free_bytes(self) -> int:
         """Free memory, of all processes. Raises BadPlan if the driver no longer answers."""
@@ -58,11 +59,3 @@ def gpu_memory() -> GpuMemory | None:
 def _check(status: int) -> None:
     if status != _SUCCESS:
         raise OSError(f"the CUDA driver answers with error {status}")
-
-
-def _available_bytes() -> int:
-    """The system's available memory; 0 if it is unknown."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0

@@ -83,9 +83,10 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
     Raises BadPlan if onnxruntime cannot load or run the graph; StoreFull, naming `device`.
     """
     keep_freed_buffers()
+    gpu = None
     if compute_device == "cuda":
         load_cuda()
-    gpu = gpu_memory() if compute_device == "cuda" else None
+        gpu = gpu_memory()
     before = _Memory.now(gpu)
     try:
         model = onnx.load(folder / GRAPH_FILE, load_external_data=False)

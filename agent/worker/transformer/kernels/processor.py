@@ -22,5 +22,5 @@ def multiplies_bfloat16() -> bool:
 
 
 def emulates_bfloat16(device: torch.device) -> bool:
-    """Whether products in bfloat16 are hopeless on this device: no need to measure them, for seconds each."""
+    """Whether this device has no instructions for bfloat16 products, so that one takes seconds and need not be measured."""
     return device.type == "cpu" and platform.machine() == "x86_64" and not multiplies_bfloat16()
