@@ -1,4 +1,4 @@
-"""Lower bound of a traced step: its measured compute and its bytes, with perfect overlap. Pure.
+"""Lower bound of a step: its computations measured alone, and its bytes, with perfect overlap. Pure.
 
     bound = sum over parts of  max over devices d of  max(compute_d, sent_d / rate_d, received_d / rate_d)
 
@@ -46,19 +46,17 @@ LAYER_PARTS: Mapping[TaskKind | None, LayerPart] = {
 }
 
 
-def bound_seconds(steps: Sequence[Sequence[Events]], bytes_per_second: Sequence[float]) -> float:
-    """The bound in seconds, from each device's trace events of one or more steps and its link rate in each direction.
+def bound_seconds(computed: Sequence[Events], sent: Sequence[Events], bytes_per_second: Sequence[float]) -> float:
+    """The bound of one step in seconds.
 
-    With several steps of the same plan, each part counts with its shortest time, which excludes background load.
+    `computed`: each rank's trace of the step's computations without the other ranks. `sent`: each rank's trace of the whole
+    step, of which the transfers count. `bytes_per_second`: the rate of each rank's link in each direction.
     """
-    least: dict[tuple[_Part, int], float] = {}
-    for traces in steps:
-        for device, events in enumerate(traces):
-            for part, seconds in _parts(events, bytes_per_second[device]).items():
-                least[part, device] = min(seconds, least.get((part, device), seconds))
     parts: dict[_Part, float] = {}
-    for (part, _), seconds in least.items():
-        parts[part] = max(seconds, parts.get(part, 0.0))
+    for alone, whole, rate in zip(computed, sent, bytes_per_second, strict=True):
+        transfers = (event for event in whole if event.lane != "compute")
+        for part, seconds in _parts((*alone, *transfers), rate).items():
+            parts[part] = max(seconds, parts.get(part, 0.0))
     return sum(parts.values())
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from agent.daemon.store import ShardStore
 from coordinator.models.checkpoint.checkpoint import Checkpoint
@@ -30,6 +30,9 @@ _SWAPPED_BYTES, _SWAPS = 2 << 20, 3
 _STORE_BYTES = 1 << 40  # more than any model, so that no chunk is evicted
 
 
+Traces: TypeAlias = tuple[tuple[TraceEvent, ...], ...]  # of one step, by rank
+
+
 @dataclass(frozen=True)
 class Sample:
     """One step, timed from the first device's start to the last one's end. Bytes are 0 unless it was traced."""
@@ -39,7 +42,7 @@ class Sample:
     sent_bytes: int = 0  # by all devices, forwarded tiles included
     raw_bytes: int = 0  # the same values as float32
     lz4_saved_bytes: int = 0
-    traces: tuple[tuple[TraceEvent, ...], ...] = ()
+    traces: Traces = ()
 
 
 def made_up_prompt(vocab_size: int, num_tokens: int) -> list[int]:
@@ -119,8 +122,14 @@ class EngineRunners(ProcessGroup):
             _sample(parts, [sum(values) for values in zip(*(part["sums"] for part in parts), strict=True)]),
             raw_bytes=sum(part["raw_bytes"] for part in parts),
             lz4_saved_bytes=sum(part["lz4_saved_bytes"] for part in parts),
-            traces=tuple(tuple(map(TraceEvent.model_validate, part["trace"])) for part in parts),
+            traces=_traces(parts),
         )
+
+    def compute(self, plan_id: str, num_rows: int) -> Traces:
+        """Run the computations of one step on all its devices at once, without any communication. Returns their traces."""
+        names = self._names(plan_id)
+        with self._others_busy(names):
+            return _traces(self.call_all(names, "compute", plan_id=plan_id, num_rows=num_rows).values())
 
     def generate(self, plan_id: str, prompt: Sequence[int], num_tokens: int, **settings: Any) -> dict[str, Any]:
         """Generate one answer: `tokens`, and the seconds of `prefill` and of `decode` (all tokens except the first).
@@ -251,6 +260,10 @@ class GlooRunners(ProcessGroup):
         """Run one step with one of both kinds of matrices. `sent_bytes` are counted by the network interfaces, with headers."""
         parts = list(self.call_all(self._members, "run", num_rows=num_rows, wire=wire, packed=packed).values())
         return _sample(parts, parts[0]["sums"])
+
+
+def _traces(parts: Iterable[Mapping[str, Any]]) -> Traces:
+    return tuple(tuple(map(TraceEvent.model_validate, part["trace"])) for part in parts)
 
 
 def _sample(parts: Sequence[Mapping[str, Any]], sums: list[float]) -> Sample:

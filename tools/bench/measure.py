@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
+import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,9 +20,20 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_bytes
 from tools.bench.bound import bound_seconds
-from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel
+from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel, Traces
 from tools.bench.load import BackgroundLoad, Snapshot, calmest, load_between, snapshot
-from tools.bench.plans import GLOO, REFERENCE, Entry, Name, baseline_of, depth_note, describe, plan_for, reference_plan
+from tools.bench.plans import (
+    GLOO,
+    REFERENCE,
+    Entry,
+    Name,
+    baseline_of,
+    depth_note,
+    describe,
+    plan_for,
+    predicted_again,
+    reference_plan,
+)
 from tools.bench.profiles import Profiles, Report
 from tools.bench.rows import Row
 from tools.bench.shapes import Shape, config_key, save_random_model
@@ -30,10 +43,13 @@ from tools.testbed import Scenario, Testbed
 
 MIN_ROUNDS = 5  # least number of measured rounds of a setting
 PAPER_MBIT = 125 / 190  # the paper's Mbit/s per Mbit/s of our scenarios, at the same ratio of compute to traffic
-_TRACED_STEPS = 3  # per plan, after the timed ones
 _MOST_ROUNDS = 2  # most rounds in all, as a multiple of the requested number, if some are disturbed
 _RESERVE_BYTES = 1 << 30  # memory to leave free on this machine
 # Largest relative difference of the output sums from those of `local`: rounding, and losses of the wire format.
+_ABOVE_BOUND = (
+    "its bound is above its time: a device that waits for tiles saves some of its CPU quota and computes faster afterwards, "
+    "which it does not where computations run alone"
+)
 _TOLERANCE = {"exact": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 0.15}
 
 
@@ -60,7 +76,16 @@ class _Steps:
     seq_len: int
     entry: Entry  # the first that has this plan
     samples: list[Sample] = field(default_factory=list)
-    traced: list[Sample] = field(default_factory=list)
+    computed: list[Traces] = field(default_factory=list)  # of its computations alone, by round; with several devices
+    traced: Sample = field(init=False)  # one more step, which is not timed
+
+    @property
+    def computations(self) -> str | None:
+        """Equal for steps whose devices compute the same, and differ only in what they send; None for those on one device."""
+        if self.plan is None or self.plan.num_ranks == 1:
+            return None
+        body = self.plan.body.model_copy(update={"overlap": True, "exact_links": ()})
+        return json.dumps([body.model_dump_json(), *(device.device_id for device in self.plan.devices)])
 
 
 @dataclass
@@ -71,6 +96,7 @@ class _Prepared:
     model: StoredModel
     steps: dict[Entry, _Steps]  # of the entries that can run; entries with equal steps share them
     notes: dict[Entry, list[str]]
+    rescaled: ClusterProfile
     expected: list[float]  # sums of the reference's output
     keys: list[str]  # ids of all loaded plans
 
@@ -189,7 +215,8 @@ class Bench:
         model = self._models.get(setting.shape, setting.num_layers, setting.seq_len)
         names = [device.name for device in self.scenario.devices[: setting.num_devices]]
         self._testbed.set_mbit(setting.mbit)
-        cluster = self._profiles.current(model, names, setting.seq_len, setting.mbit)
+        cluster = self._profiles.profiled(model, names, setting.seq_len, setting.mbit)
+        rescaled = self._profiles.rescaled(cluster, model, setting.seq_len)
         notes = {entry: self._notes(entry, setting, model, cluster) for entry in setting.entries}
         plans: dict[Entry, TransformerPlan | None] = {}
         for entry in setting.entries:
@@ -201,7 +228,9 @@ class Bench:
         self._check_memory([plan for plan in (*plans.values(), reference) if plan is not None], model)
         alone = f"{prefix}{REFERENCE.key}-reference"
         self._load(alone, reference, model, REFERENCE, setting, cluster)
-        prepared = _Prepared(setting, model, {}, notes, self._engine.run(alone, setting.seq_len).sums, [alone])
+        prepared = _Prepared(
+            setting, model, {}, notes, rescaled, self._engine.run(alone, setting.seq_len).sums, [alone]
+        )
         for entry, plan in plans.items():
             steps = _Steps(prefix + entry.key, plan, setting.seq_len, entry)
             twin = next((other for other in prepared.distinct if _same_steps(steps, other)), None)
@@ -284,7 +313,9 @@ class Bench:
     # ---- the rounds -----------------------------------------------------------------------------------------------
 
     def _rounds(self, runs: Sequence[_Steps], rounds: int) -> BackgroundLoad:
-        """Run a warm-up round, the measured rounds, then traced steps, which are not timed.
+        """Run a warm-up round, the measured rounds, then a traced step, which is not timed.
+
+        After its step, each plan's computations run once more without communication, for its bound.
 
         A round disturbed by the host or other programs is repeated, up to twice the number of rounds in all, unless the
         experiment says otherwise. The rounds with the least background load count, regardless of their times.
@@ -295,16 +326,24 @@ class Bench:
         spans: list[tuple[Snapshot, Snapshot]] = []
         loads: list[BackgroundLoad] = []
         samples: list[dict[str, Sample]] = []  # by round and key
+        computed: list[dict[str, Traces]] = []  # by round and what is computed
         while (calm := sum(not load.distrust for load in loads)) < rounds and len(spans) < most_rounds:
             self._report(f"{self.scenario.name}: round {len(spans) + 1}, {calm} of {rounds} undisturbed")
             before = snapshot()
-            samples.append({run.key: self._step(run) for run in rotated(runs, len(spans))})
+            samples.append({})
+            computed.append({})
+            for run in rotated(runs, len(spans)):
+                samples[-1][run.key] = self._step(run)
+                if run.computations is not None and run.computations not in computed[-1]:
+                    computed[-1][run.computations] = self._engine.compute(run.key, run.seq_len)
             spans.append((before, snapshot()))
             loads.append(load_between(spans[-1:]))
         kept = calmest(loads, rounds)
         for run in runs:
             run.samples += [samples[index][run.key] for index in kept]
-            run.traced += self._traced(run)
+            if run.computations is not None:
+                run.computed += [computed[index][run.computations] for index in kept]
+            run.traced = run.samples[-1] if run.plan is None else self._engine.run(run.key, run.seq_len, True)
         load = load_between([spans[index] for index in kept])
         return replace(load, disturbed_rounds=len(spans) - len(kept))
 
@@ -312,11 +351,6 @@ class Bench:
         if run.plan is None:
             return self._gloo.run(run.seq_len, run.entry.wire, run.entry.is_packed)
         return self._engine.run(run.key, run.seq_len)
-
-    def _traced(self, run: _Steps) -> list[Sample]:
-        if run.plan is None:
-            return run.samples[-1:]
-        return [self._engine.run(run.key, run.seq_len, True) for _ in range(_TRACED_STEPS)]
 
     # ---- after the rounds -----------------------------------------------------------------------------------------
 
@@ -343,17 +377,25 @@ class Bench:
     def _figures(self, entry: Entry, prepared: _Prepared, load: BackgroundLoad) -> dict[str, object]:
         """What was measured of an entry, with the notes on it."""
         run = prepared.steps[entry]
-        plan, seconds, traced = run.plan, [sample.seconds for sample in run.samples], run.traced[-1]
+        plan, seconds, traced = run.plan, [sample.seconds for sample in run.samples], run.traced
         values: dict[str, object] = {"seconds": seconds, "sent_bytes": traced.sent_bytes}
         notes = list(prepared.notes[entry])
         if plan is not None:
-            rates = [self._rate(device.name, prepared.setting.mbit) for device in plan.devices]
             values |= {
-                "bound_seconds": bound_seconds([sample.traces for sample in run.traced], rates), "plan": describe(plan),
-                "raw_bytes": traced.raw_bytes, "lz4_saved_bytes": traced.lz4_saved_bytes,
+                "plan": describe(plan), "raw_bytes": traced.raw_bytes, "lz4_saved_bytes": traced.lz4_saved_bytes,
             }  # fmt: skip
+            if run.computed:
+                rates = [self._rate(device.name, prepared.setting.mbit) for device in plan.devices]
+                bounds = [bound_seconds(computed, traced.traces, rates) for computed in run.computed]
+                share = paired_ratio(bounds, seconds)
+                values |= {"bound_seconds": statistics.median(bounds), "bound_share": share}
+                if share.median > 1:
+                    notes.append(_ABOVE_BOUND)
             if entry.encrypt or plan.num_ranks == 1:
-                values["predicted_seconds"] = plan.predicted.latency_seconds
+                again = (entry, plan, prepared.model.spec, prepared.rescaled, prepared.setting.seq_len)
+                values |= {
+                    "predicted_seconds": plan.predicted.latency_seconds, "rescaled_seconds": predicted_again(*again),
+                }  # fmt: skip
             else:
                 notes.append("not predicted: the planner prices encrypted links")
             if entry.strategy == "auto":
@@ -362,7 +404,7 @@ class Bench:
         if baseline is not None:
             base = [sample.seconds for sample in prepared.steps[baseline].samples]
             values |= {"baseline": baseline.label, "speedup": paired_ratio(base, seconds)}
-        error = max(relative_error(sample.sums, prepared.expected) for sample in (*run.samples, *run.traced))
+        error = max(relative_error(sample.sums, prepared.expected) for sample in (*run.samples, traced))
         if not error <= _TOLERANCE[entry.wire]:  # NaN too
             notes.append(f"its output is off by {error:.2g} of local's")
             values["wrong"] = True

@@ -89,11 +89,21 @@ def baseline_of(entry: Entry, measured: Sequence[Entry], baseline: Name | Litera
 
 def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> TransformerPlan:
     """The plan that the coordinator would make. Raises ModelDoesNotFit."""
-    overlap = entry.strategy != "hmp-no-overlap"
-    strategy = entry.strategy if overlap else "hmp"
-    request = PlanRequest(spec, cluster, seq_len, WireFormat(values=entry.wire, lz4=entry.lz4), strategy)
+    request = _request(entry, spec, cluster, seq_len)
     plan = plan_transformer(request).plan
-    return plan if overlap else with_body(request, plan, overlap=False)
+    return with_body(request, plan, overlap=False) if entry.strategy == "hmp-no-overlap" else plan
+
+
+def predicted_again(
+    entry: Entry, plan: TransformerPlan, spec: ModelSpec, cluster: ClusterProfile, seq_len: int
+) -> float:
+    """Seconds of a step of this plan, by another profile than the one that it was made of."""
+    return with_body(_request(entry, spec, cluster, seq_len), plan).predicted.latency_seconds
+
+
+def _request(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> PlanRequest:
+    strategy = "hmp" if entry.strategy == "hmp-no-overlap" else entry.strategy
+    return PlanRequest(spec, cluster, seq_len, WireFormat(values=entry.wire, lz4=entry.lz4), strategy)
 
 
 def with_body(request: PlanRequest, plan: TransformerPlan, **changes: Any) -> TransformerPlan:

@@ -146,10 +146,13 @@ def predicted_against_measured(axes: Any, rows: Sequence[Row]) -> None:
     """Points: predicted against measured time, with lines where they agree and where they differ by 10 %."""
     from matplotlib.ticker import LogLocator
 
-    timed = [row for row in rows if row.prediction_error is not None]
+    # Results of before November 2026 have only the rescaled predictions.
+    timed = [row for row in rows if row.seconds and (row.predicted_seconds or row.rescaled_seconds)]
     points: dict[str, list[tuple[float, float]]] = {}
     for row in timed:
-        points.setdefault(row.strategy, []).append((row.median_seconds, row.predicted_seconds or 0.0))
+        points.setdefault(row.strategy, []).append(
+            (row.median_seconds, row.predicted_seconds or row.rescaled_seconds or 0.0)
+        )
     _draw(axes, points, ls="", ms=5, alpha=0.75)
     if timed:
         ends = [f(row.median_seconds for row in timed) for f in (min, max)]

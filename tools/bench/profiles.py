@@ -60,12 +60,15 @@ class Profiles:
         self._media: dict[float | None, tuple[SharedMedium, ...]] = {}  # of all devices, by rate
 
     def current(self, model: StoredModel, names: Sequence[str], seq_len: int, mbit: float | None) -> ClusterProfile:
-        """The profile of these devices, scaled to the current speed of real steps, because the host's speed drifts.
+        """The profile of these devices, scaled to the current speed of real steps, because the host's speed drifts."""
+        return self.rescaled(self.profiled(model, names, seq_len, mbit), model, seq_len)
+
+    def rescaled(self, cluster: ClusterProfile, model: StoredModel, seq_len: int) -> ClusterProfile:
+        """The profile, scaled to the current speed of real steps.
 
         The times of decoding are left as they are: a step of many rows is bound by compute, a token by memory. Measured with
         a plan on one device: in a step of several, a device that waits saves CPU quota and then bursts.
         """
-        cluster = self._profiled(model, names, seq_len, mbit)
         alone = reference_plan(model.spec, cluster, seq_len)
         self._engine.load(_PROBE_KEY, alone, model, encrypt=False, link_bytes_per_second=1e9, profile=cluster)
         wanted = math.ceil(_PROBE_SECONDS / self._engine.run(_PROBE_KEY, seq_len).seconds)
@@ -78,7 +81,8 @@ class Profiles:
         )
         return cluster.model_copy(update={"devices": devices})
 
-    def _profiled(self, model: StoredModel, names: Sequence[str], seq_len: int, mbit: float | None) -> ClusterProfile:
+    def profiled(self, model: StoredModel, names: Sequence[str], seq_len: int, mbit: float | None) -> ClusterProfile:
+        """The profile as it is measured, once for each shape and length, as a home does."""
         spec = model.spec
         shape = spec.model_copy(update={"num_layers": 1, "name": "", "vocab_size": 1}).model_dump_json()
         missing = [name for name in names if (name, shape, seq_len) not in self._blocks]

@@ -31,8 +31,10 @@ class Row(BaseModel):
     lz4: Lz4 = "auto"
     encrypt: bool = True
     seconds: tuple[float, ...] = ()  # of one step, by round
-    bound_seconds: float | None = None  # see `bound`
-    predicted_seconds: float | None = None  # by the planner, before the run
+    bound_seconds: float | None = None  # see `bound`; median of the rounds
+    bound_share: Ratio | None = None  # the bound's share of the step's time, in the same rounds
+    predicted_seconds: float | None = None  # by the planner, before the run, from the profile as it was measured
+    rescaled_seconds: float | None = None  # of the same plan, from that profile scaled by steps of one device
     baseline: str | None = None
     speedup: Ratio | None = None  # over the baseline, in the same rounds
     sent_bytes: int = 0  # by all devices in one step, every hop
@@ -51,7 +53,15 @@ class Row(BaseModel):
     @property
     def prediction_error(self) -> float | None:
         """predicted / median - 1."""
-        return self.predicted_seconds / self.median_seconds - 1 if self.predicted_seconds and self.seconds else None
+        return self._error(self.predicted_seconds)
+
+    @property
+    def rescaled_error(self) -> float | None:
+        """The same for the rescaled prediction."""
+        return self._error(self.rescaled_seconds)
+
+    def _error(self, seconds: float | None) -> float | None:
+        return seconds / self.median_seconds - 1 if seconds and self.seconds else None
 
     @property
     def label(self) -> str:
@@ -70,7 +80,9 @@ class Row(BaseModel):
         )
 
 
-COLUMNS = ("strategy", "median", "min..max", "bound", "predicted", "speed-up", "sent", "lz4 saved", "notes")
+COLUMNS = (
+    "strategy", "median", "min..max", "bound", "predicted", "rescaled", "speed-up", "sent", "lz4 saved", "notes",
+)  # fmt: skip
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
@@ -84,16 +96,23 @@ def cells(row: Row, numbered: Sequence[str]) -> tuple[str, ...]:
     remarks = " ".join([*marks, *(str(numbered.index(note) + 1) for note in row.notes)])
     if not row.seconds:
         return (row.label, *["-"] * (len(COLUMNS) - 2), remarks)
-    median, bound, predicted, speedup = row.median_seconds, "-", "-", "-"
-    if row.bound_seconds is not None:
+    median, bound, speedup = row.median_seconds, "-", "-"
+    if row.bound_share is not None:
+        share, low, high = row.bound_share
+        bound = f"{format_seconds(row.bound_seconds or 0.0)} ({share:.0%} [{low:.0%}, {high:.0%}])"
+    elif row.bound_seconds is not None:
         bound = f"{format_seconds(row.bound_seconds)} ({row.bound_seconds / median:.0%})"
-    if row.predicted_seconds is not None:
-        predicted = f"{format_seconds(row.predicted_seconds)} ({row.prediction_error:+.0%})"
+    predicted = _prediction(row.predicted_seconds, row.prediction_error)
+    rescaled = _prediction(row.rescaled_seconds, row.rescaled_error)
     if row.speedup is not None:
         speedup = f"{row.speedup.median:.2f} {row.speedup.interval}"
     between = f"{format_seconds(min(row.seconds))}..{format_seconds(max(row.seconds))}"
     sent, saved = (format_bytes(count) if count else "-" for count in (row.sent_bytes, row.lz4_saved_bytes))
-    return row.label, format_seconds(median), between, bound, predicted, speedup, sent, saved, remarks
+    return row.label, format_seconds(median), between, bound, predicted, rescaled, speedup, sent, saved, remarks
+
+
+def _prediction(seconds: float | None, error: float | None) -> str:
+    return "-" if seconds is None else f"{format_seconds(seconds)} ({error:+.0%})"
 
 
 def by_setting(rows: Sequence[Row]) -> list[list[Row]]:

@@ -48,8 +48,9 @@ from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import wire_layout
 from hearth.wire.framing import pack_array, read_header, split_frames
-from hearth.wire.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, Run, TokensGenerated
+from hearth.wire.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, Run, RunDone, TokensGenerated
 from tools.bench.child import serve
+from tools.bench.isolated import isolated_engine
 from tools.testbed.calibrate import Layers
 
 _TOKEN = bytes(16)
@@ -114,6 +115,7 @@ class _Loaded:
     transport: _CountingTransport
     communicator: Communicator = field(init=False)  # set by `connect`, as the next ones
     engine: EncoderEngine = field(init=False)
+    isolated: EncoderEngine = field(init=False)  # computes the same steps without the other ranks
     generation: StepExecutor = field(init=False)  # of a decoder
     leader: Leader = field(init=False)  # of a decoder's first rank
     speculation: Speculation = field(init=False)  # of the leader
@@ -191,6 +193,7 @@ class Runner:
         loaded.communicator.start()
         parts = (loaded.plan, loaded.rank, loaded.shard, loaded.communicator, CpuStaging())
         loaded.engine = EncoderEngine(*parts)
+        loaded.isolated = isolated_engine(*parts[:3], loaded.transport, loaded.plan.epoch, _TOKEN)
         if loaded.plan.body.generation is not None:
             loaded.generation = StepExecutor(*parts)
             if loaded.rank == LEADER_RANK:
@@ -200,16 +203,10 @@ class Runner:
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> dict[str, Any]:
         """Run one step. `trace`: also count the bytes sent; such a step must not be timed."""
         loaded = self._loaded[plan_id]
-        loaded.step += 1
-        request = Run(
-            holder="bench", epoch=loaded.plan.epoch, step=loaded.step, output="mean", timeout_seconds=_STEP_SECONDS,
-            trace=trace,
-        )  # fmt: skip
-        ids = (np.arange(num_rows, dtype=np.int32) * 7919) % loaded.plan.model.vocab_size
         transport = loaded.transport
         transport.begin_step(counting=trace)
         try:
-            done, output = loaded.engine.run(request, ids, np.array([0, num_rows], dtype=np.int32))
+            done, output = self._step(loaded, loaded.engine, num_rows, trace)
         finally:
             transport.counting = False
         return {
@@ -221,6 +218,22 @@ class Runner:
             "sums": output[0].astype(float).tolist(),
             "trace": [event.model_dump(mode="json") for event in done.trace],
         }
+
+    def compute(self, plan_id: str, num_rows: int) -> dict[str, Any]:
+        """Run the computations of one step without the other ranks, and trace them."""
+        loaded = self._loaded[plan_id]
+        done, _ = self._step(loaded, loaded.isolated, num_rows, trace=True)
+        return {"trace": [event.model_dump(mode="json") for event in done.trace]}
+
+    @staticmethod
+    def _step(loaded: _Loaded, engine: EncoderEngine, num_rows: int, trace: bool) -> tuple[RunDone, Any]:
+        loaded.step += 1
+        request = Run(
+            holder="bench", epoch=loaded.plan.epoch, step=loaded.step, output="mean", timeout_seconds=_STEP_SECONDS,
+            trace=trace,
+        )  # fmt: skip
+        ids = (np.arange(num_rows, dtype=np.int32) * 7919) % loaded.plan.model.vocab_size
+        return engine.run(request, ids, np.array([0, num_rows], dtype=np.int32))
 
     def begin_to_compute(self) -> None:
         """Run a dummy load of layers until `end_computing`."""

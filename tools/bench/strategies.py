@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 
@@ -21,7 +21,7 @@ from tools.bench.plans import GLOO, Lz4, Name, entries
 from tools.bench.results import Summary, Table
 from tools.bench.rows import COLUMNS, Row, by_setting, cells, footnotes
 from tools.bench.shapes import Shape, find_shape
-from tools.bench.stats import percentile
+from tools.bench.stats import paired_ratio, percentile
 from tools.testbed import Scenario, load_scenario
 
 Mbit = Annotated[float, Field(ge=0.01, le=100_000)]  # what can be emulated
@@ -51,7 +51,11 @@ class Strategies(Experiment):
     repeat_disturbed: bool = True  # measure again what other programs disturbed
     interleave: bool = False  # interleave all settings of a model, because they are compared with each other
     plot: Literal["times", "speedups", "rates", "scaling", "predictions"] = "times"
-    conclusions: tuple[Literal["speedup", "prediction", "auto", "scaling"], ...] = ("speedup", "prediction", "auto")
+    conclusions: tuple[Literal["speedup", "prediction", "auto", "scaling", "lz4"], ...] = (
+        "speedup",
+        "prediction",
+        "auto",
+    )
 
     def measure(self, context: Context) -> Iterator[Row]:
         if self.mbit and self.paper_mbit:
@@ -113,12 +117,29 @@ def say_speedup(rows: Sequence[Row]) -> list[str]:
 
 
 def say_prediction(rows: Sequence[Row]) -> Iterator[str]:
-    """Error of the predicted times."""
-    if errors := [abs(row.prediction_error) for row in rows if row.prediction_error is not None]:
-        yield (
-            f"prediction error over {len(errors)} runs: median {statistics.median(errors):.1%}, "
-            f"90th percentile {percentile(errors, 0.9):.1%}"
-        )
+    """Errors of the predicted times: as planned, and of the profile scaled by steps of one device before each setting."""
+    as_planned = [row.prediction_error for row in rows if row.prediction_error is not None]
+    rescaled = [row.rescaled_error for row in rows if row.rescaled_error is not None]
+    for errors, scaled in ((as_planned, ""), (rescaled, ", rescaled by steps of one device")):
+        if sizes := [abs(error) for error in errors]:
+            yield (
+                f"prediction error over {len(sizes)} runs{scaled}: median {statistics.median(sizes):.1%}, "
+                f"90th percentile {percentile(sizes, 0.9):.1%}"
+            )
+
+
+def say_lz4(rows: Sequence[Row]) -> Iterator[str]:
+    """For each setting and format, the automatic choice against the better of always on and off, in the same rounds."""
+    for group in by_setting(rows):
+        for strategy, wire in dict.fromkeys((row.strategy, row.wire) for row in group):
+            found = {row.lz4: row for row in group if (row.strategy, row.wire) == (strategy, wire) and row.seconds}
+            if len(found) == len(get_args(Lz4)):
+                better = min((found["on"], found["off"]), key=lambda row: row.median_seconds)
+                ratio = paired_ratio(found["auto"].seconds, better.seconds)
+                yield (
+                    f"{group[0].setting}: {strategy} {wire} with lz4 auto takes {ratio.median:.2f} {ratio.interval} of "
+                    f"the time with lz4 {better.lz4}, the better of on and off"
+                )
 
 
 def say_auto(rows: Sequence[Row]) -> Iterator[str]:
@@ -154,6 +175,7 @@ def say_scaling(rows: Sequence[Row]) -> list[str]:
 
 _CONCLUSIONS: Mapping[str, Callable[[Sequence[Row]], Iterable[str]]] = {
     "speedup": say_speedup, "prediction": say_prediction, "auto": say_auto, "scaling": say_scaling,
+    "lz4": say_lz4,
 }  # fmt: skip
 _PLOTS: Mapping[str, plots.Draw] = {
     "times": plots.latency_bars, "speedups": plots.speedup_bars, "rates": plots.rate_lines,

@@ -27,13 +27,20 @@ class EncoderEngine:
     """Runs one step at a time. The caller owns `communicator` and has started it."""
 
     def __init__(
-        self, plan: TransformerPlan, rank: int, shard: Shard, communicator: Communicator, staging: Staging
+        self,
+        plan: TransformerPlan,
+        rank: int,
+        shard: Shard,
+        communicator: Communicator,
+        staging: Staging,
+        collectives: type[Collectives] = Collectives,
     ) -> None:
         self._plan = plan
         self._rank = rank
         self._shard = shard
         self._communicator = communicator
         self._staging = staging
+        self._collectives = collectives
 
     def run(
         self, request: Run, token_ids: np.ndarray[Any, Any], cumulative_lengths: np.ndarray[Any, Any]
@@ -48,7 +55,7 @@ class EncoderEngine:
         self._communicator.begin_step(request.step, request.timeout_seconds, recorder, formats)
         rows = self._pack(token_ids, cumulative_lengths)
         tiles = spans(rows_per_rank(self._plan.body.row_weights, rows.num_rows))
-        collectives = Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap)
+        collectives = self._collectives(self._communicator, self._staging, tiles, self._plan.body.overlap)
         step = Step(self._shard, self._plan, self._rank, rows, collectives, recorder)
         hidden_sH = strategies.run(step)
         own = tiles[self._rank]
