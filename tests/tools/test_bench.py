@@ -35,7 +35,7 @@ from tools.bench.rows import Row, by_setting, cells, footnotes
 from tools.bench.shapes import SHAPES, shape_of_file
 from tools.bench.start_up import COLD, WARM, Known, StartRow, StartUp
 from tools.bench.stats import Ratio, bootstrap_interval, paired_ratio, percentile, rotated
-from tools.bench.strategies import Strategies, say_auto, say_prediction
+from tools.bench.strategies import Strategies, say_auto, say_lz4, say_prediction
 from tools.testbed import load_scenario
 from tools.testbed.cluster import what_is_missing
 from tools.testbed.registry import Running, running_testbeds
@@ -196,7 +196,8 @@ SETTING = {
 def row(seconds: float = 0.5, **changes: Any) -> Row:
     values: dict[str, Any] = {
         **SETTING, "strategy": "hmp", "wire": "exact", "seconds": (0.8 * seconds, seconds, 1.4 * seconds),
-        "bound_seconds": 0.4, "predicted_seconds": 0.9 * seconds, "baseline": "gloo-tp exact",
+        "bound_seconds": 0.4, "bound_share": Ratio(0.8, 0.75, 0.82), "predicted_seconds": 0.9 * seconds,
+        "rescaled_seconds": 0.95 * seconds, "baseline": "gloo-tp exact",
         "speedup": Ratio(1.4, 1.3, 1.5), "sent_bytes": 5 << 20, "raw_bytes": 5 << 20,
     }  # fmt: skip
     return Row.model_validate({**values, **changes})
@@ -223,22 +224,31 @@ def test_table_numbers_notes_once_and_marks_wrong_rows() -> None:
     assert text.count("24 layers") == 1
     assert "1.40 [1.30, 1.50]" in text
     assert "450 ms (-10%)" in text
+    assert "475 ms (-5%)" in text
+    assert "400 ms (80% [75%, 82%])" in text
     assert "differs from that of a single device" in summary.failure
 
 
 def test_row_of_a_failed_run_has_a_reason_and_no_times() -> None:
     empty = Row.model_validate({**SETTING, "strategy": "sp", "wire": "exact", "notes": ("out of memory",)})
-    assert cells(empty, footnotes([empty])) == ("sp exact", *["-"] * 7, "1")
+    assert cells(empty, footnotes([empty])) == ("sp exact", *["-"] * 8, "1")
 
 
 def test_conclusions() -> None:
     rows = [row(1.0, strategy="local"), row(0.6, strategy="sp", predicted_seconds=0.78), row(0.5, strategy="auto")]
     assert len(by_setting(rows)) == 1
-    (line,) = say_prediction(rows)
-    assert "3 runs: median 10.0%, 90th percentile 26.0%" in line
+    fresh, rescaled = say_prediction(rows)
+    assert "3 runs: median 10.0%, 90th percentile 26.0%" in fresh
+    assert "3 runs, rescaled by steps of one device: median 5.0%" in rescaled
     gain, regret = say_auto(rows)
     assert "median 2.00 times as fast" in gain
     assert "median 0.83 of its time" in regret
+
+
+def test_automatic_lz4_is_compared_with_the_better_of_on_and_off_in_the_same_rounds() -> None:
+    rows = [row(0.5, lz4="off"), row(0.4, lz4="on"), row(0.5, lz4="auto"), row(0.1, lz4="off", wire="bf16")]
+    (line,) = say_lz4(rows)
+    assert "hmp exact with lz4 auto takes 1.25 [1.25, 1.25] of the time with lz4 on" in line
 
 
 def test_weak_scaling_is_in_work_per_second() -> None:
@@ -479,7 +489,8 @@ def test_all_strategies_run_with_equal_outputs(files: Path) -> None:
         assert len(each.seconds) == 5
         assert each.speedup is not None
         assert each.mbit == pytest.approx(100)
-        assert (each.bound_seconds is None) == (each.strategy in GLOO)
+        distributed = each.strategy not in GLOO and each.plan is not None and not each.plan.startswith("local")
+        assert (each.bound_seconds is not None) == (each.bound_share is not None) == distributed
     sent = {each.wire: each.sent_bytes for each in rows if each.strategy == "hmp" and each.encrypt}
     assert sent["int8"] < sent["fp16"] < sent["exact"]
     assert saved.tables[0].title == "test-bench, 2 devices, tiny 2 layers, 48 tokens, 100 Mbit/s"

@@ -1,27 +1,34 @@
-"""The bound of a traced step, for steps that run in memory: a renamed computation or phase fails here."""
+"""The bound of a step, for steps that run in memory: a renamed computation or phase fails here."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
 from support.models import save_random_model, small_bert
 from support.plans import make_plan
 
 from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.phases import Phase, TaskKind, Work
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import LayerMode
-from hearth.wire.messages import TraceEvent
+from hearth.wire.messages import Run, TraceEvent
 from tools.bench.bound import bound_seconds
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from support.engines import EngineCluster
+from support.engines import TOKEN, EngineCluster
+
+from tools.bench.isolated import isolated_engine
 
 Traces = list[tuple[TraceEvent, ...]]
 Kinds = frozenset[TaskKind]
 
 ROWS = 48
+TOKEN_IDS = [(7919 * i) % 3000 for i in range(ROWS)]
 REPLICATED = LayerMode(qkv="replicated", out="replicated", mlp="replicated")
 PLANS = {
     "hmp": ("hmp", ()),
@@ -76,14 +83,20 @@ GROUPS: dict[str, list[Kinds]] = {
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Traces]:
-    model_dir = save_random_model(tmp_path_factory.mktemp("bert"), small_bert())
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("bert"), small_bert())
 
+
+def plan_of(name: str, model_dir: Path) -> TransformerPlan:
+    strategy, modes = PLANS[name]
+    return make_plan(read_spec(model_dir), strategy, (1, 1), modes=modes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def traced(model_dir: Path) -> Callable[[str], Traces]:
     def run(name: str) -> Traces:
-        strategy, modes = PLANS[name]
-        plan = make_plan(read_spec(model_dir), strategy, (1, 1), modes=modes)  # type: ignore[arg-type]
-        with EngineCluster(model_dir, plan) as cluster:
-            _, answers = cluster.run([[(7919 * i) % 3000 for i in range(ROWS)]], trace=True)
+        with EngineCluster(model_dir, plan_of(name, model_dir)) as cluster:
+            _, answers = cluster.run([TOKEN_IDS], trace=True)
         return [answer.trace for answer in answers]
 
     return run
@@ -113,17 +126,42 @@ def test_concurrent_kinds_count_once_and_groups_add_up(name: str, rate: float, t
                         else sum(event.num_bytes for event in events) / each
                     )
             whole = only(traces, kinds, layer, ["compute", "send", "receive"])
-            assert bound_seconds([whole], rates) == pytest.approx(max(longest)), (kinds, layer)
+            assert bound_seconds(whole, whole, rates) == pytest.approx(max(longest)), (kinds, layer)
             total += max(longest)
-    assert bound_seconds([traces], rates) == pytest.approx(total)
+    assert bound_seconds(traces, traces, rates) == pytest.approx(total)
 
 
-def test_least_time_of_several_steps_counts(traced: Callable[[str], Traces]) -> None:
-    calm = traced("hmp")
-    disturbed = [
+def test_computations_come_from_the_one_trace_and_transfers_from_the_other(traced: Callable[[str], Traces]) -> None:
+    calm, rates = traced("hmp"), [1e9, 1e9]
+    slow = [
         tuple(event.model_copy(update={"end_seconds": event.end_seconds + 0.5}) for event in events) for events in calm
     ]
-    rates = [1e9, 1e9]
-    bound = bound_seconds([calm], rates)
-    assert bound_seconds([disturbed, calm], rates) == bound_seconds([calm, disturbed], rates) == bound
-    assert bound_seconds([disturbed], rates) > bound + 0.5
+    large = [
+        tuple(event.model_copy(update={"num_bytes": event.num_bytes + 1_000_000_000}) for event in events) for events in calm
+    ]
+    bound = bound_seconds(calm, calm, rates)
+    assert bound_seconds(calm, slow, rates) == bound_seconds(large, calm, rates) == bound
+    assert bound_seconds(slow, calm, rates) > bound + 0.5
+    assert bound_seconds(calm, large, rates) > bound + 0.5
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_isolated_step_computes_what_the_rank_computes_in_a_whole_step(
+    name: str, model_dir: Path, traced: Callable[[str], Traces]
+) -> None:
+    plan = plan_of(name, model_dir)
+    ids, lengths = np.array(TOKEN_IDS, np.int32), np.array([0, ROWS], np.int32)
+    with EngineCluster(model_dir, plan) as cluster:
+        for rank, whole in enumerate(traced(name)):
+            # It has a transport, over which nothing comes: a step that waited for its peer would fail.
+            alone = isolated_engine(plan, rank, cluster.shards[rank], cluster.hub.transport(rank), plan.epoch, TOKEN)
+            done, output = alone.run(Run(holder="t", epoch=plan.epoch, step=1, output="mean", timeout_seconds=0.1,
+                                         trace=True), ids, lengths)  # fmt: skip
+            assert {event.lane for event in done.trace} == {"compute"}
+            assert computations(done.trace) == computations(whole)
+            assert np.isfinite(output).all()
+
+
+def computations(events: Sequence[TraceEvent]) -> Counter[tuple[object, ...]]:
+    """What was computed, in any order."""
+    return Counter((event.kind, event.layer, event.tile, event.peer) for event in events if event.lane == "compute")

@@ -54,8 +54,9 @@ def bound_seconds(computed: Sequence[Events], sent: Sequence[Events], bytes_per_
     """
     parts: dict[_Part, float] = {}
     for alone, whole, rate in zip(computed, sent, bytes_per_second, strict=True):
-        transfers = (event for event in whole if event.lane != "compute")
-        for part, seconds in _parts((*alone, *transfers), rate).items():
+        computations = [event for event in alone if event.lane == "compute"]
+        transfers = [event for event in whole if event.lane != "compute"]
+        for part, seconds in _parts(computations + transfers, rate).items():
             parts[part] = max(seconds, parts.get(part, 0.0))
     return sum(parts.values())
 
