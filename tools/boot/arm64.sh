@@ -72,7 +72,7 @@ for step in "${steps[@]}"; do
       ;;
     exactness)
       say "exactness with small shapes, and every kernel of the matrix interface"
-      inside "$root" 'cd /srv/hearth && .venv/bin/python -m pytest -v -p no:cacheprovider --hypothesis-profile few \
+      inside "$root" 'cd /srv/hearth && .venv/bin/python -m pytest -v -n 2 --dist worksteal -p no:cacheprovider --hypothesis-profile few \
         -m "not processes and not slow" -k "test_matrices or test_kernels or random_cuts or \
         (every_strategy_and_split and hmp) or (logits_equal_transformers and (llama or qwen3))" \
         tests/agent/worker/transformer/test_matrices.py tests/agent/worker/transformer/test_kernels.py \
