@@ -137,7 +137,8 @@ def test_computations_come_from_the_one_trace_and_transfers_from_the_other(trace
         tuple(event.model_copy(update={"end_seconds": event.end_seconds + 0.5}) for event in events) for events in calm
     ]
     large = [
-        tuple(event.model_copy(update={"num_bytes": event.num_bytes + 1_000_000_000}) for event in events) for events in calm
+        tuple(event.model_copy(update={"num_bytes": event.num_bytes + 1_000_000_000}) for event in events)
+        for events in calm
     ]
     bound = bound_seconds(calm, calm, rates)
     assert bound_seconds(calm, slow, rates) == bound_seconds(large, calm, rates) == bound

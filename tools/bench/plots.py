@@ -51,7 +51,8 @@ def finish(axes: Any, title: str) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(fontsize=9, ncols=2, frameon=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=9, ncols=2, frameon=False)
 
 
 def latency_bars(axes: Any, rows: Sequence[Row]) -> None:
@@ -75,7 +76,10 @@ def speedup_bars(axes: Any, rows: Sequence[Row]) -> None:
 def _bars(
     axes: Any, rows: Sequence[Row], height: Callable[[Row], tuple[float, float, float]]
 ) -> list[tuple[float, float, Row]]:
-    """Bars grouped by setting, with the height and both ends of the error bar. Returns x, width and row of each bar."""
+    """Bars grouped by setting, with the height and both ends of the error bar. Returns x, width and row of each bar.
+
+    The bars of a single setting are named below them, since more of them than colours can be told apart.
+    """
     groups = by_setting(rows)[:_MAX_BARS]
     labels = list(dict.fromkeys(row.label for group in groups for row in group))
     width, drawn = 0.84 / max(len(labels), 1), []
@@ -84,9 +88,16 @@ def _bars(
         xs = [at + (index - (len(labels) - 1) / 2) * width for at, _ in found]
         heights = [height(row) for _, row in found]
         errors = [[middle - low for middle, low, _ in heights], [high - middle for middle, _, high in heights]]
-        axes.bar(xs, [middle for middle, _, _ in heights], width * 0.92, yerr=errors, label=label,
-                 color=_COLOURS[index % len(_COLOURS)], error_kw={"lw": 1, "capsize": 2})  # fmt: skip
+        axes.bar(xs, [middle for middle, _, _ in heights], width * 0.92, yerr=errors, label=label if len(groups) > 1 else None,
+                 color=_COLOURS[index % len(_COLOURS) if len(groups) > 1 else 0],
+                 error_kw={"lw": 1, "capsize": 2})  # fmt: skip
         drawn += [(x, width * 0.92, row) for x, (_, row) in zip(xs, found, strict=True)]
+    if len(groups) == 1:
+        axes.set_xticks(
+            [x for x, _, _ in drawn], [row.label for _, _, row in drawn], fontsize=9, rotation=60, ha="right"
+        )
+        axes.margins(y=0.2)
+        return drawn
     many = len(groups) > 8
     names = [_short(group[0], rows, " " if many else "\n") for group in groups]
     axes.set_xticks(range(len(names)), names, fontsize=8 if many else 9, rotation=60 if many else 0,
