@@ -189,6 +189,18 @@ class BlockProfile(BaseModel, frozen=True):
         changes |= {name: by_rows(getattr(self, name)) for name in ("connective", "embedding", "mlp_rows")}
         return self.model_copy(update={"seq_len": seq_len, "core": by_heads(self.core, power=2), **changes})
 
+    def with_layer_seconds(self, num_heads: int, num_columns: int, seconds: float) -> BlockProfile:
+        """The profile of a whole layer with all rows that takes `seconds`, if that is more than its parts take together.
+
+        The rest becomes connective. Blocks in loops of their own find their inputs in a cache, and so do norms and sums most
+        of all; KV caches and rotations are in none of them.
+        """
+        connective = 2 * self.connective(self.seq_len)
+        parts = self.attention(num_heads) + self.mlp(num_columns) + connective
+        if connective <= 0 or seconds <= parts:
+            return self
+        return self.model_copy(update={"connective": self.connective.scaled(1 + (seconds - parts) / connective)})
+
     @property
     def error(self) -> float:
         """The largest expected relative error of the GEMM and attention curves."""

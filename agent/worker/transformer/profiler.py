@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import cycle
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def profile_blocks(
         kernels = choose_kernels(times, single=deterministic)
         # Measured while nothing else is in memory: a device may hold little more than these copies.
         decode_bytes = _QUICK_DECODE_BYTES if quick else _DECODE_WEIGHT_BYTES
-        decoding = _measure_decoding(spec, measure, device, kernels, decode_bytes) if spec.causal else {}
+        whole = _measure_whole_layers(spec, measure, device, kernels, decode_bytes, S) if spec.causal else None
     give_back_freed_buffers()
     layers = [without_matrices(filled_layer(spec, device), device)] * (1 if quick else _num_copies(spec))
     embedding = neutral_embedding(spec, device)
@@ -164,7 +165,8 @@ def profile_blocks(
             "mlp_rows": measure.curve(row_counts, mlp_rows),
         }
     wire = measure_wire_cost(measure.cpu_per_second, TorchCasts(), device.type != "cpu")
-    return BlockProfile(seq_len=S, wire=wire, kernels=times, **curves, **decoding)
+    profile = BlockProfile(seq_len=S, wire=wire, kernels=times, **curves, **(whole.decoding if whole else {}))
+    return profile.with_layer_seconds(spec.num_heads, spec.ffn_size, whole.prompt_seconds) if whole else profile
 
 
 def _with_columns(
@@ -184,14 +186,26 @@ def _with_columns(
     )
 
 
-def _measure_decoding(
-    spec: ModelSpec, measure: _BlockMeter, device: torch.device, kernels: Sequence[KernelChoice], weight_bytes: int
-) -> dict[str, float]:
-    """Decoding one row, by field of `BlockProfile`: seconds per byte of weights, per cached value, and for the rest of a layer.
+class _WholeLayers(NamedTuple):
+    """Times of whole layers: of decoding by field of `BlockProfile`, and of one layer with the rows of a prompt."""
 
-    They are slopes and intercept of the times of a layer, of a share of it, as ranks hold them, and of a layer with a longer KV
-    cache, each with all its calls. Weights come from memory, as in a model, and have then driven everything else from the
-    caches: norms and other small calls take several times as long as in a loop of their own.
+    decoding: dict[str, float]
+    prompt_seconds: float
+
+
+def _measure_whole_layers(
+    spec: ModelSpec,
+    measure: _BlockMeter,
+    device: torch.device,
+    kernels: Sequence[KernelChoice],
+    weight_bytes: int,
+    prompt_rows: int,
+) -> _WholeLayers:
+    """Time whole layers with one row and with many.
+
+    The times of decoding are slopes and intercept of the times of a layer, of a share of it, as ranks hold them, and of a layer
+    with a longer KV cache, each with all its calls. Weights come from memory, as in a model, and have then driven everything
+    else from the caches: norms and other small calls take several times as long as in a loop of their own.
     """
     weight_bytes = min(weight_bytes, spec.num_layers * layer_bytes(spec))
 
@@ -203,15 +217,17 @@ def _measure_decoding(
     num_cached = min(_DECODE_CACHED_TOKENS, spec.max_positions, spec.window(0) or _DECODE_CACHED_TOKENS)
     whole_layers = layers(spec)
     lengths = (1, num_cached)
-    whole, cached = measure.least_seconds([_decode_layer(spec, whole_layers, device, length) for length in lengths])
+    whole, cached = measure.least_seconds([_layer(spec, whole_layers, device, length) for length in lengths])
+    prompt_seconds = measure.seconds(_layer(spec, whole_layers, device, prompt_rows, prompt_rows))
     shared = whole
     if half_bytes < num_bytes:
         del whole_layers  # a device may have no room for both
         give_back_freed_buffers()
-        (shared,) = measure.least_seconds([_decode_layer(half, layers(half), device)])
+        (shared,) = measure.least_seconds([_layer(half, layers(half), device)])
     num_values = (num_cached - 1) * 2 * spec.kv_width(spec.num_heads)
     whole, shared, cached = (seconds * measure.seconds_per_clock_second for seconds in (whole, shared, cached))
-    return decoding_times((num_bytes, whole), (half_bytes, shared), (num_values, cached))
+    decoding = decoding_times((num_bytes, whole), (half_bytes, shared), (num_values, cached))
+    return _WholeLayers(decoding, prompt_seconds)
 
 
 def decoding_times(layer: tuple[int, float], share: tuple[int, float], longer: tuple[int, float]) -> dict[str, float]:
@@ -245,33 +261,32 @@ def _half_of_layer(spec: ModelSpec) -> ModelSpec:
     )
 
 
-def _decode_layer(
-    spec: ModelSpec, layers: Sequence[LayerShard], device: torch.device, num_tokens: int = 1
+def _layer(
+    spec: ModelSpec, layers: Sequence[LayerShard], device: torch.device, num_tokens: int = 1, num_rows: int = 1
 ) -> Callable[[], object]:
-    """Run one layer for the last of `num_tokens` tokens of one sequence; each call runs the next layer."""
+    """Run one layer for the last `num_rows` of `num_tokens` tokens of one sequence; each call runs the next layer."""
     copies = cycle(layers)
     first_layer = CacheBlock(Span(0, 1), Span(0, spec.num_kv_heads))
     num_blocks = -(-num_tokens // KV_BLOCK_TOKENS)
     memory = PagedRows(spec, first_layer, num_blocks, device)
     memory.values.zero_()  # else all pages would be the system's one page of zeros
-    earlier = (0,) * (num_tokens - 1)
+    earlier = (0,) * (num_tokens - num_rows)
     cache = SequenceCache(
         memory,
         NewSequence(
             blocks=tuple(range(num_blocks)), cached_tokens=earlier, num_prompt_tokens=num_tokens, sampling=Sampling()
         ),
     )
-    cache.extend((0,))
-    only = Span(0, 1)
-    rows = blocks.pack_rows(spec, torch.zeros(1, dtype=torch.int64), [only], [cache], device)
-    x_1H = torch.randn(1, spec.hidden_size, device=device)
+    cache.extend((0,) * num_rows)
+    rows = blocks.pack_rows(spec, torch.zeros(num_rows, dtype=torch.int64), [Span(0, num_rows)], [cache], device)
+    x_sH = torch.randn(num_rows, spec.hidden_size, device=device)
 
     def run() -> None:
         layer = next(copies)
-        y_1H = blocks.attention_block(spec, 0, layer, blocks.pre_norm(spec, x_1H, layer.norm1), rows)
-        attended = blocks.add_residual(spec, x_1H, y_1H, layer.out_bias, layer.norm1)
-        y_1H = blocks.mlp_block(spec, layer, blocks.pre_norm(spec, attended, layer.norm2))
-        blocks.add_residual(spec, attended, y_1H, layer.down_bias, layer.norm2)
+        y_sH = blocks.attention_block(spec, 0, layer, blocks.pre_norm(spec, x_sH, layer.norm1), rows)
+        attended_sH = blocks.add_residual(spec, x_sH, y_sH, layer.out_bias, layer.norm1)
+        y_sH = blocks.mlp_block(spec, layer, blocks.pre_norm(spec, attended_sH, layer.norm2))
+        blocks.add_residual(spec, attended_sH, y_sH, layer.down_bias, layer.norm2)
 
     return run
 

@@ -15,7 +15,7 @@ from support.plans import BERT_LARGE, LLAMA_1B
 
 from hearth.plan.kernels import choose_kernels
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.profile import DECODING_TIMES, BlockProfile
+from hearth.plan.profile import DECODING_TIMES, BlockProfile, LatencyCurve
 from hearth.wire.messages import BlocksOf, Profile, Profiled, StartProfile, decode, encode
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -242,3 +242,15 @@ def test_quick_profile_is_scaled_up_from_few_rows(spec: ModelSpec) -> None:
     assert few.core(8) == pytest.approx(blocks.core(8) / 16)
     assert few.attention(8) - few.core(8) == pytest.approx((blocks.attention(8) - blocks.core(8)) / 4)
     assert few.mlp_rows(64) == pytest.approx(blocks.mlp_rows(256) / 4)
+
+
+def test_rest_of_a_whole_layer_is_connective() -> None:
+    line = LatencyCurve(sizes=(1, 32), seconds=(1e-3, 32e-3))
+    profile = BlockProfile(
+        seq_len=32, qkv=line, core=line, out=line, up=line, down=line, connective=line, embedding=line, mlp_rows=line
+    )
+    parts = profile.attention(8) + profile.mlp(16) + 2 * profile.connective(32)
+    whole = profile.with_layer_seconds(8, 16, parts + 0.016)
+    assert whole.attention(8) + whole.mlp(16) + 2 * whole.connective(32) == pytest.approx(parts + 0.016)
+    assert whole.connective(16) == pytest.approx(1.25 * profile.connective(16))  # grows with the rows, as before
+    assert profile.with_layer_seconds(8, 16, 0.9 * parts) == profile  # noise
