@@ -12,6 +12,7 @@ from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, cluster_from_links
 from hearth.plan.graph_spec import GraphSpec
+from hearth.platform.interfaces import interfaces
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.wire.messages import GraphProfile, OperatorsOf, Profile
 
@@ -57,8 +58,9 @@ async def graph_cluster(
         for device, profile in profiles
     ]
     seconds = tuple(zip(*per_device, strict=True))
+    here = {each.address for each in interfaces()}
     return cluster_from_links(
-        [_device(device, profile, left_bytes(device, taken)) for device, profile in profiles],
+        [_device(device, profile, left_bytes(device, taken), device.host in here) for device, profile in profiles],
         seconds,
         taken.links_left(measured.links, measured.media),
         measured=True,
@@ -66,7 +68,7 @@ async def graph_cluster(
     )
 
 
-def _device(device: Device, profile: GraphProfile, budget_bytes: int) -> ClusterDevice:
+def _device(device: Device, profile: GraphProfile, budget_bytes: int, with_coordinator: bool) -> ClusterDevice:
     return ClusterDevice(
         device_id=device.device_id,
         name=device.name,
@@ -77,6 +79,7 @@ def _device(device: Device, profile: GraphProfile, budget_bytes: int) -> Cluster
         run_bytes=profile.run_bytes,
         wire=profile.wire,
         store_room_bytes=device.store_room_bytes,
+        with_coordinator=with_coordinator,
     )
 
 

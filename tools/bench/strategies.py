@@ -39,7 +39,9 @@ class Strategies(Experiment):
     seq_lens: tuple[Count, ...] = Field((284,), min_length=1)  # tokens
     rows_per_device: Count | None = None  # weak scaling: that many tokens for each device, instead of `seq_lens`
     devices: tuple[Count, ...] = ()  # numbers of devices, from the first; empty: all
-    strategies: tuple[Name, ...] = ("gloo-tp", "megatron-tp", "sp", "hmp-no-overlap", "hmp", "auto")
+    strategies: tuple[Name, ...] = (
+        "local", "gloo-tp", "gloo-tp-packed", "megatron-tp", "sp", "hmp-no-overlap", "galaxy", "exact", "hmp", "auto",
+    )  # fmt: skip
     strategies_of_one: tuple[Name, ...] = ()  # run on one device; empty: those of `strategies` that can
     wires: tuple[ValueFormatName, ...] = ("exact",)
     lz4: tuple[Lz4, ...] = ("auto",)

@@ -20,6 +20,7 @@ class ClusterDevice:
     """Memory of one device, in bytes. A worker may hold `budget_bytes`; of those, `reserved_bytes` are not for weights.
 
     `store_room_bytes`: the weights that its store can take besides those of deployed plans; None: not known, no limit.
+    `with_coordinator`: the coordinator runs on the same machine.
     """
 
     device_id: str
@@ -32,6 +33,7 @@ class ClusterDevice:
     run_bytes: int = 0  # on top of `load_bytes`, while the graph runs
     wire: WireCost = field(default_factory=WireCost)
     store_room_bytes: int | None = None
+    with_coordinator: bool = False
 
     def room_bytes(self, graph_bytes: int) -> int:
         """Room for weights, in bytes as they are in the file; `graph_bytes` is the weight size of the whole graph.
@@ -63,6 +65,11 @@ class GraphCluster:
         """[K][K]: the numbers of the shared media that a transfer crosses; on the diagonal those of the device."""
         ids = [device.device_id for device in self.devices]
         return tuple(tuple(media_between(self.media, a, b) for b in ids) for a in ids)
+
+    @cached_property
+    def coordinator_device(self) -> int | None:
+        """The first device on the coordinator's machine, whose links are the coordinator's; None if there is none."""
+        return next((index for index, device in enumerate(self.devices) if device.with_coordinator), None)
 
     def with_reserved_bytes(self, reserved_bytes: Sequence[int]) -> GraphCluster:
         devices = tuple(

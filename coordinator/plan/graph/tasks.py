@@ -2,7 +2,8 @@
 
 On live devices the graph's inputs also come over the network, from the coordinator, and its outputs go back to it; these
 transfers occupy a device's link and cores like those of any tensor, and the coordinator's link, which passes one at a time.
-That link is not measured; it is assumed to be as fast as the device's fastest link to another device.
+The links of a coordinator on the machine of a device are that device's, which then has the values without any. Those of another
+coordinator are not measured; they are assumed to be as fast as the device's fastest link to another device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.wire import num_converted, wire_bytes
-from coordinator.plan.simulator import Task, compute_resources, transfer_resources, wire_resources
+from coordinator.plan.simulator import Resource, Task, compute_resources, transfer_resources, wire_resources
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.phases import Phase, Work
@@ -154,16 +155,33 @@ class _Writer:
 
         Returns the last task.
         """
-        coordinator, device = len(self._rank_devices), self._rank_devices[rank]
-        seconds, latency = _coordinator_link_times(self._cluster, device, num_bytes)
+        device = self._rank_devices[rank]
         cpu_seconds = coordinator_cpu_seconds(self._cluster, device, num_bytes, reads_factor=1.0)
+        seconds, latency, sides = self._coordinator_link(rank, num_bytes, to_device=computed is None)
         if computed is None:
-            sides = transfer_resources(coordinator, rank, self._cluster.media_crossed[device][device])
             wire = self._add(Task(Phase.TENSOR, None, request, rank, sides, seconds, (), latency, num_bytes, _INPUTS))
             return self._add_cpu(request, rank, cpu_seconds, (wire,), _INPUTS)[-1]
-        sides = transfer_resources(rank, coordinator, self._cluster.media_crossed[device][device])
         after = self._add_cpu(request, rank, cpu_seconds, computed, _OUTPUTS)
         return self._add(Task(Phase.TENSOR, None, request, None, sides, seconds, after, latency, num_bytes, _OUTPUTS))
+
+    def _coordinator_link(
+        self, rank: int, num_bytes: int, to_device: bool
+    ) -> tuple[float, float, tuple[Resource, ...]]:
+        """A rank's transfer with the coordinator: seconds on the link, the delay after that, and the sides that it occupies."""
+        cluster, device, home = self._cluster, self._rank_devices[rank], self._cluster.coordinator_device
+        if cluster.devices[device].with_coordinator:
+            return 0.0, 0.0, ()
+        if home is None:
+            coordinator, crossed = len(self._rank_devices), cluster.media_crossed[device][device]
+            seconds, latency = _coordinator_link_times(cluster, device, num_bytes)
+        else:
+            source, target = (home, device) if to_device else (device, home)
+            coordinator = self._rank_devices.index(home) if home in self._rank_devices else len(self._rank_devices)
+            crossed = cluster.media_crossed[source][target]
+            seconds = num_bytes / cluster.bytes_per_second[source][target]
+            latency = cluster.latency_seconds[source][target]
+        ends = (coordinator, rank) if to_device else (rank, coordinator)
+        return seconds, latency, transfer_resources(*ends, crossed)
 
     def _add_cpu(self, request: int, rank: int, seconds: float, after: tuple[int, ...], tensor: str) -> tuple[int, ...]:
         """Add the CPU time of one end of a transfer. Returns what the next task of this transfer comes after."""
@@ -235,7 +253,7 @@ def coordinator_cpu_seconds(
 
 
 def _coordinator_link_times(cluster: GraphCluster, member: int, num_bytes: int) -> tuple[float, float]:
-    """Seconds that a transfer occupies the link between a device and the coordinator, and the delay until arrival after that.
+    """Seconds that a transfer occupies the link between a device and a coordinator elsewhere, and the delay until arrival.
 
     The former is 0 for a device without links.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import get_args
@@ -18,7 +19,7 @@ from coordinator.plan.graph.predict import predict_segments
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.tasks import tensor_transfers
 from coordinator.plan.graph.wire import num_converted, wire_bytes, with_wire_sizes
-from coordinator.plan.simulator import receive_resources
+from coordinator.plan.simulator import receive_resources, send_resources
 from hearth.plan.graph_spec import GraphSpec, Operator, Tensor
 from hearth.plan.parts import WireFormat
 from hearth.plan.profile import WireCost
@@ -110,6 +111,24 @@ def test_outputs_of_two_devices_share_the_coordinators_link() -> None:
     priced = predict_segments(spec, cut(spec, [0, 1]), live, [0, 1])
     assert priced.latency_seconds == pytest.approx(1 + 1 + 1)
     assert priced.bottleneck_seconds == pytest.approx(1.0)  # that link is not measured, and no device's
+
+
+def test_links_of_a_coordinator_on_a_device_are_those_of_that_device() -> None:
+    spec = with_input(500)
+    links = replace(cluster_of(spec, [1.0, 1.0], bytes_per_second=100.0, latency_seconds=0.25), measured=True)
+    slow = replace(links, bytes_per_second=((math.inf, 50.0), (25.0, math.inf)))
+    first, second = slow.devices
+    together = replace(slow, devices=(replace(first, with_coordinator=True), second))
+    alone = cut(spec, [0, 0])
+    # On its device the values are there. Another one gets and sends them over the links between the two.
+    assert predict_segments(spec, alone, together, [0]).latency_seconds == pytest.approx(1 + 1)
+    priced = predict_segments(spec, alone, together, [1])
+    assert priced.latency_seconds == pytest.approx((500 / 50 + 0.25) + 1 + 1 + (100 / 25 + 0.25))
+    # The same network interface carries the tensor between both devices: 200 bytes that way, and 500 of the input.
+    back = predict_segments(spec, cut(spec, [1, 0]), together, [0, 1])
+    assert (back.bottleneck, back.bottleneck_seconds) == (send_resources(0), pytest.approx(500 / 50))
+    # Without it, the planner takes the fastest link of a device.
+    assert predict_segments(spec, alone, slow, [1]).latency_seconds == pytest.approx((500 / 50 + 0.25) + 2 + (2 + 0.25))
 
 
 @pytest.mark.parametrize(("measured", "seconds"), [(False, 1 + 0.2 + 3), (True, 1 + 4 * 0.2 + 3)])
