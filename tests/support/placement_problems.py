@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from numpy.random import Generator
 
 from coordinator.plan.graph.latency.problem import FloatTable, Flow, PlacementProblem, SharedWeights
+from hearth.plan.profile import SharedMedium, media_between
 
 
 @st.composite
 def problems(draw: st.DrawFn, most: int = 5, memory: bool = True) -> PlacementProblem:
-    """Small graphs with integer times, tensors with several consumers, and devices that may lack memory."""
+    """Small graphs with integer times, tensors with several consumers, and devices that may lack memory or share a medium."""
     n, k = draw(st.integers(2, most)), draw(st.integers(1, 3))
     matrix = st.lists(st.integers(0, 6), min_size=k * k, max_size=k * k)
 
@@ -30,7 +31,7 @@ def problems(draw: st.DrawFn, most: int = 5, memory: bool = True) -> PlacementPr
     loose = st.just(100)
     budgets = draw(st.lists(st.one_of(loose, st.integers(0, 8)) if memory else loose, min_size=k, max_size=k))
     shared = [SharedWeights(2, (0, n - 1))] if draw(st.booleans()) else []
-    return PlacementProblem(
+    problem = PlacementProblem(
         name="random",
         operators=tuple(f"op{i}" for i in range(n)),
         devices=tuple(f"device{d}" for d in range(k)),
@@ -42,6 +43,15 @@ def problems(draw: st.DrawFn, most: int = 5, memory: bool = True) -> PlacementPr
         congestion=draw(st.booleans()),
         shared=tuple(shared),
     )
+    on_air = draw(st.sets(st.integers(0, k - 1)))
+    return on_media(problem, sorted(on_air)) if on_air else problem
+
+
+def on_media(problem: PlacementProblem, *media: Sequence[int]) -> PlacementProblem:
+    """The problem with the devices of these numbers on shared media."""
+    shared = [SharedMedium(device_ids=tuple(problem.devices[device] for device in each)) for each in media]
+    crossed = tuple(tuple(media_between(shared, a, b) for b in problem.devices) for a in problem.devices)
+    return replace(problem, media=crossed)
 
 
 def random_problem(

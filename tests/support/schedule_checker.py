@@ -78,6 +78,13 @@ def violations(problem: PlacementProblem, schedule: Schedule) -> list[str]:
             received = [(t.start, t.end, f"flow {t.flow}") for t in real if t.device == device]
             found += _overlaps(sent, f"on the way out of {problem.devices[device]}", slack)
             found += _overlaps(received, f"on the way into {problem.devices[device]}", slack)
+        for number in {number for row in problem.media for crossed in row for number in crossed}:
+            crossing = [
+                (t.start, t.end, f"flow {t.flow}")
+                for t in schedule.transfers
+                if t.end > t.start and number in problem.media[t.source][t.device]
+            ]
+            found += _overlaps(crossing, f"on the shared medium {number}", slack)
 
     # Memory from the definition: the sum over a device's operators, with shared weights counted once.
     for device in devices:

@@ -92,7 +92,7 @@ class _Channels:
 
     def _occupied(self, source: int, device: int) -> list[_Spans]:
         """What a transfer occupies: the sides of both ends, and the media that it crosses."""
-        crossed = self._problem.media[source][device] if self._problem.media else ()
+        crossed = self._problem.media_crossed(source, device)
         return [self._sending[source], self._receiving[device], *(self._media[number] for number in crossed)]
 
     def _first_gap(self, ready: float, seconds: float, source: int, device: int, reserved: _Spans) -> float:

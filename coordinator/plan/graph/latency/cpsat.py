@@ -2,8 +2,8 @@
 
 Times are whole ticks (ticks.py). An operator on a device, and a transfer on a channel, are optional intervals that are
 present if the placement uses them. Intervals of a device do not overlap; with congestion control, neither do those of
-its sending side or of its receiving side. The channel that a flow takes is a linear function of the devices of its ends,
-so that the linear relaxation sees it.
+its sending side, of its receiving side, or of a shared medium. The channel that a flow takes is a linear function of the
+devices of its ends, so that the linear relaxation sees it.
 """
 
 from __future__ import annotations
@@ -256,13 +256,15 @@ class _PlacementModel:
                     model.add(self._starts[target] >= start + delay[a, b]).only_enforce_if(pair)
 
     def _add_channel_use(self, index: int, a: int, b: int, use: _ResourceUse, targets: Sequence[int]) -> None:
-        """Occupy both sides of a channel for one transfer, unless it takes no time."""
+        """Occupy both sides of a channel for one transfer, and the media that it crosses, unless it takes no time."""
         if use.ticks > 0:
             head = self._earliest_ends[self._problem.flows[index].source][a]
             tail = min(self._problem.seconds[target][b] + self._remaining_times[target][b] for target in targets)
             use = use._replace(head=head, tail=self._problem.latency[a][b] + tail)
             self._uses["send", a].append(use)
             self._uses["receive", b].append(use)
+            for medium in self._problem.media_crossed(a, b):
+                self._uses["medium", medium].append(use)
 
     def _add_no_overlap(self, uses: Sequence[_ResourceUse], makespan: cp_model.IntVar) -> None:
         if len(uses) < 2:

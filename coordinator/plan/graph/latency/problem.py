@@ -61,6 +61,10 @@ class PlacementProblem:
     # [K][K]: the numbers of the shared media that a transfer crosses; empty: every link has its own.
     media: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
+    def media_crossed(self, source: int, target: int) -> tuple[int, ...]:
+        """The numbers of the shared media that a transfer between two devices crosses."""
+        return self.media[source][target] if self.media else ()
+
     @property
     def num_operators(self) -> int:
         return len(self.operators)

@@ -139,7 +139,7 @@ def schedule(
             flow = problem.flows[item.flow]
             source = assignment[flow.source]
             seconds, latency = flow.seconds[source][item.device], problem.latency[source][item.device]
-            crossed = problem.media[source][item.device] if problem.media else ()
+            crossed = problem.media_crossed(source, item.device)
             busy = transfer_resources(source, item.device, crossed) if problem.congestion and seconds > 0 else ()
             add(Phase.TENSOR, item.flow, item.device, busy, seconds, (ran[flow.source],))
             if latency > 0:

@@ -1,4 +1,4 @@
-"""Interchangeable devices: equal times, links and memory. Pure.
+"""Interchangeable devices: equal times, links, media and memory. Pure.
 
 Exchanging them turns a schedule into an equal one, so that a search need only look at one of these: the one in which
 they are first used in their order.
@@ -24,7 +24,9 @@ def interchangeable_devices(
     `pinned` devices may not be exchanged. `by_operator` are further tables [n][K] that tell devices apart.
     """
     columns = list(zip(*chain(problem.seconds, *by_operator), strict=True))
-    matrices = {problem.latency, *(flow.seconds for flow in problem.flows)}
+    matrices: set[tuple[tuple[object, ...], ...]] = {problem.latency, *(flow.seconds for flow in problem.flows)}
+    if problem.media:
+        matrices.add(problem.media)
     classes: list[list[int]] = []
     for device in set(range(problem.num_devices)).difference(pinned):
         for members in classes:
@@ -41,7 +43,7 @@ def interchangeable_devices(
     return [tuple(members) for members in classes if len(members) > 1]
 
 
-def _may_exchange(matrix: FloatTable, a: int, b: int) -> bool:
+def _may_exchange(matrix: Sequence[Sequence[object]], a: int, b: int) -> bool:
     """Whether the matrix of links stays the same when two devices are exchanged."""
     others = [k for k in range(len(matrix)) if k not in (a, b)]
     return (

@@ -176,9 +176,10 @@ def _remaining_times(problem: PlacementProblem, known: Schedule, order: Sequence
             flow = problem.flows[item.flow]
             source, device = assignment[flow.source], item.device
             after = problem.latency[source][device] + max(remaining[t] for t in flow.targets if assignment[t] == device)
-            sides = (
-                (("send", source), ("receive", device)) if problem.congestion and flow.seconds[source][device] else ()
-            )
+            sides: list[tuple[str, int]] = []
+            if problem.congestion and flow.seconds[source][device]:
+                sides = [("send", source), ("receive", device)]
+                sides += [("medium", number) for number in problem.media_crossed(source, device)]
             after = max(after, *(next_on.get(side, 0.0) for side in sides), 0.0)
             sent[item] = flow.seconds[source][device] + after
             next_on.update(dict.fromkeys(sides, sent[item]))

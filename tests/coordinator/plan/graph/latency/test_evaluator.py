@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -11,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
-from support.placement_problems import problems, random_problem
+from support.placement_problems import on_media, problems, random_problem
 
 from coordinator.models.ordering import topological_order
 from coordinator.plan.graph.latency.evaluator import Evaluator, IncrementalEvaluator, named, numbered
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Send, best_schedule, schedule, with_required_sends
-from hearth.plan.profile import SharedMedium, media_between
 
 
 def random_solution(problem: PlacementProblem, rng: Random) -> tuple[list[int], list[int]]:
@@ -25,13 +22,6 @@ def random_solution(problem: PlacementProblem, rng: Random) -> tuple[list[int], 
     keys = [rng.random() for _ in problem.operators]
     assignment = [rng.randrange(problem.num_devices) for _ in problem.operators]
     return assignment, topological_order(problem.predecessors, lambda operator: keys[operator])
-
-
-def on_media(problem: PlacementProblem, *media: Sequence[int]) -> PlacementProblem:
-    """The problem with the devices of these numbers on shared media."""
-    shared = [SharedMedium(device_ids=tuple(problem.devices[device] for device in each)) for each in media]
-    crossed = tuple(tuple(media_between(shared, a, b) for b in problem.devices) for a in problem.devices)
-    return replace(problem, media=crossed)
 
 
 @pytest.mark.parametrize("media", [((1, 2),), ((0, 1), (2, 3)), ((0,), (1, 2, 3))])

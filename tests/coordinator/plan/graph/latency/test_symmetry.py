@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("ortools")
 
 from ortools.sat.python import cp_model
+from support.placement_problems import on_media
 from support.schedule_checker import violations
 
 from coordinator.plan.graph.latency import cpsat
@@ -56,6 +57,8 @@ def changed(rows: Any, row: int, column: int) -> Any:
         (lambda p: {"budget_bytes": (4, 4, 3, 3)}, [(0, 1), (2, 3)]),
         (lambda p: {"latency": changed(p.latency, 0, 1)}, [(2, 3)]),
         (lambda p: {"latency": changed(changed(p.latency, 0, 1), 1, 0)}, [(0, 1), (2, 3)]),
+        (lambda p: {"media": on_media(p, (0, 1)).media}, [(0, 1), (2, 3)]),
+        (lambda p: {"media": on_media(p, (0,), (1,)).media}, [(2, 3)]),
         (lambda p: {"flows": (p.flows[0]._replace(seconds=changed(p.flows[0].seconds, 3, 0)),)}, [(1, 2)]),
     ],
 )
@@ -86,7 +89,7 @@ def problems(draw: st.DrawFn) -> PlacementProblem:
             flows.append(Flow(source, tuple(sorted(targets)), draw(ways)))
     odd = draw(st.sampled_from((0.0, 1.0)))
     sizes = draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
-    return PlacementProblem(
+    problem = PlacementProblem(
         name="random",
         operators=tuple(f"op{i}" for i in range(n)),
         devices=("a", "b", "c"),
@@ -97,6 +100,8 @@ def problems(draw: st.DrawFn) -> PlacementProblem:
         latency=links(3, float(draw(st.integers(0, 1)))),
         congestion=draw(st.booleans()),
     )
+    on_air = draw(st.sets(st.integers(0, 2)))
+    return on_media(problem, sorted(on_air)) if on_air else problem
 
 
 @settings(max_examples=30)
