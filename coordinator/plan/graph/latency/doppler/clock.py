@@ -1,13 +1,15 @@
 """The clock of an episode: where and when operators can run, given those that are placed. Pure.
 
 An operator starts in the first gap of its device that is long enough, after its inputs have arrived. With congestion, a
-transfer books the first gap that the sender's sending side and the receiver's receiving side have in common, as in
-`contention.contended_heft`. Times are whole ticks, held in floats, so that sums and ties are exact.
+transfer books the first gap that the sender's sending side, the receiver's receiving side and the shared media that it
+crosses have in common, as in `contention.contended_heft`. Times are whole ticks, held in floats, so that sums and ties are
+exact.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from operator import itemgetter
 
 from coordinator.plan.graph.latency.doppler.features import mean_operator_seconds
@@ -85,6 +87,7 @@ class EpisodeClock:
         self._compute = [_Spans() for _ in range(K)]
         self._sending = [_Spans() for _ in range(K)]
         self._receiving = [_Spans() for _ in range(K)]
+        self._media: defaultdict[int, _Spans] = defaultdict(_Spans)  # by number
         self._load, self._sent, self._received = [0.0] * K, [0.0] * K, [0.0] * K
         self._arrivals = [-1.0] * (K * len(problem.flows))  # at flow * K + device; -1: the flow is not sent there
         self._operator = -1  # the last one observed, with its earliest start and its transfers by device
@@ -142,8 +145,8 @@ class EpisodeClock:
             self._sent[source] += finish - begin
             self._received[device] += finish - begin
             if times.problem.congestion and finish > begin:
-                self._sending[source].book(begin, finish)
-                self._receiving[device].book(begin, finish)
+                for spans in self._occupied(source, device):
+                    spans.book(begin, finish)
         start, ticks = self._start[device], times.operators[operator][device]
         end = start + ticks
         self.assignment[operator] = device
@@ -154,13 +157,20 @@ class EpisodeClock:
         for flow in times.problem.outgoing[operator]:
             self._arrivals[flow * K + device] = end
 
+    def _occupied(self, source: int, device: int) -> list[_Spans]:
+        """What a transfer occupies: the sides of both ends, and the media that it crosses."""
+        crossed = self._times.problem.media_crossed(source, device)
+        return [self._sending[source], self._receiving[device], *(self._media[number] for number in crossed)]
+
     def _common_gap(
         self, ready: float, ticks: float, source: int, device: int, reserved: list[tuple[int, int, float, float]]
     ) -> float:
-        """The first time that is free on both sides, and not taken by the operator's other transfers to the device."""
-        sending, receiving = self._sending[source], self._receiving[device]
+        """The first time that is free on all that the transfer occupies, beside the operator's others to the device."""
+        occupied = self._occupied(source, device)
         while True:
-            start = receiving.first_gap(sending.first_gap(ready, ticks), ticks)
+            start = ready
+            for spans in occupied:
+                start = spans.first_gap(start, ticks)
             for _, _, begin, finish in reserved:
                 if start < finish and begin < start + ticks and begin < finish:
                     start = finish

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.placement_problems import in_other_unit, random_problem
+from support.placement_problems import in_other_unit, on_media, random_problem
 
 from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.doppler.clock import TICKS_PER_MEAN_OPERATOR, ClockTimes, EpisodeClock
@@ -159,6 +159,8 @@ def test_features_of_one_operator_without_time_or_memory_are_finite(features: Fe
 @pytest.mark.parametrize("seed", range(8))
 def test_clock_books_as_contended_heft_does(seed: int, congestion: bool) -> None:
     problem = random_problem(np.random.default_rng(seed), num_operators=24, congestion=congestion)
+    if seed % 2:
+        problem = on_media(problem, (0, 1))
     clock = EpisodeClock(ClockTimes(problem))
     start, K = CLOCK_COLUMNS.index("start"), problem.num_devices
     for operator in rank_order(problem, upward_ranks(problem)):
