@@ -36,9 +36,16 @@ def place_operators(
     weights = spec.parameter_bytes(range(spec.num_operators))
     rooms = [device.room_bytes(weights) for device in cluster.devices]
     spec = with_wire_sizes(spec, request.wire.values)
+    media = cluster.media_crossed if cluster.media else ()
     if request.objective == "throughput":
         solution = plan_pipeline(
-            spec, _with_coordinator_transfers(request.spec, cluster), rooms, rates, method.name, options
+            spec,
+            _with_coordinator_transfers(request.spec, cluster),
+            rooms,
+            rates,
+            method.name,
+            options,
+            media if request.congestion else (),
         )
         return rebalance(request, solution, rooms) if method.rebalances and cluster.measured else solution
     coarse = coarsen(spec)
@@ -51,7 +58,7 @@ def place_operators(
         cluster.latency_seconds,
         request.congestion,
         partial(lone_cpu_seconds, cluster),
-        cluster.media_crossed if cluster.media else (),
+        media,
     )
     held = held_devices(request)
     pins = {index: held[group[0]] for index, group in enumerate(coarse.groups) if group[0] in held}

@@ -6,14 +6,20 @@
 The minimum is one of finitely many values: the times of all stages and of all transfers. Whether a pipeline within a given
 value exists is decided exactly (search.py). The search runs between the best known value and a lower bound. The former is
 the published planner's, so the result is never worse; the latter is the optimum if devices may be used more than once.
+
+The search decides about single parts, and therefore leaves shared media out: its bound stays one, because media only add to
+the bottleneck. Of all pipelines that it finds, the best with media is kept. It is repeated with fewer devices on media, since
+a pipeline with fewer cuts over a medium is often better.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, combinations, islice
 from random import Random
 
 import numpy as np
@@ -27,6 +33,7 @@ from hearth.errors import ModelDoesNotFit
 
 # Ratio of values at which the search ends if the values below are undecided: far below the error of a prediction.
 _UNDECIDED_RATIO = 1.002
+_MAX_SUBSETS = 16  # of the devices on media that are searched too: more than all of four devices have
 
 
 def best_stages(
@@ -36,8 +43,39 @@ def best_stages(
 
     `known` are pipelines to start from, and should include the published planner's; if empty, that one is computed here.
     """
+    if not problem.media:
+        return _best_without_media(problem, rng, stop, known, [])
+    seen: list[Stages] = []
+    searched = _best_without_media(replace(problem, media=()), rng, stop, known, seen)
+    for devices in _fewer_on_media(problem):
+        if stop() or min(map(problem.bottleneck_seconds, seen)) <= searched.bound:
+            break
+        found: list[Stages] = []
+        with suppress(ModelDoesNotFit):
+            _best_without_media(problem.on_devices(devices), rng, stop, (), found)
+        seen += (tuple(each._replace(device=devices[each.device]) for each in stages) for stages in found)
+    best = min(seen, key=problem.bottleneck_seconds)
+    value = problem.bottleneck_seconds(best)
+    return Solution(best, value, searched.bound, searched.bound >= value)
+
+
+def _fewer_on_media(problem: PipelineProblem) -> Iterator[list[int]]:
+    """All devices on no medium, with subsets of the others, smallest first."""
+    on_media = [device for device in range(problem.num_devices) if problem.media[device][device]]
+    subsets = chain.from_iterable(combinations(on_media, size) for size in range(len(on_media)))
+    for subset in islice(subsets, _MAX_SUBSETS):
+        devices = [each for each in range(problem.num_devices) if each in subset or each not in on_media]
+        if devices:
+            yield devices
+
+
+def _best_without_media(
+    problem: PipelineProblem, rng: Random, stop: Callable[[], bool], known: Sequence[Stages], seen: list[Stages]
+) -> Solution[Stages]:
+    """As `best_stages`, for a problem without media. `known` and all pipelines that are found are added to `seen`."""
     limits = StageLimits(problem)
-    best = min(known or _starting_pipelines(limits, rng, stop), key=problem.bottleneck_seconds)
+    seen += known or _starting_pipelines(limits, rng, stop)
+    best = min(seen, key=problem.bottleneck_seconds)
     values = _possible_bottlenecks(problem, problem.bottleneck_seconds(best))
     # No pipeline is below values[proven]; `best` is at values[high].
     proven, high = _first_with_walk(limits, values), len(values) - 1
@@ -58,6 +96,7 @@ def best_stages(
             step = max(2 * step, 1)
         else:
             best, high = found, bisect_left(values, problem.bottleneck_seconds(found))
+            seen.append(found)
     top = min(top, high)
     while proven < top and not stop():  # some values stayed undecided: try to raise the bound
         middle = (proven + top) // 2
@@ -70,6 +109,7 @@ def best_stages(
             proven = middle + 1
         else:
             best, top = found, bisect_left(values, problem.bottleneck_seconds(found))
+            seen.append(found)
     value = problem.bottleneck_seconds(best)
     bound = min(values[proven], value)
     return Solution(best, value, bound, bound >= value)

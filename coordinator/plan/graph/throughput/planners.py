@@ -20,7 +20,14 @@ from random import Random
 from coordinator.plan.graph.throughput.baselines import joint_stages, random_stages
 from coordinator.plan.graph.throughput.exact import best_stages, relaxed_bound
 from coordinator.plan.graph.throughput.points import candidate_chain, fine_chain
-from coordinator.plan.graph.throughput.problem import FloatTableLike, PipelineProblem, Stage, Stages, pipeline_problem
+from coordinator.plan.graph.throughput.problem import (
+    FloatTableLike,
+    MediaCrossed,
+    PipelineProblem,
+    Stage,
+    Stages,
+    pipeline_problem,
+)
 from coordinator.plan.graph.throughput.published import published_stages, search_note
 from coordinator.plan.solution import OperatorAssignment, SearchOptions, Solution
 from hearth.errors import ModelDoesNotFit
@@ -43,6 +50,7 @@ def plan_pipeline(
     rate: FloatTableLike,
     strategy: str,
     options: SearchOptions,
+    media: MediaCrossed = (),
 ) -> Solution[OperatorAssignment]:
     """The device of each operator, by `PIPELINE_EXACT` or one of `PUBLISHED`; other arguments as in `pipeline_problem`.
 
@@ -51,9 +59,11 @@ def plan_pipeline(
     counted. `pipeline-exact` is never worse than `pipeline` with the same seed. Raises ModelDoesNotFit.
     """
     chain = fine_chain(spec)
-    coarse = pipeline_problem(spec, seconds, memory_bytes, rate, candidate_chain(spec))
-    fine = pipeline_problem(spec, seconds, memory_bytes, rate, chain)
-    adjacent_only = replace(fine, boundary_bytes=tuple(map(float, chain.adjacent_bytes(spec))))
+    coarse = pipeline_problem(spec, seconds, memory_bytes, rate, candidate_chain(spec), media)
+    fine = pipeline_problem(spec, seconds, memory_bytes, rate, chain, media)
+    as_published = replace(coarse, media=())  # the paper knows no media
+    # A bound leaves media out, because its search does.
+    adjacent_only = replace(fine, boundary_bytes=tuple(map(float, chain.adjacent_bytes(spec))), media=())
     began = options.clock()
 
     def stop() -> bool:
@@ -61,14 +71,14 @@ def plan_pipeline(
 
     if strategy == PIPELINE_EXACT:
         try:
-            known = [to_fine_chain(coarse, published_stages(coarse, Random(options.seed)))]
+            known = [to_fine_chain(coarse, published_stages(as_published, Random(options.seed)))]
         except ModelDoesNotFit:
             known = []
         problem, stages = fine, best_stages(fine, Random(options.seed), stop, known).assignment
         bound = best_stages(adjacent_only, Random(options.seed), stop, [stages]).bound
         took = options.clock() - began
     else:
-        problem, stages = coarse, PUBLISHED[strategy](coarse, Random(options.seed))
+        problem, stages = coarse, PUBLISHED[strategy](as_published, Random(options.seed))
         took = options.clock() - began  # without the bound, which is not part of these planners
         bound = relaxed_bound(adjacent_only, to_fine_chain(coarse, stages))
     value = problem.bottleneck_seconds(stages)

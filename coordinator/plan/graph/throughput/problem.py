@@ -6,13 +6,17 @@ covers all blocks in order. Requests follow one another through it, so its throu
 
     beta = max( seconds of each stage on its device,  bytes across each cut / rate of the link that it crosses )
 
+A shared medium carries one transfer at a time, and every request crosses it with each cut whose link is on it. So where there
+are media, the seconds of all transfers that cross one are added up, as one more part of the maximum.
+
 A link's latency occupies neither the link nor a device: it delays a request but not the next one, so it is not in beta.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,6 +27,7 @@ from coordinator.plan.graph.throughput.points import Chain, candidate_chain
 from hearth.plan.graph_spec import GraphSpec
 
 FloatTableLike = Sequence[Sequence[float]]
+MediaCrossed = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Stage(NamedTuple):
@@ -52,6 +57,8 @@ class PipelineProblem:
     stage_bytes: NDArray[np.int64]  # [N, N], weights of blocks i to j together; 0 below the diagonal
     memory_bytes: tuple[int, ...]  # [K], for weights on each device
     rate: NDArray[np.float64]  # [K, K] bytes per second from row to column, infinite on the diagonal
+    # [K][K]: the numbers of the shared media that a transfer crosses, on the diagonal those of the device; empty: none.
+    media: MediaCrossed = ()
 
     @property
     def num_blocks(self) -> int:
@@ -90,10 +97,14 @@ class PipelineProblem:
         return self.boundary_bytes[cut] / float(self.rate[sender, receiver])
 
     def bottleneck_seconds(self, stages: Sequence[Stage]) -> float:
-        """Beta, equation (1)."""
-        compute = [self.stage_seconds(stage) for stage in stages]
-        pairs = zip(stages, stages[1:], strict=False)
-        return max([*compute, *(self.transfer_seconds(a.last, a.device, b.device) for a, b in pairs)])
+        """Beta, equation (1), with a term for each shared medium."""
+        parts, on_medium = [self.stage_seconds(stage) for stage in stages], defaultdict[int, float](float)
+        for a, b in zip(stages, stages[1:], strict=False):
+            seconds = self.transfer_seconds(a.last, a.device, b.device)
+            parts.append(seconds)
+            for number in self.media[a.device][b.device] if self.media else ():
+                on_medium[number] += seconds
+        return max([*parts, *on_medium.values()])
 
     def assignment(self, stages: Sequence[Stage]) -> tuple[int, ...]:
         """The device of each operator."""
@@ -103,6 +114,16 @@ class PipelineProblem:
                 for operator in block:
                     devices[operator] = stage.device
         return tuple(devices)
+
+    def on_devices(self, devices: Sequence[int]) -> PipelineProblem:
+        """The problem on some of the devices, numbered in this order, without media."""
+        return replace(
+            self,
+            seconds=self.seconds[:, devices],
+            memory_bytes=tuple(self.memory_bytes[device] for device in devices),
+            rate=self.rate[np.ix_(devices, devices)],
+            media=(),
+        )
 
     def missing_bytes(self, budgets: Sequence[int]) -> int:
         """Bytes of the blocks left over when devices with these budgets are filled in turn, largest first."""
@@ -120,6 +141,7 @@ def pipeline_problem(
     memory_bytes: Sequence[int],
     rate: FloatTableLike,
     chain: Chain | None = None,
+    media: MediaCrossed = (),
 ) -> PipelineProblem:
     """The problem of a graph on K devices: operator seconds [n][K], weight bytes per device, bytes per second [K][K].
 
@@ -138,6 +160,7 @@ def pipeline_problem(
         stage_bytes=_stage_bytes(spec, chain),
         memory_bytes=tuple(memory_bytes),
         rate=rates,
+        media=media,
     )
 
 

@@ -30,8 +30,10 @@ from coordinator.plan.graph.predict import (
 )
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.graph.tasks import request_tasks, tensor_transfers
+from coordinator.plan.graph.throughput.planners import plan_pipeline
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.simulator import compute_resources, send_resources, simulate, transfer_resources
+from coordinator.plan.solution import SearchOptions
 from coordinator.serve.planning.planner_process import solve_graph
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
@@ -402,6 +404,30 @@ def test_media_of_a_cluster_file_limit_the_links_that_cross_them(tmp_path: Path)
     assert mbit == [
         [math.inf, 40, 40, 20], [40, math.inf, 30, 20], [40, 30, math.inf, 20], [20, 20, 20, math.inf]
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("on_air", "value"), [("", 2.0), ("abc", 3.0)])
+def test_pipelines_have_few_cuts_over_a_medium_and_the_value_of_the_simulator(
+    tmp_path: Path, on_air: str, value: float
+) -> None:
+    """Six operators of 1 s, tensors of 1.75 s: two cuts over one medium would take 3.5 s."""
+    path, spec = tmp_path / "home.json", chain(1, [14] * 6)
+    devices = [{"name": name, "memory": 100, "flops_per_second": 1} for name in "abc"]
+    media = [{"devices": list(on_air), "mbit_per_second": 128e-6}] if on_air else []
+    path.write_text(json.dumps({"mbit_per_second": 64e-6, "devices": devices, "media": media}))
+    cluster = read_cluster(path, spec)
+    for strategy in ("pipeline-exact", "joint"):
+        found = plan_pipeline(
+            spec, cluster.seconds, [100] * 3, cluster.bytes_per_second, strategy,
+            SearchOptions(5.0, 0, time.monotonic), cluster.media_crossed,
+        )  # fmt: skip
+        ranks = {device: rank for rank, device in enumerate(dict.fromkeys(found.assignment.devices))}
+        segments = cut(spec, [ranks[device] for device in found.assignment.devices])
+        predicted = predict_segments(spec, segments, cluster, list(ranks))
+        assert found.value == pytest.approx(predicted.bottleneck_seconds)
+        if strategy == "pipeline-exact":
+            assert found.value == pytest.approx(value)
+            assert found.proven == (not on_air)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -25,14 +26,22 @@ from coordinator.plan.graph.throughput.k_path import (
 )
 from coordinator.plan.graph.throughput.partitions import min_transfer_partitioning, transfer_classes
 from coordinator.plan.graph.throughput.planners import PIPELINE, PIPELINE_EXACT, PUBLISHED, plan_pipeline
-from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages, pipeline_problem
+from coordinator.plan.graph.throughput.problem import MediaCrossed, PipelineProblem, Stage, Stages, pipeline_problem
 from coordinator.plan.graph.throughput.published import class_runs, equal_partitions, published_stages
 from coordinator.plan.solution import Candidate, SearchOptions, with_reasons
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
+from hearth.plan.profile import SharedMedium, media_between
 from tools.bench.partition import nearest_stages, theorem_bound
 
 SEEDS = st.integers(0, 10**9)
+
+
+def crossed_media(num_devices: int, *media: Sequence[int]) -> MediaCrossed:
+    """The media that transfers cross, with the devices of these numbers on each."""
+    ids = tuple(map(str, range(num_devices)))
+    shared = [SharedMedium(device_ids=tuple(ids[device] for device in each)) for each in media]
+    return tuple(tuple(media_between(shared, a, b) for b in ids) for a in ids)
 
 
 def random_problem(rng: Random, equal: bool = False) -> PipelineProblem:
@@ -72,7 +81,12 @@ def bottleneck(problem: PipelineProblem, stages: Sequence[Stage]) -> float:
     """From the problem's own numbers, block by block."""
     compute = [sum(problem.seconds[b, s.device] for b in range(s.first, s.last + 1)) for s in stages]
     links = [problem.boundary_bytes[a.last] / problem.rate[a.device, b.device] for a, b in itertools.pairwise(stages)]
-    return float(max([*compute, *links]))
+    if not problem.media:
+        return float(max([*compute, *links]))
+    crossed = [problem.media[a.device][b.device] for a, b in itertools.pairwise(stages)]
+    numbers = {number for each in crossed for number in each}
+    media = [sum(link for link, each in zip(links, crossed, strict=True) if number in each) for number in numbers]
+    return float(max([*compute, *links, *media]))
 
 
 def after_a_minute() -> Callable[[], bool]:
@@ -97,6 +111,32 @@ def test_exact_planner_equals_brute_force_and_proves_it(seed: int) -> None:
     assert found.proven
     assert found.value == pytest.approx(min(values))
     assert found.bound == pytest.approx(min(values))
+
+
+def test_exact_planner_counts_shared_media_and_is_seldom_above_the_optimum() -> None:
+    num_problems = num_optimal = num_better = 0
+    for seed in range(150):
+        rng = Random(seed)
+        without = random_problem(rng)
+        k = without.num_devices
+        media = [[device for device in range(k) if device % 2 == air] for air in range(rng.randint(1, 2))]
+        problem = replace(without, media=crossed_media(k, *filter(None, media)))
+        values = [bottleneck(problem, stages) for stages in pipelines(problem)]
+        if not values:
+            continue
+        found = best_stages(problem, Random(seed), after_a_minute())
+        check_stages(problem, found.assignment)
+        ignored = bottleneck(problem, best_stages(without, Random(seed), after_a_minute()).assignment)
+        assert found.value == pytest.approx(bottleneck(problem, found.assignment))
+        assert found.bound - 1e-9 <= min(values) <= found.value + 1e-9
+        assert found.value <= ignored + 1e-9
+        assert found.proven == (found.bound >= found.value)
+        num_problems += 1
+        num_optimal += found.value <= min(values) + 1e-9
+        num_better += found.value < ignored - 1e-9
+    assert num_problems > 50
+    assert num_better > 0
+    assert num_optimal >= 0.9 * num_problems
 
 
 @given(SEEDS)
