@@ -14,7 +14,7 @@ from hearth.plan.profile import SharedMedium, media_between
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int = 5, memory: bool = True) -> PlacementProblem:
+def problems(draw: st.DrawFn, most: int = 5, memory: bool = True, media: bool = True) -> PlacementProblem:
     """Small graphs with integer times, tensors with several consumers, and devices that may lack memory or share a medium."""
     n, k = draw(st.integers(2, most)), draw(st.integers(1, 3))
     matrix = st.lists(st.integers(0, 6), min_size=k * k, max_size=k * k)
@@ -43,7 +43,7 @@ def problems(draw: st.DrawFn, most: int = 5, memory: bool = True) -> PlacementPr
         congestion=draw(st.booleans()),
         shared=tuple(shared),
     )
-    on_air = draw(st.sets(st.integers(0, k - 1)))
+    on_air = draw(st.sets(st.integers(0, k - 1))) if media else ()
     return on_media(problem, sorted(on_air)) if on_air else problem
 
 
