@@ -33,6 +33,9 @@ ZAP_DOMAIN = "link"
 _FRAME_BYTES = 64 << 10  # about one tile; smaller frames would measure per-frame overhead
 _PINGS = 7  # empty bursts, whose median is the round trip: three of them may be disturbed
 _MIN_BURST_SECONDS = 0.03  # a shorter burst measures scheduling, not the link
+# Round trips that a burst takes at least: over a radio link its end is late by jitter, or by a packet that was sent again, and
+# both are of that order.
+_BURST_ROUND_TRIPS = 4
 _RATE_TOLERANCE = 0.05  # fraction within which the last bursts must agree; a smaller one would take many more bursts
 _AGREEING_BURSTS = 3  # bursts; two could agree by chance
 # A peer that takes longer to accept a connection is too slow for a plan; a recovery waits for this.
@@ -143,6 +146,7 @@ async def _measure_rate(client: RpcClient, request: MeasureLink) -> LinkMeasured
     frame = os.urandom(_FRAME_BYTES)  # random, so that compression on the link does not change the measured rate
     await burst(0, _HANDSHAKE_SECONDS)
     round_trip = statistics.median([await burst(0) for _ in range(_PINGS)])
+    least = max(_MIN_BURST_SECONDS, _BURST_ROUND_TRIPS * round_trip)
     rates: list[float] = []
     num_frames, sent = 4, 0
     while True:
@@ -150,11 +154,11 @@ async def _measure_rate(client: RpcClient, request: MeasureLink) -> LinkMeasured
         burst_bytes = num_frames * _FRAME_BYTES
         sent += burst_bytes
         transfer = max(seconds - round_trip, 1e-6)
-        if seconds >= _MIN_BURST_SECONDS or num_frames == _MAX_FRAMES_PER_BURST:
+        if transfer >= least or num_frames == _MAX_FRAMES_PER_BURST:
             rates.append(burst_bytes / transfer)
         last = rates[-_AGREEING_BURSTS:]
         stable = len(last) == _AGREEING_BURSTS and max(last) - min(last) <= _RATE_TOLERANCE * max(last)
-        if seconds < _MIN_BURST_SECONDS:
+        if transfer < least:
             num_frames = min(num_frames * 2, _MAX_FRAMES_PER_BURST)
         if stable or loop_time() + seconds > deadline or sent + num_frames * _FRAME_BYTES > request.max_bytes:
             break

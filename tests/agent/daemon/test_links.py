@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -14,6 +15,7 @@ pytest.importorskip("psutil")
 
 from support.contexts import zmq_context
 
+from agent.daemon import links
 from agent.daemon.links import LinkServer, fetch_chunks, measure_link
 from agent.daemon.store import ShardStore
 from hearth.errors import WrongKey
@@ -23,8 +25,10 @@ from hearth.transport.base import Buffer
 from hearth.wire.messages import (
     FetchChunks,
     MeasureLink,
+    Message,
     OpenLinkProbe,
 )
+from hearth.wire.rpc import RpcClient
 
 
 async def no_chunk(chunk: str) -> bytes:
@@ -102,3 +106,28 @@ def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> None:
         assert sorted(ours.missing(tuple(hashes))) == sorted(missing)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("round_trip", "bytes_per_second", "late"),
+    [(0.0005, 110e6, 0.001), (0.012, 12e6, 0.01), (0.04, 3.75e6, 0.03)],
+    ids=["Ethernet", "Wi-Fi", "busy Wi-Fi"],
+)
+def test_bursts_are_long_beside_what_delays_their_last_packet(
+    monkeypatch: pytest.MonkeyPatch, round_trip: float, bytes_per_second: float, late: float
+) -> None:
+    now = [0.0]
+
+    class Link:
+        """Answers a burst after its transfer and a round trip; every burst is `late`, as by a packet that is sent again."""
+
+        async def call(self, message: Message, payload: Sequence[bytes], timeout_seconds: float) -> None:
+            num_bytes = sum(map(len, payload))
+            now[0] += round_trip + (num_bytes / bytes_per_second + late if num_bytes else 0.0)
+
+    monkeypatch.setattr(links, "loop_time", lambda: now[0])
+    request = MeasureLink(host="a", port=1, peer_public_key="k" * 40, max_bytes=64 << 20, max_seconds=1.0)
+    measured = asyncio.run(links._measure_rate(cast(RpcClient, Link()), request))
+    assert measured.round_trip_seconds == pytest.approx(round_trip)
+    assert 0.75 * bytes_per_second < measured.bytes_per_second <= bytes_per_second
+    assert now[0] < 1.5
