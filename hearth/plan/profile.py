@@ -192,8 +192,8 @@ class BlockProfile(BaseModel, frozen=True):
     def with_layer_seconds(self, num_heads: int, num_columns: int, seconds: float) -> BlockProfile:
         """The profile of a whole layer with all rows that takes `seconds`, if that is more than its parts take together.
 
-        The rest becomes connective. Blocks in loops of their own find their inputs in a cache, and so do norms and sums most
-        of all; KV caches and rotations are in none of them.
+        The difference is added to the connective blocks. A part that is measured in a loop of its own finds its inputs in the
+        processor's cache, where a layer's other work would have replaced them, and no part writes to the KV cache.
         """
         connective = 2 * self.connective(self.seq_len)
         parts = self.attention(num_heads) + self.mlp(num_columns) + connective

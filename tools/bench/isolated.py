@@ -36,9 +36,6 @@ class _NoPeers(Communicator):
     def send(self, target: int, key: TileKey, tile: Array, converted: Conversions | None = None) -> None:
         """Drop the tile."""
 
-    def send_to_all(self, keys: object, tile: Array) -> None:
-        """Drop the tile."""
-
     def reduce(self, key: TileKey, partial: Array) -> None:
         """Drop the partial sum."""
 

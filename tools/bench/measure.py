@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -45,11 +46,11 @@ MIN_ROUNDS = 5  # least number of measured rounds of a setting
 PAPER_MBIT = 125 / 190  # the paper's Mbit/s per Mbit/s of our scenarios, at the same ratio of compute to traffic
 _MOST_ROUNDS = 2  # most rounds in all, as a multiple of the requested number, if some are disturbed
 _RESERVE_BYTES = 1 << 30  # memory to leave free on this machine
-# Largest relative difference of the output sums from those of `local`: rounding, and losses of the wire format.
 _ABOVE_BOUND = (
     "its bound is above its time: a device that waits for tiles saves some of its CPU quota and computes faster afterwards, "
     "which it does not where computations run alone"
 )
+# Largest relative difference of the output sums from those of `local`: rounding, and losses of the wire format.
 _TOLERANCE = {"exact": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 0.15}
 
 
@@ -79,7 +80,7 @@ class _Steps:
     computed: list[Traces] = field(default_factory=list)  # of its computations alone, by round; with several devices
     traced: Sample = field(init=False)  # one more step, which is not timed
 
-    @property
+    @cached_property
     def computations(self) -> str | None:
         """Equal for steps whose devices compute the same, and differ only in what they send; None for those on one device."""
         if self.plan is None or self.plan.num_ranks == 1:

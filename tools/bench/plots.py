@@ -82,17 +82,16 @@ def _bars(
     """
     groups = by_setting(rows)[:_MAX_BARS]
     labels = list(dict.fromkeys(row.label for group in groups for row in group))
-    width, drawn = 0.84 / max(len(labels), 1), []
+    width, drawn, alone = 0.84 / max(len(labels), 1), [], len(groups) == 1
     for index, label in enumerate(labels):
         found = [(at, row) for at, group in enumerate(groups) for row in group if row.label == label]
         xs = [at + (index - (len(labels) - 1) / 2) * width for at, _ in found]
         heights = [height(row) for _, row in found]
         errors = [[middle - low for middle, low, _ in heights], [high - middle for middle, _, high in heights]]
-        axes.bar(xs, [middle for middle, _, _ in heights], width * 0.92, yerr=errors, label=label if len(groups) > 1 else None,
-                 color=_COLOURS[index % len(_COLOURS) if len(groups) > 1 else 0],
-                 error_kw={"lw": 1, "capsize": 2})  # fmt: skip
+        axes.bar(xs, [middle for middle, _, _ in heights], width * 0.92, yerr=errors, label=None if alone else label,
+                 color=_COLOURS[0 if alone else index % len(_COLOURS)], error_kw={"lw": 1, "capsize": 2})  # fmt: skip
         drawn += [(x, width * 0.92, row) for x, (_, row) in zip(xs, found, strict=True)]
-    if len(groups) == 1:
+    if alone:
         axes.set_xticks(
             [x for x, _, _ in drawn], [row.label for _, _, row in drawn], fontsize=9, rotation=60, ha="right"
         )
@@ -157,7 +156,7 @@ def predicted_against_measured(axes: Any, rows: Sequence[Row]) -> None:
     """Points: predicted against measured time, with lines where they agree and where they differ by 10 %."""
     from matplotlib.ticker import LogLocator
 
-    # Results of before November 2026 have only the rescaled predictions.
+    # Results from before 2026-11-27 have only the rescaled predictions.
     timed = [row for row in rows if row.seconds and (row.predicted_seconds or row.rescaled_seconds)]
     points: dict[str, list[tuple[float, float]]] = {}
     for row in timed:
