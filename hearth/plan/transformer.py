@@ -145,14 +145,17 @@ class _TransformerBody(BaseModel, ABC, frozen=True, extra="forbid"):
 class TensorParallel(_TransformerBody):
     """Tensor parallelism: every rank has a share of every layer.
 
-    `modes` holds one mode per layer; if empty, all layers have the strategy's mode. A decoder's prefill step is split into
-    `micro_batches` groups of rows that run concurrently, so that one's communication overlaps another's compute.
+    `modes` holds one mode per layer; if empty, all layers have the strategy's mode. With `embedding` replicated, every rank
+    that needs word embeddings holds those of the whole vocabulary, so that none are exchanged; the output head stays divided by
+    `vocabulary`. A decoder's prefill step is split into `micro_batches` groups of rows that run concurrently, so that one's
+    communication overlaps another's compute.
     """
 
     kind: Literal["tensor-parallel"] = "tensor-parallel"
     strategy: ShareStrategy
     overlap: bool = True  # overlap of communication and compute by tiles (hmp only); off is for comparison
     modes: tuple[LayerMode, ...] = Field(default=(), max_length=1024)
+    embedding: Placement = "sharded"
     micro_batches: int = Field(default=1, ge=1, le=4)  # number per prefill step of a decoder
 
     @property
@@ -163,7 +166,8 @@ class TensorParallel(_TransformerBody):
     @property
     def title(self) -> str:
         """One line for users, such as `hmp with qkv, out replicated`."""
-        groups = [
+        groups = ["embedding"] if self.embedding == "replicated" else []
+        groups += [
             group if count == len(self.modes) else f"{group} ({count} of {len(self.modes)} layers)"
             for group in ("qkv", "out", "mlp")
             if (count := sum(getattr(mode, group) == "replicated" for mode in self.modes))
@@ -228,6 +232,16 @@ class TensorParallel(_TransformerBody):
         """Whether the rank computes norms and residuals for rows of a step."""
         return self.traits.replicates_rows or self.row_weights[rank] > 0
 
+    def word_rows(self, rank: int) -> Span:
+        """The token ids of which a rank holds the word embeddings.
+
+        Replicated, these are all ids: on ranks with rows of a step, and of a decoder on every rank, since all ranks decode.
+        """
+        shares = spans(self.vocabulary)
+        if self.embedding == "replicated" and (self.has_rows(rank) or self.generation is not None):
+            return Span(0, shares[-1].stop)
+        return shares[rank]
+
     def needs_embedding(self, rank: int) -> bool:
         """Whether the rank needs the embedding's positions, token types and norm."""
         return self.has_rows(rank)
@@ -288,6 +302,7 @@ class Pipeline(_TransformerBody):
     strategy: ClassVar[Literal["pipeline"]] = "pipeline"
     overlap: ClassVar[bool] = True
     modes: ClassVar[tuple[LayerMode, ...]] = ()
+    embedding: ClassVar[Placement] = "sharded"
     micro_batches: ClassVar[int] = 1
     layers: tuple[int, ...] = Field(max_length=256)
     chunk_rows: int = Field(default=0, ge=0)  # maximum rows of a prefill step; 0: no limit
@@ -365,6 +380,10 @@ class Pipeline(_TransformerBody):
     def has_rows(self, rank: int) -> bool:
         """Whether the rows of a step end on this rank."""
         return self.row_weights[rank] > 0
+
+    def word_rows(self, rank: int) -> Span:
+        """The token ids of which a rank holds the word embeddings: the first stage holds all."""
+        return spans(self.vocabulary)[rank]
 
     def needs_embedding(self, rank: int) -> bool:
         """Whether the rank needs the embedding's positions, token types and norm: the first stage does."""

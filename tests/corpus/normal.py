@@ -115,7 +115,10 @@ def _answer_v1(printed: Json) -> Json:
 
 
 def transformer_plan_v2(printed: Json) -> Json:
-    """The body of version 2 has the step's length and the limits of a generation, and only the fields of its kind."""
+    """The body of version 2 has the step's length and the limits of a generation, and only the fields of its kind.
+
+    It may replicate the word embeddings, which version 1 never did.
+    """
     body, predicted = printed["body"], printed["predicted"]
     generation = body["generation"] and body["generation"] | {"decode_seconds": predicted["decode_seconds"]}
     as_v1 = printed | {
@@ -129,7 +132,10 @@ def transformer_plan_v2(printed: Json) -> Json:
             "transfer_seconds": predicted["transfer_seconds"],
         },
     }
-    return transformer_plan_v1(as_v1)
+    normal = transformer_plan_v1(as_v1)
+    if body.get("embedding") == "replicated":
+        normal["plan"]["embedding"] = "replicated"
+    return normal
 
 
 def _recorded_planner(planner: str) -> str:

@@ -10,7 +10,15 @@ from hearth.plan.parts import MemoryUse, PlannedDevice, Prediction, WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, LatencyCurve, Link
 from hearth.plan.rotary import RotarySpec
-from hearth.plan.transformer import GenerationLimits, LayerMode, Pipeline, Strategy, TensorParallel, TransformerBody
+from hearth.plan.transformer import (
+    GenerationLimits,
+    LayerMode,
+    Pipeline,
+    Placement,
+    Strategy,
+    TensorParallel,
+    TransformerBody,
+)
 
 BERT_LARGE = ModelSpec(
     name="bert-large", family="bert", num_layers=24, num_heads=16, num_kv_heads=16, head_dim=64, hidden_size=1024,
@@ -40,6 +48,7 @@ def make_plan(
     epoch: int = 1,
     modes: Sequence[LayerMode] = (),
     generation: GenerationLimits | None = None,
+    embedding: Placement = "sharded",
 ) -> TransformerPlan:
     """A plan whose heads, columns and vocabulary follow `weights`, one per device, without a planner.
 
@@ -58,7 +67,7 @@ def make_plan(
     )
     return TransformerPlan(
         epoch=epoch, model=spec, planner="test", devices=devices, wire=wire, predicted=predicted,
-        body=_body(spec, strategy, weights, row_weights, overlap, modes, generation),
+        body=_body(spec, strategy, weights, row_weights, overlap, modes, generation, embedding),
     )  # fmt: skip
 
 
@@ -80,6 +89,7 @@ def _body(
     overlap: bool,
     modes: Sequence[LayerMode],
     generation: GenerationLimits | None,
+    embedding: Placement,
 ) -> TransformerBody:
     if strategy == "pipeline":
         stages = Pipeline.of(spec, largest_remainder(weights, spec.num_layers), spec.max_positions)
@@ -96,6 +106,7 @@ def _body(
         row_weights=tuple(row_weights or weights),
         vocabulary=grains_to_items(vocabulary, spec.vocab_size, VOCABULARY_GRAIN),
         modes=tuple(modes),
+        embedding=embedding,
     )
 
 

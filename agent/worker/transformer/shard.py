@@ -80,9 +80,10 @@ class LayerShard:
 class EmbeddingShard:
     """This rank's part of the embedding. `norm` is the embedding's norm (BERT), or the final norm (decoders)."""
 
-    vocabulary: Span  # the token ids whose rows this rank holds
-    word: Tensor  # [V, H]
-    head: Matrix | None  # [V, H]; a decoder's output head; if tied, the word embedding
+    word_rows: Span  # the token ids whose word embeddings this rank holds, V' of them
+    head_rows: Span  # those whose logits it computes, V of them, all among `word_rows`
+    word: Tensor  # [V', H]
+    head: Matrix | None  # [V, H]; a decoder's output head; if tied, these rows of the word embedding
     position: Tensor | None  # [P, H]; None: rotary positions
     token_type: Tensor | None  # [types, H]
     norm: Norm
@@ -98,15 +99,17 @@ class Shard:
     first_layer: int = 0
 
     def num_bytes(self) -> int:
-        """Memory of all weights in bytes; tied weights count once."""
-        parts = _weights_in(self)
-        return sum(
-            dict(
-                piece
-                for part in parts
-                for piece in (map(memory_range, part) if isinstance(part, tuple) else part.memory)
-            ).values()
+        """Memory of all weights in bytes; tied weights, which may be a part of the word embeddings, count once."""
+        ranges = sorted(
+            piece
+            for part in _weights_in(self)
+            for piece in (map(memory_range, part) if isinstance(part, tuple) else part.memory)
         )
+        total = counted_to = 0
+        for start, size in ranges:
+            total += max(start + size - max(start, counted_to), 0)
+            counted_to = max(counted_to, start + size)
+        return total
 
     def weight_error(self) -> float:
         """Relative RMS error of the matrices against the checkpoint, due to their weight format."""
@@ -184,23 +187,30 @@ def _partition(axis: int, parts: tuple[Span, ...], width: Callable[[int], int] =
 
 def empty_embedding(
     spec: ModelSpec,
-    vocabulary: Span,
+    head_rows: Span,
     device: torch.device,
     with_norm_and_positions: bool = True,
     kernels: Sequence[KernelChoice] = (),
+    word_rows: Span | None = None,
 ) -> EmbeddingShard:
-    """Allocate the word embedding and the head; positions, types and norm only with `with_norm_and_positions`."""
+    """Allocate the word embeddings of `word_rows` (None: of `head_rows`) and the head.
+
+    Positions, types and norm only with `with_norm_and_positions`.
+    """
+    word_rows = head_rows if word_rows is None else word_rows
     new = _Allocator(spec, device, kernels)
     H = spec.hidden_size
     num_positions = spec.max_positions + spec.position_offset if with_norm_and_positions else 0
     word_type = getattr(torch, spec.weights) if spec.weights in ("float32", "float16") else torch.bfloat16
-    word = torch.empty(vocabulary.size, H, dtype=word_type, device=device)
+    word = torch.empty(word_rows.size, H, dtype=word_type, device=device)
     head: Matrix | None = None
     if spec.causal:
-        whole = Partition(0, (0, vocabulary.size)) if kernels else None
-        head = new.matrix(vocabulary.size, H, whole) if spec.has_separate_head else FloatMatrix(word)
+        whole = Partition(0, (0, head_rows.size)) if kernels else None
+        tied = word[_local_slice(head_rows, word_rows.start)]
+        head = new.matrix(head_rows.size, H, whole) if spec.has_separate_head else FloatMatrix(tied)
     return EmbeddingShard(
-        vocabulary=vocabulary,
+        word_rows=word_rows,
+        head_rows=head_rows,
         word=word,
         head=head,
         position=new.tensor_if(spec.rotary is None, num_positions, H),
@@ -233,12 +243,14 @@ def _layer_layout(plan: TransformerPlan, rank: int, index: int) -> _LayerLayout:
 class _EmbeddingLayout(NamedTuple):
     """The arguments of `empty_embedding` that depend on the plan."""
 
-    vocabulary: Span
+    head_rows: Span
+    word_rows: Span
     with_norm_and_positions: bool
 
 
 def _embedding_layout(plan: TransformerPlan, rank: int) -> _EmbeddingLayout:
-    return _EmbeddingLayout(spans(plan.body.vocabulary)[rank], plan.body.allocates_embedding(rank))
+    body = plan.body
+    return _EmbeddingLayout(spans(body.vocabulary)[rank], body.word_rows(rank), body.allocates_embedding(rank))
 
 
 class _HeldPart(NamedTuple):
@@ -365,7 +377,9 @@ def _empty_part(
     kernels: Sequence[KernelChoice],
 ) -> LayerShard | EmbeddingShard:
     if isinstance(layout, _EmbeddingLayout):
-        return empty_embedding(spec, layout.vocabulary, device, layout.with_norm_and_positions, kernels)
+        return empty_embedding(
+            spec, layout.head_rows, device, layout.with_norm_and_positions, kernels, layout.word_rows
+        )
     return empty_layer(spec, layout.held, layout.qkv_blocks, device, layout.out_parts, layout.mlp_parts, kernels)
 
 
@@ -433,10 +447,9 @@ def _local_slice(part: Span | None, first: int) -> slice:
 
 def _destinations(spec: ModelSpec, part: LayerShard | EmbeddingShard, chunk: ChunkRef) -> _Destinations:
     if isinstance(part, EmbeddingShard):
-        vocabulary = part.vocabulary.start
         return {
-            "word.weight": (part.word, vocabulary),
-            "head.weight": (part.head, vocabulary),
+            "word.weight": (part.word, part.word_rows.start),
+            "head.weight": (part.head, part.head_rows.start),
             "position.weight": (part.position, 0),
             "type.weight": (part.token_type, 0),
             **_norm_destinations("final" if spec.causal else "norm", part.norm),

@@ -70,7 +70,10 @@ def chunk_keys_for_rank(plan: TransformerPlan, rank: int) -> list[tuple[ChunkKin
 def _needed_grains(plan: TransformerPlan, rank: int) -> list[dict[ChunkKind, range]]:
     """The grains that this rank needs, by layer and kind; kinds that belong to no layer have the same in each."""
     spec, body = plan.model, plan.body
-    vocabulary = grains_of(spans(body.vocabulary)[rank], spec.vocab_size, VOCABULARY_GRAIN)
+    words, logits = (
+        grains_of(rows, spec.vocab_size, VOCABULARY_GRAIN)
+        for rows in (body.word_rows(rank), spans(body.vocabulary)[rank])
+    )
     held = [body.layer_share(rank, layer) for layer in range(spec.num_layers)]
     repeats = spec.causal and body.replicates_norms(rank)
     return [
@@ -79,8 +82,8 @@ def _needed_grains(plan: TransformerPlan, rank: int) -> list[dict[ChunkKind, ran
             "out": grains_of(each.out, spec.num_heads, spec.group_size),
             "mlp": grains_of(each.columns, spec.ffn_size, COLUMN_GRAIN),
             "connective": range(1 if each.connective or repeats else 0),
-            "vocabulary": vocabulary,
-            "head": vocabulary,
+            "vocabulary": words,
+            "head": logits,
             "embedding": range(1 if body.needs_embedding(rank) or repeats else 0),
         }
         for each in held

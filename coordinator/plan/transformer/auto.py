@@ -11,7 +11,7 @@ from coordinator.plan.solution import Candidate, PlanningResult, choose_candidat
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.planners import plan_on_all, plan_on_some
 from coordinator.plan.transformer.refine.micro_batches import split_into_micro_batches
-from coordinator.plan.transformer.refine.replicate import estimate_replicated_seconds, replicate
+from coordinator.plan.transformer.refine.replicate import estimate_replicated_seconds, replicate, replicate_embedding
 from coordinator.plan.transformer.request import PlanRequest, on_subset
 from coordinator.plan.transformer.shares import devices_by_capacity
 from coordinator.plan.transformer.strategies import STRATEGIES, strategy_of_body
@@ -34,7 +34,7 @@ def plan_auto(request: PlanRequest) -> PlanningResult[TransformerPlan]:
     They are `local` on every device, every other strategy on the fastest two, three, ... devices and on those without a
     shared medium, and a pipeline on the devices that its search chooses. Raises ModelDoesNotFit.
     """
-    candidates = [_try_candidate(*trial) for trial in _trials(request)]
+    candidates = [_try_candidate(request, *trial) for trial in _trials(request)]
     if all(each.plan is None for each in candidates):
         closest = min(candidates, key=lambda each: each.missing_bytes)
         raise ModelDoesNotFit(model=request.spec.name, missing_bytes=closest.missing_bytes)
@@ -54,8 +54,8 @@ def plan_auto(request: PlanRequest) -> PlanningResult[TransformerPlan]:
 def plan_strategy(request: PlanRequest, name: str) -> TransformerPlan:
     """The best plan of one strategy over all devices of the request, or over the fastest if it is for one device.
 
-    `hmp` here is Galaxy's, with every weight group sharded. Raises ModelDoesNotFit, and BadSetting for a strategy that
-    is impossible for the request.
+    `hmp` here is Galaxy's, with every weight group of the layers sharded. Raises ModelDoesNotFit, and BadSetting for a
+    strategy that is impossible for the request.
     """
     strategy = STRATEGIES[name]
     if reason := why_ruled_out(request, strategy):
@@ -77,10 +77,10 @@ def make_candidate(label: str, plan: TransformerPlan) -> TransformerCandidate:
 
 
 def _try_candidate(
-    label: str, strategy: TransformerStrategy[Any], make: Callable[[], TransformerPlan]
+    request: PlanRequest, label: str, strategy: TransformerStrategy[Any], make: Callable[[], TransformerPlan]
 ) -> TransformerCandidate:
     try:
-        return make_candidate(label, make())
+        return make_candidate(label, replicate_embedding(request, make()))
     except ModelDoesNotFit as error:
         return TransformerCandidate.too_large(label, strategy.name, error.missing_bytes)
 

@@ -15,6 +15,7 @@ from coordinator.plan.transformer.refine.draft import add_draft
 from coordinator.plan.transformer.refine.exact_links import add_exact_links
 from coordinator.plan.transformer.refine.keep_in_place import keep_in_place
 from coordinator.plan.transformer.refine.kv_copies import add_kv_copies
+from coordinator.plan.transformer.refine.replicate import replicate_embedding
 from coordinator.plan.transformer.request import PlanRequest, with_ring_order
 from coordinator.plan.transformer.stored import restricted, stored_chunks
 from hearth.errors import ModelDoesNotFit
@@ -52,7 +53,7 @@ def _plan_without_draft(request: PlanRequest) -> PlanningResult[TransformerPlan]
 
 
 def _plan_by_name(request: PlanRequest) -> PlanningResult[TransformerPlan]:
-    plan = _named_plan(request)
+    plan = replicate_embedding(request, _named_plan(request))
     chosen = replace(make_candidate(f"{plan.body.strategy} on {_device_names(plan)}", plan), strategy=request.strategy)
     try:
         auto = plan_auto(replace(request, strategy="auto"))

@@ -428,7 +428,7 @@ class StepExecutor:
         return {sequence: self._sample_tokens(sequence, rows) for sequence, rows in of_sequences.items()}
 
     def _candidates(self, row: _SampledRow, logits_V: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        cache, first_id = self._caches[row.sequence], self._shard.embedding.vocabulary.start
+        cache, first_id = self._caches[row.sequence], self._shard.embedding.head_rows.start
         tokens = cache.tokens[: row.num_tokens]
         index = _answer_index(cache, len(tokens))
         selected: np.ndarray[Any, Any]

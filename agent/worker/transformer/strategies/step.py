@@ -62,13 +62,13 @@ Block = Callable[[Step, int, LayerShard, Tensor], Tensor]  # attention or MLP of
 def embed_rows(step: Step, wanted: Span, replicated: bool = False) -> Tensor:
     """Vocabulary-parallel embedding of the rows `wanted`. `replicated`: every rank wants the same rows.
 
-    Each owner of vocabulary rows sends word embeddings directly to the rank that needs them, which then adds position and
-    type embeddings and applies the norm.
+    Each owner of vocabulary rows sends word embeddings directly to the rank that needs them, unless every rank holds all. The
+    rank then adds position and type embeddings and applies the norm.
     """
     spec, embedding = step.spec, step.shard.embedding
     owners = spans(step.plan.body.vocabulary)
     rows = step.rows
-    if step.plan.num_ranks == 1:
+    if step.plan.num_ranks == 1 or step.plan.body.embedding == "replicated":
         with step.recorder.timed(Work.EMBEDDING):
             word_sH = embedding.word[rows.token_ids[slice(*wanted)]].float()
         return blocks.finish_embedding(spec, embedding, word_sH, rows.positions[slice(*wanted)])
@@ -79,7 +79,7 @@ def embed_rows(step: Step, wanted: Span, replicated: bool = False) -> Tensor:
         return ((ids >= owners[owner].start) & (ids < owners[owner].stop)).nonzero().flatten() + span.start
 
     def word_rows(indexes: Tensor) -> Tensor:
-        return embedding.word[rows.token_ids[indexes] - embedding.vocabulary.start].float()
+        return embedding.word[rows.token_ids[indexes] - embedding.word_rows.start].float()
 
     def rows_for_target(target: int) -> Tensor | None:
         span = wanted if replicated else step.collectives.tiles[target]

@@ -66,13 +66,14 @@ class RingTasks:
     def embedding(self, rows: Sequence[int]) -> None:
         """Each owner of vocabulary sends embedding rows straight to the rank that needs them; rank r needs `rows[r]`.
 
-        Tokens are assumed to be spread evenly over the vocabulary.
+        Tokens are assumed to be spread evenly over the vocabulary. Replicated embeddings are not sent.
         """
-        owned = [share / self.spec.vocab_size for share in self.body.vocabulary]
-        values = [
-            [rows[target] * owned[source] * self.spec.hidden_size for target in self.ranks] for source in self.ranks
-        ]
-        self.wait_for(self.exchange(Phase.EMBED, self.zero_seconds, values))
+        if self.body.embedding == "sharded":
+            owned = [share / self.spec.vocab_size for share in self.body.vocabulary]
+            values = [
+                [rows[target] * owned[source] * self.spec.hidden_size for target in self.ranks] for source in self.ranks
+            ]
+            self.wait_for(self.exchange(Phase.EMBED, self.zero_seconds, values))
         self.compute(Work.EMBEDDING, [self.blocks[r].embedding(rows[r]) for r in self.ranks])
 
     def head(self) -> None:

@@ -13,7 +13,6 @@ from itertools import permutations
 from coordinator.models.checkpoint.chunk_layout import num_chunk_weights
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, missing_bytes, on_subset
-from hearth.plan.chunks import ChunkKind
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, grains_to_items, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
@@ -97,9 +96,9 @@ class _Loads:
         self._per_column = num_chunk_weights(spec, "mlp") / min(COLUMN_GRAIN, spec.ffn_size)
         self._connective = num_chunk_weights(spec, "connective")
         self._embedding = num_chunk_weights(spec, "embedding")
-        kinds: tuple[ChunkKind, ...] = ("vocabulary", "head") if spec.has_separate_head else ("vocabulary",)
         rows = min(VOCABULARY_GRAIN, spec.vocab_size)
-        self._per_row = sum(num_chunk_weights(spec, kind) for kind in kinds) / rows
+        self._per_word = num_chunk_weights(spec, "vocabulary") / rows
+        self._per_logit = num_chunk_weights(spec, "head") / rows if spec.has_separate_head else 0.0
         # Layers that are divided alike in both plans count together.
         self._layers = Counter(
             layer if isinstance(self._body, Pipeline) or isinstance(self._held, Pipeline) else first
@@ -122,8 +121,11 @@ class _Loads:
         for layer, count in self._layers.items():
             held = self._held.layer_share(held_rank, layer) if held_rank is not None else _NO_SHARE
             total += count * self._layer(body.layer_share(rank, layer), held)
-        rows = spans(self._held.vocabulary)[held_rank] if held_rank is not None else _NOTHING
-        total += self._per_row * _new(spans(body.vocabulary)[rank], rows)
+        words, logits = _NOTHING, _NOTHING
+        if held_rank is not None:
+            words, logits = self._held.word_rows(held_rank), spans(self._held.vocabulary)[held_rank]
+        total += self._per_word * _new(body.word_rows(rank), words)
+        total += self._per_logit * _new(spans(body.vocabulary)[rank], logits)
         has_embedding = held_rank is not None and self._held.needs_embedding(held_rank)
         return total + self._embedding * (body.needs_embedding(rank) and not has_embedding)
 

@@ -1,8 +1,8 @@
-"""Replicate weight groups of layers on all devices: use spare memory to reduce traffic.
+"""Replicate weight groups of layers, and the word embeddings, on all devices: use spare memory to reduce traffic.
 
-Layers are alike, so a group is replicated in as many layers as memory allows. The search is greedy: it takes the move with
-the best simulated gain per byte first, until no move helps. A replicated group computes on the rank's own rows, so rows
-may then be split by speed.
+Layers are alike, so a group is replicated in as many layers as memory allows. Word embeddings are replicated whole. The
+search is greedy: it takes the move with the best simulated gain per byte first, until no move helps. A replicated group
+computes on the rank's own rows, so rows may then be split by speed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from coordinator.plan.transformer.cost.predict import request_seconds
-from coordinator.plan.transformer.request import PlanRequest, build_plan, excess_bytes
+from coordinator.plan.transformer.request import PlanRequest, build_plan, missing_bytes, on_subset
 from coordinator.plan.transformer.shares import EQUAL_SPEED_RATIO, row_capacity
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.transformer import SEQUENCE, LayerMode, TransformerBody
+from hearth.plan.transformer import SEQUENCE, LayerMode, TensorParallel, TransformerBody
 
 _MAX_TIME_RATIO = 0.995  # a move must reduce the time to this fraction; otherwise the plan with less memory is kept
 _MOVES: tuple[dict[str, str], ...] = (
@@ -28,23 +28,40 @@ _MOVES: tuple[dict[str, str], ...] = (
 )
 
 
+def replicate_embedding(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
+    """The plan with the word embeddings on every device; `plan` itself if they do not fit, or save no time."""
+    if plan.num_ranks == 1 or not isinstance(plan.body, TensorParallel) or not request.may_replicate:
+        return plan
+    own = on_subset(request, tuple(device.device_id for device in plan.devices))
+    body = plan.body.model_copy(update={"embedding": "replicated"})
+    if missing_bytes(own, body):
+        return plan
+    better = build_plan(own, body, plan.planner, plan.alternatives)
+    return better if request_seconds(better) < _MAX_TIME_RATIO * request_seconds(plan) else plan
+
+
 def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
-    """The plan with the fastest replication found by the greedy search; `plan` itself if none helps or fits."""
+    """The plan with the fastest replication found by the greedy search; `plan` itself if none helps or fits.
+
+    Nothing is replicated at its start, not even the embedding of `plan`: other groups may need its memory.
+    """
     best = plan
+    if plan.body.embedding == "replicated":
+        best = build_plan(request, plan.body.model_copy(update={"embedding": "sharded"}), plan.planner)
     while request.may_replicate:
         candidates = [
             build_plan(request, body, f"{plan.planner}, replicating") for body in _moved_bodies(request, best.body)
         ]
         faster = [c for c in candidates if request_seconds(c) < _MAX_TIME_RATIO * request_seconds(best)]
         if not faster:
-            return best
+            break
         now, held = request_seconds(best), _weight_bytes(best)
         best = max(faster, key=lambda c: (now - request_seconds(c)) / max(_weight_bytes(c) - held, 1))
         # Take the fastest candidate if it fits in all layers: gain per byte matters only where memory is short.
         quickest = min(faster, key=request_seconds)
         if len(set(quickest.body.modes)) == 1:
             best = quickest
-    return best
+    return best if request_seconds(best) < request_seconds(plan) else plan
 
 
 def estimate_replicated_seconds(request: PlanRequest, plan: TransformerPlan) -> float:
@@ -59,11 +76,14 @@ def estimate_replicated_seconds(request: PlanRequest, plan: TransformerPlan) -> 
 
 
 def _moved_bodies(request: PlanRequest, body: TransformerBody) -> Iterator[TransformerBody]:
-    """Every plan with one more move of `_MOVES` in as many layers as fit, for each split of the rows."""
+    """Every plan with one more move, for each split of the rows: one of `_MOVES` in as many layers as fit, or the embedding."""
     num_layers = request.spec.num_layers
     modes = [body.mode(layer) for layer in range(num_layers)]
     for rows in _row_weights(request, body):
         split = body.model_copy(update={"row_weights": rows})
+        everywhere = split.model_copy(update={"embedding": "replicated"})
+        if body.embedding == "sharded" and not missing_bytes(request, everywhere):
+            yield everywhere
         for move in _MOVES:
             if move.get("attention") == "rows" and not request.attention_by_rows:
                 continue
@@ -93,7 +113,7 @@ def _max_layers(
 
     def fits(count: int) -> bool:
         candidate = body.model_copy(update={"modes": (*moved[:count], *modes[count:])})
-        return all(excess_bytes(request, candidate, rank) <= 0 for rank in range(len(request.cluster.devices)))
+        return not missing_bytes(request, candidate)
 
     num_layers = len(modes)
     if fits(num_layers):

@@ -73,7 +73,8 @@ class TransformerStrategy(ABC, Generic[B]):
         limits, rows = body.generation, body.max_step_rows
         vocabulary = spans(body.vocabulary)[rank]
         holdings = [(body.layer_share(rank, first), count) for first, count in _runs_of_layers(spec, body, rank)]
-        embeddings = memory.span_weight_bytes(spec, "vocabulary", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
+        words = body.word_rows(rank)
+        embeddings = memory.span_weight_bytes(spec, "vocabulary", words, spec.vocab_size, VOCABULARY_GRAIN)
         if spec.has_separate_head:
             embeddings += memory.span_weight_bytes(spec, "head", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
         if body.allocates_embedding(rank):

@@ -143,7 +143,7 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
         """Seconds per token.
 
         These are all layers, the output head, the candidates to rank 0, the step order from rank 0 to all, and the next
-        word embedding row from its owner (the slowest counts) to all.
+        word embedding row from its owner (the slowest counts) to all, unless every rank holds it.
         """
         spec, body, ranks, H = layout.spec, layout.body, layout.ranks, layout.spec.hidden_size
 
@@ -175,6 +175,8 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
         ready = after(ready, head, decode.STEP_OVERHEAD_LAYERS)
         ready = decode.simulate_exchange(layout, ready, decode.SMALL_MESSAGE_VALUES, owners, [0], exact=True)
         ready = decode.simulate_exchange(layout, ready, decode.SMALL_MESSAGE_VALUES, [0], ranks, exact=True)
+        if body.embedding == "replicated":
+            return max(ready)
         return max(max(decode.simulate_exchange(layout, ready, H, [owner], ranks)) for owner in owners)
 
     def decoding_values(self, spec: ModelSpec, body: TensorParallel, limits: GenerationLimits) -> int:

@@ -12,6 +12,7 @@ from support.plans import make_plan
 
 from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.parts import WireFormat
+from hearth.plan.phases import Phase, Work
 from hearth.plan.transformer import SEQUENCE, STRATEGIES, LayerMode
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -83,6 +84,28 @@ def test_devices_without_rows_or_heads(strategy: str, bert: Path) -> None:
         rows, _ = cluster.run(sequences)
     assert cluster.rows_by_rank[2] == 0
     assert np.abs(rows - hidden_states(bert, sequences)).max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("strategy", "split", "row_weights"),
+    [("hmp", (2, 1, 3), None), ("hmp", (1, 0, 2), (1, 2, 0)), ("sp", (1, 0, 2), None), ("megatron-tp", (3, 1), None)],
+    ids=str,
+)
+def test_replicated_embedding_is_exact_and_exchanges_nothing(
+    strategy: str, split: tuple[int, ...], row_weights: tuple[int, ...] | None, bert: Path
+) -> None:
+    spec = read_spec(bert)
+    plan = make_plan(spec, strategy, split, row_weights, embedding="replicated")
+    sequences = random_sequences([5, 1, 9], spec.vocab_size)
+    with EngineCluster(bert, plan) as cluster:
+        rows, answers = cluster.run(sequences, trace=True)
+        events = [event for trace in cluster.traces(answers) for event in trace.events]
+        for rank, shard in enumerate(cluster.shards):
+            held = spec.vocab_size if plan.body.has_rows(rank) else plan.body.vocabulary[rank]
+            assert shard.embedding.word.shape[0] == held
+    assert np.abs(rows - hidden_states(bert, sequences)).max() < TOLERANCE
+    assert Phase.EMBED not in {event.kind for event in events}
+    assert Work.EMBEDDING in {event.kind for event in events}
 
 
 R, S = "replicated", "sharded"

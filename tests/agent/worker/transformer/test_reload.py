@@ -101,6 +101,7 @@ def test_results_after_every_change_of_plan_are_those_of_a_fresh_load(bert: Depl
     spec = read_spec(bert.model_dir).model_copy(update={"weights": weights})
     changes: list[tuple[str, tuple[float, ...], tuple[str, ...]]] = [
         ("hmp", (1, 1, 1), NAMES),
+        ("hmp", (1, 1, 1), NAMES),  # this one with a replicated embedding
         ("hmp", (1, 1), NAMES[1:]),  # a device was lost, and the ranks of the others change
         ("hmp", (2, 1, 1), (*NAMES[1:], "garage")),  # one joins
         ("pipeline", (1, 1, 1), (*NAMES[1:], "garage")),
@@ -110,7 +111,7 @@ def test_results_after_every_change_of_plan_are_those_of_a_fresh_load(bert: Depl
         ("hmp", (1, 2), ("garage", "cellar")),  # the same again
     ]
     for epoch, (strategy, split, names) in enumerate(changes, start=1):
-        plan = make_plan(spec, strategy, split, epoch=epoch)
+        plan = make_plan(spec, strategy, split, epoch=epoch, embedding="replicated" if epoch == 2 else "sharded")
         before = {name: process.bound for name, process in bert.home.processes.items()}
         bert.deploy(plan, names)
         for name in names:

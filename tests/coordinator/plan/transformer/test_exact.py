@@ -15,12 +15,13 @@ from coordinator.plan.transformer.planners.best_shares import plan_shares
 from coordinator.plan.transformer.planners.exact import best_shares, plan_exact
 from coordinator.plan.transformer.planners.galaxy import plan_galaxy
 from coordinator.plan.transformer.refine.replicate import replicate
-from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, build_plan
 from coordinator.plan.transformer.ring import best_ring
 from coordinator.plan.transformer.shares import LayerTimes, ShareBudget
 from coordinator.plan.transformer.strategies import rank_memory
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.rotary import RotarySpec
 
@@ -129,6 +130,24 @@ def test_spare_memory_is_used_to_replicate_on_slow_links() -> None:
     plans = [planned(budget << 20) for budget in (900, 1300, 8000)]
     assert all(more[0] < less[0] for less, more in pairwise(plans))
     assert plans[-1][1] == BERT_LARGE.num_layers
+
+
+def test_word_embeddings_are_replicated_where_memory_allows() -> None:
+    spec = BERT_LARGE.model_copy(update={"num_layers": 6})
+
+    def planned(budgets: list[int]) -> TransformerPlan:
+        problem = request([1.0, 0.5], budgets, mbit=125, spec=spec, seq_len=284)
+        return replicate(problem, plan_shares(problem, "hmp"))
+
+    plan = planned([8 << 30] * 2)
+    assert plan.body.embedding == "replicated"
+    sharded = plan.body.model_copy(update={"embedding": "sharded"})
+    as_sharded = build_plan(request([1.0, 0.5], [8 << 30] * 2, 125, spec=spec, seq_len=284), sharded, "test")
+    assert plan.predicted.latency_seconds < 0.99 * as_sharded.predicted.latency_seconds
+    budgets = [device.memory.total + (16 << 20) for device in as_sharded.devices]  # the table has 60 MiB more
+    tight = planned(budgets)
+    assert tight.body.embedding == "sharded"
+    assert all(device.memory.total <= budget for device, budget in zip(tight.devices, budgets, strict=True))
 
 
 def test_nothing_is_replicated_on_fast_links() -> None:

@@ -13,6 +13,7 @@ from support.plans import make_plan, with_generation
 from support.waiting import wait_for
 
 from coordinator.models.checkpoint.families import read_spec
+from coordinator.plan.transformer.strategies import rank_memory
 from hearth.errors import BadRequest, FrameTooLarge, StepFailed
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
@@ -99,6 +100,30 @@ def test_greedy_tokens_equal_transformers(family: str, strategy: str, split: tup
         for request, prompt in zip(requests, prompts, strict=True):
             assert home.answers[request] == greedy(model_dir, prompt, 16), len(prompt)
         assert cluster.executors[0].num_sequences == 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])  # a tied head, and one of its own
+@pytest.mark.parametrize(("strategy", "split", "rows"), [("hmp", (2, 1, 1), None), ("hmp", (1, 2, 0), (1, 0, 1))])
+def test_tokens_with_a_replicated_embedding_equal_transformers(
+    family: str, strategy: str, split: tuple[int, ...], rows: tuple[int, ...] | None, models: Any
+) -> None:
+    model_dir = models(family)
+    spec = read_spec(model_dir)
+    plan = generating_plan(spec, strategy, split, row_weights=rows, embedding="replicated")
+    with EngineCluster(model_dir, plan) as cluster:
+        home = GenerationCluster(cluster)
+        prompts = prompts_of(spec, [1, 61])
+        requests = [home.submit(prompt, 8) for prompt in prompts]
+        home.run()
+        for request, prompt in zip(requests, prompts, strict=True):
+            assert home.answers[request] == greedy(model_dir, prompt, 8), len(prompt)
+        held = [shard.num_bytes() for shard in cluster.shards]
+    sharded = generating_plan(spec, strategy, split, row_weights=rows)
+    with EngineCluster(model_dir, sharded) as cluster:
+        for rank, (shard, num_bytes) in enumerate(zip(cluster.shards, held, strict=True)):
+            more, less = (rank_memory(spec, each.body, rank).embeddings for each in (plan, sharded))
+            assert more - less == (spec.vocab_size - plan.body.vocabulary[rank]) * spec.hidden_size * 4
+            assert num_bytes - shard.num_bytes() == more - less  # a tied head is a part of the embedding
 
 
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp", "pipeline"])

@@ -206,7 +206,7 @@ def differences(model: Model, cluster: EngineCluster) -> list[str]:
     """Descriptions of all answers whose tokens differ, or whose logits differ by the tolerance or more."""
     heads = []
     for shard in cluster.shards:
-        if shard.embedding.head is not None and shard.embedding.vocabulary.size:
+        if shard.embedding.head is not None and shard.embedding.head_rows.size:
             heads.append(RecordedHead(shard.embedding.head))
             shard.embedding.head = heads[-1]
     home = GenerationCluster(cluster)
