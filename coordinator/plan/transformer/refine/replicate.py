@@ -1,8 +1,8 @@
 """Replicate weight groups of layers, and the word embeddings, on all devices: use spare memory to reduce traffic.
 
-Layers are alike, so a group is replicated in as many layers as memory allows. Word embeddings are replicated whole. The
-search is greedy: it takes the move with the best simulated gain per byte first, until no move helps. A replicated group
-computes on the rank's own rows, so rows may then be split by speed.
+Layers are alike, so a group is replicated in as many layers as memory allows. The search is greedy: it takes the move with
+the best simulated gain per byte first, until no move helps. A replicated group computes on the rank's own rows, so rows
+may then be split by speed. Word embeddings are replicated whole, with what memory is left.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def replicate_embedding(request: PlanRequest, plan: TransformerPlan) -> Transfor
 def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
     """The plan with the fastest replication found by the greedy search; `plan` itself if none helps or fits.
 
-    Nothing is replicated at its start, not even the embedding of `plan`: other groups may need its memory.
+    Word embeddings, which `plan` may replicate, come last: the groups of layers may need their memory.
     """
     best = plan
     if plan.body.embedding == "replicated":
@@ -61,6 +61,7 @@ def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
         quickest = min(faster, key=request_seconds)
         if len(set(quickest.body.modes)) == 1:
             best = quickest
+    best = replicate_embedding(request, best)
     return best if request_seconds(best) < request_seconds(plan) else plan
 
 
@@ -76,14 +77,11 @@ def estimate_replicated_seconds(request: PlanRequest, plan: TransformerPlan) -> 
 
 
 def _moved_bodies(request: PlanRequest, body: TransformerBody) -> Iterator[TransformerBody]:
-    """Every plan with one more move, for each split of the rows: one of `_MOVES` in as many layers as fit, or the embedding."""
+    """Every plan with one more move of `_MOVES` in as many layers as fit, for each split of the rows."""
     num_layers = request.spec.num_layers
     modes = [body.mode(layer) for layer in range(num_layers)]
     for rows in _row_weights(request, body):
         split = body.model_copy(update={"row_weights": rows})
-        everywhere = split.model_copy(update={"embedding": "replicated"})
-        if body.embedding == "sharded" and not missing_bytes(request, everywhere):
-            yield everywhere
         for move in _MOVES:
             if move.get("attention") == "rows" and not request.attention_by_rows:
                 continue
