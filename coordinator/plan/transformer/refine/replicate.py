@@ -17,6 +17,8 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import SEQUENCE, LayerMode, TensorParallel, TransformerBody
 
 _MAX_TIME_RATIO = 0.995  # a move must reduce the time to this fraction; otherwise the plan with less memory is kept
+# Of replicated word embeddings. They take more memory for less than the groups of layers; a decoder's could hold KV caches.
+_MAX_EMBEDDING_TIME_RATIO = 0.99
 _MOVES: tuple[dict[str, str], ...] = (
     {"mlp": "replicated"},
     {"qkv": "replicated", "out": "replicated"},
@@ -30,14 +32,14 @@ _MOVES: tuple[dict[str, str], ...] = (
 
 def replicate_embedding(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
     """The plan with the word embeddings on every device; `plan` itself if they do not fit, or save no time."""
-    if plan.num_ranks == 1 or not isinstance(plan.body, TensorParallel) or not request.may_replicate:
+    if plan.num_ranks == 1 or not isinstance(plan.body, TensorParallel):
         return plan
     own = on_subset(request, tuple(device.device_id for device in plan.devices))
     body = plan.body.model_copy(update={"embedding": "replicated"})
     if missing_bytes(own, body):
         return plan
     better = build_plan(own, body, plan.planner, plan.alternatives)
-    return better if request_seconds(better) < _MAX_TIME_RATIO * request_seconds(plan) else plan
+    return better if request_seconds(better) < _MAX_EMBEDDING_TIME_RATIO * request_seconds(plan) else plan
 
 
 def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:

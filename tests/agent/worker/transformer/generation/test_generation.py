@@ -126,6 +126,22 @@ def test_tokens_with_a_replicated_embedding_equal_transformers(
             assert num_bytes - shard.num_bytes() == more - less  # a tied head is a part of the embedding
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
+def test_replicated_embedding_changes_no_token_in_other_weight_formats(weights: str, family: str, models: Any) -> None:
+    model_dir = models(family)
+    spec = read_spec(model_dir).model_copy(update={"weights": weights})
+    (prompt,) = prompts_of(spec, [21])
+    answers = []
+    for embedding in ("sharded", "replicated"):
+        with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 2), embedding=embedding)) as cluster:
+            home = GenerationCluster(cluster)
+            request = home.submit(prompt, 8)
+            home.run()
+            answers.append(home.answers[request])
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp", "pipeline"])
 def test_tiles_that_arrive_twice_change_no_token(strategy: str, models: Any) -> None:
     """After a connection broke, the newest tiles are sent again."""
