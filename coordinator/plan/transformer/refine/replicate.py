@@ -17,9 +17,6 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import SEQUENCE, LayerMode, TensorParallel, TransformerBody
 
 _MAX_TIME_RATIO = 0.995  # a move must reduce the time to this fraction; otherwise the plan with less memory is kept
-# Of the busiest link's time, which counts beside the predicted time: in traced steps, computations took up to 9 % longer beside
-# transfers, and devices waited for each other at every exchange, neither of which the simulator knows.
-_TRAFFIC_WEIGHT = 0.05
 # Of replicated word embeddings. They take more memory for less than the groups of layers; a decoder's could hold KV caches.
 _MAX_EMBEDDING_TIME_RATIO = 0.99
 _MOVES: tuple[dict[str, str], ...] = (
@@ -57,13 +54,13 @@ def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
         candidates = [
             build_plan(request, body, f"{plan.planner}, replicating") for body in _moved_bodies(request, best.body)
         ]
-        faster = [c for c in candidates if _cost(c) < _MAX_TIME_RATIO * _cost(best)]
+        faster = [c for c in candidates if request_seconds(c) < _MAX_TIME_RATIO * request_seconds(best)]
         if not faster:
             break
-        now, held = _cost(best), _weight_bytes(best)
-        best = max(faster, key=lambda c: (now - _cost(c)) / max(_weight_bytes(c) - held, 1))
+        now, held = request_seconds(best), _weight_bytes(best)
+        best = max(faster, key=lambda c: (now - request_seconds(c)) / max(_weight_bytes(c) - held, 1))
         # Take the fastest candidate if it fits in all layers: gain per byte matters only where memory is short.
-        quickest = min(faster, key=_cost)
+        quickest = min(faster, key=request_seconds)
         if len(set(quickest.body.modes)) == 1:
             best = quickest
     best = replicate_embedding(request, best)
@@ -122,12 +119,6 @@ def _max_layers(
     if fits(num_layers):
         return num_layers
     return bisect_left(range(1, num_layers), True, key=lambda count: not fits(count))
-
-
-def _cost(plan: TransformerPlan) -> float:
-    """Predicted seconds of a request, and a part of those in which its busiest link transfers."""
-    busy = plan.predicted.transfer_seconds / plan.predicted.latency_seconds
-    return request_seconds(plan) * (1 + _TRAFFIC_WEIGHT * busy)
 
 
 def _weight_bytes(plan: TransformerPlan) -> int:
