@@ -265,7 +265,7 @@ def test_chunks_needed_by_two_devices_leave_the_coordinator_once(sp_pair: TestHo
     sizes = re.search(r"sent ([\d.]+ \w+) of weights; devices forwarded ([\d.]+ \w+)", sp_pair.log("coordinator"))
     assert sizes is not None
     pushed, passed = map(parse_bytes, sizes.groups())
-    assert 0.1 * pushed < passed < pushed  # all chunks but the vocabulary, which is divided
+    assert 0.1 * pushed < passed <= pushed  # all chunks, but for the vocabulary where it is divided
 
 
 def test_restarted_coordinator_takes_over_the_running_workers(sp_pair: TestHome) -> None:

@@ -84,7 +84,7 @@ def test_workers_count_the_bytes_that_the_plan_moves(profiles: MeasuredProfiles,
             return counts if told else None
 
         counts = wait_for("the counts of all requests", counted)
-        assert counts.keys() == planned.keys()
+        assert {pair for pair, num_bytes in counts.items() if num_bytes} == planned.keys()
         warm_up = _WARM_UP_TOKENS / SEQ_LEN  # of a request
         for pair, num_bytes in ring.items():
             assert counts[pair] <= 1.05 * (NUM_REQUESTS + warm_up) * num_bytes
