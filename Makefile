@@ -62,7 +62,8 @@ $(HOME_ASSISTANT)/installed: tests/clients/environments/home_assistant.txt tests
 	@.venv-clients/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
-# 100,000 homes on a virtual clock, with random faults, on all cores: an hour or two. `make test` runs the first 1,000, `.ci/run` 2,000.
+# 100,000 homes on a virtual clock, with random faults, on all cores: an hour or two. `make test` runs the first 1,000,
+# `.ci/run` 2,000.
 .PHONY: simulate
 simulate: .venv/installed
 	@PYTHONPATH=tests .venv/bin/python -m simulation.run --seeds 0:100000 --jobs $$(nproc)

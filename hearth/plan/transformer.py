@@ -235,7 +235,8 @@ class TensorParallel(_TransformerBody):
     def word_rows(self, rank: int) -> Span:
         """The token ids of which a rank holds the word embeddings.
 
-        Replicated, these are all ids: on ranks with rows of a step, and of a decoder on every rank, since all ranks decode.
+        If embeddings are replicated, these are all ids: on every rank of a decoder, since all ranks decode, and on those ranks
+        of an encoder that have rows of a step.
         """
         shares = spans(self.vocabulary)
         if self.embedding == "replicated" and (self.has_rows(rank) or self.generation is not None):

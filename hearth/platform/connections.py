@@ -6,6 +6,7 @@ import ctypes
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from contextlib import suppress
 
 _RECEIVED = struct.Struct("=Q")  # the field `tcpi_bytes_received` of Linux's `tcp_info`
@@ -30,34 +31,31 @@ def end_connection(descriptor: int) -> None:
 def received_bytes() -> dict[int, int]:
     """Bytes that each TCP connection has received so far, by descriptor. Empty where the kernel is not Linux."""
     found: dict[int, int] = {}
-    with suppress(OSError):
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            with suppress(OSError):  # no socket, or no TCP
-                if (received := _received_by(descriptor)) is not None:
-                    found[descriptor] = received
+    for view in _sockets():
+        with suppress(OSError):  # no TCP
+            information = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_OFFSET + _RECEIVED.size)
+            if information[0] != _LISTEN and len(information) == _RECEIVED_OFFSET + _RECEIVED.size:
+                found[view.fileno()] = int(_RECEIVED.unpack_from(information, _RECEIVED_OFFSET)[0])
     return found
 
 
 def pace_connections(port: int, bytes_per_second: int) -> None:
     """Limit the rate at which the kernel sends on each TCP connection of this process from or to `port` (Linux only)."""
+    for view in _sockets():
+        with suppress(OSError, IndexError, TypeError):  # not connected, or its addresses have no port
+            if port in (view.getsockname()[1], view.getpeername()[1]):
+                view.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, bytes_per_second)
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """The sockets of this process; each object may be used until the next one is taken. None where the kernel is not Linux."""
+    descriptors: list[str] = []
     with suppress(OSError):
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            with suppress(OSError, IndexError, TypeError):  # no socket, no TCP, or not connected
-                view = socket.socket(fileno=descriptor)
-                try:
-                    if port in (view.getsockname()[1], view.getpeername()[1]):
-                        view.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, bytes_per_second)
-                finally:
-                    view.detach()  # the descriptor stays open
-
-
-def _received_by(descriptor: int) -> int | None:
-    """Bytes that one connection has received; None for a listening socket. Raises OSError."""
-    view = socket.socket(fileno=descriptor)
-    try:
-        information = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_OFFSET + _RECEIVED.size)
-    finally:
-        view.detach()  # the descriptor stays open
-    if information[0] == _LISTEN or len(information) < _RECEIVED_OFFSET + _RECEIVED.size:
-        return None
-    return int(_RECEIVED.unpack_from(information, _RECEIVED_OFFSET)[0])
+        descriptors = os.listdir("/proc/self/fd")
+    for descriptor in map(int, descriptors):
+        with suppress(OSError):  # no socket, or closed meanwhile
+            view = socket.socket(fileno=descriptor)
+            try:
+                yield view
+            finally:
+                view.detach()  # the descriptor stays open

@@ -37,7 +37,7 @@ from hearth.errors import (
     TextTooLong,
     WrongKey,
 )
-from hearth.plan.transformer import Pipeline
+from hearth.plan.transformer import Pipeline, TensorParallel
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import (
     AppKey,
@@ -265,7 +265,14 @@ def test_chunks_needed_by_two_devices_leave_the_coordinator_once(sp_pair: TestHo
     sizes = re.search(r"sent ([\d.]+ \w+) of weights; devices forwarded ([\d.]+ \w+)", sp_pair.log("coordinator"))
     assert sizes is not None
     pushed, passed = map(parse_bytes, sizes.groups())
-    assert 0.1 * pushed < passed <= pushed  # all chunks, but for the vocabulary where it is divided
+    with sp_pair.ready() as home:
+        plan = home.status().plan
+    assert plan is not None
+    assert isinstance(plan.body, TensorParallel)
+    if plan.body.embedding == "replicated":  # both devices need all chunks
+        assert passed == pushed
+    else:  # all but the vocabulary, which is divided
+        assert 0.1 * pushed < passed < pushed
 
 
 def test_restarted_coordinator_takes_over_the_running_workers(sp_pair: TestHome) -> None:

@@ -53,6 +53,16 @@ def generating_plan(
     return with_generation(plan, limits)
 
 
+def check_answers(cluster: EngineCluster, model_dir: Path, lengths: list[int], num_tokens: int) -> None:
+    """Answer random prompts of these lengths, all at once, and compare the answers with those of `transformers`."""
+    home = GenerationCluster(cluster)
+    prompts = prompts_of(cluster.plan.model, lengths)
+    requests = [home.submit(prompt, num_tokens) for prompt in prompts]
+    home.run()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert home.answers[request] == greedy(model_dir, prompt, num_tokens), len(prompt)
+
+
 @pytest.mark.parametrize(("strategy", "split"), [("hmp", (2, 1, 1)), ("pipeline", (1, 1))])
 def test_logits_in_another_format_are_compared_with_exact_ones(
     strategy: str, split: tuple[int, ...], models: Any
@@ -93,12 +103,7 @@ def test_greedy_tokens_equal_transformers(family: str, strategy: str, split: tup
     spec = read_spec(model_dir)
     plan = generating_plan(spec, strategy, split, row_weights=rows)
     with EngineCluster(model_dir, plan) as cluster:
-        home = GenerationCluster(cluster)
-        prompts = prompts_of(spec, [1, 7, 61, 100])
-        requests = [home.submit(prompt, 16) for prompt in prompts]
-        home.run()
-        for request, prompt in zip(requests, prompts, strict=True):
-            assert home.answers[request] == greedy(model_dir, prompt, 16), len(prompt)
+        check_answers(cluster, model_dir, [1, 7, 61, 100], 16)
         assert cluster.executors[0].num_sequences == 0
 
 
@@ -111,12 +116,7 @@ def test_tokens_with_a_replicated_embedding_equal_transformers(
     spec = read_spec(model_dir)
     plan = generating_plan(spec, strategy, split, row_weights=rows, embedding="replicated")
     with EngineCluster(model_dir, plan) as cluster:
-        home = GenerationCluster(cluster)
-        prompts = prompts_of(spec, [1, 61])
-        requests = [home.submit(prompt, 8) for prompt in prompts]
-        home.run()
-        for request, prompt in zip(requests, prompts, strict=True):
-            assert home.answers[request] == greedy(model_dir, prompt, 8), len(prompt)
+        check_answers(cluster, model_dir, [1, 61], 8)
         held = [shard.num_bytes() for shard in cluster.shards]
     sharded = generating_plan(spec, strategy, split, row_weights=rows)
     with EngineCluster(model_dir, sharded) as cluster:
@@ -179,12 +179,7 @@ def test_chunked_prompts_equal_transformers(family: str, prefill_rows: int, mode
     spec = read_spec(model_dir)
     plan = generating_plan(spec, "hmp", (2, 1), prefill_rows=prefill_rows)
     with EngineCluster(model_dir, plan) as cluster:
-        home = GenerationCluster(cluster)
-        prompts = prompts_of(spec, [150, 3])
-        requests = [home.submit(prompt, 8) for prompt in prompts]
-        home.run()
-        for request, prompt in zip(requests, prompts, strict=True):
-            assert home.answers[request] == greedy(model_dir, prompt, 8)
+        check_answers(cluster, model_dir, [150, 3], 8)
 
 
 @pytest.mark.parametrize(
