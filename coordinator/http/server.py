@@ -88,8 +88,5 @@ async def _advertised(
         if settings.advertise and settings.host not in _LOOPBACK:
             interfaces = settings.interfaces if host in _ALL_ADDRESSES else (host,)
             record = advertised(HTTP_SERVICE, port, fingerprint, secrets.token_hex(8), lambda: interfaces, fields)
-            try:
-                await stack.enter_async_context(record)
-            except OSError as error:  # there is no network yet, or no address of this family
-                print(f"warning: the gateway is not advertised over mDNS: {error}", file=sys.stderr)
+            await stack.enter_async_context(record)
         yield

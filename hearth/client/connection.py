@@ -7,6 +7,7 @@ handshake with its key and the exchange of `Hello` have succeeded.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -30,6 +31,8 @@ from hearth.platform.ports import bracketed
 from hearth.platform.security import Access
 from hearth.wire import messages as wire
 from hearth.wire.rpc import RpcClient
+
+log = logging.getLogger(__name__)
 
 COORDINATOR_PORT = 47830  # default TCP port of a coordinator: the first after an agent's ports, 47800 to 47829
 # The other coordinators are greeted for this long before the one that failed is greeted again: an encrypted handshake takes a
@@ -240,7 +243,10 @@ class Connection:
         for known in reversed(self._known):
             add(known)
         browser = Browser(COORDINATOR_SERVICE, on_found, self._interfaces)
-        await browser.start()
+        try:
+            await browser.start()
+        except OSError as error:  # without a network, only a coordinator of this device can answer
+            log.warning("coordinators cannot be found over mDNS: %s", error)
         try:
             yield endpoints
         finally:

@@ -68,19 +68,38 @@ async def advertised(
     """Advertise one service for the duration of the block, then withdraw it. `further` are fields of its record.
 
     `find_interfaces` returns the local addresses that are used and advertised (None: all). It is called again every
-    `_ADDRESS_POLL_SECONDS`: the network may come up later than this program, and addresses change.
+    `_ADDRESS_POLL_SECONDS`: the network may come up later than this program, and addresses change. A failure is logged, and
+    the next call tries again: a program whose address others were given works without mDNS.
     """
     record = _Record(service, port, fingerprint, random_id, further)
+    failures = _Failures(f"{service} cannot be advertised")
     try:
         await record.publish(find_interfaces())
-    except asyncio.TimeoutError:
-        log.warning("%s was not announced within %g s, trying again", service, _ANNOUNCE_SECONDS)
-    following = asyncio.create_task(record.follow(find_interfaces))
+    except (OSError, asyncio.TimeoutError) as error:
+        failures.tell(error)
+    following = asyncio.create_task(record.follow(find_interfaces, failures))
     try:
         yield
     finally:
         await cancel_all([following])
         await record.withdraw()
+
+
+class _Failures:
+    """Logs why mDNS does not work: each reason once, until it works again or there is another reason."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._told = ""
+
+    def tell(self, error: Exception) -> None:
+        reason = str(error) or "it took too long"
+        if reason != self._told:
+            log.warning("%s, trying again every %g s: %s", self._what, _ADDRESS_POLL_SECONDS, reason)
+        self._told = reason
+
+    def end(self) -> None:
+        self._told = ""
 
 
 class _Record:
@@ -101,7 +120,7 @@ class _Record:
         self._properties = {"id": random_id, "v": str(PROTOCOL_VERSION), "fp": self._fingerprint, **self._further}
 
     async def publish(self, interfaces: Sequence[str] | None) -> None:
-        """Advertise these addresses instead of the earlier ones. Raises OSError, asyncio.TimeoutError.
+        """Advertise these addresses instead of the earlier ones. Raises asyncio.TimeoutError, and OSError without a network.
 
         The announcements go on for half a second; queries are answered from now on.
         """
@@ -123,19 +142,20 @@ class _Record:
         self._announcing = asyncio.ensure_future(await with_timeout(_ANNOUNCE_SECONDS, registering))
         self._addresses = addresses
 
-    async def follow(self, find_interfaces: FindInterfaces) -> None:
+    async def follow(self, find_interfaces: FindInterfaces, failures: _Failures) -> None:
         """Publish each change of the addresses, until cancelled."""
         while True:
             await asyncio.sleep(_ADDRESS_POLL_SECONDS)
             try:
                 interfaces = find_interfaces()
                 if _addresses_of(interfaces) != self._addresses:
-                    before = ", ".join(self._addresses)
+                    before = ", ".join(self._addresses) or "no address"
                     self._use_id(secrets.token_hex(8))  # others may still hold the addresses of the old name
                     await self.publish(interfaces)
                     log.info("now advertised at %s instead of %s", ", ".join(self._addresses), before)
+                failures.end()
             except (OSError, BadSetting, asyncio.TimeoutError) as error:  # for instance an interface that has just gone
-                log.warning("the addresses cannot be advertised, trying again: %s", str(error) or "it took too long")
+                failures.tell(error)
             except Exception:  # a library's: without this task, nobody would find this program at a new address
                 log.exception("the addresses cannot be advertised, trying again")
 
@@ -151,7 +171,8 @@ class _Record:
 class Browser:
     """Browses for services, and calls `on_found` for each new service and each change of a record.
 
-    With `follow_addresses` it browses on interfaces that get an address later, too (needs psutil).
+    With `follow_addresses` it browses on interfaces that get an address later, too (needs psutil), and logs failures instead
+    of raising them.
     """
 
     def __init__(
@@ -171,10 +192,16 @@ class Browser:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Start browsing; runs until `stop`."""
-        self._open()
-        if self._follow_addresses:
-            self._add_task(self._follow())
+        """Start browsing; runs until `stop`. Raises OSError without a network, unless it follows the addresses."""
+        if not self._follow_addresses:
+            self._open()
+            return
+        failures = _Failures(f"{self._service} cannot be browsed")
+        try:
+            self._open()
+        except OSError as error:
+            failures.tell(error)
+        self._add_task(self._follow(failures))
 
     async def stop(self) -> None:
         """Stop browsing and close the sockets."""
@@ -195,7 +222,7 @@ class Browser:
         if zeroconf is not None:
             await _close(zeroconf)
 
-    async def _follow(self) -> None:
+    async def _follow(self, failures: _Failures) -> None:
         """Browse anew after each change of the local addresses: the sockets are those of the addresses at their opening."""
         addresses = _addresses_of(self._interfaces)
         while True:
@@ -206,8 +233,9 @@ class Browser:
                 await self._close()
                 self._open()
                 addresses = found
+                failures.end()
             except OSError as error:
-                log.warning("browsing failed, trying again: %s", error)
+                failures.tell(error)
             except Exception:  # a library's: without this task, no device at a new address would be found
                 log.exception("browsing failed, trying again")
 
@@ -268,12 +296,16 @@ def _addresses_of(interfaces: Sequence[str] | None) -> list[str]:
 
 
 def _open_zeroconf(interfaces: Sequence[str] | None) -> AsyncZeroconf:
+    """Open the sockets of mDNS. Raises OSError, also where there is no interface."""
     from zeroconf import InterfaceChoice, IPVersion
     from zeroconf.asyncio import AsyncZeroconf
 
-    if interfaces and all(":" not in address for address in interfaces):
-        return AsyncZeroconf(interfaces=list(interfaces), ip_version=IPVersion.V4Only)
-    return AsyncZeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All)
+    try:
+        if interfaces and all(":" not in address for address in interfaces):
+            return AsyncZeroconf(interfaces=list(interfaces), ip_version=IPVersion.V4Only)
+        return AsyncZeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All)
+    except RuntimeError as error:  # zeroconf's, if no interface has an address
+        raise OSError(str(error)) from None
 
 
 async def _close(zeroconf: AsyncZeroconf) -> None:

@@ -83,6 +83,51 @@ def test_address_that_changes_is_advertised_again(monkeypatch: pytest.MonkeyPatc
     asyncio.run(scenario())
 
 
+def test_without_a_network_mdns_is_tried_again_and_the_reason_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a device that starts before its network, or whose port of mDNS another program keeps for itself."""
+    monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.01)
+    reasons = ["No interfaces to listen on", "Address already in use"]
+    left = {address: [*reasons[:1], *reasons] for address in ("127.0.0.1", "127.0.0.2")}  # the first reason twice
+    open_sockets = discovery._open_zeroconf
+
+    def open_later(interfaces: list[str]) -> Any:
+        if left[interfaces[0]]:
+            raise OSError(left[interfaces[0]].pop(0))
+        return open_sockets(interfaces)
+
+    monkeypatch.setattr(discovery, "_open_zeroconf", open_later)
+
+    async def scenario() -> None:
+        found: asyncio.Queue[DiscoveredService] = asyncio.Queue()
+        browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"], follow_addresses=True)
+        await browser.start()
+        try:
+            async with advertised(AGENT_SERVICE, 4715, "d" * 16, "90abcdef", lambda: ["127.0.0.2"]):
+                while (await found.get()).port != 4715:
+                    pass
+        finally:
+            await browser.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+    told = [record.getMessage() for record in caplog.records if record.name == discovery.log.name]
+    for verb in ("browsed", "advertised"):
+        assert [line.rpartition(": ")[2] for line in told if f"{verb}, trying again" in line] == reasons
+
+
+@pytest.mark.parametrize("raised", [OSError(19, "No such device"), RuntimeError("No interfaces to listen on")])
+def test_no_network_is_an_oserror_with_its_reason(monkeypatch: pytest.MonkeyPatch, raised: Exception) -> None:
+    """zeroconf raises RuntimeError where no interface has an address."""
+
+    def refuse(**_: Any) -> Any:
+        raise raised
+
+    monkeypatch.setattr("zeroconf.asyncio.AsyncZeroconf", refuse)
+    with pytest.raises(OSError, match="No"):
+        asyncio.run(Browser(AGENT_SERVICE, lambda service: None).start())
+
+
 def test_addresses_that_could_not_be_advertised_are_advertised_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.01)
     published: list[list[str]] = []
