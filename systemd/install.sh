@@ -91,6 +91,7 @@ command -v "$python" > /dev/null || fail "$python is missing: apt-get install py
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
   || fail "Python 3.10 or newer is needed, and $python is $("$python" -V 2>&1): name another with --python"
 "$python" -c 'import ensurepip, venv' 2> /dev/null || fail "Python's venv module is missing: apt-get install python3-venv"
+command -v systemd-sysusers > /dev/null || fail "systemd is missing, which starts Hearth's services: apt-get install systemd"
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

@@ -32,7 +32,7 @@ make_root() {
   if [[ ! -e $root/usr/bin/python3 ]]; then
     rm -rf "$root"
     mmdebstrap --quiet --mode=root --variant=minbase --architectures=arm64 \
-      --include=python3-venv,make,git,ca-certificates,procps,iproute2 bookworm "$root"
+      --include=systemd,python3-venv,make,git,ca-certificates,procps,iproute2 bookworm "$root"
   fi
   mkdir -p "$root/srv/hearth"
   find "$root/srv/hearth" -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} +
