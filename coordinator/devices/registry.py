@@ -118,15 +118,16 @@ class Device:
     def info(self, now: float) -> DeviceInfo:
         """What users see. The reason of a usable device is that of its quarantine."""
         quarantine = self.quarantine if self.is_quarantined(now) else None
+        state = self.state if self.health != "dead" else None  # what it last said of its workers is no longer so
         return DeviceInfo(
             device_id=self.device_id,
             name=self.name,
             host=f"{self.host}:{self.port}",
             state=self.health,
             reason=self.reason or (quarantine.describe(now) if quarantine else ""),
-            workers=self.state.workers if self.state else (),
-            num_abandoned=self.state.num_abandoned if self.state else 0,
-            num_hung=self.state.num_hung if self.state else 0,
+            workers=state.workers if state else (),
+            num_abandoned=state.num_abandoned if state else 0,
+            num_hung=state.num_hung if state else 0,
             telemetry=self.telemetry,
         )
 

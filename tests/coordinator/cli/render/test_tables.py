@@ -8,7 +8,7 @@ from rich.console import Console
 from support.devices import ready_device
 from support.plans import BERT_LARGE, make_plan
 
-from coordinator.cli.render.tables import device_table, loss_table, plan_tables
+from coordinator.cli.render.tables import device_lines, device_table, loss_table, plan_tables
 from hearth.wire.messages import AgentState, PreparedLoss, WorkerStatus
 
 
@@ -35,6 +35,11 @@ def test_workers_are_shown_with_step_silence_failure_and_stuck_processes() -> No
         "the disk does not answer: 3",
     ):
         assert text in shown
+    dead = replace(device, health="dead", reason="it has not answered for 5 s").info(0.0)
+    console.print(device_table([dead]), device_lines([dead]))
+    shown = " ".join(console.export_text().split())
+    assert "has not answered" in shown
+    assert not any(text in shown for text in ("step 7", "SIGKILL", "stuck", "disk"))
 
 
 def test_losses_are_shown_with_what_is_stored_and_missing_and_their_pause() -> None:
