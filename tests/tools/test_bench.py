@@ -25,10 +25,10 @@ from hearth.errors import BadSetting
 from tools import interrupts
 from tools.bench import __main__ as commands
 from tools.bench import load, plots
-from tools.bench.experiment import make_experiment, names, read_settings
+from tools.bench.experiment import Context, make_experiment, names, read_settings
 from tools.bench.generation import Generation, GenerationRow
 from tools.bench.load import BackgroundLoad, Process, calmest, calmest_of, foreign_seconds
-from tools.bench.measure import relative_error
+from tools.bench.measure import Setting, relative_error
 from tools.bench.plans import GLOO, Entry, Name, baseline_of, entries
 from tools.bench.results import Result, Table, load_result
 from tools.bench.rows import Row, by_setting, cells, footnotes
@@ -36,7 +36,7 @@ from tools.bench.shapes import SHAPES, shape_of_file
 from tools.bench.start_up import COLD, WARM, Known, StartRow, StartUp
 from tools.bench.stats import Ratio, bootstrap_interval, paired_ratio, percentile, rotated
 from tools.bench.strategies import Strategies, say_auto, say_lz4, say_prediction
-from tools.testbed import load_scenario
+from tools.testbed import Scenario, load_scenario
 from tools.testbed.cluster import what_is_missing
 from tools.testbed.registry import Running, running_testbeds
 
@@ -267,6 +267,39 @@ def test_single_device_is_measured_at_one_rate_only() -> None:
         (1, 20.0), (2, 20.0), (2, 500.0), (3, 20.0), (3, 500.0)
     ]  # fmt: skip
     assert [entry.strategy for entry in settings[0].entries] == ["local"]
+
+
+@pytest.mark.parametrize("num_known", range(5))
+def test_resumed_run_measures_the_settings_that_are_missing(
+    num_known: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_up = []
+
+    class Home:
+        def __init__(self, scenario: Scenario, *_: object) -> None:
+            self.name = scenario.name
+
+        def __enter__(self) -> Home:
+            put_up.append(self.name)
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def paper_mbit(self, paper: float) -> float:
+            return 2 * paper
+
+        def measure(self, *settings: Setting) -> list[Row]:
+            return [row(scenario=self.name, mbit=each.mbit) for each in settings]
+
+    monkeypatch.setattr("tools.bench.strategies.Bench", Home)
+    experiment = strategies(scenarios=["galaxy-a", "galaxy-c"], paper_mbit=[25, 50])
+    whole = list(experiment.measure(Context(tmp_path, print)))
+    assert [(each.scenario, each.mbit) for each in whole] == [
+        ("galaxy-a", 50.0), ("galaxy-a", 100.0), ("galaxy-c", 50.0), ("galaxy-c", 100.0)
+    ]  # fmt: skip
+    put_up.clear()
+    assert list(experiment.measure(Context(tmp_path, print, whole[:num_known]))) == whole
+    assert put_up == ["galaxy-a", "galaxy-c"][num_known // 2 :]
 
 
 @pytest.mark.parametrize("plot", ["times", "speedups", "rates", "predictions", "scaling"])

@@ -72,6 +72,7 @@ def run(
         saved = load_result(path)
         if saved.settings == settings or experiment.ROWS_NAME_SETTINGS:
             known = [experiment.ROW.validate_python(row) for row in saved.raw]
+            result.commit = ", ".join(dict.fromkeys([*saved.commit.split(", "), result.commit]))  # of all rows
     check_writable("--out", path)
     rows: list[Any] = []
     summary = Summary()

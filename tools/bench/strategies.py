@@ -68,14 +68,21 @@ class Strategies(Experiment):
                 if setting.num_devices > len(scenario.devices):
                     raise BadSetting(setting="devices", reason=f"{scenario.name} has only {len(scenario.devices)}")
                 shape.shortened(self.layers, setting.seq_len)
+        yield from context.known
+        left = len(by_setting(context.known))  # settings that were measured; always in the same order
         models = Models(context.folder)
         for scenario in scenarios:
+            planned = sum(len(list(self._settings(shape, scenario, lambda rate: rate))) for shape in shapes)
+            if planned <= left:
+                left -= planned
+                continue
             gloo = any(name in GLOO for name in self.strategies)
             options = (bool(self.mbit), gloo, self.repeat_disturbed)
             with Bench(scenario, context.folder, models, context.report, *options) as bench:
                 for shape in shapes:
                     settings = list(self._settings(shape, scenario, bench.paper_mbit))
-                    for group in [settings] if self.interleave else [[each] for each in settings]:
+                    settings, left = settings[left:], max(left - len(settings), 0)
+                    for group in [settings] if self.interleave and settings else [[each] for each in settings]:
                         yield from bench.measure(*group)
 
     def _settings(self, shape: Shape, scenario: Scenario, real_mbit: Callable[[float], float]) -> Iterator[Setting]:
