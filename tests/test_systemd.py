@@ -189,6 +189,17 @@ def test_settings_file_lists_options_passed_by_the_unit(service: str) -> None:
     assert set(variables(service)) >= OPTIONS[service]
 
 
+def test_purge_removes_every_folder_of_the_services() -> None:
+    (removed,) = re.findall(r"^  rm -rf (/etc/.*)$", (UNITS / "debian/postrm").read_text(), re.MULTILINE)
+    folders = {
+        f"{parent}/{name}"
+        for service in SERVICES
+        for directive, parent in (("StateDirectory", "/var/lib"), ("CacheDirectory", "/var/cache"))
+        for name in unit(service).get(directive, [])
+    }
+    assert folders and set(removed.split()) == {"/etc/hearth", *folders}
+
+
 def detect(tmp_path: Path, machine: str, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """What install.sh takes a device for that has these files."""
     for name, text in files.items():
