@@ -197,7 +197,8 @@ def test_purge_removes_every_folder_of_the_services() -> None:
         for directive, parent in (("StateDirectory", "/var/lib"), ("CacheDirectory", "/var/cache"))
         for name in unit(service).get(directive, [])
     }
-    assert folders and set(removed.split()) == {"/etc/hearth", *folders}
+    assert folders
+    assert set(removed.split()) == {"/etc/hearth", *folders}
 
 
 def detect(tmp_path: Path, machine: str, files: dict[str, str]) -> subprocess.CompletedProcess[str]:

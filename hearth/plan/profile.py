@@ -44,6 +44,18 @@ class LatencyCurve(BaseModel, frozen=True):
         slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
         return max(ys[i - 1] + slope * (size - xs[i - 1]), 0.0)
 
+    def with_steps(self, seconds: Mapping[int, float]) -> LatencyCurve:
+        """A copy with more points, between which time grows as `seconds`, of a similar block, does.
+
+        `seconds` has all sizes of this curve, at which the times stay.
+        """
+        if min(seconds.values()) <= 0:
+            return self
+        similar = LatencyCurve(sizes=self.sizes, seconds=tuple(seconds[size] for size in self.sizes))
+        sizes = tuple(sorted(seconds))
+        times = tuple(self(size) * seconds[size] / similar(size) for size in sizes)
+        return self.model_copy(update={"sizes": sizes, "seconds": times})
+
     def scaled(self, factor: float) -> LatencyCurve:
         """A copy with all times multiplied by `factor`."""
         return self.model_copy(update={"seconds": tuple(seconds * factor for seconds in self.seconds)})
@@ -136,7 +148,8 @@ class BlockProfile(BaseModel, frozen=True):
 
     `qkv`, `core` (attention without projections) and `out` are functions of the number of heads, `up` (with the activation)
     and `down` of the number of MLP columns, each over all `seq_len` rows. `connective`, `embedding` and `mlp_rows` (the
-    whole MLP) are functions of the number of rows; `mlp_rows` shows how much less efficient small tiles are.
+    whole MLP) are functions of the number of rows; `mlp_rows` shows how much less efficient small tiles are, and the steps
+    of the kernels' times.
 
     Decoding is bound by memory bandwidth: one row costs `decode_seconds_per_byte` for each byte of weights that it reads,
     `decode_seconds_per_cached_value` for each key and value, and `decode_layer_seconds` for the rest of a layer. All are 0 for

@@ -53,6 +53,13 @@ _SAMPLES_PER_POINT = 3  # samples, whose median counts: one of them may be distu
 # more weights than most caches hold, and each block a single copy.
 _QUICK_ROWS = 64
 _QUICK_DECODE_BYTES = 64 << 20
+# GEMM kernels compute rows in groups, so that time grows in steps: by up to a sixth from one row count to the next in oneDNN
+# with SSE4.2. A matrix with few columns has the same steps as a wide one.
+_STEP_COLUMNS = 512
+_STEP_ROWS = 8  # the row counts measured are multiples of this, or of a multiple of it if there are many
+_MAX_STEPS = 40
+_STEP_SAMPLE_SECONDS = 0.01
+_STEP_TURNS = 3  # samples of each row count, of which the least counts
 _MAX_REPEATS = 3  # of points that background load disturbed: bounds the time on a busy device
 # Measurements cycle through copies of the weights, as through a model's layers, so that weights come from memory, not cache.
 _MAX_COPIES_BYTES = 160 << 20
@@ -150,6 +157,11 @@ def profile_blocks(
         positions = torch.arange(num_rows, device=device) % spec.max_positions
         return lambda: blocks.finish_embedding(spec, embedding, x_TH[:num_rows], positions)
 
+    def few_columns() -> Callable[[int], Callable[[], object]]:
+        few = min(_STEP_COLUMNS, spec.ffn_size)
+        copies = cycle([_with_columns(spec, layer, few, device, kernels) for layer in layers])
+        return lambda num_rows: lambda: blocks.mlp_up(spec, next(copies), x_TH[:num_rows])
+
     heads, columns = _sizes(spec.num_heads, spec.group_size), _sizes(spec.ffn_size, COLUMN_GRAIN)
     row_counts = _sizes(S, ROW_GRAIN)
     with torch.inference_mode():
@@ -164,6 +176,9 @@ def profile_blocks(
             "embedding": measure.curve(row_counts, embed),
             "mlp_rows": measure.curve(row_counts, mlp_rows),
         }
+        if device.type == "cpu" and not quick:
+            step_seconds = measure.step_seconds(_step_sizes(S, curves["mlp_rows"].sizes), few_columns())
+            curves["mlp_rows"] = curves["mlp_rows"].with_steps(step_seconds)
     wire = measure_wire_cost(measure.cpu_per_second, TorchCasts(), device.type != "cpu")
     profile = BlockProfile(seq_len=S, wire=wire, kernels=times, **curves, **(whole.decoding if whole else {}))
     return profile.with_layer_seconds(spec.num_heads, spec.ffn_size, whole.prompt_seconds) if whole else profile
@@ -315,6 +330,12 @@ class _BlockMeter(Meter):
             measured[suspicious] = min(measured[suspicious], self.seconds(block(suspicious)))
         return fit_curve(measured)
 
+    def step_seconds(self, sizes: Sequence[int], block: Callable[[int], Callable[[], object]]) -> dict[int, float]:
+        """Seconds of a block by size, for their ratios: the least of short samples, by the clock of `least_seconds`."""
+        short = Meter(_STEP_SAMPLE_SECONDS, self._synchronise)
+        turns = [{size: short.sample(block(size), self._clock) for size in sizes} for _ in range(_STEP_TURNS)]
+        return {size: min(turn[size] for turn in turns) for size in sizes}
+
     def seconds(self, block: Callable[[], object]) -> float:
         """Seconds per run: the median of several samples after a warm-up run."""
         block()
@@ -327,10 +348,13 @@ class _BlockMeter(Meter):
         """
         for block in blocks:
             block()
-        clock = time.thread_time if self._on_one_thread else time.perf_counter
         num_turns = _TURNS_PER_SAMPLE * self._num_samples
-        turns = [[self.sample(block, clock) for block in blocks] for _ in range(num_turns)]
+        turns = [[self.sample(block, self._clock) for block in blocks] for _ in range(num_turns)]
         return [min(samples) for samples in zip(*turns, strict=True)]
+
+    @property
+    def _clock(self) -> Callable[[], float]:
+        return time.thread_time if self._on_one_thread else time.perf_counter
 
     @property
     def seconds_per_clock_second(self) -> float:
@@ -345,6 +369,12 @@ def _num_copies(spec: ModelSpec) -> int:
 def _sizes(total: int, grain: int) -> list[int]:
     """The sizes to measure: multiples of the grain, up to the whole."""
     return sorted({min(-(-int(total * part) // grain) * grain or grain, total) for part in _MEASURED_FRACTIONS})
+
+
+def _step_sizes(num_rows: int, measured: Sequence[int]) -> list[int]:
+    """The row counts at which to look for steps of the kernels: those that were `measured`, and at most `_MAX_STEPS` more."""
+    step = _STEP_ROWS * -(-num_rows // (_STEP_ROWS * _MAX_STEPS))
+    return sorted({*range(step, num_rows, step), *measured})
 
 
 def _profile_request(start: StartProfile) -> BlockProfile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from coordinator.models.checkpoint.chunk_layout import num_chunk_weights
@@ -10,7 +11,7 @@ from coordinator.plan.transformer.cost import memory
 from coordinator.plan.transformer.cost.decode import attention_bytes, mlp_bytes
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.plan.transformer.strategies import rank_memory
-from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items
+from hearth.plan.geometry import COLUMN_GRAIN, ROW_GRAIN, VOCABULARY_GRAIN, grains_to_items, num_grains
 from hearth.plan.profile import BlockProfile, DeviceProfile
 from hearth.plan.transformer import ShareStrategy, TensorParallel
 
@@ -78,6 +79,37 @@ def row_capacity(request: PlanRequest, blocks: BlockProfile) -> float:
     """V_d for splitting rows: prefill only, since a decoded token has a single row."""
     seconds = blocks.attention(request.spec.num_heads) + blocks.mlp(request.spec.ffn_size)
     return 1.0 / max(seconds, _MIN_LAYER_SECONDS)
+
+
+def balanced_rows(request: PlanRequest) -> tuple[float, ...]:
+    """Row weights with which the device that takes longest for its rows of a layer takes as little as possible.
+
+    They follow the steps of the kernels' times: a split by speed may give a device a few rows more than a group of them.
+    """
+    num_rows, devices = request.seq_len, request.cluster.devices
+    counts = [min(grains * ROW_GRAIN, num_rows) for grains in range(num_grains(num_rows, ROW_GRAIN) + 1)]
+    seconds = [
+        [device.blocks.tile_factor(count) * count / row_capacity(request, device.blocks) for count in counts]
+        for device in devices
+    ]
+
+    def most_grains(limit: float) -> list[int]:
+        return [max(index for index, each in enumerate(own) if each <= limit) for own in seconds]
+
+    limits = sorted({each for own in seconds for each in own})
+    enough = bisect_left(limits, True, key=lambda limit: sum(most_grains(limit)) >= len(counts) - 1)
+    grains = most_grains(limits[enough])
+    while sum(grains) > len(counts) - 1:  # take them where they save most
+        saved = [
+            own[count] - own[count - 1] if count else -math.inf for own, count in zip(seconds, grains, strict=True)
+        ]
+        grains[saved.index(max(saved))] -= 1
+    return tuple(max(counts[count] / num_rows, least_row_weight(request)) for count in grains)
+
+
+def least_row_weight(request: PlanRequest) -> float:
+    """A rank without rows holds no replicated weights, and could not decode with its heads."""
+    return 1e-4 if request.spec.causal else 0.0
 
 
 def devices_by_capacity(request: PlanRequest) -> list[DeviceProfile]:

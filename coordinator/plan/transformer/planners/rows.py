@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, missing_bytes, with_ring_order
-from coordinator.plan.transformer.shares import EQUAL_SPEED_RATIO, body_from_grains, row_capacity
+from coordinator.plan.transformer.shares import EQUAL_SPEED_RATIO, balanced_rows, body_from_grains, row_capacity
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remainder, num_grains
 from hearth.plan.plan import TransformerPlan
@@ -41,9 +41,9 @@ def _body(request: PlanRequest, strategy: ShareStrategy, rows: tuple[float, ...]
 
 
 def _row_splits(request: PlanRequest) -> list[tuple[float, ...]]:
-    """Row weights to try: equal parts, and by speed if the devices' speeds differ enough."""
+    """Row weights to try: equal parts, and by speed and by the steps of the kernels if the devices' speeds differ enough."""
     speeds = [row_capacity(request, device.blocks) for device in request.cluster.devices]
     equal = (1.0,) * len(speeds)
     if max(speeds) <= EQUAL_SPEED_RATIO * min(speeds):
         return [equal]
-    return [equal, tuple(speed / sum(speeds) for speed in speeds)]
+    return [equal, tuple(speed / sum(speeds) for speed in speeds), balanced_rows(request)]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, missing_bytes, on_subset
-from coordinator.plan.transformer.shares import EQUAL_SPEED_RATIO, row_capacity
+from coordinator.plan.transformer.shares import EQUAL_SPEED_RATIO, balanced_rows, least_row_weight, row_capacity
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import SEQUENCE, LayerMode, TensorParallel, TransformerBody
 
@@ -42,10 +42,20 @@ def replicate_embedding(request: PlanRequest, plan: TransformerPlan) -> Transfor
     return better if request_seconds(better) < _MAX_EMBEDDING_TIME_RATIO * request_seconds(plan) else plan
 
 
+def balance_rows(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
+    """The plan with rows that follow the steps of the kernels' times; `plan` itself if they do not fit, or save no time."""
+    body = plan.body.model_copy(update={"row_weights": balanced_rows(request)})
+    if missing_bytes(request, body):
+        return plan
+    better = build_plan(request, body, plan.planner)
+    return better if request_seconds(better) < _MAX_TIME_RATIO * request_seconds(plan) else plan
+
+
 def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
     """The plan with the fastest replication found by the greedy search; `plan` itself if none helps or fits.
 
-    Word embeddings, which `plan` may replicate, come last: the groups of layers may need their memory.
+    Rows are balanced afterwards. Word embeddings, which `plan` may replicate, come last: the groups of layers may need their
+    memory.
     """
     best = plan
     if plan.body.embedding == "replicated":
@@ -63,7 +73,7 @@ def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
         quickest = min(faster, key=request_seconds)
         if len(set(quickest.body.modes)) == 1:
             best = quickest
-    best = replicate_embedding(request, best)
+    best = replicate_embedding(request, balance_rows(request, best))
     return best if request_seconds(best) < request_seconds(plan) else plan
 
 
@@ -97,9 +107,7 @@ def _moved_bodies(request: PlanRequest, body: TransformerBody) -> Iterator[Trans
 
 def _row_weights(request: PlanRequest, body: TransformerBody) -> list[tuple[float, ...]]:
     speeds = [row_capacity(request, device.blocks) for device in request.cluster.devices]
-    # A rank without rows holds no replicated weights, and could not decode with its heads.
-    min_weight = 1e-4 if request.spec.causal else 0.0
-    by_speed = tuple(max(round(speed / sum(speeds), 4), min_weight) for speed in speeds)
+    by_speed = tuple(max(round(speed / sum(speeds), 4), least_row_weight(request)) for speed in speeds)
     if max(speeds) <= EQUAL_SPEED_RATIO * min(speeds):
         return [body.row_weights]
     mean_weights = tuple(round((speed + 1 / len(speeds)) / 2, 4) for speed in by_speed)

@@ -133,7 +133,7 @@ def test_spare_memory_is_used_to_replicate_on_slow_links() -> None:
 
 
 def test_word_embeddings_are_replicated_where_memory_allows() -> None:
-    spec = BERT_LARGE.model_copy(update={"num_layers": 6})
+    spec = BERT_LARGE.model_copy(update={"num_layers": 4})
 
     def planned(budgets: list[int]) -> TransformerPlan:
         problem = request([1.0, 0.5], budgets, mbit=125, spec=spec, seq_len=284)
