@@ -26,6 +26,11 @@ _MESSAGES = 12  # per measurement: enough for a mean, few enough to take only a 
 # Rate of the connection that is measured: that of a home's fast links. What arrives in pieces wakes the receiver for each of
 # them: on an idle AMD core a byte takes 0.7 to 0.8 ns at each end then, and 0.5 at full speed.
 _BYTES_PER_SECOND = 30_000_000
+# CPU time of a byte in a step over that in this measurement. In a step, GEMMs replace the network's code and data in the caches
+# between any two pieces, tiles travel in both directions, and other threads wake in between: two devices of 0.8 and 0.45 core,
+# and two whole ones, took 2.5 ns at each end for each byte more than their computations alone (all threads, `hmp`, BERT-Large),
+# where 1.0 was measured.
+_IN_A_STEP = 2.0
 
 
 def measure_wire_cost(per_second: float, casts: Casts, beside_compute: bool) -> WireCost:
@@ -35,9 +40,10 @@ def measure_wire_cost(per_second: float, casts: Casts, beside_compute: bool) -> 
     """
     encrypted, per_message = _socket_cost(encrypt=True)
     plain, _ = _socket_cost(encrypt=False)
+    factor = 1.0 if beside_compute else _IN_A_STEP
     return WireCost(
-        encrypted_seconds_per_byte=encrypted / per_second,
-        plain_seconds_per_byte=plain / per_second,
+        encrypted_seconds_per_byte=factor * encrypted / per_second,
+        plain_seconds_per_byte=factor * plain / per_second,
         seconds_per_message=per_message / per_second,
         convert_seconds_per_value={values: _convert_cost(values, casts) / per_second for values in VALUE_FORMAT_NAMES},
         beside_compute=beside_compute,
