@@ -47,6 +47,8 @@ _MEASURED_FRACTIONS = (
     0.5,
     1.0,
 )  # of the whole size: three points are the least that can tell a line from a curve
+# Of the rows of an MLP: with few of them, as a slow device may have, a GEMM waits for its weights.
+_ROW_FRACTIONS = (0.125, *_MEASURED_FRACTIONS)
 _SAMPLE_SECONDS = 0.03  # of one sample: long compared with the clock's resolution and with pauses by the scheduler
 _SAMPLES_PER_POINT = 3  # samples, whose median counts: one of them may be disturbed
 # Rows of a quick profile, which takes one sample of each point: enough for a GEMM that is bound by compute. Decoding uses just
@@ -174,7 +176,7 @@ def profile_blocks(
             "down": measure.curve(columns, down),
             "connective": measure.curve(row_counts, connective),
             "embedding": measure.curve(row_counts, embed),
-            "mlp_rows": measure.curve(row_counts, mlp_rows),
+            "mlp_rows": measure.curve(_sizes(S, ROW_GRAIN, _ROW_FRACTIONS), mlp_rows),
         }
         if device.type == "cpu" and not quick:
             step_seconds = measure.step_seconds(_step_sizes(S, curves["mlp_rows"].sizes), few_columns())
@@ -366,9 +368,9 @@ def _num_copies(spec: ModelSpec) -> int:
     return max(1, min(_MAX_COPIES, _MAX_COPIES_BYTES // layer_bytes(spec)))
 
 
-def _sizes(total: int, grain: int) -> list[int]:
+def _sizes(total: int, grain: int, fractions: Sequence[float] = _MEASURED_FRACTIONS) -> list[int]:
     """The sizes to measure: multiples of the grain, up to the whole."""
-    return sorted({min(-(-int(total * part) // grain) * grain or grain, total) for part in _MEASURED_FRACTIONS})
+    return sorted({min(-(-int(total * part) // grain) * grain or grain, total) for part in fractions})
 
 
 def _step_sizes(num_rows: int, measured: Sequence[int]) -> list[int]:

@@ -47,7 +47,7 @@ def test_decoder_blocks_and_decoding_are_profiled(spec: ModelSpec) -> None:
     blocks = profile_blocks(spec, 32, 1, "cpu")
     assert (blocks.seq_len, blocks.qkv.sizes[-1], blocks.up.sizes[-1]) == (32, 8, 320)
     assert all(size % spec.group_size == 0 for size in blocks.qkv.sizes)
-    assert blocks.mlp_rows.sizes == (8, 16, 24, 32)  # steps of the kernels
+    assert blocks.mlp_rows.sizes == (4, 8, 16, 24, 32)  # every eighth, for the steps of the kernels
     curves = (blocks.qkv, blocks.core, blocks.out, blocks.up, blocks.down, blocks.connective, blocks.mlp_rows)
     assert all(seconds > 0 for curve in curves for seconds in curve.seconds)
     assert 0 < blocks.decode_seconds_per_byte < 1e-6
