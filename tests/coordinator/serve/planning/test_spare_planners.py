@@ -183,9 +183,10 @@ def test_serving_keeps_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     async def main() -> None:
         goal = TransformerGoal(model_dir=str(write_model(tmp_path / "model")), strategy="hmp")
         async with serving(monkeypatch, TransformerFleet("ab"), tmp_path / "state", goal) as home:
-            monkeypatch.setattr(spare_planners, "start_planner", start_planner)  # `serving` starts none
-            home.tools.spare_planners.replace("transformer")  # as after a plan: only what is kept is replaced
-            await ready(home.tools.spare_planners)
-            await home.tools.spare_planners.close()
+            with monkeypatch.context() as patch:  # its end comes before that of `serving`, which patches this, too
+                patch.setattr(spare_planners, "start_planner", start_planner)  # `serving` starts none
+                home.tools.spare_planners.replace("transformer")  # as after a plan: only what is kept is replaced
+                await ready(home.tools.spare_planners)
+                await home.tools.spare_planners.close()
 
     asyncio.run(main())
