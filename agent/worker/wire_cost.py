@@ -26,10 +26,9 @@ _MESSAGES = 12  # per measurement: enough for a mean, few enough to take only a 
 # Rate of the connection that is measured: that of a home's fast links. What arrives in pieces wakes the receiver for each of
 # them: on an idle AMD core a byte takes 0.7 to 0.8 ns at each end then, and 0.5 at full speed.
 _BYTES_PER_SECOND = 30_000_000
-# CPU time of a byte in a step over that in this measurement. In a step, GEMMs replace the network's code and data in the caches
-# between any two pieces, tiles travel in both directions, and other threads wake in between: two devices of 0.8 and 0.45 core,
-# and two whole ones, took 2.5 ns at each end for each byte more than their computations alone (all threads, `hmp`, BERT-Large),
-# where 1.0 was measured.
+# A byte's CPU time in a step, as a multiple of its CPU time in this measurement. With `hmp` and BERT-Large, all threads of a
+# device took 2.5 ns for each byte sent or received more than its computations alone, where this measurement says 1.0 (on
+# devices of 0.8 and 0.45 core, and on two whole cores). Why is not known.
 _IN_A_STEP = 2.0
 
 

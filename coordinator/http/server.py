@@ -7,8 +7,8 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 
 import uvicorn
 
@@ -78,15 +78,12 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@asynccontextmanager
-async def _advertised(
+def _advertised(
     settings: HttpSettings, listening: socket.socket, fingerprint: str, fields: Mapping[str, str]
-) -> AsyncIterator[None]:
+) -> AbstractAsyncContextManager[None]:
     """Advertise the gateway over mDNS, if others can reach it. `fingerprint`: of the home that it belongs to."""
+    if not settings.advertise or settings.host in _LOOPBACK:
+        return nullcontext()
     host, port = listening.getsockname()[:2]
-    async with AsyncExitStack() as stack:
-        if settings.advertise and settings.host not in _LOOPBACK:
-            interfaces = settings.interfaces if host in _ALL_ADDRESSES else (host,)
-            record = advertised(HTTP_SERVICE, port, fingerprint, secrets.token_hex(8), lambda: interfaces, fields)
-            await stack.enter_async_context(record)
-        yield
+    interfaces = settings.interfaces if host in _ALL_ADDRESSES else (host,)
+    return advertised(HTTP_SERVICE, port, fingerprint, secrets.token_hex(8), lambda: interfaces, fields)

@@ -45,9 +45,9 @@ class LatencyCurve(BaseModel, frozen=True):
         return max(ys[i - 1] + slope * (size - xs[i - 1]), 0.0)
 
     def with_steps(self, seconds: Mapping[int, float]) -> LatencyCurve:
-        """A copy with more points, between which time grows as `seconds`, of a similar block, does.
+        """A copy with a point at each size of `seconds`, the times of a similar block, whose steps it takes over.
 
-        `seconds` has all sizes of this curve, at which the times stay.
+        `seconds` must have all sizes of this curve. The times at these sizes stay as they are.
         """
         if min(seconds.values()) <= 0:
             return self

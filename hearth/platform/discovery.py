@@ -69,7 +69,7 @@ async def advertised(
 
     `find_interfaces` returns the local addresses that are used and advertised (None: all). It is called again every
     `_ADDRESS_POLL_SECONDS`: the network may come up later than this program, and addresses change. A failure is logged, and
-    the next call tries again: a program whose address others were given works without mDNS.
+    the next call tries again: other programs may know the address from their settings, without mDNS.
     """
     record = _Record(service, port, fingerprint, random_id, further)
     failures = _Failures(f"{service} cannot be advertised")

@@ -55,10 +55,10 @@ _SAMPLES_PER_POINT = 3  # samples, whose median counts: one of them may be distu
 # more weights than most caches hold, and each block a single copy.
 _QUICK_ROWS = 64
 _QUICK_DECODE_BYTES = 64 << 20
-# GEMM kernels compute rows in groups, so that time grows in steps: by up to a sixth from one row count to the next in oneDNN
-# with SSE4.2. A matrix with few columns has the same steps as a wide one.
+# GEMM kernels compute rows in groups, so that time grows in steps: by a fifth from 96 to 104 rows in oneDNN with SSE4.2. A
+# matrix with few columns has the same steps as a wide one.
 _STEP_COLUMNS = 512
-_STEP_ROWS = 8  # the row counts measured are multiples of this, or of a multiple of it if there are many
+_STEP_ROWS = 8  # row counts are measured at this distance, or at a multiple of it if there are more than `_MAX_STEPS`
 _MAX_STEPS = 40
 _STEP_SAMPLE_SECONDS = 0.01
 _STEP_TURNS = 3  # samples of each row count, of which the least counts

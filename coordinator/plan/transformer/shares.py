@@ -86,11 +86,12 @@ def balanced_rows(request: PlanRequest) -> tuple[float, ...]:
 
     They follow the steps of the kernels' times: a split by speed may give a device a few rows more than a group of them.
     """
-    num_rows, devices = request.seq_len, request.cluster.devices
+    num_rows, blocks = request.seq_len, [device.blocks for device in request.cluster.devices]
     counts = [min(grains * ROW_GRAIN, num_rows) for grains in range(num_grains(num_rows, ROW_GRAIN) + 1)]
-    seconds = [
-        [device.blocks.tile_factor(count) * count / row_capacity(request, device.blocks) for count in counts]
-        for device in devices
+    speeds = [row_capacity(request, each) for each in blocks]
+    seconds = [  # by device and count, in an arbitrary unit
+        [each.tile_factor(count) * count / speed for count in counts]
+        for each, speed in zip(blocks, speeds, strict=True)
     ]
 
     def most_grains(limit: float) -> list[int]:
@@ -108,7 +109,10 @@ def balanced_rows(request: PlanRequest) -> tuple[float, ...]:
 
 
 def least_row_weight(request: PlanRequest) -> float:
-    """A rank without rows holds no replicated weights, and could not decode with its heads."""
+    """The least row weight of a rank: more than 0 for decoders, since a rank without rows holds no replicated weights.
+
+    It needs them to decode with its heads.
+    """
     return 1e-4 if request.spec.causal else 0.0
 
 
