@@ -29,6 +29,9 @@ _NOBODY = "02:00:00:00:00:01"  # a link address that no device has
 # If the br_netfilter module is loaded, a bridge passes every packet to iptables, which costs CPU time: switch it off.
 _NO_FIREWALL = "for f in /proc/sys/net/bridge/bridge-nf-call-*; do [ ! -e $f ] || echo 0 > $f; done"
 
+# Linux's default, which devices have: a namespace would take over this machine's, such as BBR.
+_CUBIC = "echo cubic > /proc/sys/net/ipv4/tcp_congestion_control"
+
 
 class LinkState(NamedTuple):
     """Current state of a device's link."""
@@ -65,6 +68,7 @@ class Network:
         for name in self._names:
             namespace, port = self.namespace(name), _port(name)
             _run("ip", "netns", "add", namespace)
+            _run("ip", "netns", "exec", namespace, "sh", "-c", _CUBIC)
             outer, inner = self.relayed_ends(name)
             end = outer if name in media else port
             _ip(namespace, "link", "add", "eth0", "type", "veth", "peer", "name", end, "netns", self._switch)
