@@ -26,10 +26,6 @@ _MESSAGES = 12  # per measurement: enough for a mean, few enough to take only a 
 # Rate of the connection that is measured: that of a home's fast links. What arrives in pieces wakes the receiver for each of
 # them: on an idle AMD core a byte takes 0.7 to 0.8 ns at each end then, and 0.5 at full speed.
 _BYTES_PER_SECOND = 30_000_000
-# A byte's CPU time in a step, as a multiple of its CPU time in this measurement. With `hmp` and BERT-Large, all threads of a
-# device took 2.5 ns for each byte sent or received more than its computations alone, where this measurement says 1.0 (on
-# devices of 0.8 and 0.45 core, and on two whole cores). Why is not known.
-_IN_A_STEP = 2.0
 
 
 def measure_wire_cost(per_second: float, casts: Casts, beside_compute: bool) -> WireCost:
@@ -39,10 +35,9 @@ def measure_wire_cost(per_second: float, casts: Casts, beside_compute: bool) -> 
     """
     encrypted, per_message = _socket_cost(encrypt=True)
     plain, _ = _socket_cost(encrypt=False)
-    factor = 1.0 if beside_compute else _IN_A_STEP
     return WireCost(
-        encrypted_seconds_per_byte=factor * encrypted / per_second,
-        plain_seconds_per_byte=factor * plain / per_second,
+        encrypted_seconds_per_byte=encrypted / per_second,
+        plain_seconds_per_byte=plain / per_second,
         seconds_per_message=per_message / per_second,
         convert_seconds_per_value={values: _convert_cost(values, casts) / per_second for values in VALUE_FORMAT_NAMES},
         beside_compute=beside_compute,

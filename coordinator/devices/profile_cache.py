@@ -17,7 +17,7 @@ from coordinator.models.cache_files import read_cached, remove_cached, write_cac
 from hearth.plan.profile import Link, SharedMedium
 from hearth.wire.messages import Telemetry
 
-_VERSION = 3  # part of each name: a new version ignores old files
+_VERSION = 4  # part of each name: a new version ignores old files
 
 
 class MeasuredOn(BaseModel, frozen=True):
