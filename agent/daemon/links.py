@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from hearth.errors import ChunkCorrupt, HearthError, WrongKey
 from hearth.platform.asyncio_tools import all_or_first_error, loop_time
+from hearth.platform.connections import use_bbr_on_radio
 from hearth.platform.curve import KeyPair
 from hearth.platform.gatekeeper import Gatekeeper
 from hearth.platform.ports import bracketed
@@ -78,6 +79,7 @@ class LinkServer(RpcServer):
 
     async def _answer(self, caller: Caller, message: Message, payload: object) -> Message | Reply:
         if isinstance(message, GetChunk):
+            use_bbr_on_radio()
             return Reply(Done(), [await self._read_chunk(message.hash)])
         return Done()  # the burst has arrived
 
@@ -145,6 +147,7 @@ async def _measure_rate(client: RpcClient, request: MeasureLink) -> LinkMeasured
 
     frame = os.urandom(_FRAME_BYTES)  # random, so that compression on the link does not change the measured rate
     await burst(0, _HANDSHAKE_SECONDS)
+    use_bbr_on_radio()  # as the data plane does
     round_trip = statistics.median([await burst(0) for _ in range(_PINGS)])
     least = max(_MIN_BURST_SECONDS, _BURST_ROUND_TRIPS * round_trip)
     rates: list[float] = []

@@ -9,6 +9,7 @@ from typing import Literal
 
 from coordinator.devices.quarantine import Quarantine, after_fault, pardoned
 from hearth.errors import DuplicateDevice, HearthError
+from hearth.platform.connections import WIRE_ROUND_TRIP_SECONDS
 from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, LEASE_SECONDS
 from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, RunningWorker, Telemetry, WorkerStatus
 
@@ -37,12 +38,10 @@ _WITNESSED_SECONDS = 0.35
 _CONNECT_FRACTION = 0.6
 _MIN_CONNECT_SECONDS = 0.6
 _MAX_CONNECT_SECONDS = 0.8
-# A device is on a radio or powerline link if even the fastest of its last heartbeats took longer than over any wire, where
-# that is a fraction of a millisecond. Such links stall for up to 2 s while the link sends again or changes its rate, also
+# A device is on a radio or powerline link if even the fastest of its last heartbeats took longer than over any wire. Such links stall for up to 2 s while the link sends again or changes its rate, also
 # after minutes without any sign of that, so such a device gets the longest time from the start.
 _ROUND_TRIPS = 20  # answers: ten seconds of heartbeats, of which one at least meets an idle device
 _LEAST_ROUND_TRIPS = 5
-WIRE_ROUND_TRIP_SECONDS = 2e-3
 _LONGEST_RADIO_STALL_SECONDS = 2.0
 _SUSPECT_FRACTION = 0.6  # of that time, from which a device is suspect: longer than one interval
 

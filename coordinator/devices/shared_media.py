@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
-from coordinator.devices.registry import WIRE_ROUND_TRIP_SECONDS
 from hearth.plan.profile import Link, SharedMedium
+from hearth.platform.connections import WIRE_ROUND_TRIP_SECONDS
 
 Pair: TypeAlias = tuple[str, str]  # source and target
 MeasureTogether: TypeAlias = Callable[[Sequence[Pair]], Awaitable[Mapping[Pair, float]]]

@@ -13,6 +13,12 @@ _RECEIVED = struct.Struct("=Q")  # the field `tcpi_bytes_received` of Linux's `t
 _RECEIVED_OFFSET = 128  # in bytes
 _LISTEN = 10  # state of a listening socket
 _MAX_PACING_RATE = 47  # Linux's socket option SO_MAX_PACING_RATE, for which Python has no name
+_ROUND_TRIP = struct.Struct("=I")  # the field `tcpi_min_rtt` of `tcp_info`, in microseconds
+_ROUND_TRIP_OFFSET = 148  # in bytes
+_LONGEST_ROUND_TRIP_SECONDS = 60.0  # longer ones stand for none measured yet
+_BBR = b"bbr"
+# The longest round trip over a wire at home, where it is a fraction of a millisecond. Over radio or powerline it is longer.
+WIRE_ROUND_TRIP_SECONDS = 2e-3
 # An address of no family: to connect a TCP socket to it ends its connection, and drops what it has received (Linux).
 _NOWHERE = bytes(16)
 
@@ -45,6 +51,21 @@ def pace_connections(port: int, bytes_per_second: int) -> None:
         with suppress(OSError, IndexError, TypeError):  # not connected, or its addresses have no port
             if port in (view.getsockname()[1], view.getpeername()[1]):
                 view.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, bytes_per_second)
+
+
+def use_bbr_on_radio(wire_seconds: float = WIRE_ROUND_TRIP_SECONDS) -> None:
+    """Send by BBR on each TCP connection of this process whose shortest round trip was longer than `wire_seconds`.
+
+    Over the emulated radio of the testbed, a transfer of 256 KiB after a pause takes about half as long as with CUBIC, Linux's
+    default. Without the kernel's module `tcp_bbr`, or where it is not Linux, connections stay as they are.
+    """
+    for view in _sockets():
+        with suppress(OSError, AttributeError):  # no TCP, or no such module
+            information = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP_OFFSET + _ROUND_TRIP.size)
+            if information[0] != _LISTEN and len(information) == _ROUND_TRIP_OFFSET + _ROUND_TRIP.size:
+                microseconds = int(_ROUND_TRIP.unpack_from(information, _ROUND_TRIP_OFFSET)[0])
+                if wire_seconds < microseconds / 1e6 < _LONGEST_ROUND_TRIP_SECONDS:
+                    view.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _BBR)
 
 
 def _sockets() -> Iterator[socket.socket]:

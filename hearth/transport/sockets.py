@@ -24,6 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from hearth.errors import PortInUse
+from hearth.platform.connections import use_bbr_on_radio
 from hearth.platform.curve import KeyPair, harden, secure_client, secure_server, user_id
 from hearth.platform.gatekeeper import Gatekeeper
 from hearth.platform.ports import bracketed
@@ -282,6 +283,7 @@ class SocketTransport:
                         link.large.free(time.monotonic())
 
     def _connected(self, link: _Link) -> None:
+        use_bbr_on_radio()
         broken_at, link.broken_at = link.broken_at, None
         if link.has_connected and broken_at is not None:
             with link.lock:
