@@ -88,8 +88,10 @@ def _bars(
         xs = [at + (index - (len(labels) - 1) / 2) * width for at, _ in found]
         heights = [height(row) for _, row in found]
         errors = [[middle - low for middle, low, _ in heights], [high - middle for middle, _, high in heights]]
+        hatch = "" if alone else "///" * (index // len(_COLOURS))  # for labels beyond the colours
         axes.bar(xs, [middle for middle, _, _ in heights], width * 0.92, yerr=errors, label=None if alone else label,
-                 color=_COLOURS[0 if alone else index % len(_COLOURS)], error_kw={"lw": 1, "capsize": 2})  # fmt: skip
+                 color=_COLOURS[0 if alone else index % len(_COLOURS)], hatch=hatch, edgecolor="white", linewidth=0,
+                 error_kw={"lw": 1, "capsize": 2})  # fmt: skip
         drawn += [(x, width * 0.92, row) for x, (_, row) in zip(xs, found, strict=True)]
     if alone:
         axes.set_xticks(
