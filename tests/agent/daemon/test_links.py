@@ -131,3 +131,28 @@ def test_bursts_are_long_beside_what_delays_their_last_packet(
     assert measured.round_trip_seconds == pytest.approx(round_trip)
     assert 0.75 * bytes_per_second < measured.bytes_per_second <= bytes_per_second
     assert now[0] < 1.5
+
+
+@pytest.mark.parametrize("round_trip", [0.0005, 0.012, 0.043], ids=["Ethernet", "Wi-Fi", "busy Wi-Fi"])
+def test_the_slow_start_of_a_connection_is_not_its_rate(monkeypatch: pytest.MonkeyPatch, round_trip: float) -> None:
+    now, bytes_per_second = [0.0], 3.2e6
+
+    class Link:
+        """A connection whose window begins with ten packets, and doubles with each round trip until the link is full."""
+
+        window = 14_600.0
+
+        async def call(self, message: Message, payload: Sequence[bytes], timeout_seconds: float) -> None:
+            left = float(sum(map(len, payload)))
+            now[0] += round_trip
+            while left > 0:
+                sent = min(self.window, left)
+                is_full = self.window >= bytes_per_second * round_trip
+                now[0] += sent / bytes_per_second if is_full or sent == left else round_trip
+                self.window *= 1 if is_full else 2
+                left -= sent
+
+    monkeypatch.setattr(links, "loop_time", lambda: now[0])
+    request = MeasureLink(host="a", port=1, peer_public_key="k" * 40, max_bytes=64 << 20, max_seconds=1.0)
+    measured = asyncio.run(links._measure_rate(cast(RpcClient, Link()), request))
+    assert 0.9 * bytes_per_second < measured.bytes_per_second <= 1.01 * bytes_per_second
