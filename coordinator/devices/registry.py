@@ -38,8 +38,9 @@ _WITNESSED_SECONDS = 0.35
 _CONNECT_FRACTION = 0.6
 _MIN_CONNECT_SECONDS = 0.6
 _MAX_CONNECT_SECONDS = 0.8
-# A device is on a radio or powerline link if even the fastest of its last heartbeats took longer than over any wire. Such links stall for up to 2 s while the link sends again or changes its rate, also
-# after minutes without any sign of that, so such a device gets the longest time from the start.
+# A device is on a radio or powerline link if even the fastest of its last heartbeats took longer than over any wire. Such
+# links stall for up to 2 s while the link sends again or changes its rate, also after minutes without any sign of that, so such
+# a device gets the longest time from the start.
 _ROUND_TRIPS = 20  # answers: ten seconds of heartbeats, of which one at least meets an idle device
 _LEAST_ROUND_TRIPS = 5
 _LONGEST_RADIO_STALL_SECONDS = 2.0

@@ -82,6 +82,15 @@ def test_times_of_a_disturbed_machine_are_marked() -> None:
     assert table.notes == ("wifi-5, decoder: untrusted, other programs took 40 % of the cores",)
 
 
+def test_media_that_were_missed_or_invented_fail_the_run() -> None:
+    found, both = ("wifi0, wifi1",), ("plc", "wifi0, wifi1")
+    assert not missed(row("local", 1.0, media=both, actual_media=both))
+    (said,) = missed(row("local", 1.0, media=found, actual_media=both))
+    assert said.startswith("wifi-5: media missed or invented: 1 (decoder: plc)")
+    (said,) = missed(row("local", 1.0, media=both, actual_media=()))
+    assert said.startswith("wifi-5: media missed or invented: 2")
+
+
 def test_failed_requests_fail_the_run() -> None:
     assert len(missed(row("local", 1.0), row("auto", 1.0, errors=("DeviceLost",)))) == 1
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pydantic import BaseModel, ConfigDict, Field
 
 from hearth.platform.units import format_seconds
-from tools.bench.findings import PERCENT, Finding, at_most, summarise, without_target
+from tools.bench.findings import COUNT, PERCENT, Finding, at_most, summarise, without_target
 from tools.bench.results import Summary, Table
 from tools.bench.stats import Ratio, bootstrap_interval, paired_ratio
 
@@ -29,6 +29,7 @@ class ScenarioRow(BaseModel):
     strategy: str
     plan: str  # in a few words
     media: tuple[str, ...] = ()  # devices of each medium in the profile; of graphs: not recorded
+    actual_media: tuple[str, ...] | None = None  # those of the scenario; None: not recorded
     predicted_seconds: float = Field(gt=0)
     seconds: tuple[float, ...] = Field(min_length=1)  # by round
     # Of a decoder, the part of both until the first token.
@@ -72,11 +73,25 @@ def summarise_scenarios(rows: Sequence[ScenarioRow]) -> Summary:
         figure = f"{scenario}: error of predictions, median"
         findings.append(at_most(figure, statistics.median(errors), TARGET_ERROR, PERCENT, detail))
         findings += [_of_auto(row, rows) for row in group if row.strategy == AUTO]
+        findings += _of_media(scenario, group)
     failed = sum(len(row.errors) for row in rows)
     findings.append(at_most("failed requests", failed, 0, "{:.0f}".format))
     least = min((len(row.seconds) for row in rows), default=0)
     title = f"{least} rounds" + ("" if least >= CLAIM_ROUNDS else f"; a claim needs {CLAIM_ROUNDS}")
     return summarise(title, findings, _table(rows))
+
+
+def _of_media(scenario: str, rows: Sequence[ScenarioRow]) -> list[Finding]:
+    """Media that a profile lacks, or has although there is none, of all workloads."""
+    wrong = {
+        f"{row.workload}: {each}"
+        for row in rows
+        if row.actual_media is not None
+        for each in {*row.media} ^ {*row.actual_media}
+    }
+    if all(row.actual_media is None for row in rows):
+        return []
+    return [at_most(f"{scenario}: media missed or invented", len(wrong), 0, COUNT, "; ".join(sorted(wrong)))]
 
 
 def _of_auto(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> Finding:

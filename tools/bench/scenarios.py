@@ -141,6 +141,7 @@ class Scenarios(Experiment):
             yield ScenarioRow(
                 scenario=testbed.scenario.name, workload=workload, strategy=name, plan=describe(plan),
                 media=tuple(_names(cluster, medium.device_ids) for medium in cluster.media),
+                actual_media=tuple(", ".join(sorted(testbed.scenario.stations(each.name))) for each in testbed.scenario.media),
                 predicted_seconds=self._predicted(plan), seconds=tuple(each.seconds for each in measured[distinct[name]]),
                 predicted_prompt_seconds=plan.predicted.prompt_seconds,
                 prompt_seconds=tuple(each.prompt for each in measured[distinct[name]] if each.prompt),
