@@ -145,7 +145,6 @@ async def _measure_rate(client: RpcClient, request: MeasureLink) -> LinkMeasured
 
     frame = os.urandom(_FRAME_BYTES)  # random, so that compression on the link does not change the measured rate
     await burst(0, _HANDSHAKE_SECONDS)
-    use_bbr_on_radio()  # as the data plane does
     round_trip = statistics.median([await burst(0) for _ in range(_PINGS)])
     least = max(_MIN_BURST_SECONDS, _BURST_ROUND_TRIPS * round_trip)
     deadline = loop_time() + request.max_seconds

@@ -17,7 +17,6 @@ from coordinator.deploy.chunk_scheduler import Chunk, ChunkScheduler
 from coordinator.devices.fleet import Fleet, ask_with_listener
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time
-from hearth.platform.connections import use_bbr_on_radio
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.units import format_bytes
 from hearth.protocol import FETCH_SECONDS
@@ -189,7 +188,6 @@ class Distribution:
             data = await on_disk(Path(chunk.path), FILE_SECONDS, chunk.read)
             request = PutChunk(holder=self._fleet.holder, hash=chunk.hash)
             await connection.call(request, [data], timeout_seconds=_CHUNK_SECONDS)
-            use_bbr_on_radio()  # for the next chunks
             self._record_received(None, target, [chunk])
         finally:
             self._in_flight_bytes[target] -= chunk.num_bytes

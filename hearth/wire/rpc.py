@@ -37,6 +37,7 @@ from hearth.errors import (
     WrongKey,
 )
 from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervised, with_timeout
+from hearth.platform.connections import use_bbr_on_radio
 from hearth.platform.curve import (
     KeyPair,
     detect_silence,
@@ -587,6 +588,7 @@ class RpcClient:
                 self._num_closed_handshakes += value in (errno.EPIPE, errno.ECONNRESET)
             elif connected:
                 self._num_closed_handshakes = 0
+                use_bbr_on_radio()
             refused = (
                 event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
                 or (event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _KEY_REFUSED)
