@@ -37,6 +37,9 @@ LEASE_CHECK_SECONDS = 1.0
 # that of a slow computer a minute. Then it is stopped, which frees its memory.
 ADOPTION_SECONDS = 60.0
 
+# The longest round trip over a wire at home, where it is a fraction of a millisecond. Over radio and powerline it is longer.
+WIRE_ROUND_TRIP_SECONDS = 2e-3
+
 # Added by the coordinator to a timeout that it sends along with a request.
 REPLY_MARGIN_SECONDS = 10.0  # long enough for a round trip over bad Wi-Fi, and for a busy event loop at both ends
 GRAPH_REPLY_MARGIN_SECONDS = 5.0  # requests to an ONNX graph: shorter, since users wait for them

@@ -9,8 +9,13 @@ from typing import Literal
 
 from coordinator.devices.quarantine import Quarantine, after_fault, pardoned
 from hearth.errors import DuplicateDevice, HearthError
-from hearth.platform.connections import WIRE_ROUND_TRIP_SECONDS
-from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, LEASE_SECONDS
+from hearth.protocol import (
+    DEAD_SECONDS,
+    HEARTBEAT_SECONDS,
+    HEARTBEAT_TIMEOUT_SECONDS,
+    LEASE_SECONDS,
+    WIRE_ROUND_TRIP_SECONDS,
+)
 from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, RunningWorker, Telemetry, WorkerStatus
 
 # How long a device whose connection broke may take to accept a new one: the client tries again after 0.1 and 0.3 s.

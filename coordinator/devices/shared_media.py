@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from hearth.plan.profile import Link, SharedMedium
-from hearth.platform.connections import WIRE_ROUND_TRIP_SECONDS
+from hearth.protocol import WIRE_ROUND_TRIP_SECONDS
 
 Pair: TypeAlias = tuple[str, str]  # source and target
 MeasureTogether: TypeAlias = Callable[[Sequence[Pair]], Awaitable[Mapping[Pair, float]]]

@@ -9,6 +9,8 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 
+from hearth.protocol import WIRE_ROUND_TRIP_SECONDS
+
 _RECEIVED = struct.Struct("=Q")  # the field `tcpi_bytes_received` of Linux's `tcp_info`
 _RECEIVED_OFFSET = 128  # in bytes
 _LISTEN = 10  # state of a listening socket
@@ -17,8 +19,6 @@ _ROUND_TRIP = struct.Struct("=I")  # the field `tcpi_min_rtt` of `tcp_info`, in 
 _ROUND_TRIP_OFFSET = 148  # in bytes
 _LONGEST_ROUND_TRIP_SECONDS = 60.0  # longer ones stand for none measured yet
 _BBR = b"bbr"
-# The longest round trip over a wire at home, where it is a fraction of a millisecond. Over radio or powerline it is longer.
-WIRE_ROUND_TRIP_SECONDS = 2e-3
 # An address of no family: to connect a TCP socket to it ends its connection, and drops what it has received (Linux).
 _NOWHERE = bytes(16)
 

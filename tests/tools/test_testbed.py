@@ -72,11 +72,12 @@ transport.connect([Peer(rank=1 - rank, host=other, port=5101 - rank, public_key=
 transport.send(1 - rank, [b"a tile"])
 assert transport.receive(20.0) is not None
 names, until = set(), time.monotonic() + 1.0
-while names != {"bbr"} and time.monotonic() < until:  # set in a thread, once a connection is there
+while names != {"bbr"} and time.monotonic() < until:  # set in a thread, once the connection is there
     names = set()
     for descriptor in received_bytes():
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            names.add(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0").decode())
+            if connection.getpeername()[1] == 5101 - rank:  # by which this end sends
+                names.add(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0").decode())
     time.sleep(0.02)
 print(*sorted(names), flush=True)
 sys.stdin.read()  # until both have looked
