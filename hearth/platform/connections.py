@@ -39,9 +39,8 @@ def received_bytes() -> dict[int, int]:
     found: dict[int, int] = {}
     for view in _sockets():
         with suppress(OSError):  # no TCP
-            information = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_OFFSET + _RECEIVED.size)
-            if information[0] != _LISTEN and len(information) == _RECEIVED_OFFSET + _RECEIVED.size:
-                found[view.fileno()] = int(_RECEIVED.unpack_from(information, _RECEIVED_OFFSET)[0])
+            if (received := _tcp_information(view, _RECEIVED, _RECEIVED_OFFSET)) is not None:
+                found[view.fileno()] = received
     return found
 
 
@@ -60,12 +59,19 @@ def use_bbr_on_radio(wire_seconds: float = WIRE_ROUND_TRIP_SECONDS) -> None:
     default. Without the kernel's module `tcp_bbr`, or where it is not Linux, connections stay as they are.
     """
     for view in _sockets():
-        with suppress(OSError, AttributeError):  # no TCP, or no such module
-            information = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP_OFFSET + _ROUND_TRIP.size)
-            if information[0] != _LISTEN and len(information) == _ROUND_TRIP_OFFSET + _ROUND_TRIP.size:
-                microseconds = int(_ROUND_TRIP.unpack_from(information, _ROUND_TRIP_OFFSET)[0])
-                if wire_seconds < microseconds / 1e6 < _LONGEST_ROUND_TRIP_SECONDS:
-                    view.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _BBR)
+        with suppress(OSError):  # no TCP, or no such module
+            microseconds = _tcp_information(view, _ROUND_TRIP, _ROUND_TRIP_OFFSET)
+            if microseconds is not None and wire_seconds < microseconds / 1e6 < _LONGEST_ROUND_TRIP_SECONDS:
+                view.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _BBR)
+
+
+def _tcp_information(view: socket.socket, field: struct.Struct, offset: int) -> int | None:
+    """A field of `tcp_info`; None if the socket listens, or the kernel has no such field. Raises OSError if it is not TCP."""
+    size = offset + field.size
+    information = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+    if information[0] == _LISTEN or len(information) < size:
+        return None
+    return int(field.unpack_from(information, offset)[0])
 
 
 def _sockets() -> Iterator[socket.socket]:

@@ -83,14 +83,10 @@ def summarise_scenarios(rows: Sequence[ScenarioRow]) -> Summary:
 
 def _of_media(scenario: str, rows: Sequence[ScenarioRow]) -> list[Finding]:
     """Media that a profile lacks, or has although there is none, of all workloads."""
-    wrong = {
-        f"{row.workload}: {each}"
-        for row in rows
-        if row.actual_media is not None
-        for each in {*row.media} ^ {*row.actual_media}
-    }
-    if all(row.actual_media is None for row in rows):
+    known = [row for row in rows if row.actual_media is not None]
+    if not known:
         return []
+    wrong = {f"{row.workload}: {each}" for row in known for each in {*row.media} ^ {*(row.actual_media or ())}}
     return [at_most(f"{scenario}: media missed or invented", len(wrong), 0, COUNT, "; ".join(sorted(wrong)))]
 
 
