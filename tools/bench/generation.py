@@ -67,6 +67,8 @@ class GenerationRow(BaseModel):
     alone_kernel_seconds: float | None = None
     kernel_seconds: float | None = None
     num_exchanges: int = 0
+    # Of decoding by round, right after it: the computations alone, on all devices at once.
+    computing: tuple[float, ...] = ()
 
     @property
     def token_seconds(self) -> float:
@@ -177,7 +179,10 @@ class Generation(Experiment):
         def generate(name: str) -> dict[str, Any]:
             if name == REFERENCE:
                 return reference.call("generate", prompt=prompt, num_tokens=self.new_tokens, dtype=self.reference)
-            return engine.generate(name, prompt, self.new_tokens)
+            answer = engine.generate(name, prompt, self.new_tokens)
+            if name == "hmp":
+                answer["computing"] = engine.compute_tokens(name, self.prompt_tokens, self.new_tokens)
+            return answer
 
         report("warming up")
         for name in (REFERENCE, *VARIANTS):
@@ -196,7 +201,8 @@ class Generation(Experiment):
         return GenerationRow(
             strategy=name, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens,
             prefill=seconds("prefill"), prefill_ratio=paired_ratio(seconds("prefill", REFERENCE), seconds("prefill")),
-            decode=seconds("decode"), decode_ratio=paired_ratio(seconds("decode", REFERENCE), seconds("decode")), **more,
+            decode=seconds("decode"), decode_ratio=paired_ratio(seconds("decode", REFERENCE), seconds("decode")),
+            computing=tuple(answer["computing"] for answer in found[name] if "computing" in answer), **more,
         )  # fmt: skip
 
     def summary(self, rows: Sequence[GenerationRow]) -> Summary:
@@ -214,6 +220,8 @@ class Generation(Experiment):
                     )
                 if alone is not None and row.kernel_seconds and row.ping_seconds:
                     said.append(_bound(alone, row))
+                if alone is not None and row.computing and row.ping_seconds:
+                    said.append(_bound_by_rounds(alone, row))
                 if row.exchange_seconds and row.ping_seconds and row.swap_seconds:
                     exchange, ping, swap = (1e3 * s for s in (row.exchange_seconds, row.ping_seconds, row.swap_seconds))
                     said.append(
@@ -238,6 +246,20 @@ def _bound(alone: GenerationRow, row: GenerationRow) -> str:
         f"{1e3 * row.alone_kernel_seconds:.2f} ms on one device and {1e3 * row.kernel_seconds:.2f} ms, "
         f"{1e3 * fixed:.2f} ms for the rest of a token, {row.num_exchanges} raw one-way messages of "
         f"{1e3 * row.ping_seconds:.3f} ms"
+    )
+
+
+def _bound_by_rounds(alone: GenerationRow, row: GenerationRow) -> str:
+    """The same with the computations alone, which were run on all devices at once in the same rounds."""
+    assert row.ping_seconds
+    messages = (row.new_tokens - 1) * row.num_exchanges * row.ping_seconds
+    allowed = [computing + messages for computing in row.computing]
+    bound, reached = paired_ratio(alone.decode, allowed), paired_ratio(allowed, row.decode)
+    seconds = statistics.median(row.computing) / (row.new_tokens - 1)
+    return (
+        f"{row.setting}: the computations of {row.strategy} alone, on all devices at once, take {1e3 * seconds:.2f} ms a "
+        f"token; with {row.num_exchanges} raw one-way messages they allow {bound.median:.2f} {bound.interval} times one "
+        f"device's speed, of which {reached.median:.0%} [{reached.low:.0%}, {reached.high:.0%}] are reached"
     )
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from agent.worker.transformer.comm.collectives import Collectives
 from agent.worker.transformer.comm.communicator import Communicator
 from agent.worker.transformer.comm.staging import CpuStaging, WireTile
 from agent.worker.transformer.engine import EncoderEngine
+from agent.worker.transformer.generation.steps import StepExecutor
 from agent.worker.transformer.shard import Shard
+from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan
 from hearth.transport.base import Transport
 from hearth.wire.codec import Array, Conversions
 from hearth.wire.framing import TileKey
 
-_NO_VALUES = np.empty(0, np.float32)
+_NO_VALUES = np.empty((0, 2), np.float32)  # also: no candidates for the next token
 
 
 def isolated_engine(
@@ -28,6 +31,14 @@ def isolated_engine(
     Their output is meaningless. Of `transport` only the ranks are used.
     """
     return EncoderEngine(plan, rank, shard, _NoPeers(transport, epoch, token, {}), CpuStaging(), _MadeUpTiles)
+
+
+def isolated_executor(
+    plan: TransformerPlan, rank: int, shard: Shard, transport: Transport, epoch: int, token: bytes
+) -> StepExecutor:
+    """The same for steps of generation, which any rank may begin."""
+    communicator = _NoPeers(transport, epoch, token, {})
+    return StepExecutor(plan, rank, shard, communicator, CpuStaging(), collectives=_MadeUpTiles)
 
 
 class _NoPeers(Communicator):
@@ -51,6 +62,11 @@ class _NoPeers(Communicator):
 
 class _MadeUpTiles(Collectives):
     """Writes a tile's values as the staging would, but all are 1: what memory holds by chance can be slow to compute with."""
+
+    def one_shot_all_reduce(
+        self, layer: int, phase: Phase, own_BH: Tensor | None, sources: Sequence[int], like_BH: Tensor
+    ) -> Tensor:
+        return torch.ones_like(like_BH)
 
     def _write_tile(self, tile: WireTile, into: Tensor, add: bool = False) -> None:
         (into.add_ if add else into.fill_)(1.0)

@@ -42,15 +42,29 @@ from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan, plan_from_json
+from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.platform.allocator import keep_freed_buffers
 from hearth.platform.curve import new_keypair
 from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import wire_layout
 from hearth.wire.framing import pack_array, read_header, split_frames
-from hearth.wire.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, Run, RunDone, TokensGenerated
+from hearth.wire.messages import (
+    ChunkRef,
+    Failed,
+    GenerateTokens,
+    GenerationEnded,
+    NewSequence,
+    Peer,
+    Run,
+    RunDone,
+    Sampling,
+    SequenceRows,
+    StepOrder,
+    TokensGenerated,
+)
 from tools.bench.child import serve
-from tools.bench.isolated import isolated_engine
+from tools.bench.isolated import isolated_engine, isolated_executor
 from tools.testbed.calibrate import Layers
 
 _TOKEN = bytes(16)
@@ -298,6 +312,24 @@ class Runner:
             found["step_seconds"] = [seconds for seconds in measured if math.isfinite(seconds)]  # of 1, 2, ... rows
             found["draft_seconds"] = loaded.draft.seconds(1) if loaded.draft is not None else 0.0
         return found
+
+    def compute_tokens(self, plan_id: str, num_prompt_tokens: int, num_tokens: int) -> dict[str, Any]:
+        """Seconds of the computations of decoding `num_tokens` after a prompt, all but the first, without the other ranks."""
+        loaded = self._loaded[plan_id]
+        parts = (loaded.plan, loaded.rank, loaded.shard, loaded.transport, loaded.plan.epoch, _TOKEN)
+        executor = isolated_executor(*parts)
+        num_blocks = -(-(num_prompt_tokens + num_tokens) // KV_BLOCK_TOKENS)
+        blocks = tuple(range(num_blocks))
+        new = NewSequence(blocks=blocks, num_prompt_tokens=num_prompt_tokens, sampling=Sampling())
+        prompt = SequenceRows(sequence=0, token_ids=(1,) * num_prompt_tokens, sample=True, new=new)
+        executor.begin(StepOrder(kind="prefill", rows=(prompt,)))
+        executor.finish()
+        began = time.monotonic()
+        token = SequenceRows(sequence=0, token_ids=(1,), sample=True)
+        for _ in range(num_tokens - 1):
+            executor.begin(StepOrder(kind="decode", rows=(token,)))
+            executor.finish()
+        return {"seconds": time.monotonic() - began}
 
     def exchange(self, plan_id: str, count: int) -> dict[str, Any]:
         """Seconds of one exchange of partial sums of one row, as in decoding, with nothing computed in between."""
