@@ -36,7 +36,10 @@ def isolated_engine(
 def isolated_executor(
     plan: TransformerPlan, rank: int, shard: Shard, transport: Transport, epoch: int, token: bytes
 ) -> StepExecutor:
-    """The same for steps of generation, which any rank may begin."""
+    """The same for steps of generation, which any rank may begin. KV caches are not copied."""
+    assert plan.body.generation is not None
+    limits = plan.body.generation.model_copy(update={"kv_copies": False})
+    plan = plan.model_copy(update={"body": plan.body.model_copy(update={"generation": limits})})
     communicator = _NoPeers(transport, epoch, token, {})
     return StepExecutor(plan, rank, shard, communicator, CpuStaging(), collectives=_MadeUpTiles)
 
