@@ -1,8 +1,8 @@
 """Replicate weight groups of layers, and the word embeddings, on all devices: use spare memory to reduce traffic.
 
 Layers are alike, so a group is replicated in as many layers as memory allows. The search is greedy: it takes the move with
-the best simulated gain per byte first, until no move helps. A replicated group computes on the rank's own rows, so rows
-may then be split by speed. Word embeddings are replicated whole, with what memory is left.
+the best simulated gain per byte first, until no move helps; a move may also shard a group again. A replicated group computes
+on the rank's own rows, so rows may then be split by speed. Word embeddings are replicated whole, with what memory is left.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ _MOVES: tuple[dict[str, str], ...] = (
     {"qkv": "replicated"},
     {"qkv": "replicated", "out": "replicated", "attention": "rows"},
     SEQUENCE.model_dump(),
+    # A move may have replicated one group too many, as moves that replicate less were slower by then.
+    {"qkv": "sharded", "attention": "heads"},
+    {"out": "sharded", "attention": "heads"},
+    {"mlp": "sharded"},
 )
 
 
