@@ -67,7 +67,7 @@ class GenerationRow(BaseModel):
     alone_kernel_seconds: float | None = None
     kernel_seconds: float | None = None
     num_exchanges: int = 0
-    # Of decoding by round, right after it: the computations alone, on all devices at once.
+    # Seconds by round: the computations of decoding alone, on all devices at once, right after `decode`.
     computing: tuple[float, ...] = ()
 
     @property
@@ -250,7 +250,7 @@ def _bound(alone: GenerationRow, row: GenerationRow) -> str:
 
 
 def _bound_by_rounds(alone: GenerationRow, row: GenerationRow) -> str:
-    """The same with the computations alone, which were run on all devices at once in the same rounds."""
+    """The same as `_bound`, with the computations as timed in each round instead of kernels and fixed time by the profile."""
     assert row.ping_seconds
     messages = (row.new_tokens - 1) * row.num_exchanges * row.ping_seconds
     allowed = [computing + messages for computing in row.computing]

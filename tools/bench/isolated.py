@@ -20,7 +20,7 @@ from hearth.transport.base import Transport
 from hearth.wire.codec import Array, Conversions
 from hearth.wire.framing import TileKey
 
-_NO_VALUES = np.empty((0, 2), np.float32)  # also: no candidates for the next token
+_NO_VALUES = np.empty((0, 2), np.float32)  # of a tile; or of candidates for the next token, which have two columns
 
 
 def isolated_engine(
@@ -36,7 +36,10 @@ def isolated_engine(
 def isolated_executor(
     plan: TransformerPlan, rank: int, shard: Shard, transport: Transport, epoch: int, token: bytes
 ) -> StepExecutor:
-    """The same for steps of generation, which any rank may begin. KV caches are not copied."""
+    """A `StepExecutor` whose steps compute all that this rank computes in a step of generation, and exchange nothing.
+
+    Each rank begins its own steps. KV caches are not copied to other ranks.
+    """
     assert plan.body.generation is not None
     limits = plan.body.generation.model_copy(update={"kv_copies": False})
     plan = plan.model_copy(update={"body": plan.body.model_copy(update={"generation": limits})})

@@ -27,6 +27,7 @@ from agent.worker.transformer.comm.collectives import Collectives
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import CpuStaging
 from agent.worker.transformer.engine import EncoderEngine
+from agent.worker.transformer.generation.block_pool import num_blocks_for
 from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.local_draft import LocalDraft
 from agent.worker.transformer.generation.sequence import SequenceState
@@ -42,7 +43,6 @@ from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan, plan_from_json
-from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.platform.allocator import keep_freed_buffers
 from hearth.platform.curve import new_keypair
 from hearth.transport.base import Buffer
@@ -314,12 +314,14 @@ class Runner:
         return found
 
     def compute_tokens(self, plan_id: str, num_prompt_tokens: int, num_tokens: int) -> dict[str, Any]:
-        """Seconds of the computations of decoding `num_tokens` after a prompt, all but the first, without the other ranks."""
+        """Seconds that this rank's computations take to decode `num_tokens` after a prompt, without the first token.
+
+        Nothing is exchanged with other ranks, so the tokens are meaningless.
+        """
         loaded = self._loaded[plan_id]
         parts = (loaded.plan, loaded.rank, loaded.shard, loaded.transport, loaded.plan.epoch, _TOKEN)
         executor = isolated_executor(*parts)
-        num_blocks = -(-(num_prompt_tokens + num_tokens) // KV_BLOCK_TOKENS)
-        blocks = tuple(range(num_blocks))
+        blocks = tuple(range(num_blocks_for(num_prompt_tokens + num_tokens)))
         new = NewSequence(blocks=blocks, num_prompt_tokens=num_prompt_tokens, sampling=Sampling())
         prompt = SequenceRows(sequence=0, token_ids=(1,) * num_prompt_tokens, sample=True, new=new)
         executor.begin(StepOrder(kind="prefill", rows=(prompt,)))

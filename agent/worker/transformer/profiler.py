@@ -27,6 +27,7 @@ from agent.worker.transformer.filled_weights import (
     neutral_embedding,
     without_matrices,
 )
+from agent.worker.transformer.generation.block_pool import num_blocks_for
 from agent.worker.transformer.kernel_times import layer_bytes, measure_kernels, synchroniser
 from agent.worker.transformer.matrices import Matrix
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
@@ -38,7 +39,6 @@ from hearth.plan.kept_caches import CacheBlock
 from hearth.plan.kernels import KernelChoice, choose_kernels
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspicious_point
-from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
 from hearth.wire.messages import BlocksOf, ComputeDevice, NewSequence, Sampling, StartProfile
 
@@ -284,7 +284,7 @@ def _layer(
     """Run one layer for the last `num_rows` of `num_tokens` tokens of one sequence; each call runs the next layer."""
     copies = cycle(layers)
     first_layer = CacheBlock(Span(0, 1), Span(0, spec.num_kv_heads))
-    num_blocks = -(-num_tokens // KV_BLOCK_TOKENS)
+    num_blocks = num_blocks_for(num_tokens)
     memory = PagedRows(spec, first_layer, num_blocks, device)
     memory.values.zero_()  # else all pages would be the system's one page of zeros
     earlier = (0,) * (num_tokens - num_rows)

@@ -101,7 +101,10 @@ class StepExecutor:
         grammars: Grammars | None = None,
         collectives: type[Collectives] = Collectives,
     ) -> None:
-        """`kept` are KV caches of earlier plans, with which sequences may begin. `grammars`: of the model's tokens."""
+        """`kept` are KV caches of earlier plans, with which sequences may begin. `grammars`: of the model's tokens.
+
+        `collectives`: the class that exchanges rows; benchmarks replace it.
+        """
         self._plan = plan
         self._rank = rank
         self._shard = shard
