@@ -71,7 +71,7 @@ class Connection:
     async def client(self, failed: RpcClient | None, timeout_seconds: float) -> RpcClient:
         """The connection. If it is `failed`, change to another coordinator, or to the same one if no other answers.
 
-        Raises NoCoordinator, Unreachable, WrongKey, ProtocolMismatch, DeadlineExceeded.
+        Raises NoCoordinator, Unreachable, NotServing, WrongKey, ProtocolMismatch, DeadlineExceeded.
         """
         loop = asyncio.get_running_loop()
         end_of_search = loop.time() + timeout_seconds - error_margin(timeout_seconds)
@@ -166,7 +166,10 @@ class Connection:
             return await greet(client, seconds)
 
         async def greet_again(endpoint: str, number: int) -> None:
-            """Greet a named endpoint until it answers. The search ends once all of them have failed."""
+            """Greet a named endpoint until it answers. The search ends once all of them have failed.
+
+            A coordinator that does not serve yet has not failed: it starts or takes over, and answers then.
+            """
             again = present if present is not None and endpoint == present.endpoint else None
             if again is not None:
                 await asyncio.sleep(_HEAD_START_SECONDS)
@@ -175,9 +178,10 @@ class Connection:
                 error = await (greet_endpoint(endpoint, seconds) if again is None else greet(again, seconds))
                 if error is None:
                     return
-                failed.add(number)
-                if len(failed) == len(calls):
-                    ended.set()
+                if not isinstance(error, NotServing):
+                    failed.add(number)
+                    if len(failed) == len(calls):
+                        ended.set()
                 if not isinstance(error, _PASSING):
                     return
                 await asyncio.sleep(_AGAIN_SECONDS)

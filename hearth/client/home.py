@@ -82,7 +82,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
     async def open(self, timeout_seconds: float) -> AsyncHome:
         """Find a coordinator, connect, and compare protocol versions.
 
-        Raises NoCoordinator, Unreachable, WrongKey, ProtocolMismatch, DeadlineExceeded.
+        Raises NoCoordinator, Unreachable, NotServing, WrongKey, ProtocolMismatch, DeadlineExceeded.
         """
         await self._connection.client(None, timeout_seconds)
         return self

@@ -150,7 +150,7 @@ def connect(
     `key` is a credential, its one-line text, or the path of its file; the default is the file that `hearth key import`
     writes. `interfaces` are the local addresses to use for mDNS. Use the result as a context manager, or call `close()`.
 
-    Raises KeyMissing, NoCoordinator, Unreachable, WrongKey, ProtocolMismatch.
+    Raises KeyMissing, NoCoordinator, Unreachable, NotServing, WrongKey, ProtocolMismatch.
     """
     home = Home(AsyncHome(coordinator_access(resolve_credential(key)), address, interfaces))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -50,6 +51,19 @@ async def handle(caller: Caller, message: wire.Message, payload: Sequence[Any]) 
     if isinstance(message, wire.Hello):
         return wire.CoordinatorWelcome(version="0", name="test")
     return wire.Readiness(ready=True, state="serving", model="m")
+
+
+def refuses(num_refusals: float) -> Handler:
+    """The handler of a coordinator that starts, or takes over: it refuses this many requests, and then serves."""
+
+    async def refuse_at_first(caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
+        nonlocal num_refusals
+        if num_refusals > 0:
+            num_refusals -= 1
+            raise NotServing(state="the coordinator is starting")
+        return await handle(caller, message, payload)
+
+    return refuse_at_first
 
 
 @asynccontextmanager
@@ -105,21 +119,13 @@ def test_standby_that_refuses_while_it_takes_over_is_asked_again(
     by_mdns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader is stopped: the kernel of its computer accepts connections, and nobody answers."""
-    num_refusals = 2
-
-    async def refuse_at_first(caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
-        nonlocal num_refusals
-        if num_refusals > 0:
-            num_refusals -= 1
-            raise NotServing(state="the coordinator is starting")
-        return await handle(caller, message, payload)
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
             stopped = stack.enter_context(socket.socket())
             stopped.bind(("127.0.0.1", 0))
             stopped.listen(64)
-            ports = [stopped.getsockname()[1], await stack.enter_async_context(coordinator(handler=refuse_at_first))]
+            ports = [stopped.getsockname()[1], await stack.enter_async_context(coordinator(handler=refuses(2)))]
             if by_mdns:
                 for port in ports:
                     await stack.enter_async_context(record(port))
@@ -128,6 +134,26 @@ def test_standby_that_refuses_while_it_takes_over_is_asked_again(
             stack.push_async_callback(connection.close)
             found = await connection.client(None, FOUND_WITHIN_SECONDS)
             assert found.endpoint == f"tcp://127.0.0.1:{ports[1]}"
+
+    asyncio.run(main())
+
+
+def test_only_coordinator_is_asked_again_while_it_starts() -> None:
+    async def main() -> None:
+        async with coordinator(handler=refuses(2)) as port, AsyncHome(access(), f"127.0.0.1:{port}", None) as home:
+            await home.open(FOUND_WITHIN_SECONDS)
+            assert await home.ready(FOUND_WITHIN_SECONDS)
+
+    asyncio.run(main())
+
+
+def test_coordinator_that_does_not_serve_in_time_is_reported() -> None:
+    async def main() -> None:
+        async with coordinator(handler=refuses(math.inf)) as port:
+            connection = Connection(access(), f"127.0.0.1:{port}", None)
+            with pytest.raises(NotServing):
+                await connection.client(None, 2.0)
+            await connection.close()
 
     asyncio.run(main())
 
