@@ -1,6 +1,7 @@
 """Network namespaces on one switch, with a token bucket in both directions of every link; isolated from real networks.
 
-The switch is a bridge in its own namespace: the host's network is unchanged, and its firewall does not see the traffic.
+The switch is a bridge in its own namespace: the host's network is unchanged but for the list of TCP's congestion control
+algorithms that may be chosen (below), and its firewall does not see the traffic.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from hearth.errors import BadSetting
@@ -29,8 +31,11 @@ _NOBODY = "02:00:00:00:00:01"  # a link address that no device has
 # If the br_netfilter module is loaded, a bridge passes every packet to iptables, which costs CPU time: switch it off.
 _NO_FIREWALL = "for f in /proc/sys/net/bridge/bridge-nf-call-*; do [ ! -e $f ] || echo 0 > $f; done"
 
-# Linux's default, which devices have: a namespace would take over this machine's, such as BBR.
+# Linux's default, which devices have: a namespace would take over this machine's, such as BBR. Where that is the default, the
+# kernel admits CUBIC in a namespace only once it is on a list of the whole machine, and what was added stays there: it only
+# says which algorithms programs without privileges may choose.
 _CUBIC = "echo cubic > /proc/sys/net/ipv4/tcp_congestion_control"
+_ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 
 class LinkState(NamedTuple):
@@ -65,6 +70,8 @@ class Network:
         _run("ip", "netns", "exec", self._switch, "sh", "-c", f"{_NO_FIREWALL}; {_QUIET}")
         _ip(self._switch, "link", "add", _BRIDGE, "type", "bridge")
         _ip(self._switch, "link", "set", _BRIDGE, "up")
+        if _ALLOWED.exists() and "cubic" not in (allowed := _ALLOWED.read_text()).split():
+            _run("sh", "-c", f"echo {allowed.strip()} cubic > {_ALLOWED}")
         for name in self._names:
             namespace, port = self.namespace(name), _port(name)
             _run("ip", "netns", "add", namespace)
