@@ -6,12 +6,14 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, Field
 
 KERNEL_ROWS = (1, 4, 16, 64, 256)  # rows of activations for which kernels are measured: decoding up to prefill
+# Tokens of the request whose time decides about the layout: a home's question with some of its devices, and the answer.
+_PROMPT_ROWS, _ANSWER_ROWS = 256, 64
 # A layout that takes more memory must save at least this fraction of the time.
 _MIN_SAVING = 0.05
 
@@ -51,28 +53,31 @@ class KernelChoice(BaseModel, frozen=True):
 def choose_kernels(times: Iterable[KernelTime], single: bool = False) -> tuple[KernelChoice, ...]:
     """The choice for each measured shape. `single`: one kernel for all numbers of rows.
 
-    All shapes have the same layout, so that a disturbed measurement is outvoted: the one with the least geometric mean of
-    the ratios to the fastest times. A layout that takes more memory is chosen only if it lowers the mean by `_MIN_SAVING`.
+    All shapes have the same layout: the one with the least time of a request (`_request_seconds`) in the median of the ratios
+    to the fastest layouts by shape, so that a disturbed measurement is outvoted. A layout that takes more memory is chosen only
+    if it lowers the median by `_MIN_SAVING`.
     """
     options: defaultdict[tuple[str, str], dict[_Cell, KernelTime]] = defaultdict(dict)
-    fastest: dict[_Cell, float] = {}
+    cells: set[_Cell] = set()
     for time in times:
         option, cell = options[time.layout, time.kernel if single else ""], _Cell.of(time)
         if cell not in option or time.seconds < option[cell].seconds:
             option[cell] = time
-        fastest[cell] = min(fastest.get(cell, math.inf), time.seconds)
-    complete = [option for option in options.values() if len(option) == len(fastest)]
+        cells.add(cell)
+    complete = [option for option in options.values() if len(option) == len(cells)]
     if not complete:
         return ()
-
-    def ratio(option: Mapping[_Cell, KernelTime]) -> float:
-        return math.exp(fmean(math.log(option[cell].seconds / fastest[cell]) for cell in fastest))
-
-    least = min(map(ratio, complete))
-    good = [option for option in complete if ratio(option) * (1 - _MIN_SAVING) <= least]
-    best = min(good, key=lambda option: (fmean(time.bytes_per_weight for time in option.values()), ratio(option)))
+    requests = [_request_seconds(option) for option in complete]
+    fastest = {shape: min(seconds[shape] for seconds in requests) for shape in requests[0]}
+    ratios = [median(seconds[shape] / fastest[shape] for shape in fastest) for seconds in requests]
+    good = [
+        (fmean(time.bytes_per_weight for time in option.values()), ratio, index)
+        for index, (option, ratio) in enumerate(zip(complete, ratios, strict=True))
+        if ratio * (1 - _MIN_SAVING) <= min(ratios)
+    ]
+    best = complete[min(good)[-1]]
     by_shape: defaultdict[tuple[int, int], list[KernelTime]] = defaultdict(list)
-    for cell in sorted(fastest):
+    for cell in sorted(cells):
         by_shape[cell.num_outputs, cell.num_inputs].append(best[cell])
     return tuple(
         KernelChoice(
@@ -84,6 +89,20 @@ def choose_kernels(times: Iterable[KernelTime], single: bool = False) -> tuple[K
         )
         for (num_outputs, num_inputs), chosen in by_shape.items()
     )
+
+
+def _request_seconds(option: Mapping[_Cell, KernelTime]) -> dict[tuple[int, int], float]:
+    """Seconds of a request's products with a matrix of each shape: a prompt of `_PROMPT_ROWS` tokens and an answer.
+
+    Without times of single rows (encoders): that many tokens in texts of each measured length.
+    """
+    rows = {cell.rows for cell in option}
+    weights = {1: _ANSWER_ROWS, max(rows): _PROMPT_ROWS / max(rows)} if 1 in rows and len(rows) > 1 else {}
+    seconds: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for cell, time in option.items():
+        weight = weights.get(cell.rows, 0.0) if weights else _PROMPT_ROWS / cell.rows
+        seconds[cell.num_outputs, cell.num_inputs] += weight * time.seconds
+    return seconds
 
 
 class _Cell(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ SIZES = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "hi
 
 def test_each_kernel_is_compared_with_the_default_and_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_speed, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(kernel_speed, "_HOPELESS", math.inf)  # of such small matrices, any kernel may be slow
     settings = read_settings("kernels")
     settings = {**settings, "rows": [1, 300], "rounds": 2, "model": {**settings["model"], **SIZES}}
     experiment = make_experiment(settings)

@@ -54,6 +54,26 @@ def test_a_disturbed_measurement_is_outvoted_by_the_other_shapes() -> None:
     assert [choice.layout for choice in choices] == ["torch"] * 4
 
 
+@pytest.mark.parametrize(
+    ("prompt", "decode", "layout"),
+    [(20.0, 0.9, "ort"), (95.0, 0.9, "torch"), (60.0, 0.3, "ort")],  # the request of torch takes 64 + 30 s
+)
+def test_layout_is_the_one_with_the_faster_request(prompt: float, decode: float, layout: str) -> None:
+    native = ("torch", "torch", 0.625, {1: 1.0, 4: 1.0, 256: 60.0})
+    expand = ("torch", "expand", 0.625, {1: 10.0, 4: 9.0, 256: 30.0})
+    other = ("ort", "ort", 0.625, {1: decode, 4: 2.0, 256: prompt})
+    (choice,) = choose_kernels(times(native, expand, other))
+    assert choice.layout == layout
+
+
+@pytest.mark.parametrize(("short", "layout"), [(1.0, "plain"), (2.0, "packed")])
+def test_texts_of_all_lengths_count_where_nothing_is_decoded(short: float, layout: str) -> None:
+    plain = ("plain", "plain", 4.0, {16: short, 256: 12.0})  # 16 texts of 16 tokens, and one of 256
+    packed = ("packed", "packed", 4.0, {16: 1.5, 256: 10.0})
+    (choice,) = choose_kernels(times(plain, packed))
+    assert choice.layout == layout
+
+
 def test_nearest_shape_and_mean_memory() -> None:
     measured = times(NATIVE, shape=(4096, 1024)) + times(EXPAND, shape=(1024, 1024))
     choices = choose_kernels(measured)

@@ -26,8 +26,8 @@ torch.set_num_threads(
 CPU = torch.device("cpu")
 ALL = slice(None)
 # Largest relative error in the Euclidean norm against the product in float32: activations, or expanded weights, are rounded
-# to bfloat16; onnxruntime rounds activations to int8.
-ERRORS = {"torch": 5e-3, "expand-bfloat16": 5e-3, "expand-float32": 2e-6, "onnxruntime": 1.5e-2}
+# to bfloat16; onnxruntime and "int8" round activations to int8.
+ERRORS = {"torch": 5e-3, "expand-bfloat16": 5e-3, "expand-float32": 2e-6, "onnxruntime": 1.5e-2, "int8": 1.5e-2}
 
 
 def loaded(shape: tuple[int, int], weights: WeightFormat) -> dict[str, Matrix]:
@@ -73,6 +73,27 @@ def test_many_rows_are_multiplied_in_the_floats_that_the_processor_has() -> None
         matrix = empty_matrix(64, 128, weights, CPU)
         assert matrix.default_kernel(1) == "torch"
         assert matrix.default_kernel(256) == (expected if expected in matrix.kernels else "torch")
+
+
+def test_rows_with_outliers_are_not_rounded_to_int8() -> None:
+    matrix = loaded((592, 256), "int8")["torch"]
+    if "int8" not in matrix.kernels:
+        pytest.skip("this processor has no instructions for int8 products")
+    x = torch.randn(70, 256, generator=torch.Generator().manual_seed(3))
+    x[5, 7] = x[40, 0] = 1000.0  # rounded to int8, all others of the row would be 0
+    expected = matrix.product("expand-float32", x)
+    y = matrix.product("int8", x)
+    errors = (y - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors[[5, 40]].max() <= ERRORS["expand-bfloat16"] < errors.max() <= ERRORS["int8"]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 300])
+def test_int8_rows_do_not_depend_on_each_other(rows: int) -> None:
+    matrix = loaded((1040, 256), "int8")["torch"]
+    if "int8" not in matrix.kernels:
+        pytest.skip("this processor has no instructions for int8 products")
+    x = torch.randn(301, 256, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(matrix.product("int8", x)[:rows], matrix.product("int8", x[:rows]))
 
 
 @pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
