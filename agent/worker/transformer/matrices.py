@@ -15,15 +15,17 @@ from agent.worker.transformer.kernels.base import Partition
 from agent.worker.transformer.kernels.int4 import Int4Matrix
 from agent.worker.transformer.kernels.int4_cuda import Int4CudaMatrix, has_int4_kernel
 from agent.worker.transformer.kernels.int8 import Int8Matrix
+from agent.worker.transformer.kernels.int8_packed import PackedInt8Matrix
 from agent.worker.transformer.kernels.nbits import Int4NBitsMatrix, Int8NBitsMatrix, NBitsMatrix
 from agent.worker.transformer.kernels.onednn import PackedMatrix
 from agent.worker.transformer.kernels.plain import FloatMatrix
+from agent.worker.transformer.kernels.whole import WholeMatrix
 from hearth.errors import UnsupportedWeights
 from hearth.plan.kernels import KernelChoice, nearest_choice
 from hearth.plan.model_spec import WeightFormat
 
 # A matrix is loaded in parts by `load`, then multiplied by `matmul`; `quantisation_error` is the loss of its weight format.
-Matrix: TypeAlias = FloatMatrix | PackedMatrix | Int8Matrix | Int4Matrix | NBitsMatrix
+Matrix: TypeAlias = FloatMatrix | PackedMatrix | Int8Matrix | Int4Matrix | WholeMatrix
 
 
 def empty_matrix(
@@ -81,6 +83,8 @@ def _layouts(
         layouts["torch"] = partial(Int8Matrix, *shape, device)
         if weights == "int8" and partition is not None and len(partition.borders) == 2:
             layouts["onnxruntime"] = partial(Int8NBitsMatrix, *shape, device)
+            if PackedInt8Matrix.supports(*shape, device):
+                layouts["onednn"] = partial(PackedInt8Matrix, *shape)
     else:
         if weights == "float32" and partition is not None and PackedMatrix.supports(*shape, device):
             layouts["onednn"] = partial(PackedMatrix, *shape, partition)

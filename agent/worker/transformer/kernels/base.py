@@ -45,7 +45,7 @@ class KernelMatrix(ABC):
     """A matrix [n,k] in one layout. `choice` selects among `kernels`; without it, or if it names others, `default_kernel`."""
 
     layout: ClassVar[str]
-    kernels: tuple[str, ...]
+    kernels: ClassVar[tuple[str, ...]]
     shape: tuple[int, int]
     choice: KernelChoice | None = None
 

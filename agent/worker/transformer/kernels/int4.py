@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ class Int4Matrix(QuantisedMatrix):
     """
 
     layout = "torch"
-    kernels: tuple[str, ...] = ("torch", "expand-bfloat16", "expand-float32") if can_expand() else ("torch",)
+    kernels: ClassVar[tuple[str, ...]] = ("torch", "expand-bfloat16", "expand-float32") if can_expand() else ("torch",)
 
     def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
         super().__init__(num_outputs, num_inputs, device)

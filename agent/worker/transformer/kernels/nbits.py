@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.kernels.base import FILLED_WITH, QuantisedMatrix, add_bias
+from agent.worker.transformer.kernels.base import FILLED_WITH, add_bias
 from agent.worker.transformer.kernels.int4 import INT4_GROUP_SIZE, dequantise_int4, quantise_int4
 from agent.worker.transformer.kernels.int8 import quantise_int8
-from agent.worker.transformer.kernels.plain import FloatMatrix
-from hearth.errors import StepFailed
+from agent.worker.transformer.kernels.whole import WholeMatrix
 
 _ACCURACY_LEVEL = 4  # int8 products: the other levels expand the weights to floats in each run
 _INT8_BLOCKS = (128, 64, 32)  # inputs that share a scale of the activations: the largest that divides the inputs
@@ -39,8 +38,8 @@ class _BoundRow(NamedTuple):
     binding: Any
 
 
-class NBitsMatrix(QuantisedMatrix):
-    """A matrix in a session of onnxruntime that consists of one `MatMulNBits`. There are no views of parts."""
+class NBitsMatrix(WholeMatrix):
+    """A matrix in a session of onnxruntime that consists of one `MatMulNBits`."""
 
     layout = "onnxruntime"
     kernels = ("onnxruntime",)
@@ -76,21 +75,6 @@ class NBitsMatrix(QuantisedMatrix):
         scales = np.full((self.shape[0], num_blocks), FILLED_WITH, np.float32)
         zero_points = np.zeros((self.shape[0], -(-num_blocks // 2)), np.uint8) if self.bits == 4 else None
         self._session = _session(self.bits, self._block, steps, scales, zero_points)
-
-    def rows(self, part: slice) -> NBitsMatrix | FloatMatrix:
-        return self._view(0, part)
-
-    def columns(self, part: slice) -> NBitsMatrix | FloatMatrix:
-        return self._view(1, part)
-
-    def _view(self, axis: int, part: slice) -> NBitsMatrix | FloatMatrix:
-        """The whole matrix, or none of it: a rank may hold weights of which it uses none for decoding."""
-        size = len(range(self.shape[axis])[part])
-        if size == self.shape[axis]:
-            return self
-        if size:
-            raise StepFailed(device="this device", reason="a matrix of onnxruntime cannot be divided")
-        return FloatMatrix(torch.empty([0 if axis == each else self.shape[each] for each in (0, 1)]))
 
     def _product(self, x_sk: Tensor, out: Tensor | None) -> Tensor:
         """The product, which onnxruntime writes to `out` itself if it is contiguous."""

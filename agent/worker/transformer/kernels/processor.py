@@ -24,19 +24,3 @@ def multiplies_bfloat16() -> bool:
 def emulates_bfloat16(device: torch.device) -> bool:
     """Whether this device has no instructions for bfloat16 products, so that one takes seconds and need not be measured."""
     return device.type == "cpu" and platform.machine() == "x86_64" and not multiplies_bfloat16()
-
-
-@lru_cache(maxsize=1)
-def multiplies_int8() -> bool:
-    """Whether torch multiplies int8 matrices exactly and by instructions for it (x86: VNNI, AMX).
-
-    Without them, oneDNN adds two products in 16 bits, which saturate. On other processors, torch has plain loops.
-    """
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return False
-    largest = torch.full((16, 64), 127, dtype=torch.int8)
-    try:
-        sums = torch._int_mm(torch.cat([largest, -largest]), largest.t())
-    except (AttributeError, RuntimeError):
-        return False
-    return bool((sums.abs() == 64 * 127**2).all())

@@ -26,8 +26,8 @@ torch.set_num_threads(
 CPU = torch.device("cpu")
 ALL = slice(None)
 # Largest relative error in the Euclidean norm against the product in float32: activations, or expanded weights, are rounded
-# to bfloat16; onnxruntime and "int8" round activations to int8.
-ERRORS = {"torch": 5e-3, "expand-bfloat16": 5e-3, "expand-float32": 2e-6, "onnxruntime": 1.5e-2, "int8": 1.5e-2}
+# to bfloat16; onnxruntime and oneDNN round activations to int8.
+ERRORS = {"torch": 5e-3, "expand-bfloat16": 5e-3, "expand-float32": 2e-6, "onnxruntime": 1.5e-2, "onednn": 1.5e-2}
 
 
 def loaded(shape: tuple[int, int], weights: WeightFormat) -> dict[str, Matrix]:
@@ -75,25 +75,36 @@ def test_many_rows_are_multiplied_in_the_floats_that_the_processor_has() -> None
         assert matrix.default_kernel(256) == (expected if expected in matrix.kernels else "torch")
 
 
-def test_rows_with_outliers_are_not_rounded_to_int8() -> None:
-    matrix = loaded((592, 256), "int8")["torch"]
-    if "int8" not in matrix.kernels:
-        pytest.skip("this processor has no instructions for int8 products")
+def packed_int8(shape: tuple[int, int]) -> tuple[Matrix, Matrix]:
+    """The same int8 matrix in oneDNN's layout, and with plain rows."""
+    layouts = loaded(shape, "int8")
+    if "onednn" not in layouts:
+        pytest.skip("oneDNN has no exact int8 products on this processor")
+    return layouts["onednn"], layouts["torch"]
+
+
+def test_rows_with_outliers_are_not_rounded_coarsely() -> None:
+    packed, plain = packed_int8((592, 256))
     x = torch.randn(70, 256, generator=torch.Generator().manual_seed(3))
-    x[5, 7] = x[40, 0] = 1000.0  # rounded to int8, all others of the row would be 0
-    expected = matrix.product("expand-float32", x)
-    y = matrix.product("int8", x)
-    errors = (y - expected).norm(dim=1) / expected.norm(dim=1)
-    assert errors[[5, 40]].max() <= ERRORS["expand-bfloat16"] < errors.max() <= ERRORS["int8"]
+    x[5, 7] = x[40, 0] = 1000.0  # in steps of 1000 / 127, all others of the row would be 0
+    for some in (x, x[5:6], x[40:41, :]):
+        expected = plain.product("expand-float32", some)
+        errors = (packed.matmul(some) - expected).norm(dim=1) / expected.norm(dim=1)
+        assert errors.max() <= ERRORS["onednn"]
+    assert errors.max() < 1e-3
 
 
 @pytest.mark.parametrize("rows", [1, 16, 300])
-def test_int8_rows_do_not_depend_on_each_other(rows: int) -> None:
-    matrix = loaded((1040, 256), "int8")["torch"]
-    if "int8" not in matrix.kernels:
-        pytest.skip("this processor has no instructions for int8 products")
+def test_rows_of_int8_products_do_not_depend_on_each_other(rows: int) -> None:
+    packed, _ = packed_int8((1040, 256))
     x = torch.randn(301, 256, generator=torch.Generator().manual_seed(4))
-    assert torch.equal(matrix.product("int8", x)[:rows], matrix.product("int8", x[:rows]))
+    x[::7, 3] = 500.0
+    assert torch.equal(packed.matmul(x)[:rows], packed.matmul(x[:rows]))
+
+
+def test_packed_int8_takes_a_byte_for_each_weight() -> None:
+    packed, _ = packed_int8((512, 512))
+    assert 512 * 512 <= sum(dict(packed.memory).values()) <= 512 * 512 + 16 * 512
 
 
 @pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
@@ -171,10 +182,11 @@ def test_single_rows_keep_their_results(weights: WeightFormat) -> None:
     assert all(torch.equal(y, (first, second)[index % 2]) for index, y in enumerate(found))
 
 
-def test_onnxruntime_gives_the_whole_matrix_or_none_of_it() -> None:
-    matrix = loaded((64, 256), "int8").get("onnxruntime")
+@pytest.mark.parametrize("layout", ["onnxruntime", "onednn"])
+def test_some_layouts_give_the_whole_matrix_or_none_of_it(layout: str) -> None:
+    matrix = loaded((64, 256), "int8").get(layout)
     if matrix is None:
-        pytest.skip("onnxruntime has no such kernel here")
+        pytest.skip(f"{layout} has no such kernel here")
     x = torch.randn(3, 256)
     assert matrix.rows(ALL) is matrix.columns(slice(0, 256)) is matrix
     assert matrix.rows(slice(0, 0)).matmul(x).shape == (3, 0)

@@ -23,7 +23,7 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 from agent.worker.transformer import kernel_times
 from agent.worker.transformer.filled_weights import filled_layer, layer_matrices
 from agent.worker.transformer.kernel_times import bytes_to_evict, layer_bytes, layer_shapes, measure_kernels
-from agent.worker.transformer.kernels.processor import emulates_bfloat16, multiplies_int8
+from agent.worker.transformer.kernels.processor import emulates_bfloat16
 from agent.worker.transformer.profiler import decoding_times, profile_blocks
 
 SMALL = LLAMA_1B.model_copy(
@@ -87,8 +87,7 @@ def test_kernels_are_measured_for_every_shape_and_number_of_rows() -> None:
     assert {(time.num_outputs, time.num_inputs) for time in times} == set(layer_shapes(spec))
     assert {time.rows for time in times} == {1, 4, 16}
     with_bfloat16 = set() if emulates_bfloat16(torch.device("cpu")) else {"expand-bfloat16"}
-    with_int8 = {"int8"} if multiplies_int8() else set()
-    assert {time.kernel for time in times} - {"onnxruntime"} == {"torch", "expand-float32"} | with_bfloat16 | with_int8
+    assert {time.kernel for time in times} - {"onnxruntime", "onednn"} == {"torch", "expand-float32"} | with_bfloat16
     choices = choose_kernels(times)
     layer = filled_layer(spec, torch.device("cpu"), choices)
     assert {matrix.layout for matrix in layer_matrices(layer)} == {choice.layout for choice in choices}
