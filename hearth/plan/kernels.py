@@ -72,7 +72,7 @@ def choose_kernels(times: Iterable[KernelTime], single: bool = False) -> tuple[K
     fastest = {shape: min(seconds[shape] for seconds in requests) for shape in requests[0]}
     ratios = [median(seconds[shape] / fastest[shape] for shape in fastest) for seconds in requests]
     good = [
-        (fmean(time.bytes_per_weight for time in option.values()), ratio, index)
+        (round(fmean(time.bytes_per_weight for time in option.values()), 1), ratio, index)
         for index, (option, ratio) in enumerate(zip(complete, ratios, strict=True))
         if ratio * (1 - _MIN_SAVING) <= min(ratios)
     ]

@@ -5,13 +5,14 @@ Each row of activations has a scale of its own, so that no row depends on anothe
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.kernels.base import FILLED_WITH, add_bias
+from agent.worker.transformer.kernels.base import FILLED_WITH
 from agent.worker.transformer.kernels.int8 import quantise_int8
 from agent.worker.transformer.kernels.whole import WholeMatrix
 
@@ -32,11 +33,11 @@ class _Rounded(NamedTuple):
     @classmethod
     def of(cls, x_sk: Tensor, peaks_s1: Tensor) -> _Rounded:
         scales = (peaks_s1 / _STEPS).clamp_(min=_MIN_SCALE)
-        return cls((x_sk / scales).round_().add_(_ZERO).to(torch.uint8), scales)
+        return cls((x_sk / scales).add_(_ZERO + 0.5).to(torch.uint8), scales)  # rounds down
 
-    def rest(self, x_sk: Tensor) -> Tensor:
-        """What rounding has left of the activations [s,k]."""
-        return x_sk - self.values.to(x_sk.dtype).sub_(_ZERO).mul_(self.scales)
+    def rest(self, x_sk: Tensor, some: Tensor) -> Tensor:
+        """What rounding has left of some of the activations [s,k]: of the rows with these indices."""
+        return x_sk[some] - self.values[some].to(x_sk.dtype).sub_(_ZERO).mul_(self.scales[some])
 
 
 class PackedInt8Matrix(WholeMatrix):
@@ -72,23 +73,36 @@ class PackedInt8Matrix(WholeMatrix):
         self._scales.copy_(scales_n)
 
     def product(self, kernel: str, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        y_sn = x_sk.new_empty(x_sk.shape[0], self.shape[0])
+        y_sn = x_sk.new_empty(x_sk.shape[0], self.shape[0]) if out is None else out
+        if x_sk.shape[0] == 1:
+            self._write_product_of_one_row(x_sk, y_sn)
+            return y_sn if bias_n is None else y_sn.add_(bias_n)
         for start in range(0, x_sk.shape[0], _ROWS_AT_ONCE):
             some = slice(start, start + _ROWS_AT_ONCE)
             self._write_product(x_sk[some], y_sn[some])
-        return add_bias(y_sn, bias_n, out)
+        return y_sn if bias_n is None else y_sn.add_(bias_n)
 
     def _write_product(self, x_sk: Tensor, y_sn: Tensor) -> None:
         """Rows with outliers, for which 8 bits are too coarse, are multiplied twice: also what rounding has left of them."""
         peaks = _peaks(x_sk)
         x = _Rounded.of(x_sk, peaks)
         torch.mul(self._multiply(x.values), x.scales, out=y_sn)
-        norms = torch.linalg.vector_norm(x_sk, dim=1, keepdim=True)
-        coarse = (peaks > norms.mul_(_MAX_PEAK * x_sk.shape[1] ** -0.5)).view(-1)
+        coarse = peaks > torch.linalg.vector_norm(x_sk, dim=1, keepdim=True).mul_(_MAX_PEAK * x_sk.shape[1] ** -0.5)
         if coarse.any():
-            left = _Rounded(x.values[coarse], x.scales[coarse]).rest(x_sk[coarse])
-            rest = _Rounded.of(left, _peaks(left))
-            y_sn[coarse] += self._multiply(rest.values).mul_(rest.scales)
+            some = coarse.view(-1).nonzero().view(-1)
+            rest_sk = x.rest(x_sk, some)
+            rest = _Rounded.of(rest_sk, _peaks(rest_sk))
+            y_sn[some] += self._multiply(rest.values).mul_(rest.scales)
+
+    def _write_product_of_one_row(self, x_1k: Tensor, y_1n: Tensor) -> None:
+        """As `_write_product`, with fewer calls of torch: when a token is decoded, each finds the caches full of weights."""
+        row = x_1k.reshape(-1)
+        peak = row.abs().max().item()
+        if peak > _MAX_PEAK * math.sqrt(row.dot(row).item() / len(row)):
+            self._write_product(x_1k, y_1n)
+            return
+        scale = max(peak / _STEPS, _MIN_SCALE)
+        torch.mul(self._multiply((x_1k / scale).add_(_ZERO + 0.5).to(torch.uint8)), scale, out=y_1n)
 
     def _multiply(self, values_sk: Tensor) -> Tensor:
         """The product of rounded activations, without their scales [s,n] float32."""
