@@ -14,10 +14,12 @@ from torch import Tensor
 
 from agent.worker.transformer.kernels.base import FILLED_WITH
 from agent.worker.transformer.kernels.int8 import quantise_int8
+from agent.worker.transformer.kernels.onednn import pad_rows, row_blocks
 from agent.worker.transformer.kernels.whole import WholeMatrix
 
 _STEPS, _ZERO = 127, 128  # of activations: steps of a scale on both sides, and the byte of 0
-_ROWS_AT_ONCE = 256  # so that what is rounded stays in a cache
+# Arguments of torch's product: no bias, the scale and zero point of the output, its data type, no operation after it.
+_FLOAT32_OUTPUT = (None, 1.0, 0, torch.float32, "none", [], "")
 _MIN_SCALE = 1e-30  # minimum of a scale, so that a row of zeros is not divided by zero
 # Largest ratio of a row's largest activation to its root mean square at which it is rounded once: an error of 2.7 %. Normally
 # distributed activations have 4, or 0.9 %.
@@ -76,52 +78,41 @@ class PackedInt8Matrix(WholeMatrix):
         y_sn = x_sk.new_empty(x_sk.shape[0], self.shape[0]) if out is None else out
         if x_sk.shape[0] == 1:
             self._write_product_of_one_row(x_sk, y_sn)
-            return y_sn if bias_n is None else y_sn.add_(bias_n)
-        for start in range(0, x_sk.shape[0], _ROWS_AT_ONCE):
-            some = slice(start, start + _ROWS_AT_ONCE)
-            self._write_product(x_sk[some], y_sn[some])
+        elif x_sk.shape[0]:
+            num_blocks, height = row_blocks(x_sk.shape[0])  # few heights, since oneDNN creates a kernel for each
+            for x, y in zip(x_sk.chunk(num_blocks), y_sn.chunk(num_blocks), strict=True):
+                self._write_product(x, y, height)
         return y_sn if bias_n is None else y_sn.add_(bias_n)
 
-    def _write_product(self, x_sk: Tensor, y_sn: Tensor) -> None:
+    def _write_product(self, x_sk: Tensor, y_sn: Tensor, height: int) -> None:
         """Rows with outliers, for which 8 bits are too coarse, are multiplied twice: also what rounding has left of them."""
         peaks = _peaks(x_sk)
         x = _Rounded.of(x_sk, peaks)
-        torch.mul(self._multiply(x.values), x.scales, out=y_sn)
+        torch.mul(self._multiply(x.values, height), x.scales, out=y_sn)
         coarse = peaks > torch.linalg.vector_norm(x_sk, dim=1, keepdim=True).mul_(_MAX_PEAK * x_sk.shape[1] ** -0.5)
         if coarse.any():
             some = coarse.view(-1).nonzero().view(-1)
             rest_sk = x.rest(x_sk, some)
             rest = _Rounded.of(rest_sk, _peaks(rest_sk))
-            y_sn[some] += self._multiply(rest.values).mul_(rest.scales)
+            y_sn[some] += self._multiply(rest.values, height).mul_(rest.scales)
 
     def _write_product_of_one_row(self, x_1k: Tensor, y_1n: Tensor) -> None:
         """As `_write_product`, with fewer calls of torch: when a token is decoded, each finds the caches full of weights."""
         row = x_1k.reshape(-1)
         peak = row.abs().max().item()
         if peak > _MAX_PEAK * math.sqrt(row.dot(row).item() / len(row)):
-            self._write_product(x_1k, y_1n)
+            self._write_product(x_1k, y_1n, 1)
             return
         scale = max(peak / _STEPS, _MIN_SCALE)
-        torch.mul(self._multiply((x_1k / scale).add_(_ZERO + 0.5).to(torch.uint8)), scale, out=y_1n)
+        torch.mul(self._multiply((x_1k / scale).add_(_ZERO + 0.5).to(torch.uint8), 1), scale, out=y_1n)
 
-    def _multiply(self, values_sk: Tensor) -> Tensor:
-        """The product of rounded activations, without their scales [s,n] float32."""
-        y_sn: Tensor = torch.ops.onednn.qlinear_pointwise(
-            values_sk,
-            1.0,
-            _ZERO,
-            self._packed,
-            self._scales,
-            self._zero_points,
-            None,
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            [],
-            "",
+    def _multiply(self, values_sk: Tensor, height: int) -> Tensor:
+        """The product of rounded activations, without their scales [s,n] float32, computed with `height` rows."""
+        padded = pad_rows(values_sk, height, _ZERO)
+        y_hn: Tensor = torch.ops.onednn.qlinear_pointwise(
+            padded, 1.0, _ZERO, self._packed, self._scales, self._zero_points, *_FLOAT32_OUTPUT
         )
-        return y_sn
+        return y_hn[: values_sk.shape[0]]
 
 
 def _peaks(x_sk: Tensor) -> Tensor:
@@ -141,7 +132,7 @@ def _is_available() -> bool:
     extremes = torch.tensor([_ZERO - _STEPS, _ZERO + _STEPS], dtype=torch.uint8)[:, None].repeat(1, 64)
     try:
         matrix._pack(torch.full((16, 64), _STEPS, dtype=torch.int8), torch.ones(16))
-        y_sn = matrix._multiply(extremes)
+        y_sn = matrix._multiply(extremes, 2)
     except (AttributeError, RuntimeError):
         return False
     return bool((y_sn.abs() == 64 * _STEPS**2).all())

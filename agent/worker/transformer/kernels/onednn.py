@@ -110,7 +110,7 @@ def _matmul_packed(x_sk: Tensor, packed: Tensor, bias_n: Tensor | None) -> Tenso
     block heights are used, and the last block is padded.
     """
     rows = x_sk.shape[0]
-    num_blocks, height = _row_blocks(rows)
+    num_blocks, height = row_blocks(rows)
     if num_blocks == 1:
         return _matmul_packed_block(x_sk, height, packed, bias_n)
     y_sn = x_sk.new_empty(rows, packed.shape[0])
@@ -122,7 +122,7 @@ def _matmul_packed(x_sk: Tensor, packed: Tensor, bias_n: Tensor | None) -> Tenso
 
 
 @lru_cache(maxsize=1024)
-def _row_blocks(rows: int) -> tuple[int, int]:
+def row_blocks(rows: int) -> tuple[int, int]:
     """The number and the height of the blocks that compute `rows` fastest."""
     fewest = max(-(-rows // _PACKED_ROW_COUNTS[-1]), 1)
     choices = [
@@ -134,10 +134,15 @@ def _row_blocks(rows: int) -> tuple[int, int]:
 
 def _matmul_packed_block(x_sk: Tensor, height: int, packed: Tensor, bias_n: Tensor | None) -> Tensor:
     rows = x_sk.shape[0]
-    if rows < height:
-        x_hk = x_sk.new_empty(height, x_sk.shape[1])
-        x_hk[:rows], x_hk[rows:] = x_sk, 0.0
-    else:
-        x_hk = x_sk
-    y_hn: Tensor = torch.ops.mkldnn._linear_pointwise(x_hk, packed, bias_n, "none", [], "")
+    y_hn: Tensor = torch.ops.mkldnn._linear_pointwise(pad_rows(x_sk, height, 0.0), packed, bias_n, "none", [], "")
     return y_hn[:rows]
+
+
+def pad_rows(x_sk: Tensor, height: int, value: float) -> Tensor:
+    """Append rows of `value`, so that there are `height`."""
+    rows = x_sk.shape[0]
+    if rows == height:
+        return x_sk
+    x_hk = x_sk.new_empty(height, x_sk.shape[1])
+    x_hk[:rows], x_hk[rows:] = x_sk, value
+    return x_hk
