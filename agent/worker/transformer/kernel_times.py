@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,35 +101,46 @@ def _times_of_shape(
     evicted: Tensor,
     deterministic: bool,
 ) -> list[KernelTime]:
-    layouts = layouts_to_measure(*shape, weights, device, Partition(0, (0, shape[0])))
-    options = [(matrix, kernel) for matrix in layouts for kernel in matrix.kernels]
-    if emulates_bfloat16(device):
-        options = [option for option in options if option[1] != "expand-bfloat16"]
+    layouts, others = (layouts_to_measure(*shape, weights, device, Partition(0, (0, shape[0]))) for _ in range(2))
+    options = [
+        _Option(matrix, kernel, other)
+        for matrix, other in zip(layouts, others, strict=True)
+        for kernel in matrix.kernels
+        if kernel != "expand-bfloat16" or not emulates_bfloat16(device)
+    ]
     if len(options) == 1:
         return []
-    for matrix in layouts:
+    for matrix in (*layouts, *others):
         if deterministic:
             _randomise(matrix, device)
         else:
             matrix.fill()
     if deterministic:
-        dependence = {option: _row_dependence(*option, max(rows), device) for option in options}
-        most = max(_MAX_ROW_DEPENDENCE, min(dependence.values()))
-        options = [option for option in options if dependence[option] <= most]
+        dependence = [_row_dependence(option.matrix, option.kernel, max(rows), device) for option in options]
+        most = max(_MAX_ROW_DEPENDENCE, min(dependence))
+        options = [option for option, found in zip(options, dependence, strict=True) if found <= most]
     num_bytes = {matrix.layout: sum(dict(matrix.memory).values()) for matrix in layouts}
     return [
         KernelTime(
             num_outputs=shape[0],
             num_inputs=shape[1],
             rows=count,
-            layout=matrix.layout,
-            kernel=kernel,
+            layout=option.matrix.layout,
+            kernel=option.kernel,
             seconds=seconds,
-            bytes_per_weight=num_bytes[matrix.layout] / math.prod(shape),
+            bytes_per_weight=num_bytes[option.matrix.layout] / math.prod(shape),
         )
         for count in rows
-        for (matrix, kernel), seconds in zip(options, _least_seconds(options, count, evicted, device), strict=True)
+        for option, seconds in zip(options, _least_seconds(options, count, evicted, device), strict=True)
     ]
+
+
+class _Option(NamedTuple):
+    """A kernel to be timed with `matrix`. `other`, another matrix of the layout, is multiplied before it."""
+
+    matrix: Matrix
+    kernel: str
+    other: Matrix
 
 
 def _randomise(matrix: Matrix, device: torch.device) -> None:
@@ -145,9 +157,7 @@ def _row_dependence(matrix: Matrix, kernel: str, rows: int, device: torch.device
     return max((float((alone - part).norm() / part.norm()) for alone, part in parts), default=0.0)
 
 
-def _least_seconds(
-    options: Sequence[tuple[Matrix, str]], rows: int, evicted: Tensor, device: torch.device
-) -> list[float]:
+def _least_seconds(options: Sequence[_Option], rows: int, evicted: Tensor, device: torch.device) -> list[float]:
     """The least time of each kernel. They take turns, so that load in the background disturbs all of them.
 
     With one thread it is processor time, which other processes disturb less. On a GPU, the time until it has ended.
@@ -155,18 +165,20 @@ def _least_seconds(
     on_cpu = device.type == "cpu"
     clock = time.thread_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
     wait = synchroniser(device)
-    x_sk = torch.randn(rows, options[0][0].shape[1], device=device)
+    x_sk = torch.randn(rows, options[0].matrix.shape[1], device=device)
     least = [math.inf] * len(options)
     total = 0.0
     cached: set[int] = set()  # matrices read since the eviction
     for turn in range(_MAX_TURNS + 1):
-        for index, (matrix, kernel) in enumerate(options):
+        for index, (matrix, kernel, other) in enumerate(options):
             if turn > 1 and least[index] > _HOPELESS * min(least):
                 continue
-            if rows < _MIN_DECODE_ROWS and (id(matrix) in cached or not cached):
-                evicted.sum()
-                cached.clear()
-            cached.add(id(matrix))
+            if rows < _MIN_DECODE_ROWS:
+                if id(matrix) in cached or not cached:
+                    evicted.sum()
+                    cached.clear()
+                cached.add(id(matrix))
+                other.product(kernel, x_sk)  # in decoding, the product before has left the kernel's code in a cache
             wait()
             start = clock()
             matrix.product(kernel, x_sk)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from agent.worker.transformer.kernels.whole import WholeMatrix
 
 _STEPS, _ZERO = 127, 128  # of activations: steps of a scale on both sides, and the byte of 0
 # Arguments of torch's product: no bias, the scale and zero point of the output, its data type, no operation after it.
-_FLOAT32_OUTPUT = (None, 1.0, 0, torch.float32, "none", [], "")
+_FLOAT32_OUTPUT: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")
 _MIN_SCALE = 1e-30  # minimum of a scale, so that a row of zeros is not divided by zero
 # Largest ratio of a row's largest activation to its root mean square at which it is rounded once: an error of 2.7 %. Normally
 # distributed activations have 4, or 0.9 %.
