@@ -56,7 +56,7 @@ def test_a_disturbed_measurement_is_outvoted_by_the_other_shapes() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "decode", "layout"),
-    [(20.0, 0.9, "ort"), (95.0, 0.9, "torch"), (40.0, 0.3, "ort")],  # the request of torch takes 64 + 120 s
+    [(20.0, 0.9, "ort"), (95.0, 0.9, "torch"), (40.0, 0.3, "ort")],  # the request of torch takes 128 + 240 s
 )
 def test_layout_is_the_one_with_the_faster_request(prompt: float, decode: float, layout: str) -> None:
     native = ("torch", "torch", 0.625, {1: 1.0, 4: 1.0, 256: 60.0})
