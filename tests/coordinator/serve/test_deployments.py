@@ -187,6 +187,8 @@ def test_idle_model_is_unloaded_and_stays_so_over_a_restart_until_a_request_come
             assert plan is not None
             assert controller.plan == plan.with_epoch(controller.plan.epoch)
             await until("unloaded again", lambda: controller.lifecycle.phase == "unloaded")
+            saved = deployments._services.state
+            await until("saved as unloaded", lambda: saved.load().deployments["model"].unloaded)
             assert controller.requests.num_failed == 0
         again = deployments_of(tmp_path, fleet)
         await again.restore()
