@@ -101,7 +101,9 @@ def _times_of_shape(
     evicted: Tensor,
     deterministic: bool,
 ) -> list[KernelTime]:
-    layouts, others = (layouts_to_measure(*shape, weights, device, Partition(0, (0, shape[0]))) for _ in range(2))
+    whole = Partition(0, (0, shape[0]))
+    layouts = layouts_to_measure(*shape, weights, device, whole)
+    others = layouts_to_measure(*shape, weights, device, whole) if min(rows) < _MIN_DECODE_ROWS else layouts
     options = [
         _Option(matrix, kernel, other)
         for matrix, other in zip(layouts, others, strict=True)
@@ -110,7 +112,9 @@ def _times_of_shape(
     ]
     if len(options) == 1:
         return []
-    for matrix in (*layouts, *others):
+    for matrix, other in zip(layouts, others, strict=True):
+        if other is not matrix:
+            other.fill()
         if deterministic:
             _randomise(matrix, device)
         else:
@@ -136,7 +140,7 @@ def _times_of_shape(
 
 
 class _Option(NamedTuple):
-    """A kernel to be timed with `matrix`. `other`, another matrix of the layout, is multiplied before it."""
+    """A kernel to be timed with `matrix`. With few rows, `other`, another matrix of the layout, is multiplied before it."""
 
     matrix: Matrix
     kernel: str

@@ -39,8 +39,11 @@ class Change:
 @st.composite
 def plans(draw: st.DrawFn, num_ranks: int) -> TransformerPlan:
     strategy = draw(st.sampled_from(["hmp", "megatron-tp", "pipeline"]))
-    least, most = (1, 2) if strategy == "pipeline" else (0, 4)  # every stage of up to seven has one of the 16 layers
-    weights = draw(st.lists(st.integers(least, most), min_size=num_ranks, max_size=num_ranks).filter(any))
+    least = 1 if strategy == "pipeline" else 0
+    possible = st.lists(st.integers(least, 4), min_size=num_ranks, max_size=num_ranks).filter(any)
+    if strategy == "pipeline":  # every stage has a layer
+        possible = possible.filter(lambda weights: SPEC.num_layers * min(weights) >= sum(weights))
+    weights = draw(possible)
     return with_generation(make_plan(SPEC, strategy, weights), LIMITS)
 
 
