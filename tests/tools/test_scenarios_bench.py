@@ -14,7 +14,7 @@ from tools.bench.drive import EngineRunners
 from tools.bench.experiment import Context, make_experiment, read_settings
 from tools.bench.measure import Models, emulated
 from tools.bench.profiles import Profiles
-from tools.bench.scenario_findings import ScenarioRow, ratio_to_local, summarise_scenarios
+from tools.bench.scenario_findings import ScenarioRow, ratio_to_local, rescaled_error, summarise_scenarios
 from tools.bench.scenarios import Scenarios, distinct_plans, timed_scenarios
 from tools.bench.shapes import Shape
 from tools.testbed import Scenario
@@ -56,6 +56,17 @@ def test_ratio_is_of_paired_rounds_of_the_same_workload() -> None:
     assert found == (0.5, 0.5, 0.5)
     assert ratio_to_local(local, [local, auto]) is None
     assert ratio_to_local(auto, [other, auto]) is None
+
+
+def test_error_is_rescaled_by_the_best_single_device() -> None:
+    # All devices are half as fast as when they were profiled; `hmp` gains 25 % less than predicted.
+    rows = [row("local", 2.0, 1.0), row("auto", 1.0, 0.5), row("hmp", 1.0, 0.4)]
+    assert [rescaled_error(each, rows) for each in rows] == [None, pytest.approx(0), pytest.approx(-0.2)]
+    findings, table = summarise_scenarios(rows).tables
+    assert ("wifi-5: the same, rescaled by the best single device", "-", "10.0% (2 other plans)", "-") in findings.rows
+    assert [cells[-2] for cells in table.rows] == ["-", "+0%", "-20%"]
+    (alone,) = summarise_scenarios([row("local", 2.0, 1.0)]).tables[1].rows
+    assert alone[-2] == "-"
 
 
 def test_same_plan_is_said_and_not_compared() -> None:

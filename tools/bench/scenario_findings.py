@@ -53,12 +53,28 @@ class ScenarioRow(BaseModel):
         return f"{self.scenario}, {self.workload}"
 
 
+def _best_single_device(row: ScenarioRow, rows: Iterable[ScenarioRow]) -> ScenarioRow | None:
+    """The row to compare with. None: the same plan, or no single device was measured."""
+    local = next((each for each in rows if each.at == row.at and each.strategy == LOCAL), None)
+    return None if row is local or row.same_plan_as == LOCAL else local
+
+
 def ratio_to_local(row: ScenarioRow, rows: Iterable[ScenarioRow]) -> Ratio | None:
     """Time over that of the best single device in the same rounds. None: the same plan, or no single device was measured."""
-    local = next((each for each in rows if each.at == row.at and each.strategy == LOCAL), None)
-    if local is None or row is local or row.same_plan_as == LOCAL:
+    local = _best_single_device(row, rows)
+    return paired_ratio(row.seconds, local.seconds) if local else None
+
+
+def rescaled_error(row: ScenarioRow, rows: Iterable[ScenarioRow]) -> float | None:
+    """Relative error of the prediction, rescaled by the steps of the best single device in the same rounds.
+
+    What is left of `prediction_error` if all devices are as much slower in the rounds as when they were profiled. None: as of
+    `ratio_to_local`.
+    """
+    local = _best_single_device(row, rows)
+    if local is None:
         return None
-    return paired_ratio(row.seconds, local.seconds)
+    return row.predicted_seconds / local.predicted_seconds / paired_ratio(row.seconds, local.seconds).median - 1
 
 
 def summarise_scenarios(rows: Sequence[ScenarioRow]) -> Summary:
@@ -72,6 +88,12 @@ def summarise_scenarios(rows: Sequence[ScenarioRow]) -> Summary:
         detail = f"{len(errors)} plans; worst {worst.prediction_error:+.0%}: {worst.workload}, {worst.strategy}"
         figure = f"{scenario}: error of predictions, median"
         findings.append(at_most(figure, statistics.median(errors), TARGET_ERROR, PERCENT, detail))
+        rescaled = [abs(error) for row in measured if (error := rescaled_error(row, rows)) is not None]
+        if rescaled:
+            figure = f"{scenario}: the same, rescaled by the best single device"
+            findings.append(
+                without_target(figure, statistics.median(rescaled), PERCENT, f"{len(rescaled)} other plans")
+            )
         findings += [_of_auto(row, rows) for row in group if row.strategy == AUTO]
         findings += _of_media(scenario, group)
     failed = sum(len(row.errors) for row in rows)
@@ -100,7 +122,17 @@ def _of_auto(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> Finding:
     return at_most(figure, ratio.median, TARGET_RATIO, "{:.2f}".format, f"{ratio.interval}, {row.plan}")
 
 
-_COLUMNS = ("scenario, workload", "strategy", "plan", "predicted", "measured", "interval", "error", "over one device")
+_COLUMNS = (
+    "scenario, workload",
+    "strategy",
+    "plan",
+    "predicted",
+    "measured",
+    "interval",
+    "error",
+    "rescaled",
+    "over one device",
+)
 
 
 def _table(rows: Sequence[ScenarioRow]) -> Table:
@@ -118,7 +150,9 @@ def _cells(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> tuple[str, ...]:
     if row.prompt_seconds:
         predicted += f" (prompt {format_seconds(row.predicted_prompt_seconds)})"
         measured += f" (prompt {format_seconds(statistics.median(row.prompt_seconds))})"
+    rescaled = rescaled_error(row, rows)
     return (
         f"{row.at} (untrusted)" if row.distrust else row.at, row.strategy, row.plan, predicted, measured,
-        f"{format_seconds(low)}..{format_seconds(high)}", f"{row.prediction_error:+.0%}", over,
+        f"{format_seconds(low)}..{format_seconds(high)}", f"{row.prediction_error:+.0%}",
+        "-" if rescaled is None else f"{rescaled:+.0%}", over,
     )  # fmt: skip
