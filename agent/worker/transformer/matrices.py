@@ -25,7 +25,7 @@ from hearth.plan.kernels import KernelChoice, nearest_choice
 from hearth.plan.model_spec import WeightFormat
 
 # A matrix is loaded in parts by `load`, then multiplied by `matmul`; `quantisation_error` is the loss of its weight format.
-Matrix: TypeAlias = FloatMatrix | PackedMatrix | Int8Matrix | Int4Matrix | WholeMatrix
+Matrix: TypeAlias = FloatMatrix | PackedMatrix | Int8Matrix | WholeMatrix
 
 
 def empty_matrix(

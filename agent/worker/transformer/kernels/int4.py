@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.kernels.base import FILLED_WITH, QuantisedMatrix, add_bias
+from agent.worker.transformer.kernels.base import FILLED_WITH, add_bias
 from agent.worker.transformer.kernels.int4_tiles import (
     can_expand,
     in_order_of_outputs,
@@ -15,7 +15,7 @@ from agent.worker.transformer.kernels.int4_tiles import (
     packed_order,
 )
 from agent.worker.transformer.kernels.processor import multiplies_bfloat16
-from hearth.errors import StepFailed
+from agent.worker.transformer.kernels.whole import WholeMatrix
 
 INT4_GROUP_SIZE = 32  # inputs that share a scale; grain borders of shards are multiples of it
 _OUTPUT_GROUP = 16  # outputs; torch's int4 layout groups them so
@@ -24,7 +24,7 @@ _MIN_SCALE = 1e-30  # minimum of a scale, so that a zero group does not divide b
 _NATIVE_MAX_ROWS = 32  # rows by default; with more, a GEMM on expanded tiles is faster
 
 
-class Int4Matrix(QuantisedMatrix):
+class Int4Matrix(WholeMatrix):
     """Weight-only int4 with a scale and a zero point for every 32 inputs of an output.
 
     Stored in torch's packed layout for CPUs, of which there are no views, with the outputs in `packed_order`.
@@ -65,17 +65,6 @@ class Int4Matrix(QuantisedMatrix):
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps_nk[order].to(torch.int32), 1)
         self._packed.copy_(packed.view(self._packed.shape))
         self._scales_and_zeros.copy_(scales_and_zeros[:, order])
-
-    def rows(self, part: slice) -> Int4Matrix:
-        return self._require_whole(part, self.shape[0])
-
-    def columns(self, part: slice) -> Int4Matrix:
-        return self._require_whole(part, self.shape[1])
-
-    def _require_whole(self, part: slice, size: int) -> Int4Matrix:
-        if len(range(size)[part]) != size:
-            raise StepFailed(device="this device", reason="an int4 matrix cannot be divided")
-        return self
 
     def default_kernel(self, rows: int) -> str:
         expand = rows > _NATIVE_MAX_ROWS and can_expand()

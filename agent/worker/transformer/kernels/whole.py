@@ -23,5 +23,8 @@ class WholeMatrix(QuantisedMatrix):
         if size == self.shape[axis]:
             return self
         if size:
-            raise StepFailed(device="this device", reason=f"a matrix in {self.layout}'s layout cannot be divided")
-        return FloatMatrix(torch.empty([0 if axis == each else self.shape[each] for each in (0, 1)]))
+            raise StepFailed(
+                device="this device", reason=f"a quantised matrix in {self.layout}'s layout cannot be divided"
+            )
+        shape = [0 if axis == each else self.shape[each] for each in (0, 1)]
+        return FloatMatrix(torch.empty(shape, device=self._device))

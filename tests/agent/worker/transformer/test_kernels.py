@@ -184,17 +184,20 @@ def test_single_rows_keep_their_results(weights: WeightFormat) -> None:
     assert all(torch.equal(y, (first, second)[index % 2]) for index, y in enumerate(found))
 
 
-@pytest.mark.parametrize("layout", ["onnxruntime", "onednn"])
-def test_some_layouts_give_the_whole_matrix_or_none_of_it(layout: str) -> None:
-    matrix = loaded((64, 256), "int8").get(layout)
+@pytest.mark.parametrize(
+    ("weights", "layout"), [("int8", "onnxruntime"), ("int8", "onednn"), ("int4", "onnxruntime"), ("int4", "torch")]
+)
+def test_some_layouts_give_the_whole_matrix_or_none_of_it(weights: WeightFormat, layout: str) -> None:
+    matrix = loaded((64, 256), weights).get(layout)
     if matrix is None:
         pytest.skip(f"{layout} has no such kernel here")
     x = torch.randn(3, 256)
     assert matrix.rows(ALL) is matrix.columns(slice(0, 256)) is matrix
     assert matrix.rows(slice(0, 0)).matmul(x).shape == (3, 0)
     assert not matrix.columns(slice(0, 0)).matmul(x[:, :0]).any()
-    with pytest.raises(StepFailed, match="cannot be divided"):
-        matrix.rows(slice(0, 32))
+    for divide in (matrix.rows, matrix.columns):
+        with pytest.raises(StepFailed, match="cannot be divided"):
+            divide(slice(0, 32))
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])

@@ -95,13 +95,6 @@ def test_int4_without_a_kernel_is_rejected() -> None:
         empty_matrix(64, 1024, "int4", torch.device("cuda"))
 
 
-def test_int4_cannot_be_sliced() -> None:
-    matrix = empty_matrix(64, 64, "int4", CPU)
-    assert matrix.rows(slice(0, 64)) is matrix
-    with pytest.raises(StepFailed, match="cannot be divided"):
-        matrix.columns(slice(0, 32))
-
-
 # ---- float32 in oneDNN's layout --------------------------------------------------------------------------------------
 
 
