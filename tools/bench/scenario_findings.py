@@ -68,7 +68,7 @@ def ratio_to_local(row: ScenarioRow, rows: Iterable[ScenarioRow]) -> Ratio | Non
 def rescaled_error(row: ScenarioRow, rows: Iterable[ScenarioRow]) -> float | None:
     """Relative error of the prediction, rescaled by the steps of the best single device in the same rounds.
 
-    What is left of `prediction_error` if all devices are as much slower in the rounds as when they were profiled. None: as of
+    What is left of `prediction_error` without a change of speed since the profile that is the same for all devices. None: as of
     `ratio_to_local`.
     """
     local = _best_single_device(row, rows)
@@ -123,16 +123,8 @@ def _of_auto(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> Finding:
 
 
 _COLUMNS = (
-    "scenario, workload",
-    "strategy",
-    "plan",
-    "predicted",
-    "measured",
-    "interval",
-    "error",
-    "rescaled",
-    "over one device",
-)
+    "scenario, workload", "strategy", "plan", "predicted", "measured", "interval", "error", "rescaled", "over one device",
+)  # fmt: skip
 
 
 def _table(rows: Sequence[ScenarioRow]) -> Table:
