@@ -95,9 +95,10 @@ class _PipelineTasks:
                 if rank < last:
                     task = self._hop(Phase.STAGE_ROWS, stage.start, number, (rank, rank + 1), rows.size, task)
             ended.append(task)
-        if spec.causal:
-            if last:
-                task = self._hop(Phase.HEAD_ROWS, 0, None, (last, 0), 1, task)
+        if spec.causal and last:  # a plan that generates tokens needs the last row, others return all
+            num_returned = 1 if body.generation is not None else body.seq_len
+            task = self._hop(Phase.HEAD_ROWS, 0, None, (last, 0), num_returned, task)
+        if body.generation is not None:
             head = blocks[0].decode_seconds_per_byte * decode.head_bytes(spec, spec.vocab_size)
             self._compute(Work.HEAD, None, None, 0, head, (task,))
 

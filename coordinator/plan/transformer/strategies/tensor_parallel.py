@@ -75,7 +75,10 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
     def _part_tasks(
         self, layout: PlanLayout[TensorParallel], part: Span, modes: Sequence[LayerMode], has_head: bool
     ) -> tuple[list[Task], list[tuple[int, int]]]:
-        """The tasks of some rows of the step, and the span of tasks of each layer. `has_head`: with a decoder's output head."""
+        """The tasks of some rows of the step, and the span of tasks of each layer.
+
+        `has_head`: with the output head, if the plan generates tokens. Other plans return hidden rows.
+        """
         ring = RingTasks(layout, part)
         ring.embedding([part.size] * len(ring.ranks) if layout.body.traits.replicates_rows else ring.rows)
         layers = []
@@ -84,7 +87,7 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
             self.add_layer(ring, mode)
             layers.append((start, len(ring.tasks)))
         ring.layer = None
-        if layout.spec.causal and has_head:
+        if layout.body.generation is not None and has_head:
             ring.head()
         return ring.tasks, layers
 

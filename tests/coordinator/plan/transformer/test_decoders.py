@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,7 +32,7 @@ from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, excess_bytes
 from coordinator.plan.transformer.shares import ShareBudget, body_from_grains
-from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body
+from coordinator.plan.transformer.strategies import STRATEGIES, rank_memory, strategy_of_body
 from coordinator.serve.goal import open_transformer, plan_request
 from coordinator.serve.kinds.prompts import TextTokenizer
 from coordinator.serve.state import TransformerGoal
@@ -42,7 +43,7 @@ from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile, WireCost
-from hearth.plan.transformer import SEQUENCE, GenerationLimits, LayerMode, TransformerBody
+from hearth.plan.transformer import SEQUENCE, GenerationLimits, LayerMode, Pipeline, TransformerBody
 
 EXACT = WireFormat()
 # Two KV groups of four query heads; Q is wider than the hidden size.
@@ -393,12 +394,22 @@ def test_grouped_queries_are_sent_with_their_keys_and_values() -> None:
     assert gathered[Phase.GATHER_ATTENTION] == gathered[Phase.REDUCE_ATTENTION] == 256 * 2048
 
 
-def test_prefill_ends_with_the_head() -> None:
+def test_prefill_ends_with_the_head_if_the_plan_generates_tokens() -> None:
     home = cluster([device_profile(0, 1.0, LLAMA_1B, 512)], 100)
-    body = make_plan(LLAMA_1B, "local", (1,)).body
-    blocks = 16 * (0.05 + 0.014 + 0.016 + 0.14 + 2 * 0.002) + 0.002
-    prediction, _ = predict(PlanLayout(LLAMA_1B, with_seq_len(body, 512), home, EXACT))
-    assert prediction.latency_seconds == pytest.approx(blocks + 32000 * 2048 * 4 * 1e-10)
+    layers = 16 * (0.05 + 0.014 + 0.016 + 0.14 + 2 * 0.002) + 0.002
+    head = 32000 * 2048 * 4 * 1e-10
+    bodies = (make_plan(LLAMA_1B, "local", (1,)).body, Pipeline.of(LLAMA_1B, (16,), 512))
+    for body, (limits, expected) in product(bodies, ((LIMITS, layers + head), (None, layers))):
+        layout = PlanLayout(LLAMA_1B, with_seq_len(body, 512, limits), home, EXACT)
+        assert predict(layout)[0].latency_seconds == pytest.approx(expected)
+
+
+def test_pipeline_returns_the_last_row_or_all_rows() -> None:
+    home = cluster([device_profile(rank, 1.0, LLAMA_1B, 512) for rank in range(2)], 100)
+    body = Pipeline.of(LLAMA_1B, (8, 8), 512)
+    for limits, num_rows in ((LIMITS, 1), (None, 512)):
+        tasks = STRATEGIES["pipeline"].tasks(PlanLayout(LLAMA_1B, with_seq_len(body, 512, limits), home, EXACT))
+        assert [task.num_bytes for task in tasks if task.kind is Phase.HEAD_ROWS] == [num_rows * 2048 * 4]
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ EXACT = WireFormat()
 FEW = LLAMA_1B.model_copy(update={"name": "few", "num_layers": 5})
 BERT_FEW = BERT_LARGE.model_copy(update={"name": "bert-few", "num_layers": 5})
 PROFILED = 512
+LIMITS = GenerationRequest(1024).limits(PROFILED)  # with them, a step ends with the output head
 
 
 def home(
@@ -275,7 +276,7 @@ def test_prefill_chunks_overlap() -> None:
     devices = home([1.0, 1.0], 8000, 0.0, spec=BERT_LARGE)
     spec = BERT_LARGE.model_copy(update={"causal": True, "num_layers": 8})
     whole, chunked = (
-        predict(PlanLayout(spec, Pipeline.of(spec, (4, 4), PROFILED, rows), devices, EXACT))[0].latency_seconds
+        predict(PlanLayout(spec, Pipeline.of(spec, (4, 4), PROFILED, rows, LIMITS), devices, EXACT))[0].latency_seconds
         for rows in (0, 64)
     )
     hop = PROFILED * 1024 * 4 / 1e9
@@ -286,7 +287,7 @@ def test_prefill_chunks_overlap() -> None:
 
 
 def test_smaller_wire_format_is_faster_on_slow_links() -> None:
-    devices, body = home([1.0, 1.0], 10), Pipeline.of(LLAMA_1B, (8, 8), PROFILED, 128)
+    devices, body = home([1.0, 1.0], 10), Pipeline.of(LLAMA_1B, (8, 8), PROFILED, 128, LIMITS)
     exact, half = (predict(PlanLayout(LLAMA_1B, body, devices, WireFormat(values=v)))[0] for v in ("exact", "fp16"))
     assert half.latency_seconds < 0.8 * exact.latency_seconds
     excepted = body.model_copy(update={"exact_links": ((0, 1),)})
@@ -305,7 +306,7 @@ def test_predicted_timeline_has_every_hop_of_every_chunk() -> None:
 
 @pytest.mark.parametrize("spec", [LLAMA_1B, BERT_LARGE], ids=lambda spec: spec.name)
 def test_weights_and_keys_are_held_exactly_once(spec: ModelSpec) -> None:
-    promise = GenerationRequest(1024).limits(PROFILED) if spec.causal else None
+    promise = LIMITS if spec.causal else None
     alone = rank_memory(spec, Pipeline.of(spec, (spec.num_layers,), PROFILED, generation=promise), 0)
     body = Pipeline.of(spec, (3, 7, spec.num_layers - 10), PROFILED, generation=promise)
     uses = [rank_memory(spec, body, rank) for rank in range(3)]
