@@ -68,7 +68,7 @@ def ratio_to_local(row: ScenarioRow, rows: Iterable[ScenarioRow]) -> Ratio | Non
 def rescaled_error(row: ScenarioRow, rows: Iterable[ScenarioRow]) -> float | None:
     """Relative error of the prediction, rescaled by the steps of the best single device in the same rounds.
 
-    What is left of `prediction_error` without a change of speed since the profile that is the same for all devices. None: as of
+    It leaves out what made all devices slower or faster alike since they were profiled. None: in the same cases as
     `ratio_to_local`.
     """
     local = _best_single_device(row, rows)
