@@ -67,7 +67,7 @@ def test_a_policy_that_has_learnt_is_used_by_the_next_plan(tmp_path: Path, monke
     (note,) = planned(asked).notes
     path = policy_path(asked)
     assert path is not None
-    assert note == f"learnt from 32 episodes in 3.00 s; kept in {path}"
+    assert note == f"learnt from 48 episodes in 3.00 s; kept in {path}"
     assert list((tmp_path / "policies").iterdir()) == [path]
     kept = policy_from_bytes(path.read_bytes(), str(path))
     assert not np.array_equal(kept.weights["place.output.weight"], SHIPPED.weights["place.output.weight"])
@@ -76,8 +76,8 @@ def test_a_policy_that_has_learnt_is_used_by_the_next_plan(tmp_path: Path, monke
     assert all(np.array_equal(used.weights[name], each) for name, each in kept.weights.items())
     other = request(tmp_path / "policies", speeds=(1.0, 0.5, 0.5))
     assert used_policy(other, monkeypatch) is None
-    assert used_policy(replace(other, learn_seconds=1.0), monkeypatch) is SHIPPED
     assert used_policy(replace(other, recovering=True), monkeypatch) is SHIPPED
+    assert used_policy(replace(other, learn_seconds=1.0), monkeypatch) is SHIPPED
 
 
 def test_a_standby_that_takes_over_uses_the_policy_that_has_learnt(

@@ -21,7 +21,10 @@ from coordinator.plan.solution import SearchOptions, Solution
 
 
 class HomePolicy:
-    """The policy of one run of the planner. It learns on the first problem that it plans, for up to `learn_seconds`."""
+    """The policy of one run of the planner.
+
+    It learns on the first problem that it plans, for `learn_seconds` (0: not at all), but from one batch of episodes at least.
+    """
 
     def __init__(self, policy: Policy | None, learn_seconds: float = 0.0) -> None:
         self.policy = policy  # None: the planner does without
@@ -47,14 +50,17 @@ class HomePolicy:
     def _learn(
         self, problem: PlacementProblem, options: SearchOptions, measured: Sequence[MeasuredPlacement]
     ) -> Sequence[Schedule]:
-        """Replace the policy by what it learns; return the best schedules of lists, of the old policy and of learning."""
+        """Replace the policy by what it learns; return the best schedules of lists, of the old policy and of learning.
+
+        The time to learn begins once the schedules of lists and of the old policy are made.
+        """
         assert self.policy is not None
-        deadline = options.clock() + self._learn_seconds
-        self._learn_seconds = 0.0
         known = best_starts(list(map(Start, list_schedules(problem, options.time_limit_seconds, "doppler"))))
         known = best_starts([*known, *policy_samples(problem, self.policy, known[0].schedule, options.seed)])
         starts = [each.schedule for each in known]
         features, rng = problem_features(problem, self.policy.features), default_rng(options.seed)
+        deadline = options.clock() + self._learn_seconds
+        self._learn_seconds = 0.0
         self.policy, elites, self.num_episodes = learn(
             features.with_incumbent(starts[0]), self.policy, starts, rng, options.clock, deadline, measured=measured
         )

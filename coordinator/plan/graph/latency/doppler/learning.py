@@ -61,14 +61,14 @@ def learn(
     num_batches: int = NUM_BATCHES,
     measured: Sequence[MeasuredPlacement] = (),
 ) -> Learnt:
-    """Learn from `num_batches` batches, or until `clock()` reaches `deadline`. `policy` stays as it is.
+    """Learn from `num_batches` batches, or until `clock()` reaches `deadline`, but from one at least. `policy` stays as it is.
 
     `starts` must fit the memory; measured plans that do not are left out. Two runs with the same generator and number of
     batches give the same result.
     """
     learning = _Learning(problem, policy, starts, measured, rng)
     batch = 0
-    while batch < num_batches and clock() < deadline:
+    while batch == 0 or (batch < num_batches and clock() < deadline):
         left = 1 - batch / num_batches
         learning.step(_LAST_RATE + (_FIRST_RATE - _LAST_RATE) * left, _FIRST_ENTROPY_WEIGHT * left)
         batch += 1

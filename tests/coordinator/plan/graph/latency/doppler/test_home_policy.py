@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import count
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -14,11 +16,15 @@ pytest.importorskip("ortools")
 
 from support.placement_problems import problems, random_problem
 from support.schedule_checker import violations
+from support.step_clock import StepClock
 
-from coordinator.plan.graph.latency.doppler import learning, planner
+from coordinator.plan.graph.latency.baselines import list_schedules
+from coordinator.plan.graph.latency.doppler import home_policy, learning, planner
 from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
+from coordinator.plan.graph.latency.doppler.learning import BATCH
 from coordinator.plan.graph.latency.doppler.policy import random_policy
 from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.solution import SearchOptions
 from hearth.errors import ModelDoesNotFit, NoPlacement
 
@@ -58,9 +64,22 @@ def test_a_policy_learns_once() -> None:
     home.solve(problem, options())
     learnt = home.policy
     assert learnt is not POLICY
-    assert home.num_episodes == 32
+    assert home.num_episodes == 3 * BATCH
     home.solve(problem, options())
     assert home.policy is learnt
+
+
+def test_time_to_learn_begins_after_the_first_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock()
+
+    def slow_schedules(*arguments: Any) -> Iterator[Schedule]:
+        yield from list_schedules(*arguments)
+        clock.now += 100.0
+
+    monkeypatch.setattr(home_policy, "list_schedules", slow_schedules)
+    home = HomePolicy(POLICY, 3.0)
+    home.solve(random_problem(np.random.default_rng(3), 10, 3), SearchOptions(0.0, 0, clock))
+    assert home.num_episodes == 3 * BATCH
 
 
 def test_nothing_learns_without_a_policy() -> None:
