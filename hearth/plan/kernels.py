@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Annotated, NamedTuple
 
@@ -38,7 +39,10 @@ class KernelTime(BaseModel, frozen=True):
 
 
 class KernelChoice(BaseModel, frozen=True):
-    """The layout of matrices of about this shape, and the kernel for up to each of these numbers of rows."""
+    """The layout of matrices of about this shape, and the kernel for up to each of these numbers of rows.
+
+    Between two measured numbers of rows, times are taken to be linear: the next kernel begins where it is faster.
+    """
 
     num_outputs: _Size
     num_inputs: _Size
@@ -57,6 +61,7 @@ def choose_kernels(times: Iterable[KernelTime], single: bool = False) -> tuple[K
     All shapes have the same layout: the one with the least time of a request (`_request_seconds`), times a small power of its
     memory. The time is the median of the ratios to the fastest layouts by shape, so that a disturbed measurement is outvoted.
     """
+    times = list(times)
     options: defaultdict[tuple[str, str], dict[_Cell, KernelTime]] = defaultdict(dict)
     cells: set[_Cell] = set()
     for time in times:
@@ -78,16 +83,29 @@ def choose_kernels(times: Iterable[KernelTime], single: bool = False) -> tuple[K
     by_shape: defaultdict[tuple[int, int], list[KernelTime]] = defaultdict(list)
     for cell in sorted(cells):
         by_shape[cell.num_outputs, cell.num_inputs].append(best[cell])
+    by_time = sorted(times, key=lambda each: each.seconds, reverse=True)  # of repeated measurements, the least
+    seconds_of = {(_Cell.of(each), each.layout, each.kernel): each.seconds for each in by_time}
     return tuple(
         KernelChoice(
             num_outputs=num_outputs,
             num_inputs=num_inputs,
             layout=chosen[0].layout,
-            rows=tuple(time.rows for time in chosen),
+            rows=(*(_last_rows(one, other, seconds_of) for one, other in pairwise(chosen)), chosen[-1].rows),
             kernels=tuple(time.kernel for time in chosen),
         )
         for (num_outputs, num_inputs), chosen in by_shape.items()
     )
+
+
+def _last_rows(one: KernelTime, other: KernelTime, seconds_of: Mapping[tuple[_Cell, str, str], float]) -> int:
+    """The largest number of rows, less than the `other`'s, up to which the kernel of `one` is the faster of the two."""
+    at_other = seconds_of.get((_Cell.of(other), one.layout, one.kernel))
+    at_one = seconds_of.get((_Cell.of(one), other.layout, other.kernel))
+    if one.kernel == other.kernel or at_other is None or at_one is None:
+        return one.rows
+    lead, lag = at_one - one.seconds, at_other - other.seconds
+    between = other.rows - one.rows
+    return one.rows + min(math.floor(between * lead / (lead + lag)), between - 1) if lead > 0 else one.rows
 
 
 def _request_seconds(option: Mapping[_Cell, KernelTime]) -> dict[tuple[int, int], float]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hearth.plan.kernels import KernelTime, choose_kernels, chosen_bytes_per_weight, nearest_choice
 
@@ -26,8 +29,27 @@ PACKED = ("ort", "ort", 0.94, {1: 0.9, 256: 40.0})
 
 def test_each_number_of_rows_gets_the_fastest_kernel_of_one_layout() -> None:
     (choice,) = choose_kernels(times(NATIVE, EXPAND, PACKED))
-    assert (choice.layout, choice.rows, choice.kernels) == ("torch", (1, 256), ("torch", "expand"))
-    assert [choice.kernel(rows) for rows in (0, 1, 2, 256, 999)] == ["torch", "torch", *["expand"] * 3]
+    assert (choice.layout, choice.kernels) == ("torch", ("torch", "expand"))
+    assert [choice.kernel(rows) for rows in (0, 1, 2, 256, 999)] == [*["torch"] * 3, *["expand"] * 2]
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=2, max_size=5, unique=True).map(sorted),
+    st.lists(st.tuples(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0)), min_size=5, max_size=5),
+)
+def test_rows_between_measured_ones_get_the_kernel_that_is_faster_there(
+    measured: list[int], seconds: list[tuple[float, float]]
+) -> None:
+    by_kernel = [{rows: pair[i] for rows, pair in zip(measured, seconds, strict=False)} for i in (0, 1)]
+    (choice,) = choose_kernels(times(*(("torch", str(i), 0.6, each) for i, each in enumerate(by_kernel))))
+    for rows in range(measured[0], measured[-1] + 1):
+        interpolated = [np.interp(rows, measured, [each[number] for number in measured]) for each in by_kernel]
+        assert interpolated[int(choice.kernel(rows))] <= min(interpolated) * (1 + 1e-9)
+
+
+def test_a_kernel_without_a_time_at_the_next_number_of_rows_ends_at_its_own() -> None:
+    (choice,) = choose_kernels(times(("torch", "one", 0.6, {1: 1.0}), ("torch", "other", 0.6, {1: 2.0, 64: 9.0})))
+    assert (choice.rows, choice.kernels) == ((1, 64), ("one", "other"))
 
 
 def test_single_kernel_serves_all_numbers_of_rows() -> None:
