@@ -13,11 +13,7 @@ def kernel_table(table: KernelTable) -> Table:
     measured, subject = table.measured_on, table.subject
     options = list(dict.fromkeys((time.layout, time.kernel) for time in table.kernels))
     seconds = {(t.num_outputs, t.num_inputs, t.rows, t.layout, t.kernel): t.seconds for t in table.kernels}
-    chosen = {
-        (choice.num_outputs, choice.num_inputs, rows, choice.layout, kernel)
-        for choice in table.choices
-        for rows, kernel in zip(choice.rows, choice.kernels, strict=True)
-    }
+    choices = {(choice.num_outputs, choice.num_inputs): choice for choice in table.choices}
     threads = "1 thread" if measured.num_threads == 1 else f"{measured.num_threads} threads"
     title = f"Kernels for {subject.model.weights} weights on {measured.processor}, {threads} ({measured.device}), ms"
     if subject.deterministic:
@@ -32,11 +28,12 @@ def kernel_table(table: KernelTable) -> Table:
     )
     previous = None
     for num_outputs, num_inputs, rows in sorted({key[:3] for key in seconds}):
-        cells = []
+        cells, choice = [], choices.get((num_outputs, num_inputs))
         for option in options:
             key = num_outputs, num_inputs, rows, *option
             text = f"{seconds[key] * 1e3:.3g}" if key in seconds else "-"
-            cells.append(f"[green]{text}*[/]" if key in chosen else f"{text} ")
+            is_chosen = choice is not None and option == (choice.layout, choice.kernel(rows))
+            cells.append(f"[green]{text}*[/]" if is_chosen else f"{text} ")
         shape = f"{num_outputs} x {num_inputs}"
         shown.add_row(shape if shape != previous else "", str(rows), *cells)
         previous = shape
