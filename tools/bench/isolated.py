@@ -20,7 +20,8 @@ from hearth.transport.base import Transport
 from hearth.wire.codec import Array, Conversions
 from hearth.wire.framing import TileKey
 
-_NO_VALUES = np.empty((0, 2), np.float32)  # of a tile; or of candidates for the next token, which have two columns
+# In place of whatever a peer sends: of a tile, whose values are made up; and of its candidates for the next token, token 0.
+_MADE_UP = np.zeros((1, 2), np.float32)
 
 
 def isolated_engine(
@@ -48,7 +49,7 @@ def isolated_executor(
 
 
 class _NoPeers(Communicator):
-    """Sends nothing; every tile of a peer has arrived, without values."""
+    """Sends nothing; every tile of a peer has arrived, with made-up values."""
 
     def send(self, target: int, key: TileKey, tile: Array, converted: Conversions | None = None) -> None:
         """Drop the tile."""
@@ -60,7 +61,7 @@ class _NoPeers(Communicator):
         return True
 
     def receive(self, keys: Sequence[TileKey]) -> list[Array]:
-        return [_NO_VALUES] * len(keys)
+        return [_MADE_UP] * len(keys)
 
     def receive_first(self, groups: Sequence[Sequence[TileKey]]) -> tuple[int, list[Array]]:
         return 0, self.receive(groups[0])
