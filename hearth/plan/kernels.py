@@ -39,10 +39,7 @@ class KernelTime(BaseModel, frozen=True):
 
 
 class KernelChoice(BaseModel, frozen=True):
-    """The layout of matrices of about this shape, and the kernel for up to each of these numbers of rows.
-
-    Between two measured numbers of rows, times are taken to be linear: the next kernel begins where it is faster.
-    """
+    """The layout of matrices of about this shape, and the kernel for up to each of these numbers of rows."""
 
     num_outputs: _Size
     num_inputs: _Size
@@ -60,6 +57,7 @@ def choose_kernels(times: Iterable[KernelTime], single: bool = False) -> tuple[K
 
     All shapes have the same layout: the one with the least time of a request (`_request_seconds`), times a small power of its
     memory. The time is the median of the ratios to the fastest layouts by shape, so that a disturbed measurement is outvoted.
+    Between two measured numbers of rows, times are taken to be linear: a kernel is used up to where the next one is faster.
     """
     times = list(times)
     options: defaultdict[tuple[str, str], dict[_Cell, KernelTime]] = defaultdict(dict)

@@ -20,7 +20,7 @@ from hearth.transport.base import Transport
 from hearth.wire.codec import Array, Conversions
 from hearth.wire.framing import TileKey
 
-# In place of whatever a peer sends: of a tile, whose values are made up; and of its candidates for the next token, token 0.
+# Stands for anything that a peer would send. As candidates for the next token, it is token 0; tiles do not read it.
 _MADE_UP = np.zeros((1, 2), np.float32)
 
 
@@ -49,7 +49,7 @@ def isolated_executor(
 
 
 class _NoPeers(Communicator):
-    """Sends nothing; every tile of a peer has arrived, with made-up values."""
+    """Sends nothing; `_MADE_UP` has arrived in place of everything that peers would send."""
 
     def send(self, target: int, key: TileKey, tile: Array, converted: Conversions | None = None) -> None:
         """Drop the tile."""
