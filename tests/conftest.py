@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 # numpy's threads start with each process that imports it, and wait busily for work that never comes: 0.1 s of processor time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# No deadline: test machines are shared. Speed is checked by benchmarks, not by tests.
-settings.register_profile("hearth", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-# Fewer examples for a second Python version: python -m pytest --hypothesis-profile few.
-settings.register_profile("few", settings.get_profile("hearth"), max_examples=10)
-settings.load_profile("hearth")
+# No deadline: test machines are shared, and benchmarks check speed. `--hypothesis-profile` names another size.
+settings.register_profile("quick", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few", settings.get_profile("quick"), max_examples=10)  # for a second Python version
+settings.register_profile("ci", settings.get_profile("quick"), max_examples=60)
+settings.register_profile("nightly", settings.get_profile("quick"), max_examples=200)
+settings.load_profile("ci" if "CI" in os.environ else "quick")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("llguidance")
@@ -43,7 +43,6 @@ def test_random_tokens_under_the_masks_follow_the_grammar(seed: int, known: tupl
     assert FORM.fullmatch(tokenizer.decode(answer))
 
 
-@settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 1 << 16), turns=st.lists(st.integers(0, 1 << 16), max_size=12))
 def test_mask_depends_on_the_tokens_alone(seed: int, turns: list[int], known: tuple[TextTokenizer, Vocabulary]) -> None:
     """As after rejected guesses, and when an answer goes on elsewhere."""

@@ -75,7 +75,7 @@ def forked(costs: tuple[float, ...] = (1.0,) * 5) -> PlacementProblem:
     )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(problems(), st.integers(0, 2**16))
 def test_teacher_ties_are_those_of_critical_path_in_every_state(problem: PlacementProblem, seed: int) -> None:
     trace = trainer(problem, seed)._sample(2)[0]
@@ -156,7 +156,7 @@ def test_paths_lead_along_the_longest_remaining_and_preceding_work() -> None:
     assert instance.b_levels_N.tolist() == [12.0, 7.0, 10.0, 4.0, 6.0, 1.0]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(problems())
 def test_static_features_do_not_depend_on_the_unit_of_time(problem: PlacementProblem) -> None:
     def scaled(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:

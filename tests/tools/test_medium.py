@@ -6,7 +6,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.testbed.medium import PACKET_BYTES, Air, Medium, Queues
@@ -21,7 +21,6 @@ def air(seed: int = 0, **values: object) -> Air:
 @given(
     st.integers(0, 1 << 32), st.lists(st.tuples(st.integers(0, 3), st.integers(60, 16_000)), min_size=1, max_size=60)
 )
-@settings(deadline=None)
 def test_frames_share_the_rate_and_keep_their_order(seed: int, frames: list[tuple[int, int]]) -> None:
     medium = air(seed, delay_ms=3, jitter_ms=2, resent=0.1)
     arrivals: dict[int, list[float]] = {}

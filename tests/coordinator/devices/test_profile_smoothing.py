@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import BERT_LARGE, device_profile
 
@@ -37,7 +37,6 @@ def noise(random: Random) -> list[float]:
 
 
 @given(st.integers(3, 5), st.integers(0, 17), st.randoms(use_true_random=False))
-@settings(max_examples=50, deadline=None)
 def test_smoothing_removes_disturbed_points(count: int, disturbed: int, random: Random) -> None:
     every = [noise(random) for _ in range(count)]
     every[0][disturbed] = 1.3
@@ -47,7 +46,6 @@ def test_smoothing_removes_disturbed_points(count: int, disturbed: int, random: 
 
 
 @given(st.floats(1.3, 6.0), st.randoms(use_true_random=False))
-@settings(max_examples=50, deadline=None)
 def test_slower_device_of_the_same_kind_keeps_its_speed_ratio(factor: float, random: Random) -> None:
     found = smooth_profiles({"fast": measured(1.0, noise(random)), "slow": measured(1 / factor, noise(random))})
     fast, slow = ([second for name in CURVES for second in getattr(found[d], name).seconds] for d in ("fast", "slow"))

@@ -8,7 +8,7 @@ from itertools import permutations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.devices.profile_cache import KnownMedia
@@ -65,7 +65,6 @@ class Air:
 
 
 @given(st.integers(0, 1 << 32), st.lists(st.sampled_from(["", "wifi", "attic", "plc"]), max_size=5))
-@settings(deadline=None)
 def test_media_are_found_beside_two_wired_devices(seed: int, media: list[str]) -> None:
     medium_of = {f"d{index}": medium for index, medium in enumerate([*media, "", ""])}
     air = Air(medium_of, noise=0.1, seed=seed)

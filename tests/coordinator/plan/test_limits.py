@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.planning import plan_for
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan
@@ -75,7 +75,6 @@ def test_budgets_are_lowered_to_every_limit_and_never_raised(budgets: list[int],
         assert new.model_copy(update={"budget_bytes": old.budget_bytes}) == old
 
 
-@settings(max_examples=40)
 @given(st.floats(50, 3000), st.floats(5, 100), st.sampled_from(["auto", "hmp", "sp", "megatron-tp", "local"]))
 def test_plans_respect_limits(mebibytes: float, percent: float, strategy: str) -> None:
     goal = TransformerGoal.model_validate(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.devices import ready_device
 from support.plans import BERT_LARGE, make_plan
@@ -363,7 +363,6 @@ def reports(state: Lifecycle) -> list[Event]:
     }[state.phase]
 
 
-@settings(max_examples=300)
 @given(st.data())
 def test_random_events_keep_all_invariants(data: st.DataObject) -> None:
     state = Lifecycle()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import LLAMA_1B, make_plan, with_generation
 
@@ -68,7 +68,6 @@ def held_after(change: Change, num_rows: int) -> list[HeldBlock]:
     return held
 
 
-@settings(max_examples=200, deadline=None)
 @given(changes())
 def test_what_is_left_after_any_loss_covers_what_the_next_plan_needs(change: Change) -> None:
     held = held_after(change, 100)

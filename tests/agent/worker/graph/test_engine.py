@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("onnxruntime")
@@ -57,7 +57,6 @@ def feeds_of(seed: int) -> dict[str, Array]:
 @given(
     st.integers(0, 2**32), st.integers(6, 24), st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.booleans()
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
 def test_random_cuts_equal_one_session(
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.checkpoints import write_model
@@ -141,7 +141,6 @@ def test_replicated_weights_divide_the_cache_by_heads() -> None:
     st.integers(1, 600),
     st.integers(1, 64),
 )
-@settings(max_examples=60, deadline=None)
 def test_budget_never_exceeds_exact_memory_use(
     spec: ModelSpec, weights: list[int], strategy: Any, seq_len: int, sequences: int
 ) -> None:
@@ -354,7 +353,6 @@ def test_lossy_format_shortens_exchanges_on_its_links() -> None:
 
 
 @given(st.lists(st.floats(0.2, 4), min_size=1, max_size=4), st.floats(1, 10_000), st.floats(0, 0.01))
-@settings(deadline=None)
 def test_token_time_has_a_lower_bound(speeds: list[float], mbit: float, rtt: float) -> None:
     body = make_plan(SMALL, "local" if len(speeds) == 1 else "hmp", speeds).body
     devices = [device_profile(index, speed, SMALL, 32) for index, speed in enumerate(speeds)]
@@ -508,7 +506,6 @@ def test_sp_decodes_with_a_share_on_every_device() -> None:
     st.sampled_from([300, 500, 900, 16_000]),
     st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
 def test_auto_fits_memory_and_is_never_slower_than_one_device(
     speeds: list[float], mbit: float, mib: int, short: bool
 ) -> None:

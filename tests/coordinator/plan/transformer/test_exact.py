@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise, permutations, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.planning import plan_for
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
@@ -82,7 +82,6 @@ def brute_force(problem: PlanRequest) -> float:
 
 @pytest.mark.parametrize(("spec", "most_extra"), [(TINY, 7 << 20), (TINY_DECODER, 14 << 20)])
 @given(speeds=speeds, data=st.data())
-@settings(max_examples=40, deadline=None)
 def test_objective_equals_brute_force(
     spec: ModelSpec, most_extra: int, speeds: list[float], data: st.DataObject
 ) -> None:
@@ -102,7 +101,6 @@ def test_objective_equals_brute_force(
 
 @pytest.mark.parametrize("spec", [BERT_LARGE, LLAMA_1B.model_copy(update={"num_layers": 4})])
 @given(speeds=st.lists(st.floats(0.1, 4), min_size=2, max_size=4), mbit=st.floats(10, 1000), data=st.data())
-@settings(max_examples=40, deadline=None)
 def test_exact_shares_are_never_worse_than_galaxy(
     spec: ModelSpec, speeds: list[float], mbit: float, data: st.DataObject
 ) -> None:
@@ -167,7 +165,6 @@ def slow_links(profile: ClusterProfile, slow: set[frozenset[str]]) -> ClusterPro
 
 
 @given(st.integers(3, 6), st.data())
-@settings(max_examples=30, deadline=None)
 def test_ring_order_maximises_the_slowest_hop(num: int, data: st.DataObject) -> None:
     profile = cluster([device_profile(i, 1.0) for i in range(num)], 100)
     pairs = [frozenset((f"id{a}", f"id{b}")) for a in range(num) for b in range(a)]

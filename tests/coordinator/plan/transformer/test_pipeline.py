@@ -131,7 +131,6 @@ speeds = st.lists(st.sampled_from([0.3, 0.5, 1.0, 2.0]), min_size=2, max_size=3)
 
 
 @given(speeds, st.sampled_from([5.0, 50.0, 1000.0]), st.sampled_from([1e-4, 2e-2]), st.data())
-@settings(max_examples=30, deadline=None)
 def test_pipeline_is_optimal_under_the_simulator(
     speeds: list[float], mbit: float, rtt: float, data: st.DataObject
 ) -> None:
@@ -155,7 +154,6 @@ def test_pipeline_is_optimal_under_the_simulator(
     st.sampled_from([LLAMA_1B, BERT_LARGE]),
     st.floats(1, 1000),
 )
-@settings(max_examples=40, deadline=None)
 def test_pipelines_fit_and_cover_the_model_or_report_missing_bytes(
     devices: list[tuple[float, int]], spec: ModelSpec, mbit: float
 ) -> None:
@@ -178,7 +176,7 @@ def test_pipelines_fit_and_cover_the_model_or_report_missing_bytes(
     st.floats(2, 2000),
     st.sampled_from([1e-4, 5e-3, 5e-2]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_auto_is_at_most_slightly_slower_than_any_strategy(
     devices: list[tuple[float, int]], spec: ModelSpec, mbit: float, rtt: float
 ) -> None:
@@ -317,7 +315,6 @@ def test_weights_and_keys_are_held_exactly_once(spec: ModelSpec) -> None:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.sampled_from([LLAMA_1B, BERT_LARGE]))
-@settings(max_examples=25, deadline=None)
 def test_stage_needs_only_the_chunks_of_its_layers(layers: list[int], spec: ModelSpec) -> None:
     spec = spec.model_copy(update={"num_layers": sum(layers)})
     budgets = home([1.0] * len(layers), spec=spec)

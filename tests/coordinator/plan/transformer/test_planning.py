@@ -354,7 +354,6 @@ def test_auto_splits_a_model_that_fits_no_single_device() -> None:
 
 
 @given(st.lists(st.floats(0.1, 4), min_size=1, max_size=4), st.floats(1, 1000))
-@settings(max_examples=25)
 def test_auto_is_never_slower_than_the_best_single_device(speeds: list[float], mbit: float) -> None:
     plan = plan_for(request(speeds, mbit=mbit))
     best = min(
@@ -373,7 +372,6 @@ def test_auto_considers_replication_on_all_devices(mbit: float, budget: int) -> 
 
 
 @given(st.sampled_from([(1.0, 1.0), (1.0, 0.6), (1.0, 1.0, 1.0), (1.0, 0.6, 0.4)]), st.floats(15, 1000))
-@settings(max_examples=20)
 def test_replication_of_the_same_groups_in_all_layers_is_not_missed(speeds: tuple[float, ...], mbit: float) -> None:
     """With three equal devices the greedy search once replicated QKV too, 19 % slower than without."""
     devices = [device_profile(index, speed) for index, speed in enumerate(speeds)]
@@ -425,7 +423,6 @@ def test_equal_slow_links_are_all_lossy_unless_exact_is_requested() -> None:
     values=st.sampled_from(["fp16", "int8"]),
     strategy=st.sampled_from(["hmp", "sp", "megatron-tp"]),
 )
-@settings(max_examples=25)
 def test_exact_links_cost_almost_no_time(rates: list[float], values: str, strategy: Strategy) -> None:
     devices = cluster([device_profile(i, 1.0) for i in range(3)], 100)
     links = tuple(

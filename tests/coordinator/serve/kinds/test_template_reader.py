@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.chat_models import TEMPLATE, save_byte_level, write_config
 
@@ -157,7 +157,6 @@ def test_answer_is_read_as_by_transformers_however_it_is_split(
     ],
 )  # fmt: skip
 @given(data=st.data(), is_cut=st.booleans())
-@settings(max_examples=60)
 def test_nothing_raises_and_all_splits_agree(
     template: dict[str, Any], parts: list[str], data: st.DataObject, is_cut: bool
 ) -> None:

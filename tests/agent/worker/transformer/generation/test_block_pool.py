@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.worker.transformer.generation.block_pool import BlockPool, num_blocks_for, prefix_keys
@@ -28,7 +28,6 @@ ACTIONS = st.lists(
 
 
 @given(st.integers(1, 24), ACTIONS)
-@settings(max_examples=150, deadline=None)
 def test_no_block_is_lost_or_shared_wrongly(num_blocks: int, actions: list[tuple[str, int, int]]) -> None:
     pool = BlockPool(num_blocks)
     holders: list[Holder] = []

@@ -301,7 +301,7 @@ def test_sequences_run_by_what_they_use_and_the_newest_is_preempted() -> None:
     assert scheduler.num_free_blocks == 4
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     num_whole=st.integers(1, 24), quarter=st.integers(3, 8).map(lambda n: n * KV_BLOCK_TOKENS), share=st.floats(0, 1)
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("ortools")
@@ -24,7 +24,6 @@ from tools.bench.tensor.homes import HOMES
 SCHEDULERS = {**{name: each for name, each in BASELINES.items() if name != "local"}, "contended-heft": contended_heft}
 
 
-@settings(max_examples=40)
 @given(problems(most=6), st.data())
 def test_schedulers_find_a_placement_that_leaves_no_byte_free(problem: PlacementProblem, data: st.DataObject) -> None:
     devices = st.integers(0, problem.num_devices - 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("ortools")
@@ -106,7 +106,6 @@ def test_groups_partition_operators_in_topological_order(data: st.DataObject) ->
 # ---- the benchmark ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
 @given(st.data())
 def test_coarsened_plan_is_valid_on_the_original_graph(data: st.DataObject) -> None:
     spec = data.draw(graphs())

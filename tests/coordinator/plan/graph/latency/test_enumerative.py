@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("ortools")
@@ -72,7 +72,6 @@ def cost_of(problem: PlacementProblem, where: Sequence[int], group: Sequence[int
     )
 
 
-@settings(max_examples=60)
 @given(problems())
 def test_spread_costs_as_little_as_the_best_of_all_spreads(problem: PlacementProblem) -> None:
     found = enumerative(problem).assignment
@@ -88,7 +87,6 @@ def test_spread_costs_as_little_as_the_best_of_all_spreads(problem: PlacementPro
     assert cost_of(problem, found, group) == pytest.approx(min(allowed), abs=1e-6)
 
 
-@settings(max_examples=20)
 @given(st.lists(st.integers(0, 9), min_size=16, max_size=16), st.permutations(range(4)))
 def test_group_as_large_as_the_home_is_placed_as_published(seconds: list[int], consumers: list[int]) -> None:
     """Algorithm 4: every permutation of the devices, one operator on each."""
@@ -122,7 +120,6 @@ def test_consecutive_tiles_share_a_device_when_costs_are_equal() -> None:
     assert enumerative(two_operators(2, 6, 0, [])).assignment == (0, 0, 0, 1, 1, 1)
 
 
-@settings(max_examples=60)
 @given(problems(), st.data())
 def test_memory_is_respected(problem: PlacementProblem, data: st.DataObject) -> None:
     n, k = problem.num_operators, problem.num_devices

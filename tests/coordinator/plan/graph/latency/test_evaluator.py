@@ -45,7 +45,6 @@ def test_makespans_equal_those_of_the_schedules_on_shared_media(media: tuple[tup
     assert num_longer > 5
 
 
-@settings(max_examples=30)
 @given(problems(most=10), st.randoms(use_true_random=False))
 def test_makespans_equal_those_of_the_schedules(problem: PlacementProblem, rng: Random) -> None:
     assignment, order = random_solution(problem, rng)

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("ortools")
@@ -81,7 +81,6 @@ def solve_whole(problem: PlacementProblem) -> SolverResult:
     )
 
 
-@settings(max_examples=40)
 @given(problems(most=4))
 def test_optimum_equals_brute_force_on_small_graphs(problem: PlacementProblem) -> None:
     best = brute_force(problem)
@@ -95,7 +94,6 @@ def test_optimum_equals_brute_force_on_small_graphs(problem: PlacementProblem) -
     assert violations(problem, found.assignment) == []
 
 
-@settings(max_examples=40)
 @given(problems(most=7))
 def test_planner_is_never_worse_than_a_baseline(problem: PlacementProblem) -> None:
     baselines = []
@@ -115,7 +113,6 @@ def test_planner_is_never_worse_than_a_baseline(problem: PlacementProblem) -> No
     assert violations(problem, best.assignment) == []
 
 
-@settings(max_examples=25)
 @given(problems(most=6, memory=False))
 def test_shortest_path_over_cut_vertices_is_optimal(problem: PlacementProblem) -> None:
     ticked, _ = in_ticks(problem)
@@ -157,7 +154,6 @@ def repeating(draw: st.DrawFn) -> PlacementProblem:
     )
 
 
-@settings(max_examples=20)
 @given(repeating())
 def test_path_is_optimal_for_nearly_equal_blocks(
     problem: PlacementProblem,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("ortools")
@@ -104,7 +104,6 @@ def problems(draw: st.DrawFn) -> PlacementProblem:
     return on_media(problem, sorted(on_air)) if on_air else problem
 
 
-@settings(max_examples=30)
 @given(problems(), st.permutations(range(3)), st.integers(0, 2) | st.none())
 def test_optimum_is_the_same_without_symmetry_breaking(
     problem: PlacementProblem, places: list[int], pin: int | None
@@ -123,7 +122,6 @@ def test_optimum_is_the_same_without_symmetry_breaking(
         assert violations(problem, found.schedule) == []
 
 
-@settings(max_examples=20)
 @given(problems())
 def test_hint_with_devices_in_another_order_is_a_solution(problem: PlacementProblem) -> None:
     problem = replace(problem, memory_bytes=(0,) * problem.num_operators)

@@ -49,7 +49,7 @@ def calibrated(true: GraphCluster, plan: GraphPlan, num_requests: int = 100) -> 
     return calibration
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.lists(st.tuples(factors, factors, factors), min_size=6, max_size=6))
 def test_operators_that_run_alone_get_their_own_factor(by_operator: list[tuple[float, float, float]]) -> None:
     found = calibrated(scaled(CLUSTER, by_operator), ALTERNATING).apply(CLUSTER)
@@ -59,7 +59,7 @@ def test_operators_that_run_alone_get_their_own_factor(by_operator: list[tuple[f
         assert found.seconds[operator][member] == pytest.approx(right, rel=0.12)  # one part in 21 is the device's
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(factors, factors)
 def test_a_segment_shares_its_factor_and_an_idle_device_gets_the_others(slow_a: float, slow_b: float) -> None:
     true = scaled(CLUSTER, [(slow_a, slow_b, 1.0)] * 6)
@@ -117,7 +117,6 @@ def test_slow_link_has_a_lower_rate_in_its_direction_only() -> None:
     assert (rates[1][0], rates[1][2], rates[0][0]) == (50.0, 50.0, float("inf"))
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-3, 1e3), st.floats(0.01, 1.0)), min_size=1, max_size=60))
 def test_average_stays_within_what_was_observed(observed: list[tuple[float, float]]) -> None:
     average = LogAverage()
@@ -139,7 +138,6 @@ def test_average_ignores_an_outlier_and_follows_a_change() -> None:
     assert average.value == pytest.approx(0.4055, rel=0.1)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=3, max_size=20))
 def test_agreement_is_one_for_scaled_and_for_monotone_times(values: list[int]) -> None:
     predicted = [float(value) for value in values]

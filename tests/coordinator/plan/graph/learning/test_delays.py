@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.graph_plans import placed_plan
 from support.graphs import cluster_of, from_edges, two_branches
@@ -60,7 +60,6 @@ def homes(draw: st.DrawFn) -> tuple[GraphSpec, GraphPlan, GraphCluster]:
     return spec, plan, replace(cluster, measured=draw(st.booleans()))
 
 
-@settings(max_examples=60, deadline=None)
 @given(homes(), st.floats(0.0, 1.0))
 def test_simulated_times_leave_the_profile_as_it_is(
     home: tuple[GraphSpec, GraphPlan, GraphCluster], shared: float
@@ -76,7 +75,6 @@ def test_simulated_times_leave_the_profile_as_it_is(
     assert [list(row) for row in found.seconds] == [pytest.approx(row) for row in cluster.seconds]
 
 
-@settings(max_examples=60, deadline=None)
 @given(homes(), st.floats(1.0, 4.0))
 def test_slow_devices_get_their_factor_whatever_they_transfer(
     home: tuple[GraphSpec, GraphPlan, GraphCluster], slow: float

@@ -27,7 +27,7 @@ SPEC = chain(1, [100] * 40)
 placements = st.lists(st.sampled_from(["id-a", "id-b", "id-c"]), min_size=40, max_size=40)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.lists(st.tuples(placements, st.floats(0.5, 2.0)), max_size=14), placements)
 def test_elites_are_few_cheap_and_different(found: list[tuple[list[str], float]], deployed: list[str]) -> None:
     incumbent = Elite(placed_plan(SPEC, deployed), 1.0)
@@ -74,7 +74,6 @@ def run(halving: SuccessiveHalving, seconds: Callable[[int], float], incumbent: 
     return halving.winner()
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0.5, 2.0), max_size=MAX_ELITES), st.integers(0, 1000))
 def test_best_plan_wins_if_it_gains_enough(true: list[float], seed: int) -> None:
     rng = Random(seed)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import from_edges, two_branches
 from support.schedule_checker import check_stages
@@ -39,7 +39,6 @@ def random_case(rng: Random) -> tuple[GraphSpec, list[list[float]], list[int], l
 
 
 @given(SEEDS)
-@settings(max_examples=100, deadline=None)
 def test_exact_planner_equals_brute_force_over_fine_cuts(seed: int) -> None:
     spec, seconds, memory, rate = random_case(Random(seed))
     fine = pipeline_problem(spec, seconds, memory, rate, chain=fine_chain(spec))
@@ -77,7 +76,6 @@ def _fits(problem: PipelineProblem, stages: Stages) -> bool:
 
 
 @given(SEEDS)
-@settings(max_examples=100, deadline=None)
 def test_stages_between_points_are_also_fine_cuts(seed: int) -> None:
     spec, seconds, memory, rate = random_case(Random(seed))
     coarse = pipeline_problem(spec, seconds, memory, rate, chain=candidate_chain(spec))

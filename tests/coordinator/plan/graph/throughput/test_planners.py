@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import chain, from_edges
 from support.schedule_checker import check_stages
@@ -98,7 +98,6 @@ def after_a_minute() -> Callable[[], bool]:
 
 
 @given(SEEDS)
-@settings(max_examples=150, deadline=None)
 def test_exact_planner_equals_brute_force_and_proves_it(seed: int) -> None:
     problem = random_problem(Random(seed))
     values = [bottleneck(problem, stages) for stages in pipelines(problem)]
@@ -140,7 +139,6 @@ def test_exact_planner_counts_shared_media_and_is_seldom_above_the_optimum() -> 
 
 
 @given(SEEDS)
-@settings(max_examples=100, deadline=None)
 def test_every_planner_gives_a_valid_pipeline_and_bound(seed: int) -> None:
     problem = random_problem(Random(seed), equal=True)
     values = [bottleneck(problem, stages) for stages in pipelines(problem)]
@@ -163,7 +161,6 @@ def test_every_planner_gives_a_valid_pipeline_and_bound(seed: int) -> None:
 
 
 @given(SEEDS)
-@settings(max_examples=100, deadline=None)
 def test_joint_takes_the_best_nearest_neighbour_walk(seed: int) -> None:
     problem = random_problem(Random(seed), equal=True)
     try:
@@ -191,7 +188,6 @@ def _nearest_walk(problem: PipelineProblem, start: int, devices: Sequence[int], 
 
 
 @given(SEEDS)
-@settings(max_examples=30, deadline=None)
 def test_exact_is_never_worse_than_published_even_without_time(seed: int) -> None:
     rng = Random(seed)
     problem = larger_problem(rng, num_blocks=12, num_devices=9)
@@ -226,7 +222,6 @@ def test_slow_devices_and_links_are_avoided() -> None:
 
 
 @given(SEEDS, st.integers(1, 6))
-@settings(deadline=None)
 def test_partitions_minimise_total_transfers(seed: int, max_stages: int) -> None:
     problem = random_problem(Random(seed))
     n, budget = problem.num_blocks, max(problem.memory_bytes)
@@ -287,7 +282,6 @@ def assert_path(graph: Sequence[int], path: Sequence[int], k: int) -> None:
 
 
 @given(SEEDS)
-@settings(max_examples=150, deadline=None)
 def test_k_path_is_found_if_one_exists(seed: int) -> None:
     rng = Random(seed)
     n = rng.randint(2, 7)
@@ -304,7 +298,6 @@ def test_k_path_is_found_if_one_exists(seed: int) -> None:
 
 
 @given(SEEDS)
-@settings(max_examples=100, deadline=None)
 def test_colour_coding_finds_a_path_if_one_exists(seed: int) -> None:
     rng = Random(seed)
     n = rng.randint(2, 7)
@@ -345,7 +338,6 @@ def test_colour_coding_stops_where_its_tables_are_too_large() -> None:
 
 
 @given(SEEDS, st.sampled_from([1, 3, 20]))
-@settings(max_examples=60, deadline=None)
 def test_published_planner_is_bounded_and_deterministic(seed: int, num_classes: int) -> None:
     problem = larger_problem(Random(seed), num_blocks=15, num_devices=8)
     stages = published_stages(problem, Random(seed), num_classes)

@@ -6,7 +6,7 @@ import itertools
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import chain, from_edges, two_branches
 from support.published_points import published_points
@@ -57,7 +57,6 @@ def test_single_source_points_equal_the_paper_and_path_counts(seed: int) -> None
 
 
 @given(st.integers(0, 10**9))
-@settings(max_examples=200)
 def test_points_are_on_every_path_between_first_and_last(seed: int) -> None:
     spec = random_graph(Random(seed), one_source=False)
     points = candidate_points(spec)
@@ -65,7 +64,6 @@ def test_points_are_on_every_path_between_first_and_last(seed: int) -> None:
 
 
 @given(st.integers(0, 10**9))
-@settings(max_examples=200)
 def test_blocks_partition_operators_without_backward_edges(seed: int) -> None:
     spec = random_graph(Random(seed), one_source=False)
     found = candidate_chain(spec)
@@ -114,7 +112,6 @@ def test_tensor_used_by_all_layers_crosses_every_cut() -> None:
 
 
 @given(st.integers(0, 10**9))
-@settings(max_examples=200)
 def test_fine_chain_keeps_blocks_and_topological_order(seed: int) -> None:
     spec = random_graph(Random(seed), one_source=False)
     coarse, fine = candidate_chain(spec), fine_chain(spec)

@@ -6,7 +6,7 @@ from itertools import product
 from math import prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.models.onnx.tiling.space import Along, IndexSpace, Operand, Pieces
@@ -99,7 +99,6 @@ def test_weights_are_cut_where_copies_do_not_fit() -> None:
     assert [held_bytes(spec, spaces, pieces, 2) for pieces in (copied, cut, {})] == [2 * weights, weights, weights]
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     rows=st.sampled_from([1, 64, 4096]),
     widths=st.lists(st.sampled_from([8, 512, 16_384]), min_size=2, max_size=3),

@@ -57,7 +57,6 @@ def start_of(problem: PlacementProblem) -> Schedule:
         raise
 
 
-@settings(max_examples=20)
 @given(problems(most=6), st.integers(0, 3))
 def test_result_is_valid_and_never_worse_than_its_start(problem: PlacementProblem, seed: int) -> None:
     start = start_of(problem)
@@ -94,7 +93,6 @@ def test_deadline_ends_the_search() -> None:
     assert next(looks, None) is None
 
 
-@settings(max_examples=20)
 @given(problems(most=6), st.randoms(use_true_random=False))
 def test_ledger_equals_the_bytes_of_the_assignment(problem: PlacementProblem, rng: Random) -> None:
     assignment = [rng.randrange(problem.num_devices) for _ in problem.operators]
