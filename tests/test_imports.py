@@ -35,7 +35,6 @@ PURE_MODULES = (
     "agent.worker.transformer.generation.scheduler",
     "agent.worker.transformer.generation.sequence",
     "agent.worker.transformer.generation.speculation",
-    "coordinator.cli.render.picture_layout",
     "coordinator.deploy.chunk_scheduler",
     "coordinator.deploy.kept_caches",
     "coordinator.devices.profile_smoothing",

@@ -54,7 +54,8 @@ def plan(
         ),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="(graph) Draw the graph coloured by device (.svg or .png).", metavar="FILE")
+        Path | None,
+        typer.Option(help="(graph) Save the graph, coloured by device, for Graphviz (.dot).", metavar="FILE"),
     ] = None,
     seq_len: options.SeqLenOption = None,
     context: options.ContextOption = None,

@@ -11,7 +11,6 @@ from coordinator.cli.output import out, print_json, write_file
 from coordinator.cli.planning.graph import GraphPlanning, PlannedGraph
 from coordinator.cli.planning.live import ConnectionOptions, connect_devices, select_devices
 from coordinator.cli.planning.transformer import TransformerPlanning
-from coordinator.cli.render.picture import save_picture
 from coordinator.devices.registry import RECONNECT_SECONDS
 from coordinator.plan.redundancy import MAX_EXAMINED_DEVICES, describe_losses, describe_spares
 from coordinator.serve.config import load_coordinator_settings
@@ -51,7 +50,7 @@ async def plan_model(
     if output.timeline is not None:
         write_file("--timeline", output.timeline, json.dumps(chrome_trace(planned.timeline())))
     if output.picture is not None and isinstance(planned, PlannedGraph):
-        save_picture(output.picture, planned.drawing())
+        write_file("--picture", output.picture, planned.picture())
     if output.as_json:
         print_json(planned.as_json(output.explain))
         return

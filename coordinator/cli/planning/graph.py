@@ -16,7 +16,7 @@ from coordinator.cli.load_generator import random_inputs
 from coordinator.cli.output import out, report
 from coordinator.cli.planning.live import LiveDevices
 from coordinator.cli.render import graph_tables
-from coordinator.cli.render.picture import Drawing, make_drawing
+from coordinator.cli.render.picture import dot_graph
 from coordinator.deploy.deployment import Weights
 from coordinator.deploy.graph import GraphDeployment, segment_weights
 from coordinator.deploy.graph_chunks import SegmentChunks
@@ -61,7 +61,8 @@ class PlannedGraph:
     def timeline(self) -> Sequence[DeviceTrace]:
         return predicted_graph_timeline(self.request.spec, self.plan, self.request.cluster, self.request.congestion)
 
-    def drawing(self) -> Drawing:
+    def picture(self) -> str:
+        """The placed graph in Graphviz's language."""
         plan, spec = self.plan, self.request.spec
         legend = [
             f"{device.name}: {sum(len(segment.operators) for segment in plan.body.segments_of(rank))} operators, "
@@ -71,8 +72,8 @@ class PlannedGraph:
         rank_of = plan.body.ranks_of_operators()
         assignment = [rank_of[operator] for operator in range(spec.num_operators)]
         edges = [(a, b) for b in range(spec.num_operators) for a in spec.predecessors[b]]
-        names, kinds = zip(*((operator.name, operator.kind) for operator in spec.operators), strict=True)
-        return make_drawing(graph_tables.picture_title(plan), legend, names, kinds, assignment, edges)
+        operators = [(operator.kind, operator.name) for operator in spec.operators]
+        return dot_graph(graph_tables.picture_title(plan), legend, operators, assignment, edges)
 
     def as_json(self, explain: bool) -> dict[str, Any]:
         request = self.request

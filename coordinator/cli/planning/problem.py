@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.cli.output import out, print_json
+from coordinator.cli.output import out, print_json, write_file
 from coordinator.cli.planning.flow import OutputOptions
 from coordinator.cli.planning.graph import NUM_ALTERNATIVES, report_strategy
 from coordinator.cli.render.graph_tables import candidates_table, planned_as_json, proof_line
-from coordinator.cli.render.picture import make_drawing, save_picture
+from coordinator.cli.render.picture import dot_graph
 from coordinator.devices.cluster_file import read_instance
 from coordinator.serve.planning.planner_process import solve_instance
 from coordinator.serve.state import GraphGoal
@@ -36,7 +36,8 @@ async def plan_problem(goal: GraphGoal, output: OutputOptions) -> None:
     if output.picture is not None:
         title = f"{problem.name} by {planned.chosen.strategy}: {solution.value:.6g}"
         edges = [(flow.source, target) for flow in problem.flows for target in flow.targets]
-        save_picture(output.picture, make_drawing(title, rows, problem.operators, (), assignment, edges))
+        operators = [(name,) for name in problem.operators]
+        write_file("--picture", output.picture, dot_graph(title, rows, operators, assignment, edges))
     if output.as_json:
         print_json({**planned_as_json(planned, goal, problem.devices, "as in the file"), "model": problem.name})
         return

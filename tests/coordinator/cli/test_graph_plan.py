@@ -100,7 +100,7 @@ def test_json_has_the_plan_its_objective_and_bound(files: Path, objective: str, 
 def test_graph_is_planned_explained_drawn_and_saved_offline(files: Path) -> None:
     result = run(
         files, "graph.json", "--cluster", "cluster.json", "--time-limit", "2", "--explain",
-        "--picture", str(files / "plan.svg"), "--save", str(files / "plan.json"),
+        "--picture", str(files / "plan.dot"), "--save", str(files / "plan.json"),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     for text in (
@@ -115,7 +115,7 @@ def test_graph_is_planned_explained_drawn_and_saved_offline(files: Path) -> None
         "wrote",
     ):
         assert text in " ".join(result.output.split())
-    assert (files / "plan.svg").read_text().startswith("<svg")
+    assert (files / "plan.dot").read_text().startswith("digraph {")
     assert plan_from_json((files / "plan.json").read_text()).body.objective == "latency"
 
 
@@ -174,7 +174,7 @@ def test_published_instance_brings_its_own_devices(files: Path) -> None:
         (("graph.json", "--cluster", "cluster.json", "--strategy", "pipeline"), "pipeline is not for latency"),
         (("graph.json", "--cluster", "none.toml"), "none.toml cannot be read"),
         (("graph.json", "--cluster", "cluster.json", "--dim", "batch=1"), "has no dynamic dimensions"),
-        (("graph.json", "--cluster", "cluster.json", "--picture", "plan.gif"), "must end in .svg or .png"),
+        (("graph.json", "--cluster", "cluster.json", "--picture", "plan.svg"), "Graphviz draws it: dot -Tsvg plan.dot"),
         (("graph.json", "--cluster", "cluster.json", "--seq-len", "8"), "--seq-len cannot be used: it applies to transformers"),
         (("graph.json",), "has no weights to run on live devices; name a cluster"),
         (("model.onnx", "--cluster", "cluster.json"), "batch"),
@@ -184,7 +184,7 @@ def test_published_instance_brings_its_own_devices(files: Path) -> None:
         (("instance.json", "--cluster", "cluster.json"), "with its own devices"),
         (("instance.json", "--objective", "throughput", "--strategy", "pipeline"), "with its own devices; only latency"),
         ((".", "--objective", "latency"), "it applies to graphs of operators"),
-        ((".", "--picture", "plan.svg"), "it applies to graphs of operators"),
+        ((".", "--picture", "plan.dot"), "it applies to graphs of operators"),
     ],
 )  # fmt: skip
 def test_invalid_input_is_reported_in_a_sentence(files: Path, arguments: tuple[str, ...], reason: str) -> None:
