@@ -13,7 +13,7 @@ pytest.importorskip("ortools")
 
 from typer.testing import CliRunner
 
-from coordinator.plan.graph.latency.heft import critical_path
+from coordinator.plan.graph.latency.list_scheduling import critical_path
 from tools.bench import __main__ as commands
 from tools.bench.doppler import cells as cells_module
 from tools.bench.doppler import evaluation as doppler_module

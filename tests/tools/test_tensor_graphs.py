@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.plan.graph.latency.baselines import local
-from coordinator.plan.graph.latency.contention import contended_heft
-from coordinator.plan.graph.latency.heft import heft
+from coordinator.plan.graph.latency.list_scheduling import contended_heft, heft
 from tools.bench.tensor.graphs import GRAPHS, HOME, PAPER, GraphName, chain_mm, tensor_graph
 from tools.bench.tensor.homes import HOMES, TensorHome
 from tools.bench.tensor.sharding import ShardedGraph

@@ -27,8 +27,7 @@ from coordinator.devices.profile_file import SavedGraphProfile, read_graph_profi
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
 from coordinator.plan.graph.predict import predict_plan, predicted_graph_timeline
-from coordinator.plan.graph.request import GraphRequest, objective_seconds
-from coordinator.plan.graph.stored import stored_weights, with_stored
+from coordinator.plan.graph.request import GraphRequest, objective_seconds, stored_weights, with_stored
 from coordinator.plan.redundancy import Loss
 from coordinator.plan.solution import PlanningResult
 from coordinator.plan.stores import lacking

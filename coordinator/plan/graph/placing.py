@@ -11,11 +11,9 @@ from coordinator.plan.graph.latency.coarsening import coarsen
 from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
 from coordinator.plan.graph.learning.measured_plans import MeasuredPlacement, measured_placements
 from coordinator.plan.graph.rebalance import rebalance
-from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.graph.stored import held_devices
-from coordinator.plan.graph.tasks import coordinator_cpu_seconds, lone_cpu_seconds
+from coordinator.plan.graph.request import GraphRequest, held_devices
+from coordinator.plan.graph.tasks import coordinator_cpu_seconds, lone_cpu_seconds, with_wire_sizes
 from coordinator.plan.graph.throughput.planners import plan_pipeline
-from coordinator.plan.graph.wire import with_wire_sizes
 from coordinator.plan.methods import Method
 from coordinator.plan.solution import OperatorAssignment, SearchOptions, Solution
 from hearth.plan.graph_spec import GraphSpec

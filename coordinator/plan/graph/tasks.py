@@ -4,28 +4,54 @@ On live devices the graph's inputs also come over the network, from the coordina
 transfers occupy a device's link and cores like those of any tensor, and the coordinator's link, which passes one at a time.
 The links of a coordinator on the machine of a device are that device's, which then has the values without any. Those of another
 coordinator are not measured; they are assumed to be as fast as the device's fastest link to another device.
+
+Tensors have the size of the wire format that the user chose. Savings by lz4 are not included: they depend on the values, which
+are unknown when the plan is made.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.wire import num_converted, wire_bytes
 from coordinator.plan.simulator import Resource, Task, compute_resources, transfer_resources, wire_resources
 from hearth.plan.graph import Segment
-from hearth.plan.graph_spec import GraphSpec
+from hearth.plan.graph_spec import GraphSpec, Tensor
 from hearth.plan.phases import Phase, Work
-from hearth.plan.value_formats import ValueFormatName
+from hearth.plan.value_formats import VALUE_FORMATS, ValueFormatName
 
+_FLOAT32_BYTES: Final = 4  # of a float32 value
 # Copies of a tensor from or to the coordinator between daemon and worker: out of one process, into the other.
 _PROCESS_COPIES = 2
 # A factor on CPU time per byte. Profiles measure the wire over a loopback socket, where bytes pass in large pieces. Over a link
 # they arrive in small pieces that each wake a thread: at 60 Mbit/s, socket threads took 3 to 4.6 times the CPU (measured).
 SMALL_READS_FACTOR = 4.0
 _INPUTS, _OUTPUTS = "inputs", "outputs"  # names of the transfers from and to the coordinator in a timeline
+
+
+def num_converted(tensor: Tensor, values: ValueFormatName) -> int:
+    """Number of values that are converted for the wire: all or none. Only float32 tensors are converted."""
+    return 0 if values == "exact" or tensor.dtype != "float32" else tensor.num_bytes // _FLOAT32_BYTES
+
+
+def wire_bytes(tensor: Tensor, values: ValueFormatName) -> int:
+    """Bytes of a tensor on the wire, as `hearth.wire.codec.wire_layout` encodes it: bytes per value and per row."""
+    count = num_converted(tensor, values)
+    if not count:
+        return tensor.num_bytes
+    num_rows = count // tensor.shape[-1] if tensor.shape and tensor.shape[-1] else 1
+    return VALUE_FORMATS[values].num_bytes(count, num_rows)
+
+
+def with_wire_sizes(spec: GraphSpec, values: ValueFormatName) -> GraphSpec:
+    """The graph with the size of every tensor as it is on the wire, for planners that weigh transfers."""
+    if values == "exact":
+        return spec
+    tensors = (tensor._replace(num_bytes=wire_bytes(tensor, values)) for tensor in spec.tensors)
+    return replace(spec, tensors=tuple(tensors))
 
 
 class TensorTransfer(NamedTuple):

@@ -12,8 +12,7 @@ from support.graphs import chain, cluster_of
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 
 from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.graph.stored import stored_weights
+from coordinator.plan.graph.request import GraphRequest, stored_weights
 from coordinator.plan.stores import Stored, lacking, room_after
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset

@@ -20,7 +20,7 @@ from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
 from coordinator.plan.graph.latency.doppler.policy import Policy, random_policy
 from coordinator.plan.graph.latency.doppler.samples import policy_samples
-from coordinator.plan.graph.latency.heft import critical_path
+from coordinator.plan.graph.latency.list_scheduling import critical_path
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.solution import SearchOptions, Solution

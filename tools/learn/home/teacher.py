@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from coordinator.plan.graph.latency.annealing import improve
 from coordinator.plan.graph.latency.baselines import list_schedules
-from coordinator.plan.graph.latency.doppler.search import improve
 from coordinator.plan.graph.latency.doppler.starts import Start, best_starts
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule

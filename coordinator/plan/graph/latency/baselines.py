@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from random import Random
 
-from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.enumerative import enumerative
-from coordinator.plan.graph.latency.heft import critical_path, heft
+from coordinator.plan.graph.latency.list_scheduling import contended_heft, critical_path, heft
+from coordinator.plan.graph.latency.memory import with_fitting
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 from coordinator.plan.solution import SearchOptions, Solution
@@ -70,8 +70,6 @@ def _with_fitting(problem: PlacementProblem, seconds: float, strategy: str) -> P
             return replace(problem, fitting=scheduler(problem).assignment)
         except NoPlacement:
             continue
-    from coordinator.plan.graph.latency.fitting import with_fitting  # imports CP-SAT: 0.3 s that few problems need
-
     return with_fitting(problem, seconds, strategy)
 
 

@@ -1,6 +1,6 @@
 """Moirai's placement model, equations (4) to (8), for OR-Tools' CP-SAT, with optional intervals in place of big-M. Pure.
 
-Times are whole ticks (ticks.py). An operator on a device, and a transfer on a channel, are optional intervals that are
+Times are whole ticks. An operator on a device, and a transfer on a channel, are optional intervals that are
 present if the placement uses them. Intervals of a device do not overlap; with congestion control, neither do those of
 its sending side, of its receiving side, or of a shared medium. The channel that a flow takes is a linear function of the
 devices of its ends, so that the linear relaxation sees it.
@@ -18,11 +18,10 @@ from typing import NamedTuple
 from ortools.sat.python import cp_model
 
 from coordinator.plan.graph.latency.bounds import earliest_ends, remaining_times
-from coordinator.plan.graph.latency.fitting import held_bytes, total_bytes
-from coordinator.plan.graph.latency.problem import FloatTable, PlacementProblem
+from coordinator.plan.graph.latency.memory import held_bytes, total_bytes
+from coordinator.plan.graph.latency.problem import ROUNDING_TICKS, FloatTable, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, schedule, sorted_by_start
 from coordinator.plan.graph.latency.symmetry import DeviceClass, in_order_of_first_use, interchangeable_devices
-from coordinator.plan.graph.latency.ticks import ROUNDING_TICKS
 
 
 class SolverResult(NamedTuple):

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from ortools.graph.python.min_cost_flow import SimpleMinCostFlow
 
 from coordinator.models.ordering import topological_order
-from coordinator.plan.graph.latency.heft import rank_order
-from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, upward_ranks
+from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, rank_order, upward_ranks
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 

@@ -1,13 +1,25 @@
-"""Common part of the list schedulers: a schedule built operator by operator, without contention of transfers. Pure."""
+"""List schedulers: HEFT, HEFT with link contention, and Critical Path. Pure.
+
+Operators are placed one by one, after their predecessors, each on the device where it ends or starts first. Plain HEFT and
+Critical Path do not see that transfers contend. Where links are slow compared with operators, they send more than the
+channels can carry; HEFT with contention (Sinnen and Sousa, IEEE TPDS 2005) books each transfer in the first gap that all of
+its resources have: the sides of both devices, and shared media. The simulator prices every result.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+from random import Random
+from typing import NamedTuple
 
-from coordinator.plan.graph.latency.memory_ledger import MemoryLedger
+from coordinator.models.ordering import topological_order
+from coordinator.plan.graph.latency.evaluator import Evaluator
+from coordinator.plan.graph.latency.memory import MemoryLedger
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
+from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule, sorted_by_start
 from hearth.errors import NoPlacement
 
 
@@ -151,3 +163,143 @@ def ranks_from_schedule(problem: PlacementProblem, starts: Mapping[int, float], 
         needed = (latest[t] - carried[f] for f in problem.outgoing[i] for t in problem.flows[f].targets)
         latest[i] = starts[i] if i in starts else min(needed, default=makespan) - seconds[i]
     return [-time for time in latest]
+
+
+def heft(problem: PlacementProblem, pins: Mapping[int, int] | None = None) -> Schedule:
+    """Heterogeneous Earliest Finish Time (Topcuoglu, Hariri, Wu 2002): by decreasing upward rank, first gap that fits.
+
+    Its own estimate ignores contention between transfers; the simulator then prices the schedule with the problem's
+    contention. `pins` bind operators to devices. Raises NoPlacement.
+    """
+    pins = pins or {}
+    partial = PartialSchedule(problem, "heft")
+    ranks = upward_ranks(problem)
+    for operator in rank_order(problem, ranks):
+        start, device = min(
+            (
+                (partial.first_gap_start(operator, device, partial.inputs_ready_at(operator, device)), device)
+                for device in partial.candidates(operator, [pins[operator]] if operator in pins else None)
+            ),
+            key=lambda each: each[0] + problem.seconds[operator][each[1]],
+        )
+        partial.place(operator, device, start)
+    return partial.to_schedule()
+
+
+def critical_path(problem: PlacementProblem, rng: Random, runs: int = 50) -> Schedule:
+    """Place the ready operator with the longest path to the end on the device where it can start first.
+
+    Doppler's baseline (arXiv 2505.23131, section 6; Kwok and Ahmad 1999). Ties are broken at random; of `runs` runs, return
+    the one with the shortest simulated makespan. Raises NoPlacement.
+    """
+    ranks, evaluator = upward_ranks(problem), Evaluator(problem)
+    best, best_makespan = None, inf
+    for _ in range(runs):
+        partial = PartialSchedule(problem, "critical-path")
+        while partial.ready:
+            operator = max(partial.ready, key=lambda i: (ranks[i], rng.random()))
+            start, _, device = min(
+                (partial.earliest_start(operator, device), rng.random(), device)
+                for device in partial.candidates(operator)
+            )
+            partial.place(operator, device, start)
+        makespan = evaluator.makespan(partial.assignment, partial.order)
+        if makespan < best_makespan:
+            best, best_makespan = partial, makespan
+    assert best is not None
+    return best.to_schedule()
+
+
+def rank_order(problem: PlacementProblem, ranks: Sequence[float]) -> list[int]:
+    """Operators by decreasing rank, in topological order: ranks alone do not order operators that take no time."""
+    return topological_order(problem.predecessors, lambda operator: -ranks[operator])
+
+
+_Spans = list[tuple[float, float]]  # sorted, none overlaps another
+
+
+class _BookedTransfer(NamedTuple):
+    send: Send
+    source: int  # device
+    start: float
+    end: float
+
+
+def contended_heft(
+    problem: PlacementProblem, pins: Mapping[int, int] | None = None, ranks: Sequence[float] | None = None
+) -> Schedule:
+    """Place operators by decreasing rank, each on the device where it ends first with the transfers that it needs.
+
+    `pins` bind operators to devices; `ranks` default to HEFT's upward ranks. Raises NoPlacement.
+    """
+    pins = pins or {}
+    partial = PartialSchedule(problem, "contended-heft")
+    channels = _Channels(problem)
+    if ranks is None:
+        ranks = upward_ranks(problem)
+    items: list[tuple[float, float, int, Item]] = []
+    for operator in rank_order(problem, ranks):
+        options = []
+        for device in partial.candidates(operator, [pins[operator]] if operator in pins else None):
+            transfers, ready = channels.plan_transfers(operator, device, partial)
+            start = partial.first_gap_start(operator, device, ready)
+            options.append((start + problem.seconds[operator][device], device, start, transfers))
+        end, device, start, transfers = min(options, key=lambda option: option[:2])
+        partial.place(operator, device, start)
+        channels.book(transfers)
+        items.append((start, end, operator, operator))
+        items += [(each.start, each.end, problem.flows[each.send.flow].source, each.send) for each in transfers]
+    return best_schedule(problem, partial.assignment, sorted_by_start(items))
+
+
+class _Channels:
+    def __init__(self, problem: PlacementProblem) -> None:
+        self._problem = problem
+        self._sending: list[_Spans] = [[] for _ in problem.devices]
+        self._receiving: list[_Spans] = [[] for _ in problem.devices]
+        self._media: defaultdict[int, _Spans] = defaultdict(list)  # by number
+        self._arrivals: dict[Send, float] = {}  # arrival time of each booked transfer
+
+    def plan_transfers(
+        self, operator: int, device: int, partial: PartialSchedule
+    ) -> tuple[list[_BookedTransfer], float]:
+        """The transfers that the operator needs on a device, and the time at which all its inputs are there."""
+        problem, transfers, ready = self._problem, list[_BookedTransfer](), 0.0
+        reserved: _Spans = []  # of the device's receiving side, by these transfers
+        for index in sorted(problem.incoming[operator], key=lambda f: partial.ends[problem.flows[f].source]):
+            producer = problem.flows[index].source
+            source, send = partial.assignment[producer], Send(index, device)
+            if source == device:
+                ready = max(ready, partial.ends[producer])
+            elif send in self._arrivals:
+                ready = max(ready, self._arrivals[send])
+            else:
+                seconds = problem.flows[index].seconds[source][device]
+                start = self._first_gap(partial.ends[producer], seconds, source, device, reserved)
+                transfers.append(_BookedTransfer(send, source, start, start + seconds))
+                insort(reserved, (start, start + seconds))
+                ready = max(ready, start + seconds + problem.latency[source][device])
+        return transfers, ready
+
+    def book(self, transfers: list[_BookedTransfer]) -> None:
+        for transfer in transfers:
+            self._arrivals[transfer.send] = transfer.end + self._problem.latency[transfer.source][transfer.send.device]
+            if self._problem.congestion and transfer.end > transfer.start:
+                for spans in self._occupied(transfer.source, transfer.send.device):
+                    insort(spans, (transfer.start, transfer.end))
+
+    def _occupied(self, source: int, device: int) -> list[_Spans]:
+        """What a transfer occupies: the sides of both ends, and the media that it crosses."""
+        crossed = self._problem.media_crossed(source, device)
+        return [self._sending[source], self._receiving[device], *(self._media[number] for number in crossed)]
+
+    def _first_gap(self, ready: float, seconds: float, source: int, device: int, reserved: _Spans) -> float:
+        if not self._problem.congestion or seconds == 0:
+            return ready
+        start, before = ready, -1.0
+        occupied = [*self._occupied(source, device), reserved]
+        while start != before:  # until one start time is free in all
+            before = start
+            for spans in occupied:
+                start = first_gap(spans, start, seconds)
+        return start

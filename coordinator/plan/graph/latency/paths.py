@@ -1,23 +1,27 @@
 """The shortest path over (cut vertex, device), whose arcs are segments; arcs are solved only if they could matter. Pure.
 
 The search takes the shortest path under the arcs' lower bounds, tightens its open arcs, and repeats until the path has
-only proven arcs. Repeated blocks are bounded once, by their pattern (patterns.py).
+only proven arcs. The blocks of a network repeat, but profiled times differ a little from block to block. Similar segments
+are therefore bounded once, by their pattern: it has the minimum of their times, operator by operator and flow by flow, so
+its lower bound holds for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from coordinator.plan.graph.latency.bounds import relaxed_makespan
 from coordinator.plan.graph.latency.cpsat import SolverLimits, solve_placement_model
 from coordinator.plan.graph.latency.decomposition import CutSegment
-from coordinator.plan.graph.latency.heft import heft
-from coordinator.plan.graph.latency.patterns import segment_patterns
-from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.list_scheduling import heft
+from coordinator.plan.graph.latency.problem import FloatTable, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 
+# Of each segment's work, and of its transfers, that its pattern must keep: a pattern with less would give a weak bound.
+_MIN_KEPT_FRACTION = 0.95
 # CP-SAT's deterministic seconds for an arc, doubled after every two tries: short, so that no arc takes the time of the others.
 _FIRST_TRY_SECONDS = 0.05
 # A segment with more is bounded first and then searched: proofs take too long without a good bound.
@@ -25,6 +29,71 @@ _LARGE_ARC_OPERATORS = 30
 _NO_CUT = -1  # in place of a device: this side of the segment has no cut vertex
 _UNKNOWN_TICKS = 1 << 62  # above every makespan
 _MIN_REPORTED_GAIN = 0.01  # intermediate paths are reported only if shorter by this fraction: each costs simulations
+
+
+@dataclass
+class _Group:
+    pattern: PlacementProblem
+    max_work: float
+    max_transfers: float
+    members: list[int]
+
+
+def segment_patterns(problems: Sequence[PlacementProblem]) -> list[PlacementProblem | None]:
+    """The pattern of each problem; None for a problem that resembles no other, or only identical ones."""
+    groups: dict[Any, list[_Group]] = {}
+    for index, problem in enumerate(problems):
+        shape = (
+            problem.num_operators,
+            problem.latency,
+            problem.congestion,
+            tuple((flow.source, flow.targets) for flow in problem.flows),
+        )
+        same_shape = groups.setdefault(shape, [])
+        if not any(_try_to_join(group, problem, index) for group in same_shape):
+            same_shape.append(_Group(problem, _work_ticks(problem), _transfer_ticks(problem), [index]))
+    patterns: list[PlacementProblem | None] = [None] * len(problems)
+    for group in (group for same_shape in groups.values() for group in same_shape):
+        if any(problems[index] != group.pattern for index in group.members):
+            for index in group.members:
+                patterns[index] = group.pattern
+    return patterns
+
+
+def _try_to_join(group: _Group, problem: PlacementProblem, index: int) -> bool:
+    pattern = replace(
+        group.pattern,
+        seconds=_elementwise_min(group.pattern.seconds, problem.seconds),
+        flows=tuple(
+            ours._replace(seconds=_elementwise_min(ours.seconds, theirs.seconds))
+            for ours, theirs in zip(group.pattern.flows, problem.flows, strict=True)
+        ),
+    )
+    max_work, max_transfers = (
+        max(group.max_work, _work_ticks(problem)),
+        max(group.max_transfers, _transfer_ticks(problem)),
+    )
+    if (
+        _work_ticks(pattern) < _MIN_KEPT_FRACTION * max_work
+        or _transfer_ticks(pattern) < _MIN_KEPT_FRACTION * max_transfers
+    ):
+        return False
+    group.pattern, group.max_work, group.max_transfers = pattern, max_work, max_transfers
+    group.members.append(index)
+    return True
+
+
+def _elementwise_min(ours: FloatTable, theirs: FloatTable) -> FloatTable:
+    return tuple(tuple(map(min, row, other)) for row, other in zip(ours, theirs, strict=True))
+
+
+def _work_ticks(problem: PlacementProblem) -> float:
+    """Total seconds with each operator on its fastest device: slower devices contribute little to the bound."""
+    return sum(map(min, problem.seconds))
+
+
+def _transfer_ticks(problem: PlacementProblem) -> float:
+    return sum(sum(map(sum, flow.seconds)) for flow in problem.flows)
 
 
 class Arc:

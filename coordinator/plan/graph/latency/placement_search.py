@@ -11,7 +11,6 @@ from functools import partial
 
 from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.bounds import relaxed_makespan
-from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.decomposition import (
     CutSegment,
     JoinedSchedule,
@@ -21,11 +20,9 @@ from coordinator.plan.graph.latency.decomposition import (
     join_schedules,
     near_cuts,
 )
-from coordinator.plan.graph.latency.heft import heft
-from coordinator.plan.graph.latency.list_scheduling import ranks_from_schedule
-from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.list_scheduling import contended_heft, heft, ranks_from_schedule
+from coordinator.plan.graph.latency.problem import PlacementProblem, in_ticks
 from coordinator.plan.graph.latency.schedule import Item, Schedule, best_schedule
-from coordinator.plan.graph.latency.ticks import in_ticks
 from coordinator.plan.solution import Solution
 from hearth.errors import NoPlacement
 

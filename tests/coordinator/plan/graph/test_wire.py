@@ -17,8 +17,7 @@ from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.predict import predict_segments
 from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.graph.tasks import tensor_transfers
-from coordinator.plan.graph.wire import num_converted, wire_bytes, with_wire_sizes
+from coordinator.plan.graph.tasks import num_converted, tensor_transfers, wire_bytes, with_wire_sizes
 from coordinator.plan.simulator import receive_resources, send_resources
 from hearth.plan.graph_spec import GraphSpec, Operator, Tensor
 from hearth.plan.parts import WireFormat

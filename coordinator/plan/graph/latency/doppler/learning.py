@@ -20,13 +20,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from coordinator.plan.graph.latency.contention import contended_heft
+from coordinator.plan.graph.latency.annealing import improve
 from coordinator.plan.graph.latency.doppler.features import Floats, ProblemFeatures
 from coordinator.plan.graph.latency.doppler.gradients import HeadGradients, head_weights
 from coordinator.plan.graph.latency.doppler.policy import Policy
 from coordinator.plan.graph.latency.doppler.rollout import Rollouts, orders_by_start, repeat, roll_out, sampling_noise
-from coordinator.plan.graph.latency.doppler.search import improve
 from coordinator.plan.graph.latency.evaluator import Evaluator
+from coordinator.plan.graph.latency.list_scheduling import contended_heft
 from coordinator.plan.graph.latency.policy_gradient import Adam, advantages
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 from coordinator.plan.graph.learning.measured_plans import MeasuredPlacement

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
+from coordinator.plan.graph.latency.annealing import improve
 from coordinator.plan.graph.latency.baselines import list_schedules
-from coordinator.plan.graph.latency.doppler.search import improve
 from coordinator.plan.graph.latency.doppler.starts import Start, best_starts
 from coordinator.plan.graph.latency.placement_search import PlacementSearch
 from coordinator.plan.graph.latency.problem import PlacementProblem

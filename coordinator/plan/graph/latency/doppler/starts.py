@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from coordinator.plan.graph.latency.contention import contended_heft
+from coordinator.plan.graph.latency.list_scheduling import contended_heft
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from hearth.errors import NoPlacement

@@ -14,7 +14,7 @@ from support.placement_problems import problems
 from support.schedule_checker import violations
 
 from coordinator.plan.graph.latency.baselines import BASELINES, solve_baseline
-from coordinator.plan.graph.latency.contention import contended_heft
+from coordinator.plan.graph.latency.list_scheduling import contended_heft
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.solution import SearchOptions
 from hearth.errors import NoPlacement

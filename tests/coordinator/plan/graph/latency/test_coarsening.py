@@ -16,7 +16,7 @@ from support.graphs import from_edges
 from support.schedule_checker import violations
 
 from coordinator.plan.graph.latency.coarsening import coarsen
-from coordinator.plan.graph.latency.heft import heft
+from coordinator.plan.graph.latency.list_scheduling import heft
 from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.schedule import best_schedule
 from hearth.errors import BadSetting

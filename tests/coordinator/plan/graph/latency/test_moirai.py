@@ -22,17 +22,13 @@ from support.schedule_checker import violations
 
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES
-from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.cpsat import SolverLimits, SolverResult, solve_placement_model
 from coordinator.plan.graph.latency.decomposition import Reachability, cut_segments, exact_cuts
-from coordinator.plan.graph.latency.heft import critical_path
-from coordinator.plan.graph.latency.list_scheduling import ranks_from_schedule
+from coordinator.plan.graph.latency.list_scheduling import contended_heft, critical_path, ranks_from_schedule
 from coordinator.plan.graph.latency.moirai import solve_moirai
-from coordinator.plan.graph.latency.paths import shortest_paths
-from coordinator.plan.graph.latency.patterns import segment_patterns
-from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
+from coordinator.plan.graph.latency.paths import segment_patterns, shortest_paths
+from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, in_ticks
 from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule, schedule, with_required_sends
-from coordinator.plan.graph.latency.ticks import in_ticks
 from hearth.errors import BadGraph, ModelDoesNotFit, NoPlacement
 from tools.bench.tensor.graphs import tensor_graph
 from tools.bench.tensor.homes import HOMES

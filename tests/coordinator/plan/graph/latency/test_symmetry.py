@@ -16,8 +16,8 @@ from support.placement_problems import on_media
 from support.schedule_checker import violations
 
 from coordinator.plan.graph.latency import cpsat
-from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.cpsat import SolverLimits, solve_placement_model
+from coordinator.plan.graph.latency.list_scheduling import contended_heft
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import best_schedule
 from coordinator.plan.graph.latency.symmetry import in_order_of_first_use, interchangeable_devices

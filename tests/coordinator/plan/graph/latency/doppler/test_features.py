@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from support.placement_problems import in_other_unit, on_media, random_problem
 
-from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.doppler.clock import TICKS_PER_MEAN_OPERATOR, ClockTimes, EpisodeClock
 from coordinator.plan.graph.latency.doppler.features import (
     CLOCK_COLUMNS,
@@ -17,8 +16,7 @@ from coordinator.plan.graph.latency.doppler.features import (
     device_features,
     problem_features,
 )
-from coordinator.plan.graph.latency.heft import rank_order
-from coordinator.plan.graph.latency.list_scheduling import upward_ranks
+from coordinator.plan.graph.latency.list_scheduling import contended_heft, rank_order, upward_ranks
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import best_schedule
 

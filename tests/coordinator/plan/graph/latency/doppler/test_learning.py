@@ -15,13 +15,13 @@ from support.policy_loss import loss
 from support.schedule_checker import violations
 from support.step_clock import StepClock
 
-from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.doppler import learning
 from coordinator.plan.graph.latency.doppler.features import problem_features
 from coordinator.plan.graph.latency.doppler.gradients import head_weights
 from coordinator.plan.graph.latency.doppler.learning import BATCH, Learnt, learn
 from coordinator.plan.graph.latency.doppler.policy import Policy, random_policy
 from coordinator.plan.graph.latency.doppler.rollout import draw_noise, repeat, roll_out
+from coordinator.plan.graph.latency.list_scheduling import contended_heft
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 from coordinator.plan.graph.learning.measured_plans import MeasuredPlacement

@@ -18,14 +18,13 @@ from support.step_clock import StepClock
 
 from coordinator.plan.graph.auto import plan_instance
 from coordinator.plan.graph.latency.baselines import list_schedules
-from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.doppler import planner
 from coordinator.plan.graph.latency.doppler.planner import Annealing, solve_doppler
 from coordinator.plan.graph.latency.doppler.starts import Start, best_starts
+from coordinator.plan.graph.latency.list_scheduling import contended_heft
 from coordinator.plan.graph.latency.moirai import solve_moirai
-from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
+from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, in_ticks
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
-from coordinator.plan.graph.latency.ticks import in_ticks
 from coordinator.plan.graph.latency.windows import WindowSearch
 from coordinator.plan.solution import SearchOptions
 from hearth.errors import ModelDoesNotFit, NoPlacement

@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import save
 from support.placement_problems import random_problem
 
-from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.doppler.features import (
     HOME,
     PUBLISHED,
@@ -28,6 +27,7 @@ from coordinator.plan.graph.latency.doppler.policy import (
 )
 from coordinator.plan.graph.latency.doppler.rollout import draw_noise, roll_out
 from coordinator.plan.graph.latency.doppler.weights import policy_bytes, policy_from_bytes
+from coordinator.plan.graph.latency.list_scheduling import contended_heft
 from coordinator.plan.graph.latency.schedule import best_schedule
 from hearth.errors import BadPolicy
 

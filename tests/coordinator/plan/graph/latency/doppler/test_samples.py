@@ -9,7 +9,6 @@ import pytest
 from support.placement_problems import random_problem
 from support.schedule_checker import violations
 
-from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.doppler import samples as samples_module
 from coordinator.plan.graph.latency.doppler.features import problem_features
 from coordinator.plan.graph.latency.doppler.policy import random_policy
@@ -17,6 +16,7 @@ from coordinator.plan.graph.latency.doppler.rollout import draw_noise, orders_by
 from coordinator.plan.graph.latency.doppler.samples import few_samples, policy_samples
 from coordinator.plan.graph.latency.doppler.starts import Start
 from coordinator.plan.graph.latency.evaluator import Evaluator
+from coordinator.plan.graph.latency.list_scheduling import contended_heft
 
 POLICY = random_policy(np.random.default_rng(0))
 PROBLEM = random_problem(np.random.default_rng(1), num_operators=20, spare_memory=0.5)

@@ -15,11 +15,10 @@ pytest.importorskip("ortools")
 from support.placement_problems import problems
 from support.schedule_checker import violations
 
-from coordinator.plan.graph.latency.doppler.moves import MoveGenerator, interchangeable_operators
-from coordinator.plan.graph.latency.doppler.search import improve
+from coordinator.plan.graph.latency.annealing import MoveGenerator, improve, interchangeable_operators
 from coordinator.plan.graph.latency.evaluator import named, numbered
-from coordinator.plan.graph.latency.heft import heft
-from coordinator.plan.graph.latency.memory_ledger import MemoryLedger
+from coordinator.plan.graph.latency.list_scheduling import heft
+from coordinator.plan.graph.latency.memory import MemoryLedger
 from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import FloatTable, Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule

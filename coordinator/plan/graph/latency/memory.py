@@ -1,19 +1,64 @@
-"""Whether a graph fits in the devices' memory, and an assignment that fits. Pure."""
+"""Memory for weights: the bytes that devices hold under an assignment, and an assignment within all budgets. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-
-from ortools.sat.python import cp_model
+from typing import TYPE_CHECKING
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from hearth.errors import ModelDoesNotFit, NoPlacement
 
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
 # By CP-SAT's own count of work, so that a run repeats exactly. It leaves most of a search's default time limit to the search.
 _MAX_DETERMINISTIC_SECONDS = 10.0
 _ROUNDING_BYTES = 1e-6  # the solver's bound is a float; this close to a whole number of bytes, it means that number
+
+
+class MemoryLedger:
+    """The bytes on each device; shared weights count once per device. Without an assignment, nothing is placed."""
+
+    def __init__(self, problem: PlacementProblem, assignment: Sequence[int] = ()) -> None:
+        self._problem = problem
+        self._used = [0] * problem.num_devices
+        self._weights: list[list[int]] = [[] for _ in problem.operators]  # by operator, indices of its shared weights
+        self._users = [[0] * problem.num_devices for _ in problem.shared]  # by shared weights and device
+        for index, group in enumerate(problem.shared):
+            for operator in set(group.operators):
+                self._weights[operator].append(index)
+        self.is_binding = total_bytes(problem) > min(problem.budget_bytes)  # False: every assignment fits
+        for operator, device in enumerate(assignment):
+            self.place(operator, device)
+
+    @property
+    def fits(self) -> bool:
+        return all(used <= budget for used, budget in zip(self._used, self._problem.budget_bytes, strict=True))
+
+    def place(self, operator: int, device: int) -> None:
+        """Add an operator that is on no device."""
+        self._used[device] += self._problem.memory_bytes[operator]
+        for index in self._weights[operator]:
+            users = self._users[index]
+            if users[device] == 0:
+                self._used[device] += self._problem.shared[index].num_bytes
+            users[device] += 1
+
+    def remove(self, operator: int, device: int) -> None:
+        """Take an operator off its device."""
+        self._used[device] -= self._problem.memory_bytes[operator]
+        for index in self._weights[operator]:
+            users = self._users[index]
+            users[device] -= 1
+            if users[device] == 0:
+                self._used[device] -= self._problem.shared[index].num_bytes
+
+    def move(self, operator: int, source: int, target: int) -> None:
+        """Move an operator from device `source` to `target`."""
+        self.remove(operator, source)
+        self.place(operator, target)
 
 
 def held_bytes(
@@ -37,6 +82,8 @@ def total_bytes(problem: PlacementProblem) -> int:
 
 def fitting_assignment(problem: PlacementProblem, seconds: float, num_workers: int = 1) -> tuple[int, ...] | int:
     """An assignment within all budgets; if none is found, the proven lower bound on the bytes that are missing."""
+    from ortools.sat.python import cp_model  # takes 0.3 s, which few problems need
+
     model, ranks, total = cp_model.CpModel(), range(problem.num_devices), total_bytes(problem)
     on = [{k: model.new_bool_var("") for k in ranks} for _ in problem.operators]
     for where in on:
