@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 3  # contained in every message; peers of another version are refused
+PROTOCOL_VERSION = 4  # contained in every message; peers of another version are refused
 DEFAULT_DEPLOYMENT = "default"  # name of the deployment of a coordinator that serves one model
 MAX_MESSAGE_BYTES = 4 << 20  # a plan for 256 devices with its chunk list stays below this
 MAX_PAYLOAD_FRAME_BYTES = 64 << 20  # one chunk, or one tensor; bounds the memory that a peer can make us allocate

@@ -17,7 +17,6 @@ from coordinator.cli.commands.gateway import gateway
 from coordinator.cli.commands.generate import generate
 from coordinator.cli.commands.infer import bench_model, infer
 from coordinator.cli.commands.key import key_app
-from coordinator.cli.commands.learn import learn
 from coordinator.cli.commands.plan import plan
 from coordinator.cli.commands.ps import ps, stop
 from coordinator.cli.commands.serve import serve
@@ -49,7 +48,7 @@ def _main(
 
 
 for command in (
-    devices, plan, serve, stop, ps, embed, generate, chat, infer, bench_model, learn, status, events,
+    devices, plan, serve, stop, ps, embed, generate, chat, infer, bench_model, status, events,
     gateway, doctor, demo,
 ):  # fmt: skip
     # systemd does not restart `hearth serve` after exit status 2 (RestartPreventExitStatus).

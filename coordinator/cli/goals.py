@@ -65,7 +65,6 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, An
         tiles=_tile_count(options["tiles"]),
         time_limit_seconds=options["time_limit"] or DEFAULT_TIME_LIMIT_SECONDS,
         learn=not options.get("no_learn"),  # `plan` lacks this option
-        learn_seconds=_learn_seconds(options),
         **common,
     )
 
@@ -90,14 +89,12 @@ def _tile_count(text: str) -> TileCount:
     return int(text)
 
 
-def _learn_seconds(options: Mapping[str, Any]) -> float:
-    """The seconds of --learn; 0 without it. Raises BadSetting."""
+def learn_seconds(options: Mapping[str, Any]) -> float:
+    """The seconds of `hearth plan --learn`; 0 without it. Raises BadSetting."""
     if options["learn"] is None:
         return 0.0
     if options["strategy"] != "doppler":
         raise BadSetting(setting="--learn", reason="only the policy of --strategy doppler learns")
-    if options.get("no_learn"):
-        raise BadSetting(setting="--learn", reason="it cannot be combined with --no-learn")
     try:
         seconds = parse_seconds(options["learn"])
     except ValueError as error:

@@ -80,8 +80,8 @@ NoCongestionOption = Annotated[
 LearnOption = Annotated[
     str | None,
     typer.Option(
-        help="(graph) Let the policy of --strategy doppler learn on this graph and these devices for 30s or 5min, say: `plan` "
-        "before the search, `serve` while the first plan already serves. It is kept for the next plans.",
+        help="(graph) Let the policy of --strategy doppler learn on this graph and these devices for 30s or 5min, say, before "
+        "the search. It is kept for the next plans, also those of `hearth serve`.",
         metavar="TIME",
     ),
 ]
@@ -97,7 +97,7 @@ NoLearnOption = Annotated[
     bool,
     typer.Option(
         "--no-learn",
-        help="(ONNX) Do not learn from requests: no calibration of profiled times, and no trials of other plans.",
+        help="(ONNX) Plan by profiled times only, without calibrating them by the times of requests.",
     ),
 ]
 SeqLenOption = Annotated[
@@ -265,7 +265,7 @@ OPTION_KINDS: Mapping[str, frozenset[ModelFileKind]] = {
 MODEL_OPTIONS = (
     "name_as", "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "tiles", "seq_len", "context",
     "sequences", "no_kv_copies", "kv_cache", "shared_prefixes", "speculate", "draft", "weights", "deterministic", "wire", "lz4",
-    "accuracy_budget", "exclude", "limit", "learn", "no_learn", "pin", "keep_alive",
+    "accuracy_budget", "exclude", "limit", "no_learn", "pin", "keep_alive",
 )  # fmt: skip
 
 

@@ -22,18 +22,16 @@ from coordinator.serve.kinds.graph import GraphKind
 from coordinator.serve.kinds.kind import ModelKind, SharedServices
 from coordinator.serve.kinds.transformer import TransformerKind
 from coordinator.serve.lifecycle_text import describe_cause, describe_state, history_entries
+from coordinator.serve.planning.calibrated import CalibratedReplanner
 from coordinator.serve.planning.drift import DriftMonitor
-from coordinator.serve.planning.learner import Learner
 from coordinator.serve.planning.prepared import PreparedPlan, Preparer, prepared_losses
 from coordinator.serve.planning.prepared import describe as describe_preparation
 from coordinator.serve.planning.replanner import Replanner
-from coordinator.serve.requests.admission import Admission
 from coordinator.serve.requests.runner import Requests, as_hearth_error
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
 from coordinator.serve.witnesses import Witnesses
 from hearth.errors import (
     BadPlan,
-    BadRequest,
     DeviceLost,
     HearthError,
     LeaseLost,
@@ -126,7 +124,7 @@ class Controller:
         self._save(plan or running, self.lifecycle.last_epoch, unloaded)
         self._clock = clock
         self._replanner = Replanner(self.kind, services, self.requests.admission, clock)
-        self.learner = _learner_of(self.kind, services, self.requests.admission, self._replanner, clock)
+        self._calibrated_replanner = _calibrated_replanner(self.kind, services, self._replanner, clock)
         self._witnesses = Witnesses(services.fleet, services.profiler, self._report_loss)
         self._preparer = Preparer(self.kind, services, self.requests.admission)
         self._prepared: PreparedPlan | None = None  # the plan that is deployed next, if it was made ahead
@@ -206,16 +204,6 @@ class Controller:
         """Unload the model once it has been idle for that long (below 0: never), until the next request."""
         self._asked_keep_alive = seconds, self.requests.admission.num_admitted
         self._keep_alive_changed.set()
-
-    def learn(self, seconds: float) -> None:
-        """Look for a faster plan by measuring, for that long at most. Raises BadRequest if the deployment does not learn."""
-        if self.learner is None:
-            raise BadRequest(
-                reason=f"{self.goal.path} is served without learning: it is no ONNX graph, or has --no-learn"
-            )
-        if self.goal.keep_plan:
-            raise BadRequest(reason="the plan was given by the user with --plan, so that no other one replaces it")
-        self.learner.ask(seconds)
 
     def lose_deployment(self, error: HearthError) -> None:
         """Report the deployment as lost, if there is one."""
@@ -624,9 +612,9 @@ class Controller:
                 searches.append(preparing)  # which does not end
             else:
                 searches.append(self._replanner.run(self.goal, deployment, monitor))
-                if self.learner is not None:
+                if self._calibrated_replanner is not None:
                     assert isinstance(deployment, GraphDeployment)
-                    searches.append(self.learner.run(self.goal, deployment))
+                    searches.append(self._calibrated_replanner.run(self.goal, deployment))
             searches.append(self._wait_until_idle())
             better_plan = await first_result(searches)
         except Exception as error:
@@ -698,13 +686,9 @@ def _kind_of(
     return TransformerKind(goal, model, services, requests)
 
 
-def _learner_of(
-    kind: ModelKind[Any],
-    services: SharedServices,
-    admission: Admission[Any],
-    replanner: Replanner,
-    clock: Callable[[], float],
-) -> Learner | None:
-    if not isinstance(kind, GraphKind) or (measurements := kind.measurements()) is None:
+def _calibrated_replanner(
+    kind: ModelKind[Any], services: SharedServices, replanner: Replanner, clock: Callable[[], float]
+) -> CalibratedReplanner | None:
+    if not isinstance(kind, GraphKind) or kind.measurements() is None:
         return None
-    return Learner(kind, measurements, services, admission, replanner, clock)
+    return CalibratedReplanner(kind, services, replanner, clock)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path, PurePath
 
-from coordinator.deploy.beside import TRIAL_SUFFIX
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
+from coordinator.plan.registry import REGISTRY
 from coordinator.serve.controller import Controller
 from coordinator.serve.goal import TransformerModel, open_model
 from coordinator.serve.kinds.kind import SharedServices
@@ -33,7 +33,6 @@ _ANSWERS: dict[type[wire.ClientRequest], wire.AnswerKind] = {
     wire.GetHiddenStates: "vectors",
     wire.Infer: "arrays",
     wire.GetModelInfo: "arrays",
-    wire.Learn: "arrays",
 }
 
 
@@ -86,19 +85,30 @@ class Deployments:
 
     async def _restore(self, name: str, saved: SavedDeployment) -> HearthError | None:
         """Create a saved deployment. One whose model cannot be read stays saved; returns why, then."""
+        goal = self._supported_goal(name, saved)
         try:
-            model = await _opened(saved.goal)
+            model = await _opened(goal)
         except HearthError as error:
             self._services.report(f"{name} is not served now, but stays saved: {error}")
             return error
         running = None if saved.unloaded else _deployed(saved.plan)
-        unloaded = saved.unloaded and saved.goal.keep_alive_seconds is not None
+        unloaded = saved.unloaded and goal.keep_alive_seconds is not None
         try:
-            self._create(name, saved.goal, model, saved.plan, running, unloaded, saved.added)
+            self._create(name, goal, model, saved.plan, running, unloaded, saved.added)
         except BadPlan as error:  # saved with keep_plan, but the model has changed since
-            self._services.report(f"the saved plan of {saved.goal.path} is no longer used: {error.reason}")
-            self._create(name, saved.goal.model_copy(update={"keep_plan": False}), model, added=saved.added)
+            self._services.report(f"the saved plan of {goal.path} is no longer used: {error.reason}")
+            self._create(name, goal.model_copy(update={"keep_plan": False}), model, added=saved.added)
         return None
+
+    def _supported_goal(self, name: str, saved: SavedDeployment) -> Goal:
+        """The saved goal without what no longer exists, which is reported."""
+        goal = saved.goal
+        for setting in saved.gone:
+            self._services.report(f"{name}: the saved setting {setting} no longer exists and is ignored")
+        if goal.strategy not in ("auto", *REGISTRY[goal.kind].names()):
+            self._services.report(f"{name}: the strategy {goal.strategy} no longer exists; plans are made by auto")
+            goal = goal.model_copy(update={"strategy": "auto"})
+        return goal
 
     async def add(self, goal: Goal, plan: Plan | None, name: str = "") -> str:
         """Serve one more model, and return its name. Raises BadSetting, and as `open_model` and `Controller` do."""
@@ -251,7 +261,7 @@ class Deployments:
 
 def checked_name(name: str) -> str:
     """The name that a user gave to a deployment. Raises BadSetting."""
-    if not _NAME.fullmatch(name) or name.endswith(TRIAL_SUFFIX):
+    if not _NAME.fullmatch(name):
         reason = f"'{name}' is not a name of at most 64 letters, digits and any of _ . + -, which begins with one of the former"
         raise BadSetting(setting="--as", reason=reason)
     return name
@@ -261,7 +271,7 @@ def default_name(goal: Goal, taken: Collection[str]) -> str:
     """The name of a deployment without a name of its own: that of its model, with a number if that is taken."""
     path = PurePath(goal.path)
     model = path.stem if goal.kind == "graph" else path.name
-    plain = re.sub(r"[^A-Za-z0-9_.+-]", "-", model).lstrip("_.+-")[:56].removesuffix(TRIAL_SUFFIX) or "model"
+    plain = re.sub(r"[^A-Za-z0-9_.+-]", "-", model).lstrip("_.+-")[:56] or "model"
     names = [plain, *(f"{plain}-{number}" for number in range(2, MAX_DEPLOYMENTS + 2))]
     return next(name for name in names if name not in taken)
 

@@ -12,7 +12,6 @@ from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
 from typing import Generic, TypeVar
 
-from coordinator.deploy.beside import trial_name
 from coordinator.devices.registry import Device
 from coordinator.devices.shared_media import Pair
 from coordinator.devices.taken import Taken, TakenByOthers
@@ -166,17 +165,12 @@ class Resources:
 
     def _load_of_others(self, name: str, device_id: str) -> float:
         loads = self._loads.averages.items()
-        others = (load for (other, device), load in loads if device == device_id and not _is_own(name, other))
+        others = (load for (other, device), load in loads if device == device_id and other != name)
         return min(sum(others), _MAX_LOAD)
 
     def _traffic_of_others(self, name: str) -> dict[Pair, float]:
         traffic: dict[Pair, float] = defaultdict(float)
         for (other, pair), rate in self._traffic.averages.items():
-            if not _is_own(name, other):
+            if other != name:
                 traffic[pair] += rate
         return traffic
-
-
-def _is_own(name: str, other: str) -> bool:
-    """Whether what runs as `other` is of the deployment `name`: its workers, or those of its trials."""
-    return other in (name, trial_name(name))

@@ -320,9 +320,6 @@ class Service:
                 raise NotServing(state=_LEAVES)
             await self._merge_keys(message)
             return self._replicate(message.name, message.confirms)
-        if isinstance(message, wire.Learn):
-            self.deployments.for_request(message).learn(message.seconds)
-            return wire.Done()
         if isinstance(message, wire.KeepLoaded):
             self.deployments.for_request(message).keep_loaded(message.seconds)
             return wire.Done()
@@ -426,7 +423,6 @@ class Service:
             hung_files=tuple(map(str, hung_paths())),
             redundancy=controller.redundancy,
             losses=controller.losses,
-            learning=controller.learner.status() if controller.learner is not None else None,
         )
 
     def _model_of(self, controller: Controller) -> wire.ServedModel:

@@ -100,9 +100,7 @@ class GraphGoal(_Goal):
     congestion: bool = True  # whether transfers of one device share its link
     tiles: TileCount = 1
     time_limit_seconds: float = Field(default=30.0, gt=0, le=86400)  # for the plan search
-    learn: bool = True  # whether measured requests improve the plan
-    # Of the policy of `doppler` on this graph: before `hearth plan` plans, and whenever it is served by other devices.
-    learn_seconds: float = Field(default=0.0, ge=0, le=86400)
+    learn: bool = True  # whether requests calibrate the profiled times
 
     @property
     def path(self) -> str:
@@ -130,6 +128,15 @@ class SavedDeployment(BaseModel):
     plan: Plan | None = None
     unloaded: bool = False  # because no request came for it
     added: bool = False  # while the coordinator ran; the other one is that of its command line
+    gone: Annotated[tuple[str, ...], Field(exclude=True)] = ()  # settings of the saved goal that no longer exist
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_gone(cls, saved: Any) -> Any:
+        if not isinstance(saved, dict) or not isinstance(goal := saved.get("goal"), dict):
+            return saved
+        known = TransformerGoal.model_fields.keys() | GraphGoal.model_fields.keys()
+        return {**saved, "gone": tuple(name for name, value in goal.items() if value and name not in known)}
 
     @field_validator("goal", mode="before")
     @classmethod

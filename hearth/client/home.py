@@ -247,10 +247,6 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         """List the devices that the coordinator knows, and the links that it has measured (admin key)."""
         return await self._ask(wire.ListDevices, wire.DeviceList, timeout_seconds)
 
-    async def learn(self, seconds: float, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None) -> None:
-        """Have the coordinator look for a faster plan by measuring, for `seconds` at most; returns at once (admin key)."""
-        await self._ask(wire.Learn, wire.Done, timeout_seconds, model, seconds=seconds)
-
     async def status(self, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None) -> wire.Status:
         """Return the state of a model's deployment: plan, queue, counters, last error (admin key)."""
         return await self._ask(wire.GetStatus, wire.Status, timeout_seconds, model)

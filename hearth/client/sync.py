@@ -98,7 +98,6 @@ class Home(AbstractContextManager["Home"]):
     wait_ready = _blocking(AsyncHome.wait_ready)
     devices = _blocking(AsyncHome.devices)
     keep_loaded = _blocking(AsyncHome.keep_loaded)
-    learn = _blocking(AsyncHome.learn)
     status = _blocking(AsyncHome.status)
     serve_model = _blocking(AsyncHome.serve_model)
     stop_model = _blocking(AsyncHome.stop_model)

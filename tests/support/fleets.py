@@ -66,9 +66,7 @@ class FakeFleet(ABC):
         self.link_bytes_per_second = link_bytes_per_second
         self.stored: dict[str, set[str]] = {name: set() for name in names}
         self.loads: dict[str, Load] = {}
-        self.other_loads: dict[
-            tuple[str, str], Load
-        ] = {}  # of other deployments and of trials, by their name and device
+        self.other_loads: dict[tuple[str, str], Load] = {}  # of other deployments, by their name and device
         self.asked: list[tuple[str, Message]] = []
         self.running: Counter[str] = Counter()  # number of running requests by device
         self.most_running = 0  # largest number of concurrent requests on a device

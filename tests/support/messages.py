@@ -276,7 +276,6 @@ EXAMPLES: tuple[m.Message, ...] = (
         last_error="", last_latency_seconds=0.25, wire=_WIRE, dropped_messages=0, refused_requests=2, refused_connections=1,
         losses=(m.PreparedLoss(device="kitchen", is_prepared=True, spare_bytes=700, missing_bytes=70, pause_seconds=0.9),),
     ),
-    m.Learn(**_ASKED, seconds=300.0),
     m.KeepLoaded(**_ASKED, seconds=-1.0),
     m.ListModels(request_id="r1"),
     m.ModelList(

@@ -147,13 +147,12 @@ def test_commands_ask_the_model_that_they_name(home: TestHome, models: dict[str,
     measured = json.loads(hearth(home, "bench-model", "--model", "detector", "--seconds", "0.5", "--json"))
     assert measured["load"]["answers"] > 0
     assert measured["predicted"] is not None  # of the detector's plan, although another model is older
-    for command in (("generate", "hello"), ("embed", "hello"), ("infer",), ("bench-model",), ("learn",)):
+    for command in (("generate", "hello"), ("embed", "hello"), ("infer",), ("bench-model",)):
         done = run(home, *command, "--model", "other")
         assert done.returncode == 1
         assert "other" in done.stderr
         assert "chat, sentences, detector" in done.stderr
     assert "chat, sentences, detector" in run(home, "chat", "--model", "other", said="hello").stderr
-    assert "without learning" in run(home, "learn", "--model", "chat").stderr
 
 
 def test_one_model_is_stopped_and_started_under_load_of_the_others(home: TestHome, models: dict[str, Path]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.plan.graph.learning.correlation import rank_correlation
+from tools.bench.doppler.correlation import rank_correlation
 from tools.bench.doppler.real import VARIED, findings_of, varied_assignments
 from tools.bench.graph_clients import _read_example, save_example
 from tools.bench.graph_findings import served_table

@@ -47,7 +47,6 @@ KINDS: dict[str, tuple[str, str]] = {
     "http-fuzz": ("http.fuzz", "HttpFuzz"),
     "http-turns": ("http.turns", "HttpTurns"),
     "one-core": ("one_core", "OneCore"),
-    "doppler-stage3": ("doppler.stage3", "DopplerStage3"),
     "scenarios": ("scenarios", "Scenarios"),
 }
 

@@ -10,7 +10,7 @@ import typer
 
 from coordinator.cli import options
 from coordinator.cli.comparison import compare_plans, print_comparison, run_interruptibly
-from coordinator.cli.goals import goal_from_options
+from coordinator.cli.goals import goal_from_options, learn_seconds
 from coordinator.cli.planning.flow import OutputOptions, Planning, plan_model
 from coordinator.cli.planning.graph import GraphPlanning
 from coordinator.cli.planning.live import ConnectionOptions
@@ -126,7 +126,7 @@ def plan(
         planning = TransformerPlanning(goal)
     else:
         policies_dir = load_coordinator_settings({}).state_dir / POLICIES_FOLDER
-        planning = GraphPlanning(goal, str(policies_dir))
+        planning = GraphPlanning(goal, str(policies_dir), learn_seconds(command.params))
     if compare:
         rounds = rounds or _DEFAULT_ROUNDS
         print_comparison(

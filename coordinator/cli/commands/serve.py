@@ -56,7 +56,6 @@ def serve(
     time_limit: options.TimeLimitOption = None,
     no_congestion: options.NoCongestionOption = False,
     tiles: options.TilesOption = "off",
-    learn: options.LearnOption = None,
     no_learn: options.NoLearnOption = False,
     seq_len: options.SeqLenOption = None,
     context: options.ContextOption = None,

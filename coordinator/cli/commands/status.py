@@ -17,7 +17,6 @@ from coordinator.cli.options import (
 )
 from coordinator.cli.output import out, print_json, print_line
 from coordinator.cli.render.graph_tables import graph_plan_tables, prediction_line
-from coordinator.cli.render.learning import learning_lines, trial_table
 from coordinator.cli.render.tables import (
     device_table,
     draft_line,
@@ -34,7 +33,6 @@ from hearth.platform.units import format_bytes, format_seconds
 
 # After a standby has answered: for another coordinator of the home, which leads, to be found and to answer.
 _OTHER_COORDINATOR_SECONDS = 2.0
-_NUM_SHOWN_TRIALS = 8  # the latest: those of one search; `--json` prints all
 _NUM_SHOWN_PHASES = 12  # the latest phases: enough for a start and a recovery; `--json` prints all
 
 
@@ -90,11 +88,6 @@ def status(
         print_line(f"loss of a device: {escape(now.redundancy)}")
     if len(now.losses) > 1:
         out.print(loss_table(now.losses))
-    if now.learning is not None:
-        for line in learning_lines(now.learning):
-            print_line(escape(line))
-        if now.learning.trials:
-            out.print(trial_table(now.learning.trials[-_NUM_SHOWN_TRIALS:]))
     latency = f", last {format_seconds(now.last_latency_seconds)}" if now.last_latency_seconds is not None else ""
     print_line(
         f"requests: {now.served_requests} served, {now.failed_requests} failed, {now.queued_requests} waiting{latency}"

@@ -152,11 +152,13 @@ class GraphPlanning:
     """Profiles, plans and times one graph. Raises BadModelFile, DynamicShape, BadSetting, CannotTile, ...
 
     The graph is cut into tiles, if the goal asks for them, once its devices are known; with `auto` the whole graph is planned
-    too, and what is faster is taken. Policies that have learnt are in `policies_dir`.
+    too, and what is faster is taken. Policies that have learnt are in `policies_dir`; the one of `doppler` learns for
+    `learn_seconds` first.
     """
 
-    def __init__(self, goal: GraphGoal, policies_dir: str = "") -> None:
+    def __init__(self, goal: GraphGoal, policies_dir: str = "", learn_seconds: float = 0.0) -> None:
         self.goal = goal
+        self._learn_seconds = learn_seconds
         self._policies_dir = policies_dir
         self.graph = read_graph_file(Path(goal.model_file), goal.dims)
         check_can_tile(self.graph, goal.tiles)
@@ -213,7 +215,7 @@ class GraphPlanning:
 
     async def _plan(self, graph: GraphFile, cluster: GraphCluster) -> PlannedGraph:
         request = graph_request(self.goal, graph, graph_cluster_with_limits(cluster, self.goal.limits))
-        request = replace(request, learn_seconds=self.goal.learn_seconds, policies_dir=self._policies_dir)
+        request = replace(request, learn_seconds=self._learn_seconds, policies_dir=self._policies_dir)
         return PlannedGraph(await solve_graph(request, report_strategy), request)
 
     def _cut(self, cluster: GraphCluster) -> bool:

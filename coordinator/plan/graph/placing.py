@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.latency.coarsening import coarsen
 from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
-from coordinator.plan.graph.learning.measured_plans import MeasuredPlacement, measured_placements
 from coordinator.plan.graph.rebalance import rebalance
 from coordinator.plan.graph.request import GraphRequest, held_devices
 from coordinator.plan.graph.tasks import coordinator_cpu_seconds, lone_cpu_seconds, with_wire_sizes
@@ -60,9 +59,7 @@ def place_operators(
     )
     held = held_devices(request)
     pins = {index: held[group[0]] for index, group in enumerate(coarse.groups) if group[0] in held}
-    ids = [device.device_id for device in cluster.devices]
-    measured = measured_placements(request.measured, ids, coarse.groups)
-    solution = solve_placement(problem, method.name, options, pins, policy, measured)
+    solution = solve_placement(problem, method.name, options, pins, policy)
     devices = coarse.expand_assignment(solution.assignment.devices)
     starts = coarse.operator_starts(solution.assignment.starts, devices, cluster.seconds)
     return solution.with_assignment(OperatorAssignment(devices, starts))
@@ -90,7 +87,6 @@ def solve_placement(
     options: SearchOptions,
     held: Mapping[int, int] | None = None,
     policy: HomePolicy | None = None,
-    measured: Sequence[MeasuredPlacement] = (),
 ) -> Solution[OperatorAssignment]:
     """Solve a placement problem with one latency strategy. `held`: the devices of operators in the deployed plan.
 
@@ -105,10 +101,7 @@ def solve_placement(
         from coordinator.plan.graph.latency.doppler.starts import repaired
 
         starts = repaired(problem, held) if held else ()
-        if policy is None:
-            solution = solve_doppler(problem, options, starts)
-        else:
-            solution = policy.solve(problem, options, starts, measured)
+        solution = policy.solve(problem, options, starts) if policy else solve_doppler(problem, options, starts)
     elif strategy == "placeto":
         from coordinator.plan.graph.latency.placeto import solve_placeto
 

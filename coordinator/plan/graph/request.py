@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.learning.measured_plans import MeasuredPlan
 from coordinator.plan.stores import Stored, room_after
 from hearth.plan.graph import CutOperator, Objective
 from hearth.plan.graph_spec import GraphSpec
@@ -34,7 +33,6 @@ class GraphRequest:
     wire: WireFormat = field(default_factory=WireFormat)
     model_hash: str = ""
     tiles: tuple[CutOperator, ...] = ()  # that `spec` has; the plan says so, so that they can be made again
-    measured: tuple[MeasuredPlan, ...] = ()  # on these devices; the policy of `doppler` learns from them, too
     learn_seconds: float = 0.0  # for the policy of `doppler`, before the search: it learns on this graph and devices
     policies_dir: str = ""  # of policies that have learnt; empty: they are not kept
     held: GraphPlan | None = None  # the deployed plan, whose weights its devices need not get again

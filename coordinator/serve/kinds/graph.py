@@ -6,26 +6,25 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from coordinator.deploy.deployment import RunResult, Weights
-from coordinator.deploy.graph import Arrays, GraphDeployment, segment_weights
+from coordinator.deploy.deployment import Weights
+from coordinator.deploy.graph import GraphDeployment, segment_weights
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.cutting import check_segments
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
-from coordinator.plan.graph.learning.elites import Elite
 from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.predict import current_objective_seconds
 from coordinator.plan.graph.request import POLICIES_FOLDER, GraphRequest, objective_seconds
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.goal import graph_request
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
+from coordinator.serve.kinds.measurements import Measurements
 from coordinator.serve.kinds.tiled_graphs import MeasuredGraphs, ServedGraph, TiledGraphs
-from coordinator.serve.planning.measurements import Measurements
-from coordinator.serve.planning.planner_process import plans_or_errors, result_or_none, solve_graph
+from coordinator.serve.planning.planner_process import plans_or_errors, solve_graph
 from coordinator.serve.planning.spare_planners import PlannerKind
 from coordinator.serve.requests.runner import ComputedReply, Requests
 from coordinator.serve.state import GraphGoal
@@ -38,32 +37,17 @@ from hearth.wire.framing import pack_arrays, unpack_arrays
 from hearth.wire.messages import (
     AnswerKind,
     ArrayInfo,
-    ChunksMissing,
-    FindMissing,
     GetModelInfo,
     Infer,
     Inferred,
     Message,
     ModelInfo,
-    SegmentParts,
 )
 from hearth.wire.rpc import Reply
 
 # Upper limit of the plan search while clients wait for a recovery: enough for the heuristics, and
 # short against the timeouts of clients.
 MAX_RECOVERY_SECONDS = 3.0
-
-
-class Alternatives(NamedTuple):
-    """Plans with their prices on one cluster, and the memory of its devices for workers, in bytes by device id.
-
-    `notes`: what the planner has to say.
-    """
-
-    elites: Sequence[Elite]
-    incumbent: Elite
-    budget_bytes: Mapping[str, int]
-    notes: Sequence[str] = ()
 
 
 class GraphKind:
@@ -111,12 +95,15 @@ class GraphKind:
     ) -> MeasuredGraphs:
         return await self._graphs.measure(devices, deployed if is_graph_plan(deployed) else None, joined)
 
-    async def plan(self, cluster: MeasuredGraphs, recovering: bool, held: Plan | None = None) -> Plan:
+    async def plan(
+        self, cluster: MeasuredGraphs, recovering: bool, held: Plan | None = None, in_background: bool = False
+    ) -> GraphPlan:
+        spares = None if in_background else self._services.spare_planners
         found: list[PlanningResult[GraphPlan]] = []
         for number, option in enumerate(cluster.options, 1):
             request = replace(self._request(option, recovering, held), recovering=recovering)
             try:
-                found.append(await solve_graph(request, spares=self._services.spare_planners))
+                found.append(await solve_graph(request, spares=spares, in_background=in_background))
             except (ModelDoesNotFit, NoPlacement):  # of whole operators and tiles, only one may fit
                 if number == len(cluster.options) and not found:
                     raise
@@ -124,44 +111,6 @@ class GraphKind:
 
     async def plans_ahead(self, clusters: Sequence[MeasuredGraphs], held: Plan) -> list[Plan | HearthError]:
         return await plans_or_errors("graph", [self._request(each.options[0], True, held) for each in clusters])
-
-    @property
-    def learn_seconds(self) -> float:
-        """For how long the planner's policy learns on the devices that serve the graph."""
-        return self._goal.learn_seconds
-
-    async def alternatives(
-        self, cluster: MeasuredGraphs, deployment: GraphDeployment, seed: int, learn_seconds: float = 0.0
-    ) -> Alternatives:
-        """The plans of all strategies for the deployed plan's graph on a calibrated cluster, and the price of that plan.
-
-        The planner's policy learns for `learn_seconds` first, and is kept.
-        """
-        deployed = deployment.plan
-        served, _ = cluster.options[0]
-        measured = served.measurements.plans if served.measurements is not None else ()
-        request = self._request(cluster.options[0], False, deployed)
-        request = replace(request, seed=seed, learn_seconds=learn_seconds, measured=measured)
-        found = await result_or_none(request)
-        candidates = () if found is None else found.candidates
-        return Alternatives(
-            elites=[Elite(each.plan, each.seconds) for each in candidates if each.plan is not None],
-            incumbent=Elite(deployed, current_objective_seconds(request, deployed)),
-            budget_bytes={device.device_id: device.budget_bytes for device in request.cluster.devices},
-            notes=() if found is None else found.notes,
-        )
-
-    async def is_in_place(self, plan: GraphPlan) -> bool:
-        """Whether the devices of a plan have its weights, so that little is sent to load it."""
-        async with self.weights(plan) as weights:
-            for device, chunks, parts in zip(plan.devices, weights.chunks, weights.parts, strict=True):
-                assert isinstance(parts, SegmentParts)
-                graphs = {each for files in parts.files for each in files.graph}  # small, and different for each cut
-                needed = tuple(each.hash for each in chunks if each.hash not in graphs)
-                request = FindMissing(holder=self._services.fleet.holder, hashes=needed)
-                if (await self._services.fleet.ask(device.device_id, request, ChunksMissing)).hashes:
-                    return False
-        return True
 
     def _request(self, option: tuple[ServedGraph, GraphCluster], recovering: bool, held: Plan | None) -> GraphRequest:
         goal, (served, cluster) = self._goal, option
@@ -179,15 +128,16 @@ class GraphKind:
         tiled = f", {len(plan.model.tiles)} operators in tiles" if plan.model.tiles else ""
         return f"planned by {plan.planner}{tiled}: {format_seconds(objective_seconds(plan))} {unit}"
 
-    async def revise(self, cluster: MeasuredGraphs, deployment: GraphDeployment) -> tuple[Plan, float, float]:
+    async def revise(
+        self, cluster: MeasuredGraphs, deployment: GraphDeployment, in_background: bool = False
+    ) -> tuple[GraphPlan, float, float]:
         deployed = deployment.plan
-        new = await self.plan(cluster, False, deployed)
-        assert is_graph_plan(new)
+        new = await self.plan(cluster, False, deployed, in_background)
         current = current_objective_seconds(self._request(cluster.options[0], False, deployed), deployed)
         return new, objective_seconds(new), current
 
     def measurements(self, plan: GraphPlan | None = None) -> Measurements | None:
-        """What was learnt of the graph that a plan divides (default: the whole one); None without learning."""
+        """The measured times of the graph that a plan divides (default: the whole one); None without calibration."""
         return (self._graphs.whole if plan is None else self._graphs.of(plan)).measurements
 
     # ---- deployments ----------------------------------------------------------------------------------------------
@@ -204,11 +154,7 @@ class GraphKind:
         return deployment.max_in_flight
 
     async def probe(self, deployment: GraphDeployment) -> None:
-        await self.run_zeros(deployment)
-
-    async def run_zeros(self, deployment: GraphDeployment) -> RunResult[Arrays]:
-        """Run a request whose inputs are zeros."""
-        return await deployment.infer(_zeros(self.spec.inputs))
+        await deployment.infer(_zeros(self.spec.inputs))
 
     async def tune(self, deployment: GraphDeployment) -> None:
         """Nothing to choose: graph outputs have no common accuracy measure, so there is no accuracy budget."""
@@ -235,7 +181,6 @@ class GraphKind:
             total = result.latency_seconds if alone and admission.num_admitted == before else None
             self._requests.observe(deployment, 1.0, result.compute_seconds, total)
             if measured is not None:
-                measured.num_requests += 1
                 measured.observe(deployment.plan, result, total)
             names, traces = tuple(result.outputs), result.traces if request.trace else ()
             reply = Inferred(names=names, latency_seconds=result.latency_seconds, traces=traces)

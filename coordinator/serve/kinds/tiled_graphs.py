@@ -15,7 +15,7 @@ from coordinator.devices.taken import NOTHING_TAKEN, TakenByOthers
 from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, graph_cluster_with_limits
-from coordinator.serve.planning.measurements import FOLDER, Measurements
+from coordinator.serve.kinds.measurements import FOLDER, Measurements
 from coordinator.serve.planning.tiling import check_can_tile, tiled_as, tiled_for
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadPlan
@@ -27,7 +27,7 @@ from hearth.wire.messages import GraphProfile
 class ServedGraph:
     """A graph with what its plans need: the workload that devices measure, and the chunks that they store.
 
-    `measurements`: what requests have taught about it; None without learning.
+    `measurements`: of its requests; None without calibration.
     """
 
     def __init__(self, graph: GraphFile, measurements: Measurements | None) -> None:
@@ -110,5 +110,5 @@ class TiledGraphs:
 
     def _served(self, graph: GraphFile) -> ServedGraph:
         path = self._folder / f"{graph.fingerprint[:24]}.json"
-        learnt = Measurements(path, graph.spec, self._profiler.slowdown) if self._goal.learn else None
-        return ServedGraph(graph, learnt)
+        measurements = Measurements(path, graph.spec, self._profiler.slowdown) if self._goal.learn else None
+        return ServedGraph(graph, measurements)

@@ -37,20 +37,18 @@ async def solve_transformer(
 
 
 async def solve_graph(
-    request: GraphRequest, report_strategy: ReportStrategy = lambda line: None, spares: SparePlanners | None = None
+    request: GraphRequest,
+    report_strategy: ReportStrategy = lambda line: None,
+    spares: SparePlanners | None = None,
+    in_background: bool = False,
 ) -> PlanningResult[GraphPlan]:
-    """`plan_graph` in a child process. `report_strategy` is called with each strategy. Also raises DeadlineExceeded."""
-    planned: PlanningResult[GraphPlan] = _one(await _plan_in_child("graph", [request], report_strategy, spares))
-    return planned
+    """`plan_graph` in a child process, with low priority if `in_background`; else `report_strategy` gets each strategy.
 
-
-async def result_or_none(request: GraphRequest) -> PlanningResult[GraphPlan] | None:
-    """`plan_graph` in a child with low priority; None if there is no plan.
-
-    The child is killed if this call is cancelled. Raises DeadlineExceeded, InternalError.
+    Also raises DeadlineExceeded.
     """
-    (result,) = await _plan_in_child("graph", [request], in_background=True)
-    return None if isinstance(result, HearthError) else result
+    found = await _plan_in_child("graph", [request], report_strategy, spares, in_background)
+    planned: PlanningResult[GraphPlan] = _one(found)
+    return planned
 
 
 async def solve_instance(goal: GraphGoal, report_strategy: ReportStrategy) -> PlanningResult[GraphPlan]:

@@ -1,4 +1,4 @@
-"""What a standby needs of its leader, as files: the state, keys, profiles, what was learnt, the model without weights.
+"""What a standby needs of its leader, as files: the state, keys, profiles, calibrations, policies, the model without weights.
 
 The leader sends each file in parts. Of a checkpoint it sends only the headers: the standby's copies are sparse files of the
 same size, from which the model can be opened and planned. Their weights are never read: the devices hold the chunks, which the
@@ -18,7 +18,7 @@ from pathlib import Path
 from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.sharding import manifest_path
 from coordinator.plan.graph.request import POLICIES_FOLDER
-from coordinator.serve.planning.measurements import FOLDER as LEARNT
+from coordinator.serve.kinds.measurements import FOLDER as LEARNT
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment, SavedState, TransformerGoal
 from hearth.errors import HearthError
 from hearth.files import write_atomically

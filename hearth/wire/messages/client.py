@@ -325,12 +325,6 @@ class PreparedLoss(WireModel):
     pause_seconds: float | None = None  # predicted, from the loss until the plan without the device serves
 
 
-class Learn(ClientRequest):
-    """Look for a faster plan by measuring on the devices, for that long at most. The answer is `Done`, at once."""
-
-    seconds: Annotated[float, Field(gt=0, le=86400)]
-
-
 class KeepLoaded(ClientRequest):
     """Unload the model once it has been idle for that long, instead of what it is served with. The answer is `Done`, at once.
 
@@ -338,37 +332,6 @@ class KeepLoaded(ClientRequest):
     """
 
     seconds: Annotated[float, Field(ge=-1, allow_inf_nan=False)]
-
-
-TrialOutcome: TypeAlias = Literal["running", "deployed", "not better", "failed"]
-
-
-class PlanTrial(WireModel):
-    """A plan that was tried on the devices, in turns with the deployed one. `gain`: the share of time that it saves."""
-
-    planner: Name
-    devices: tuple[Name, ...] = Field(max_length=4096)
-    predicted_seconds: Annotated[float, Field(ge=0)]
-    num_requests: Annotated[int, Field(ge=0)]
-    gain: float  # negative: it is slower
-    standard_error: Annotated[float, Field(ge=0)]  # of the gain
-    outcome: TrialOutcome
-
-
-class Learning(WireModel):
-    """What the coordinator learns from the requests of a deployment. Times are of requests that ran alone."""
-
-    state: Text  # for users
-    is_asked: bool = False  # a user has asked to learn, and there is something left to learn
-    num_requests: Annotated[int, Field(ge=0)] = 0  # that the deployed plan has served and that were measured
-    predicted_seconds: float = 0.0  # of the deployed plan
-    measured_seconds: float | None = None  # the median of the latest requests
-    # Of the predicted and measured times of the deployed plan's segments.
-    pearson: float | None = None
-    spearman: float | None = None
-    gain: float = 0.0  # share of time saved by all changes of plan that were learnt
-    trial_requests: Annotated[int, Field(ge=0)] = 0  # run by the coordinator itself on plans under trial, in all
-    trials: tuple[PlanTrial, ...] = Field(default=(), max_length=256)  # latest last
 
 
 class Status(Message):
@@ -395,7 +358,6 @@ class Status(Message):
     hung_files: tuple[Text, ...] = Field(default=(), max_length=MAX_LIST_ITEMS)
     redundancy: Text = ""  # whether the deployment survives the loss of any one device, as a sentence for users
     losses: tuple[PreparedLoss, ...] = Field(default=(), max_length=4096)  # of each device of the plan, while it serves
-    learning: Learning | None = None  # None: this deployment does not learn
     num_prompt_tokens: int = 0  # of the prompts that were answered
     num_cached_tokens: int = 0  # of these, found in the KV cache
     num_drafted_tokens: int = 0  # of answers, that were guessed before they were computed

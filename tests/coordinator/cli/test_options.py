@@ -69,14 +69,6 @@ def test_serve_without_model_rejects_model_options(name: str, tmp_path: Path) ->
     assert "it needs a MODEL" in message
 
 
-def test_no_learn_excludes_a_time_to_learn(tmp_path: Path) -> None:
-    save_credential(tmp_path / "key", new_home_key())
-    save_graph(tmp_path / "graph.json", two_branches(flops=1e6, out_bytes=1000, weights=1 << 20))
-    common = ("--key", str(tmp_path / "key"), "--state-dir", str(tmp_path), "--strategy", "doppler")
-    message = error("serve", str(tmp_path / "graph.json"), *common, "--learn", "30s", "--no-learn")
-    assert "--learn cannot be used: it cannot be combined with --no-learn" in message
-
-
 def test_deterministic_plans_need_times_of_deterministic_kernels(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     profile = SavedTransformerProfile(devices=(device_profile(0, 1.0),), model=read_spec(model))

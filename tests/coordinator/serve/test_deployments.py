@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ import pytest
 from support.checkpoints import write_model
 from support.controllers import tools_for
 from support.fleets import TransformerFleet
+from support.graphs import save_two_branch_model
 from support.planning import in_process_planning
 from support.waiting import until
 
@@ -122,6 +124,32 @@ def test_start_with_a_model_that_cannot_be_read_forgets_nothing(tmp_path: Path) 
         with pytest.raises(HearthError):
             await deployments_of(tmp_path, TransformerFleet("a")).create(bad, None)
         assert list(StateFile(tmp_path / "state").load().deployments) == ["old"]
+
+    scenario(main)
+
+
+def test_saved_settings_that_no_longer_exist_are_reported_and_plans_are_made_by_auto(tmp_path: Path) -> None:
+    goal = {"kind": "graph", "model_file": str(save_two_branch_model(tmp_path / "graph.onnx")), "learn_seconds": 30.0}
+    deployments = {
+        "policy": {"goal": {**goal, "strategy": "policy-of-the-past"}},
+        "plain": {"goal": {**goal, "learn_seconds": 0.0}, "plan": None},
+    }
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "serving.json").write_text(json.dumps({"version": 2, "deployments": deployments}))
+
+    async def main() -> None:
+        lines: list[str] = []
+        home = deployments_of(tmp_path, TransformerFleet("a"), lines)
+        await home.restore()
+        assert lines == [
+            "policy: the saved setting learn_seconds no longer exists and is ignored",
+            "policy: the strategy policy-of-the-past no longer exists; plans are made by auto",
+        ]
+        assert [each.goal.strategy for each in home.controllers.values()] == ["auto", "auto"]
+        # What is saved from now on has no such setting.
+        lines.clear()
+        await deployments_of(tmp_path, TransformerFleet("a"), lines).restore()
+        assert not lines
 
     scenario(main)
 

@@ -99,13 +99,13 @@ def test_load_of_other_workers_slows_a_device_down() -> None:
     assert resources.by_others("detector")(busy(0.0)).load == 0.0
 
 
-def test_load_of_two_workers_of_a_deployment_adds_up_and_its_trials_are_its_own() -> None:
+def test_load_of_two_workers_of_a_deployment_adds_up() -> None:
     resources = Resources()
 
     def busy(seconds: float) -> Device:
         workers = tuple(
             WorkerStatus(deployment=name, state="ready", epoch=epoch, busy_seconds=seconds / 2)
-            for name, epoch in (("chat", 1), ("chat", 2), ("detector.trial", 3))
+            for name, epoch in (("chat", 1), ("chat", 2), ("detector", 3))
         )
         return replace(device_with(BYTES), state=AgentState(boot_id="1", workers=workers))
 
@@ -124,9 +124,9 @@ def sending(num_bytes: int, *workers: tuple[str, int]) -> Device:
     return replace(device_with(BYTES), state=AgentState(boot_id="1", workers=told))
 
 
-def test_traffic_of_other_workers_counts_and_that_of_a_deployment_and_its_trials_does_not() -> None:
+def test_traffic_of_other_workers_counts_and_that_of_a_deployment_does_not() -> None:
     resources = Resources()
-    workers = (("chat", 1), ("chat", 2), ("detector", 3), ("detector.trial", 4))
+    workers = (("chat", 1), ("chat", 2), ("detector", 3), ("detector", 4))
     for second in range(200):
         resources.sample([sending(1000 * second, *workers)], float(second))
 

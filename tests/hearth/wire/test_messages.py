@@ -284,7 +284,7 @@ def test_unknown_error_code_becomes_a_generic_error(code: str, details: dict[str
 
 
 def test_hello_carries_the_protocol_version() -> None:
-    assert msgpack.unpackb(encode(Hello(name="x")))["protocol"] == 3
+    assert msgpack.unpackb(encode(Hello(name="x")))["protocol"] == 4
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ from pydantic import Field, TypeAdapter
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.build import build_plan
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.learning.correlation import rank_correlation
 from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import OperatorAssignment, Solution
 from hearth.plan.plan import GraphPlan
+from tools.bench.doppler.correlation import rank_correlation
 from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import Finding, at_least, summarise, within
 from tools.bench.graph_clients import save_example

@@ -11,13 +11,11 @@ import pytest
 
 pytest.importorskip("ortools")
 
-from support.graph_plans import placed_plan
 from support.graphs import chain, cluster_of
 from support.step_clock import StepClock
 
 from coordinator.plan.graph.latency.doppler.policy import Policy, random_policy
 from coordinator.plan.graph.latency.doppler.weights import policy_bytes, policy_from_bytes
-from coordinator.plan.graph.learning.measured_plans import add_trials
 from coordinator.plan.graph.request import POLICIES_FOLDER, GraphRequest
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.planning import learnt_policies
@@ -96,18 +94,6 @@ def test_a_standby_that_takes_over_uses_the_policy_that_has_learnt(
     used = used_policy(own, monkeypatch)
     assert used is not None
     assert all(np.array_equal(used.weights[name], each) for name, each in SHIPPED.weights.items())
-
-
-@pytest.mark.usefixtures("shipped")
-def test_a_policy_learns_from_measured_plans(tmp_path: Path) -> None:
-    weights = []
-    for number, gain in enumerate((0.0, 0.5)):
-        asked = request(tmp_path / str(number), 3.0)
-        one, other = (placed_plan(asked.spec, [each] * 4) for each in ("id-a", "id-b"))
-        planned(replace(asked, measured=add_trials((), one, [(other, gain)])))
-        (path,) = (tmp_path / str(number)).iterdir()
-        weights.append(policy_from_bytes(path.read_bytes(), str(path)).weights["place.output.weight"])
-    assert not np.array_equal(*weights)
 
 
 @pytest.mark.usefixtures("shipped")

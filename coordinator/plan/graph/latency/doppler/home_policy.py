@@ -16,7 +16,6 @@ from coordinator.plan.graph.latency.doppler.samples import few_samples, policy_s
 from coordinator.plan.graph.latency.doppler.starts import Start, best_starts
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
-from coordinator.plan.graph.learning.measured_plans import MeasuredPlacement
 from coordinator.plan.solution import SearchOptions, Solution
 
 
@@ -32,24 +31,18 @@ class HomePolicy:
         self._learn_seconds = learn_seconds if policy else 0.0
 
     def solve(
-        self,
-        problem: PlacementProblem,
-        options: SearchOptions,
-        starts: Sequence[Start] = (),
-        measured: Sequence[MeasuredPlacement] = (),
+        self, problem: PlacementProblem, options: SearchOptions, starts: Sequence[Start] = ()
     ) -> Solution[Schedule]:
-        """As `solve_doppler`, from starts of the policy. The time limit begins after learning, also from what was measured.
+        """As `solve_doppler`, from starts of the policy. The time limit begins after learning.
 
         Raises ModelDoesNotFit, NoPlacement.
         """
-        learnt = self._learn(problem, options, measured) if self._learn_seconds else ()
+        learnt = self._learn(problem, options) if self._learn_seconds else ()
         draw = few_samples if is_short_search(options) else policy_samples
         sample = partial(draw, problem, self.policy, seed=options.seed) if self.policy else None
         return solve_doppler(problem, options, [*starts, *map(Start, learnt)], sample)
 
-    def _learn(
-        self, problem: PlacementProblem, options: SearchOptions, measured: Sequence[MeasuredPlacement]
-    ) -> Sequence[Schedule]:
+    def _learn(self, problem: PlacementProblem, options: SearchOptions) -> Sequence[Schedule]:
         """Replace the policy by what it learns; return the best schedules of lists, of the old policy and of learning.
 
         The time to learn begins once the schedules of lists and of the old policy are made.
@@ -62,6 +55,6 @@ class HomePolicy:
         deadline = options.clock() + self._learn_seconds
         self._learn_seconds = 0.0
         self.policy, elites, self.num_episodes = learn(
-            features.with_incumbent(starts[0]), self.policy, starts, rng, options.clock, deadline, measured=measured
+            features.with_incumbent(starts[0]), self.policy, starts, rng, options.clock, deadline
         )
         return elites

@@ -3,9 +3,6 @@
 Each batch of sampled episodes is priced by the simulator, and the heads take one step: policy gradient on the batch, with
 advantages relative to its mean, and imitation of the best plans found so far. Search improves those plans now and then.
 
-Plans that were measured on the devices count more than episodes, relative to the mean of their times. A plan that was measured
-to be slow is avoided, however the simulator prices it (Doppler, arXiv 2505.23131, stage III).
-
 A plan is imitated in the states that it passes through. Renaming equal devices in it changes nothing, since the policy
 knows devices by their features only.
 """
@@ -26,10 +23,8 @@ from coordinator.plan.graph.latency.doppler.gradients import HeadGradients, head
 from coordinator.plan.graph.latency.doppler.policy import Policy
 from coordinator.plan.graph.latency.doppler.rollout import Rollouts, orders_by_start, repeat, roll_out, sampling_noise
 from coordinator.plan.graph.latency.evaluator import Evaluator
-from coordinator.plan.graph.latency.list_scheduling import contended_heft
 from coordinator.plan.graph.latency.policy_gradient import Adam, advantages
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
-from coordinator.plan.graph.learning.measured_plans import MeasuredPlacement
 from hearth.errors import NoPlacement
 
 BATCH = 16
@@ -37,7 +32,6 @@ NUM_BATCHES = 250  # 4,000 episodes, as many as Doppler's authors give each stag
 _FIRST_RATE, _LAST_RATE = 1e-3, 1e-4  # learning rate; it falls linearly over all batches
 _FIRST_ENTROPY_WEIGHT = 1e-2  # falls linearly to 0
 _ELITE_WEIGHT = 0.3  # of the imitation of one plan, where an episode of the batch counts as much as its advantage
-_MEASURED_WEIGHT = 10.0  # of a measured plan, where an episode of the batch with as much of an advantage counts 1
 _NUM_ELITES = 4
 _SEARCH_BATCHES = 50  # batches between two searches
 _SEARCH_MOVES = 4000  # of each elite in each search
@@ -59,14 +53,12 @@ def learn(
     clock: Callable[[], float],
     deadline: float,
     num_batches: int = NUM_BATCHES,
-    measured: Sequence[MeasuredPlacement] = (),
 ) -> Learnt:
     """Learn from `num_batches` batches, or until `clock()` reaches `deadline`, but from one at least. `policy` stays as it is.
 
-    `starts` must fit the memory; measured plans that do not are left out. Two runs with the same generator and number of
-    batches give the same result.
+    `starts` must fit the memory. Two runs with the same generator and number of batches give the same result.
     """
-    learning = _Learning(problem, policy, starts, measured, rng)
+    learning = _Learning(problem, policy, starts, rng)
     batch = 0
     while batch == 0 or (batch < num_batches and clock() < deadline):
         left = 1 - batch / num_batches
@@ -84,14 +76,7 @@ class _Elite:
 
 
 class _Learning:
-    def __init__(
-        self,
-        problem: ProblemFeatures,
-        policy: Policy,
-        starts: Sequence[Schedule],
-        measured: Sequence[MeasuredPlacement],
-        rng: Generator,
-    ) -> None:
+    def __init__(self, problem: ProblemFeatures, policy: Policy, starts: Sequence[Schedule], rng: Generator) -> None:
         self.policy = Policy(policy.features, {name: each.copy() for name, each in policy.weights.items()})
         self.elites: list[_Elite] = []  # with different assignments, by increasing makespan
         self._problem, self._rng = problem, rng
@@ -100,15 +85,13 @@ class _Learning:
         self._adam = Adam(head_weights(self.policy))
         self._evaluator = Evaluator(problem.problem)
         self._probabilities: Floats | None = None  # PLC's, the mean over the last batch
-        self._spread = 0.0  # of the makespans of the last batch: standard deviation over mean
-        self._measured = _episodes(problem, measured)
         for each in starts:
             self._keep(each)
 
     def step(self, rate: float, entropy_weight: float) -> None:
         """One batch, and one step of Adam."""
         total = {name: np.zeros_like(weight) for name, weight in head_weights(self.policy).items()}
-        for episodes, weights, entropy in (*self._sampled(entropy_weight), *self._imitated(), *self._from_measured()):
+        for episodes, weights, entropy in (*self._sampled(entropy_weight), *self._imitated()):
             for name, each in self._gradients.of(episodes, weights, entropy).items():
                 total[name] += each
         self._adam.update(total, rate)
@@ -137,22 +120,11 @@ class _Learning:
         if self._is_better(makespans.min()):
             self._keep(best_schedule(self._problem.problem, assignments[best], orders[best]))
         self._probabilities = episodes.probabilities[complete].mean(axis=0)
-        self._spread = float(makespans.std() / makespans.mean()) if makespans.any() else 0.0
         return [(episodes, weights, entropy_weight / len(complete))]
 
     def _imitated(self) -> list[tuple[Rollouts, Floats, float]]:
         weights = np.array([_ELITE_WEIGHT / max(len(self.elites), 1)])
         return [(elite.episode, weights, 0.0) for elite in self.elites]
-
-    def _from_measured(self) -> list[tuple[Rollouts, Floats, float]]:
-        """The measured plans. Their advantages are in deviations of the batch, or of their own times if those differ more."""
-        if not self._measured:
-            return []
-        seconds = np.array([each for _, each in self._measured])
-        spread = max(self._spread, float(seconds.std() / seconds.mean()))
-        gains = 1 - seconds / seconds.mean()
-        weights = _MEASURED_WEIGHT / BATCH * gains / spread if spread > 0 else np.zeros_like(gains)
-        return [(episode, weights[[i]], 0.0) for i, (episode, _) in enumerate(self._measured)]
 
     def _is_better(self, makespan: float) -> bool:
         return len(self.elites) < _NUM_ELITES or makespan < self.elites[-1].schedule.makespan
@@ -168,15 +140,3 @@ class _Learning:
             return
         self.elites.append(_Elite(found, repeat(self._problem, found.operator_order, found.assignment)))
         self.elites = sorted(self.elites, key=lambda each: each.schedule.makespan)[:_NUM_ELITES]
-
-
-def _episodes(problem: ProblemFeatures, measured: Sequence[MeasuredPlacement]) -> list[tuple[Rollouts, float]]:
-    """The episode that makes each plan, in the order of HEFT with contention, and its relative seconds."""
-    found = []
-    for devices, seconds in measured:
-        try:
-            order = contended_heft(problem.problem, dict(enumerate(devices))).operator_order
-            found.append((repeat(problem, order, devices), seconds))
-        except NoPlacement:  # the devices have less memory than before
-            continue
-    return found

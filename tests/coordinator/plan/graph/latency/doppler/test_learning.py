@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from typing import NoReturn
 
@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.placement_problems import problems, random_problem
-from support.policy_loss import loss
 from support.schedule_checker import violations
 from support.step_clock import StepClock
 
@@ -20,11 +19,9 @@ from coordinator.plan.graph.latency.doppler.features import problem_features
 from coordinator.plan.graph.latency.doppler.gradients import head_weights
 from coordinator.plan.graph.latency.doppler.learning import BATCH, Learnt, learn
 from coordinator.plan.graph.latency.doppler.policy import Policy, random_policy
-from coordinator.plan.graph.latency.doppler.rollout import draw_noise, repeat, roll_out
-from coordinator.plan.graph.latency.list_scheduling import contended_heft
+from coordinator.plan.graph.latency.doppler.rollout import draw_noise, roll_out
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
-from coordinator.plan.graph.learning.measured_plans import MeasuredPlacement
 from hearth.errors import NoPlacement
 
 POLICY = random_policy(np.random.default_rng(1))
@@ -40,10 +37,9 @@ def learnt(
     policy: Policy = POLICY,
     clock: Callable[[], float] = lambda: 0.0,
     deadline: float = inf,
-    measured: Sequence[MeasuredPlacement] = (),
 ) -> Learnt:
     rng = np.random.default_rng(seed)
-    return learn(problem_features(problem), policy, starts or [], rng, clock, deadline, num_batches, measured)
+    return learn(problem_features(problem), policy, starts or [], rng, clock, deadline, num_batches)
 
 
 def on_one_device(problem: PlacementProblem) -> list[Schedule]:
@@ -129,41 +125,3 @@ def test_the_policy_learns_from_plans_where_no_episode_finds_room(monkeypatch: p
     found = learnt(LOOSE, 100, [start])
     assert found.elites == (start,)
     assert greedy(LOOSE, found.policy).assignment == start.assignment
-
-
-# ---- measured plans ---------------------------------------------------------------------------------------------------
-
-
-def log_probability(problem: PlacementProblem, policy: Policy, devices: Sequence[int]) -> float:
-    """Of the episode that makes this plan."""
-    features = problem_features(problem)
-    episode = repeat(features, contended_heft(problem, dict(enumerate(devices))).operator_order, devices)
-    return -loss(features, policy, episode, np.ones(1), 0.0)
-
-
-def test_plan_that_was_measured_to_be_faster_becomes_more_probable() -> None:
-    without = learnt(LOOSE, 10)
-    one, other = (each.assignment for each in without.elites[:2])
-    for fast, slow in ((one, other), (other, one)):
-        measured = [MeasuredPlacement(fast, 0.9), MeasuredPlacement(slow, 1.0)]
-        policy = learnt(LOOSE, 10, measured=measured).policy
-        for devices, direction in ((fast, 1), (slow, -1)):
-            before, after = (log_probability(LOOSE, each, devices) for each in (without.policy, policy))
-            assert direction * (after - before) > 0.3
-
-
-def test_equal_times_and_a_single_time_teach_nothing() -> None:
-    one, other = (MeasuredPlacement(each.assignment, 1.0) for each in on_one_device(LOOSE)[:2])
-    for measured in ([one, other], [one._replace(relative_seconds=3.0)]):
-        found, expected = learnt(LOOSE, 3, measured=measured), learnt(LOOSE, 3)
-        for name, weight in expected.policy.weights.items():
-            assert np.array_equal(weight, found.policy.weights[name]), name
-
-
-def test_measured_plan_that_no_longer_fits_is_left_out() -> None:
-    fits = MeasuredPlacement(learnt(TIGHT, 2).elites[0].assignment, 1.0)
-    on_one = MeasuredPlacement((0,) * TIGHT.num_operators, 0.5)
-    assert TIGHT.overflow_bytes(on_one.devices)
-    found, expected = learnt(TIGHT, 3, measured=[fits, on_one]), learnt(TIGHT, 3)
-    assert found.elites == expected.elites
-    assert np.array_equal(found.policy.weights["place.output.weight"], expected.policy.weights["place.output.weight"])

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from support.graph_plans import placed_plan
 from support.graphs import chain, cluster_of
 
+from coordinator.plan.graph.calibration import WINDOW, Calibration, Factors, LogAverage
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.learning.calibration import WINDOW, Calibration, Factors, LogAverage
-from coordinator.plan.graph.learning.correlation import agreement
 from hearth.plan.plan import GraphPlan
 
 SPEC = chain(1, [100] * 6)
@@ -136,24 +135,3 @@ def test_average_ignores_an_outlier_and_follows_a_change() -> None:
     for _ in range(int(3 * WINDOW)):
         average.add(1.5)
     assert average.value == pytest.approx(0.4055, rel=0.1)
-
-
-@given(st.lists(st.integers(0, 50), min_size=3, max_size=20))
-def test_agreement_is_one_for_scaled_and_for_monotone_times(values: list[int]) -> None:
-    predicted = [float(value) for value in values]
-    found = agreement(predicted, [3 * value + 1 for value in predicted])
-    if len(set(values)) == 1:
-        assert found is None
-        return
-    assert found is not None
-    assert tuple(found) == pytest.approx((1.0, 1.0))
-    cubes = agreement(predicted, [value**3 for value in predicted])
-    assert cubes is not None
-    assert cubes.spearman == pytest.approx(1.0)
-    reverse = agreement(predicted, [-value for value in predicted])
-    assert reverse is not None
-    assert tuple(reverse) == pytest.approx((-1.0, -1.0))
-
-
-def test_agreement_of_two_points_means_nothing() -> None:
-    assert agreement([1.0, 2.0], [1.0, 2.0]) is None

@@ -1,8 +1,9 @@
-"""Factors between profiled and measured times, learnt from requests: per operator and device, and per link. Pure.
+"""Calibration of profiled times by requests: factors per operator and device, and per link. Pure.
 
 A request tells the seconds of each segment, not of each operator, so every operator of a segment gets the segment's factor,
 weighted by its share of the segment's time. What is not known of an operator is taken from its device, and what is not known
-of a device from the other devices (Doppler's third stage, arXiv 2505.23131, learns on the devices themselves).
+of a device from the other devices. The CPU time of transfers is left out of the factor of a segment that it delays
+(`segment_delays`); transfers that had a link for themselves give the factor of the link (`measured_transfers`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import NamedTuple
 
 from pydantic import BaseModel, Field
 
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.tasks import segment_seconds
+from coordinator.plan.graph.tasks import lone_transfer_seconds, request_tasks, segment_seconds
+from coordinator.plan.simulator import Resource, Task, Timeline, simulate
+from hearth.plan.graph_spec import GraphSpec
+from hearth.plan.phases import Work
 from hearth.plan.plan import GraphPlan
+from hearth.trace import TileTransfer, transfers
+from hearth.wire.messages import DeviceTrace
 
 # Requests that an average remembers: it follows a device that becomes slower within some tens of requests.
 WINDOW = 20.0
@@ -25,6 +32,8 @@ _PRIOR_WEIGHT = 1.0
 # By which one request may differ from an average of at least so many: a single outlier changes little.
 _MAX_LOG_STEP, _STEADY_COUNT = math.log(2.0), 3
 _SAME_PROFILE = 1e-6  # relative difference up to which two profiles of a device are the same
+# A transfer counts if it is predicted to take at least this many times the error of the clocks at both of its ends.
+_MIN_CLOCK_ERRORS = 4.0
 
 
 class LogAverage(BaseModel):
@@ -166,3 +175,70 @@ def _shrunk(average: LogAverage, prior: float) -> float:
     """The factor of an average, drawn towards exp(prior) as long as it has little weight."""
     weight = average.weight + _PRIOR_WEIGHT
     return math.exp((average.weight * average.value + _PRIOR_WEIGHT * prior) / weight)
+
+
+# ---- what a request tells ----------------------------------------------------------------------------------------------
+
+
+def segment_delays(spec: GraphSpec, plan: GraphPlan, cluster: GraphCluster) -> list[list[float]]:
+    """For each rank, the delays of its segments in one request, in the plan's order; `cluster` has all of its devices.
+
+    The simulator computes a segment after the CPU time of the transfers that came before it. On a device both share the
+    cores: the segment starts at once and takes longer by that time, which is then part of its measured seconds.
+    """
+    tasks = request_tasks(spec, plan.body.segments, cluster, cluster.rank_devices(plan), values=plan.wire.values)
+    delays = _delays(tasks, simulate(tasks))
+    segments = plan.body.segments
+    return [
+        [delays[index] for index, segment in enumerate(segments) if segment.rank == rank]
+        for rank in range(plan.num_ranks)
+    ]
+
+
+def _delays(tasks: Sequence[Task], timeline: Timeline) -> dict[int | None, float]:
+    """By segment, the seconds from when its inputs are there and its device has no other segment until it starts."""
+    computed = [index for index, task in enumerate(tasks) if task.kind is Work.SEGMENT]
+    free: dict[tuple[Resource, ...], float] = {}  # when the latest segment of a device ended
+    delays = {}
+    for index in sorted(computed, key=lambda each: (timeline.starts[each], timeline.ends[each])):
+        task = tasks[index]
+        ready = max((timeline.ends[before] for before in task.after), default=0.0)
+        delays[task.layer] = timeline.starts[index] - max(ready, free.get(task.resources, 0.0))
+        free[task.resources] = timeline.ends[index]
+    return delays
+
+
+class MeasuredTransfer(NamedTuple):
+    """A transfer between two devices, by id; `ratio` of its seconds to those predicted from the link."""
+
+    source: str
+    target: str
+    ratio: float
+
+
+def measured_transfers(
+    traces: Sequence[DeviceTrace], clock_errors: Sequence[float], cluster: GraphCluster, plan: GraphPlan
+) -> list[MeasuredTransfer]:
+    """The transfers that had the links of both devices for themselves, and are long enough to be measured.
+
+    `clock_errors`: the greatest error of each rank's clock, in seconds. All devices of the plan must be in the cluster.
+    """
+    members = cluster.rank_devices(plan)
+    found = transfers(traces)
+    measured = []
+    for each in found:
+        source, target = members[each.sender], members[each.receiver]
+        predicted = lone_transfer_seconds(cluster, source, target, each.num_bytes)
+        error = clock_errors[each.sender] + clock_errors[each.receiver]
+        if predicted >= _MIN_CLOCK_ERRORS * error and not any(_contend(each, other) for other in found):
+            ratio = (each.end_seconds - each.start_seconds) / predicted
+            ids = (cluster.devices[source].device_id, cluster.devices[target].device_id)
+            measured.append(MeasuredTransfer(*ids, ratio))
+    return measured
+
+
+def _contend(one: TileTransfer, other: TileTransfer) -> bool:
+    """Whether two transfers share a side of a link at the same time."""
+    shares = one.sender == other.sender or one.receiver == other.receiver
+    overlaps = one.start_seconds < other.end_seconds and other.start_seconds < one.end_seconds
+    return one is not other and shares and overlaps

@@ -11,9 +11,8 @@ from support.graph_plans import placed_plan
 from support.graphs import cluster_of, from_edges, two_branches
 
 from coordinator.models.onnx.cutting import cut
+from coordinator.plan.graph.calibration import Calibration, segment_delays
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.learning.calibration import Calibration
-from coordinator.plan.graph.learning.delays import segment_delays
 from coordinator.plan.graph.tasks import request_tasks, segment_seconds
 from coordinator.plan.simulator import compute_resources
 from hearth.plan.graph import GraphSegments

@@ -1,9 +1,9 @@
-"""What requests to one graph have taught, in memory and on disk: calibration, trials, times of the deployed plan."""
+"""Times of requests to one graph: the calibration, which is saved, and the latency of the deployed plan."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
@@ -12,34 +12,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.deploy.deployment import RunResult
 from coordinator.deploy.graph import Arrays
+from coordinator.plan.graph.calibration import Calibration, Factors, measured_transfers, segment_delays
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.learning.calibration import Calibration, Factors
-from coordinator.plan.graph.learning.correlation import Agreement, agreement
-from coordinator.plan.graph.learning.delays import segment_delays
-from coordinator.plan.graph.learning.elites import placement_key
-from coordinator.plan.graph.learning.measured_plans import MeasuredPlan, add_trials
-from coordinator.plan.graph.learning.transfers import measured_transfers
 from coordinator.serve.durable_file import DurableFile
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
-from hearth.wire.messages import PlanTrial
 
 FOLDER = "learnt"  # of the state directory: a file for each graph
-MAX_TRIALS = 100  # kept on disk and shown
 _KEPT_SECONDS = 50  # latencies of the deployed plan: some minutes of use
 # Standard error of a median times the root of the number of values, over their median absolute deviation (normal distribution).
 _ERROR_PER_DEVIATION = 1.2533 * 1.4826
 _TRACED_REQUESTS = 8  # one request of as many is traced, for the links: tracing costs well below 1 % of it
-
-
-class SavedTrial(BaseModel):
-    """A trial, with the keys of the plan and of the one that was deployed."""
-
-    model_config = ConfigDict(frozen=True)
-
-    key: str
-    incumbent: str
-    trial: PlanTrial
 
 
 class SavedMeasurements(BaseModel):
@@ -49,12 +32,6 @@ class SavedMeasurements(BaseModel):
 
     version: Literal[1] = 1
     factors: Factors = Field(default_factory=Factors)
-    trials: tuple[SavedTrial, ...] = ()
-    plans: tuple[MeasuredPlan, ...] = ()
-    remaining_time: float = Field(default=1.0, gt=0)  # of a request, after all changes of plan that were learnt
-    num_requests: int = 0  # of clients
-    num_trial_requests: int = 0  # on plans under trial that nobody had asked for
-    num_asked_requests: int = 0  # the same during `hearth learn`
 
 
 class Latency(NamedTuple):
@@ -71,13 +48,6 @@ class Measurements:
         self._file = DurableFile(path, SavedMeasurements.model_validate_json)
         saved = self._file.read() or SavedMeasurements()
         self.calibration = Calibration(saved.factors)
-        self.trials = list(saved.trials)
-        self.plans = saved.plans  # the policy of the planner learns from them
-        self.remaining_time = saved.remaining_time
-        self.num_requests = saved.num_requests
-        self.num_trial_requests = saved.num_trial_requests
-        self.num_asked_requests = saved.num_asked_requests
-        self.paused = False  # whether requests run while something else disturbs them
         self._spec = spec
         self._slowdown = slowdown
         self._known_slowdowns: dict[str, float] = {}  # at the latest request, by device id
@@ -114,7 +84,7 @@ class Measurements:
         """Record a request that succeeded. `alone_seconds`: its duration, if no other one ran at the same time."""
         if plan is not self._plan:
             self._begin(plan)
-        if self.paused or list(map(len, result.segment_seconds)) != list(map(len, self._segment_seconds)):
+        if list(map(len, result.segment_seconds)) != self._num_segments:
             return
         self._num_seen += 1
         if self._num_seen == 1:  # a warm-up
@@ -122,9 +92,6 @@ class Measurements:
         self.num_observed += 1
         if alone_seconds is not None:
             self._latencies.append(alone_seconds)
-        for rank, seconds in enumerate(result.segment_seconds):
-            for index, each in enumerate(seconds):
-                self._segment_seconds[rank][index] += each
         self._calibrate(plan, result)
 
     def _calibrate(self, plan: GraphPlan, result: RunResult[Arrays]) -> None:
@@ -146,9 +113,7 @@ class Measurements:
         self._plan = plan
         self._num_seen = self.num_observed = 0
         self._latencies: deque[float] = deque(maxlen=_KEPT_SECONDS)
-        segments = [plan.body.segments_of(rank) for rank in range(plan.num_ranks)] if plan is not None else []
-        self._predicted = [[each.seconds for each in own] for own in segments]
-        self._segment_seconds = [[0.0] * len(own) for own in segments]  # sums over the observed requests
+        self._num_segments = [len(plan.body.segments_of(rank)) for rank in range(plan.num_ranks)] if plan else []
         self._delays = None
 
     # ---- the deployed plan ----------------------------------------------------------------------------------------
@@ -165,42 +130,6 @@ class Measurements:
         deviation = median(abs(each - middle) for each in self._latencies)
         return Latency(middle, _ERROR_PER_DEVIATION * deviation / len(self._latencies) ** 0.5)
 
-    @property
-    def median_seconds(self) -> float | None:
-        return median(self._latencies) if self._latencies else None
-
-    @property
-    def agreement(self) -> Agreement | None:
-        """Of the deployed plan's predicted and measured segments."""
-        if not self.num_observed:
-            return None
-        measured = [each / self.num_observed for own in self._segment_seconds for each in own]
-        return agreement([each for own in self._predicted for each in own], measured)
-
-    # ---- trials ---------------------------------------------------------------------------------------------------
-
-    def tried(self, incumbent: GraphPlan) -> set[str]:
-        """The keys of the plans that had their trial against this one."""
-        key = placement_key(incumbent)
-        return {each.key for each in self.trials if each.incumbent == key}
-
-    def record_trials(self, incumbent: GraphPlan, trials: Sequence[tuple[GraphPlan, PlanTrial]]) -> None:
-        """Add the results of finished trials."""
-        key = placement_key(incumbent)
-        self.trials += [SavedTrial(key=placement_key(plan), incumbent=key, trial=trial) for plan, trial in trials]
-        del self.trials[:-MAX_TRIALS]
-        measured = [
-            (plan, trial.gain) for plan, trial in trials if trial.outcome != "failed" and trial.num_requests > 1
-        ]
-        if measured:
-            self.plans = add_trials(self.plans, incumbent, measured)
-        self._has_changed = True
-
-    def count_trial_request(self, asked: bool) -> None:
-        """Count a request on a plan under trial; `asked`: a user has asked to learn."""
-        self.num_asked_requests += asked
-        self.num_trial_requests += not asked
-
     # ---- the file -------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
@@ -209,13 +138,4 @@ class Measurements:
             self._file.retry()
             return
         self._has_changed = False
-        saved = SavedMeasurements(
-            factors=self.calibration.factors,
-            trials=tuple(self.trials),
-            plans=self.plans,
-            remaining_time=self.remaining_time,
-            num_requests=self.num_requests,
-            num_trial_requests=self.num_trial_requests,
-            num_asked_requests=self.num_asked_requests,
-        )
-        self._file.write(saved.model_dump_json())
+        self._file.write(SavedMeasurements(factors=self.calibration.factors).model_dump_json())

@@ -6,7 +6,7 @@ import pytest
 from support.graph_plans import placed_plan
 from support.graphs import chain, cluster_of
 
-from coordinator.plan.graph.learning.transfers import MeasuredTransfer, measured_transfers
+from coordinator.plan.graph.calibration import MeasuredTransfer, measured_transfers
 from hearth.plan.phases import Phase
 from hearth.wire.messages import DeviceTrace, TraceEvent
 
