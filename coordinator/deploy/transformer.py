@@ -21,9 +21,9 @@ from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
 from hearth.errors import BadCheckpoint, BadMessage, DeviceLost, HearthError, StepFailed
-from hearth.plan.chunks import LAYER_CHUNK_KINDS
 from hearth.plan.draft import DRAFT_RANK, draft_plan
 from hearth.plan.kernels import KernelChoice
+from hearth.plan.layer import LAYER_CHUNK_KINDS
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import Link
 from hearth.plan.value_formats import ValueFormatName

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 from pydantic import BaseModel, Field, model_validator
 
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, rows_per_rank, spans
+from hearth.plan.layer import ChunkKind
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.value_formats import ValueFormatName
 
@@ -72,6 +73,10 @@ class LayerShare(NamedTuple):
     out: Span
     columns: Span
     connective: bool
+
+    def by_kind(self) -> dict[ChunkKind, Span]:
+        """The heads and columns by the kind of chunk that holds their weights."""
+        return {"qkv": self.qkv, "out": self.out, "mlp": self.columns}
 
 
 class StrategyTraits(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from torch import Tensor
 
-from agent.worker.transformer.filled_weights import filled_layer, layer_matrices
+from agent.worker.transformer.filled_weights import filled_layer
 from agent.worker.transformer.kernel_times import layer_shapes, measure_kernels
 from agent.worker.transformer.kernels.base import Partition
 from agent.worker.transformer.kernels.int4 import dequantise_int4, quantise_int4
@@ -160,7 +160,7 @@ def _variants(spec: ModelSpec, times: Sequence[KernelTime]) -> dict[str, _Varian
 
     def of(weights: WeightFormat, choices: Sequence[KernelChoice]) -> _Variant:
         copy = spec.model_copy(update={"weights": weights})
-        layers = [layer_matrices(filled_layer(copy, _CPU, choices)) for _ in range(spec.num_layers)]
+        layers = [list(filled_layer(copy, _CPU, choices).matrices.values()) for _ in range(spec.num_layers)]
         return _Variant(weights, layers, choices, lambda matrix, rows: matrix.kernel(rows))
 
     def single(layout: str, kernel: str) -> list[KernelChoice]:

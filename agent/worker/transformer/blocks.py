@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own custom)
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from agent.worker.transformer.causal_attention import causal_attention
 from agent.worker.transformer.paged_cache import SequenceCache
-from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm
+from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm, Shard
 from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.rotary import RotarySpec, rope_frequencies
@@ -106,8 +107,9 @@ def _rope_frequencies(rotary: RotarySpec, head_dim: int, max_positions: int, len
 # ---- norms and residuals ---------------------------------------------------------------------------------------------
 
 
-def normalise(x_sH: Tensor, norm: Norm, eps: float) -> Tensor:
+def normalise(spec: ModelSpec, x_sH: Tensor, norm: Norm) -> Tensor:
     """LayerNorm, or RMS norm if the norm has no bias, over the last dimension."""
+    eps = spec.norm_eps
     if norm.bias is None and x_sH.shape[0] == 1 and x_sH.dim() == 2 and x_sH.is_cpu:
         # A token's: torch's norm consists of nine kernels, whose calls take most of its time.
         scale = (float(torch.linalg.vector_norm(x_sH)) ** 2 / x_sH.shape[1] + eps) ** -0.5
@@ -117,15 +119,26 @@ def normalise(x_sH: Tensor, norm: Norm, eps: float) -> Tensor:
     return F.layer_norm(x_sH, (x_sH.shape[-1],), norm.weight, norm.bias, eps)
 
 
-def pre_norm(spec: ModelSpec, x_sH: Tensor, norm: Norm) -> Tensor:
+class Connective(NamedTuple):
+    """What surrounds attention or the MLP: names of a norm, and of the row-parallel matrix whose bias is added."""
+
+    norm: str
+    matrix: str
+
+
+ATTENTION, MLP = Connective("norm1", "o"), Connective("norm2", "down")
+
+
+def pre_norm(spec: ModelSpec, layer: LayerShard, around: Connective, x_sH: Tensor) -> Tensor:
     """Pre-norm: the input of attention or MLP. With post-norm, the rows are returned unchanged."""
-    return normalise(x_sH, norm, spec.norm_eps) if spec.norm_place == "pre" else x_sH
+    return normalise(spec, x_sH, layer.norms[around.norm]) if spec.norm_place == "pre" else x_sH
 
 
-def add_residual(spec: ModelSpec, x_sH: Tensor, y_sH: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+def add_residual(spec: ModelSpec, layer: LayerShard, around: Connective, x_sH: Tensor, y_sH: Tensor) -> Tensor:
     """The connective: add the row-parallel bias (here, so that it is added once) and the residual; apply post-norm."""
+    bias = layer.biases.get(around.matrix)
     x_sH = x_sH + (y_sH if bias is None else y_sH + bias)
-    return normalise(x_sH, norm, spec.norm_eps) if spec.norm_place == "post" else x_sH
+    return normalise(spec, x_sH, layer.norms[around.norm]) if spec.norm_place == "post" else x_sH
 
 
 # ---- attention ---------------------------------------------------------------------------------------------------------
@@ -137,13 +150,13 @@ def project_qkv(
     """Compute Q, K and V of one block of heads for the rows `span` of the step into `out` [s,q], with RoPE applied."""
     heads = layer.qkv_blocks[block].size
     part = layer.qkv_rows(spec, block)
-    bias = None if layer.qkv_bias is None else layer.qkv_bias[part]
-    layer.qkv_weight.rows(part).matmul(x_sH, bias, out)
+    bias = layer.biases.get("qkv")
+    layer.matrices["qkv"].rows(part).matmul(x_sH, None if bias is None else bias[part], out)
     q_width, kv_width = spec.q_width(heads), spec.kv_width(heads)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        for norm, part in ((layer.q_norm, out[:, :q_width]), (layer.k_norm, out[:, q_width : q_width + kv_width])):
+    if spec.qk_norm:
+        for name, part in (("q_norm", out[:, :q_width]), ("k_norm", out[:, q_width : q_width + kv_width])):
             by_head = part.unflatten(-1, (-1, spec.head_dim))
-            by_head.copy_(normalise(by_head, norm, spec.norm_eps))
+            by_head.copy_(normalise(spec, by_head, layer.norms[name]))
     if rows.rope_tables is not None:
         cosines, sines = rows.rope_tables
         if span.size != rows.num_rows:
@@ -229,7 +242,7 @@ def attention_block(
     q_Tw, k_Tk, v_Tk = split_qkv(spec, heads, qkv)
     store_kv(spec, rows, index, k_Tk, v_Tk)
     on_kv_stored(index)
-    return layer.out_weight.matmul(attention(spec, index, q_Tw, k_Tk, v_Tk, rows, all_rows))
+    return layer.matrices["o"].matmul(attention(spec, index, q_Tw, k_Tk, v_Tk, rows, all_rows))
 
 
 def _keys_and_values(
@@ -249,21 +262,29 @@ def _grouped_query_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
-# ---- MLP and embedding -------------------------------------------------------------------------------------------------
+# ---- MLP, whole layer, embedding and head ---------------------------------------------------------------------------------
 
 
 def mlp_up(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
     """The first half of the MLP, up to the activation: [s,c]."""
     act = ACTIVATIONS[spec.activation]
-    up_sc = layer.up_weight.matmul(x_sH, layer.up_bias)
-    if layer.gate_weight is None:
+    up_sc = layer.matrices["up"].matmul(x_sH, layer.biases.get("up"))
+    if not spec.gated:
         return up_sc.copy_(act(up_sc))
-    return act(layer.gate_weight.matmul(x_sH, layer.gate_bias)).mul_(up_sc)
+    return act(layer.matrices["gate"].matmul(x_sH, layer.biases.get("gate"))).mul_(up_sc)
 
 
 def mlp_block(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
     """The MLP for the layer's columns: a partial sum [s,H]."""
-    return layer.down_weight.matmul(mlp_up(spec, layer, x_sH))
+    return layer.matrices["down"].matmul(mlp_up(spec, layer, x_sH))
+
+
+def whole_layer(spec: ModelSpec, index: int, layer: LayerShard, x_TH: Tensor, rows: PackedRows) -> Tensor:
+    """One layer of which this rank holds all heads and columns: [T,H]."""
+    y_TH = attention_block(spec, index, layer, pre_norm(spec, layer, ATTENTION, x_TH), rows)
+    x_TH = add_residual(spec, layer, ATTENTION, x_TH, y_TH)
+    y_TH = mlp_block(spec, layer, pre_norm(spec, layer, MLP, x_TH))
+    return add_residual(spec, layer, MLP, x_TH, y_TH)
 
 
 def finish_embedding(spec: ModelSpec, embedding: EmbeddingShard, word_sH: Tensor, positions_s: Tensor) -> Tensor:
@@ -273,4 +294,10 @@ def finish_embedding(spec: ModelSpec, embedding: EmbeddingShard, word_sH: Tensor
         x_sH = x_sH + embedding.token_type[0]
     if embedding.position is not None:
         x_sH = x_sH + embedding.position[positions_s + spec.position_offset]
-    return x_sH if spec.causal else normalise(x_sH, embedding.norm, spec.norm_eps)
+    return x_sH if spec.causal else normalise(spec, x_sH, embedding.norm)
+
+
+def logits(shard: Shard, hidden_NH: Tensor) -> Tensor:
+    """The logits of this rank's vocabulary rows, for rows after the final norm: [N,V]."""
+    assert shard.embedding.head is not None
+    return shard.embedding.head.matmul(hidden_NH)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from agent.worker.transformer.kernels.base import Partition
 from agent.worker.transformer.matrices import Matrix, empty_matrix
-from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm, empty_embedding, empty_layer
+from agent.worker.transformer.shard import EmbeddingShard, LayerLayout, LayerShard, Norm, empty_embedding, empty_layer
 from hearth.plan.geometry import Span
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec, WeightFormat
@@ -20,10 +19,15 @@ from hearth.plan.transformer import LayerShare
 def filled_layer(spec: ModelSpec, device: torch.device, kernels: Sequence[KernelChoice] = ()) -> LayerShard:
     """A whole layer with constant matrices, norm weights of 1 and zeros in all other tensors."""
     heads = Span(0, spec.num_heads)
-    layer = empty_layer(spec, LayerShare(heads, heads, Span(0, spec.ffn_size), True), (heads,), device, kernels=kernels)
-    for matrix in layer_matrices(layer):
+    layer = empty_layer(
+        spec, LayerLayout(LayerShare(heads, heads, Span(0, spec.ffn_size), True), (heads,)), device, kernels
+    )
+    for matrix in layer.matrices.values():
         matrix.fill()
-    _set_neutral_values(layer)
+    for bias in layer.biases.values():
+        bias.zero_()
+    for norm in layer.norms.values():
+        _make_neutral(norm)
     return layer
 
 
@@ -44,29 +48,20 @@ def filled_matrix(
 def neutral_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:
     """An embedding without vocabulary, norm weights of 1 and zeros in all other tensors."""
     embedding = empty_embedding(spec, Span(0, 0), device)
-    _set_neutral_values(embedding)
+    for tensor in (embedding.position, embedding.token_type):
+        if tensor is not None:
+            tensor.zero_()
+    _make_neutral(embedding.norm)
     return embedding
 
 
-def _set_neutral_values(part: LayerShard | EmbeddingShard | Norm) -> None:
-    """Set norm weights to 1 and all other tensors to 0."""
-    for name in part.__dataclass_fields__:
-        value = getattr(part, name)
-        if isinstance(value, Norm):
-            _set_neutral_values(value)
-            value.weight.fill_(1.0)
-        elif isinstance(value, Tensor):
-            value.zero_()
+def _make_neutral(norm: Norm) -> None:
+    """Set the norm's weight to 1 and its bias to 0."""
+    norm.weight.fill_(1.0)
+    if norm.bias is not None:
+        norm.bias.zero_()
 
 
 def without_matrices(layer: LayerShard, device: torch.device) -> LayerShard:
     """A copy of the layer with empty matrices; each measurement brings its own."""
-    none = empty_matrix(0, 0, "float32", device)
-    gate = None if layer.gate_weight is None else none
-    return replace(layer, qkv_weight=none, out_weight=none, gate_weight=gate, up_weight=none, down_weight=none)
-
-
-def layer_matrices(layer: LayerShard) -> list[Matrix]:
-    """The weight matrices of a layer."""
-    matrices = (layer.qkv_weight, layer.out_weight, layer.gate_weight, layer.up_weight, layer.down_weight)
-    return [matrix for matrix in matrices if matrix is not None]
+    return replace(layer, matrices=dict.fromkeys(layer.matrices, empty_matrix(0, 0, "float32", device)))

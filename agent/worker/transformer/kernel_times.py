@@ -15,6 +15,7 @@ from agent.worker.transformer.kernels.base import Partition
 from agent.worker.transformer.kernels.processor import emulates_bfloat16
 from agent.worker.transformer.matrices import Matrix, layouts_to_measure
 from hearth.plan.kernels import KERNEL_ROWS, KernelTime
+from hearth.plan.layer import layer_matrices
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.platform.processor_cache import last_level_cache_bytes
 
@@ -57,8 +58,7 @@ def measure_kernels(
 
 def layer_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
     """Outputs and inputs of a layer's matrices."""
-    hidden, ffn, width = spec.hidden_size, spec.ffn_size, spec.q_width(spec.num_heads)
-    return [(spec.qkv_width(spec.num_heads), hidden), (hidden, width), (ffn, hidden), (hidden, ffn)]
+    return [matrix.shape for matrix in layer_matrices(spec)]
 
 
 def synchroniser(device: torch.device) -> Callable[[], None]:
@@ -68,8 +68,7 @@ def synchroniser(device: torch.device) -> Callable[[], None]:
 
 def layer_bytes(spec: ModelSpec) -> int:
     """Bytes of a layer's matrices."""
-    widths = spec.qkv_width(spec.num_heads) + spec.q_width(spec.num_heads) + (3 if spec.gated else 2) * spec.ffn_size
-    return round(spec.matrix_bytes * spec.hidden_size * widths)
+    return round(spec.matrix_bytes * sum(map(math.prod, layer_shapes(spec))))
 
 
 def bytes_to_evict(spec: ModelSpec, cache_bytes: int) -> int:

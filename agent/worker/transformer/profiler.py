@@ -29,7 +29,6 @@ from agent.worker.transformer.filled_weights import (
 )
 from agent.worker.transformer.generation.block_pool import num_blocks_for
 from agent.worker.transformer.kernel_times import layer_bytes, measure_kernels, synchroniser
-from agent.worker.transformer.matrices import Matrix
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
 from agent.worker.transformer.shard import LayerShard
 from agent.worker.wire_cost import measure_wire_cost
@@ -37,6 +36,7 @@ from hearth.errors import BadRequest
 from hearth.plan.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
 from hearth.plan.kept_caches import CacheBlock
 from hearth.plan.kernels import KernelChoice, choose_kernels
+from hearth.plan.layer import layer_matrices
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspicious_point
 from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
@@ -121,7 +121,7 @@ def profile_blocks(
                 replace(
                     layer,
                     qkv_blocks=(Span(0, heads),),
-                    qkv_weight=filled_matrix(width, H, device, spec.weights, kernels),
+                    matrices={"qkv": filled_matrix(width, H, device, spec.weights, kernels)},
                 )
                 for layer in layers
             ]
@@ -152,7 +152,7 @@ def profile_blocks(
     def connective(num_rows: int) -> Callable[[], object]:
         layer, x_sH = layers[0], x_TH[:num_rows]
         return lambda: blocks.pre_norm(
-            spec, blocks.add_residual(spec, x_sH, x_sH, layer.out_bias, layer.norm2), layer.norm2
+            spec, layer, blocks.MLP, blocks.add_residual(spec, layer, blocks.ATTENTION, x_sH, x_sH)
         )
 
     def embed(num_rows: int) -> Callable[[], object]:
@@ -190,16 +190,12 @@ def _with_columns(
     spec: ModelSpec, layer: LayerShard, columns: int, device: torch.device, kernels: Sequence[KernelChoice]
 ) -> LayerShard:
     """A layer with this number of MLP columns, for `blocks.mlp_up` only."""
-
-    def matrix() -> Matrix:
-        return filled_matrix(columns, spec.hidden_size, device, spec.weights, kernels)
-
-    def part(bias: Tensor | None) -> Tensor | None:
-        return None if bias is None else bias[:columns]
-
-    gate = None if layer.gate_weight is None else matrix()
+    by_column = [each.part for each in layer_matrices(spec) if each.kind == "mlp" and each.axis == 0]
+    shape = columns, spec.hidden_size
     return replace(
-        layer, gate_weight=gate, gate_bias=part(layer.gate_bias), up_weight=matrix(), up_bias=part(layer.up_bias)
+        layer,
+        matrices={part: filled_matrix(*shape, device, spec.weights, kernels) for part in by_column},
+        biases={part: layer.biases[part][:columns] for part in by_column if part in layer.biases},
     )
 
 
@@ -298,14 +294,7 @@ def _layer(
     rows = blocks.pack_rows(spec, torch.zeros(num_rows, dtype=torch.int64), [Span(0, num_rows)], [cache], device)
     x_sH = torch.randn(num_rows, spec.hidden_size, device=device)
 
-    def run() -> None:
-        layer = next(copies)
-        y_sH = blocks.attention_block(spec, 0, layer, blocks.pre_norm(spec, x_sH, layer.norm1), rows)
-        attended_sH = blocks.add_residual(spec, x_sH, y_sH, layer.out_bias, layer.norm1)
-        y_sH = blocks.mlp_block(spec, layer, blocks.pre_norm(spec, attended_sH, layer.norm2))
-        blocks.add_residual(spec, attended_sH, y_sH, layer.down_bias, layer.norm2)
-
-    return run
+    return lambda: blocks.whole_layer(spec, 0, next(copies), x_sH, rows)
 
 
 class _BlockMeter(Meter):

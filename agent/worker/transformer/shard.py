@@ -24,16 +24,13 @@ from agent.worker.transformer.kernels.base import Partition, memory_range
 from agent.worker.transformer.kernels.plain import FloatMatrix
 from agent.worker.transformer.matrices import Matrix, empty_matrix
 from hearth.errors import ChunkCorrupt
-from hearth.plan.chunks import LAYER_CHUNK_KINDS, chunk_slices
 from hearth.plan.geometry import Span, spans
 from hearth.plan.kernels import KernelChoice
+from hearth.plan.layer import LAYER_CHUNK_KINDS, ChunkKind, TensorSlice, chunk_slices, layer_matrices, layer_tensors
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import LayerShare
 from hearth.wire.messages import ChunkRef
-
-# For each tensor of a chunk: the destination, and the index of its first row (of row-parallel weights: column) on this rank.
-_Destinations = dict[str, tuple[Matrix | Tensor | None, int]]
 
 
 @dataclass
@@ -46,32 +43,21 @@ class Norm:
 
 @dataclass
 class LayerShard:
-    """This rank's part of one layer; `held` gives its heads and columns. Parts that the model does not have are None.
+    """This rank's part of one layer, by the parts of `hearth.plan.layer`; `held` gives its heads and columns.
 
-    `qkv_blocks` are the heads of each block of `qkv_weight`; a block holds Q, K and V of its heads, concatenated. A sharded
+    `qkv_blocks` are the heads of each block of the matrix `qkv`; a block holds Q, K and V of its heads, concatenated. A sharded
     layer has one block. A replicated layer has one per rank, so that one GEMM computes what is sent to a rank. Biases of
     row-parallel matrices are added in the connective, once.
     """
 
     held: LayerShare
     qkv_blocks: tuple[Span, ...]
-    qkv_weight: Matrix  # [sum of q, H]
-    qkv_bias: Tensor | None  # [sum of q]
-    q_norm: Norm | None
-    k_norm: Norm | None
-    out_weight: Matrix  # [H, w]
-    out_bias: Tensor | None  # [H]
-    norm1: Norm
-    gate_weight: Matrix | None  # [c, H]
-    gate_bias: Tensor | None  # [c]
-    up_weight: Matrix  # [c, H]
-    up_bias: Tensor | None  # [c]
-    down_weight: Matrix  # [H, c]
-    down_bias: Tensor | None  # [H]
-    norm2: Norm
+    matrices: dict[str, Matrix]  # qkv [sum of q, H], o [H, w], gate and up [c, H], down [H, c]
+    biases: dict[str, Tensor]  # by the matrix, if it has one
+    norms: dict[str, Norm]
 
     def qkv_rows(self, spec: ModelSpec, block: int) -> slice:
-        """The rows of a block in `qkv_weight` and `qkv_bias`."""
+        """The rows of a block in the matrix `qkv` and its bias."""
         start = sum(spec.qkv_width(before.size) for before in self.qkv_blocks[:block])
         return slice(start, start + spec.qkv_width(self.qkv_blocks[block].size))
 
@@ -139,50 +125,44 @@ class _Allocator:
         return Norm(self.tensor(size), self.tensor_if(self._spec.norm == "layer", size))
 
 
-def empty_layer(
-    spec: ModelSpec,
-    held: LayerShare,
-    qkv_blocks: tuple[Span, ...],
-    device: torch.device,
-    out_parts: tuple[Span, ...] = (),
-    mlp_parts: tuple[Span, ...] = (),
-    kernels: Sequence[KernelChoice] = (),
-) -> LayerShard:
-    """Allocate a layer.
+class LayerLayout(NamedTuple):
+    """The division of a layer that a plan prescribes.
 
     `out_parts` are groups of heads whose outputs are projected separately, `mlp_parts` groups of columns that are used
-    separately; if empty, the matrices are used as a whole. `kernels`: the measured choice.
+    separately; if empty, the matrices are used as a whole.
     """
-    new = _Allocator(spec, device, kernels)
-    H, d, c = spec.hidden_size, spec.head_dim, held.columns.size
-    qkv = _partition(0, qkv_blocks, spec.qkv_width)
-    out = _partition(1, out_parts or (held.out,), lambda heads: heads * d)
-    columns = mlp_parts or (held.columns,)
-    up, down = _partition(0, columns), _partition(1, columns)
-    width = qkv.borders[-1]
-    return LayerShard(
-        held=held,
-        qkv_blocks=qkv_blocks,
-        qkv_weight=new.matrix(width, H, qkv),
-        qkv_bias=new.tensor_if(spec.qkv_bias, width),
-        q_norm=Norm(new.tensor(d), None) if spec.qk_norm else None,
-        k_norm=Norm(new.tensor(d), None) if spec.qk_norm else None,
-        out_weight=new.matrix(H, held.out.size * d, out),
-        out_bias=new.tensor_if(spec.out_bias, H),
-        norm1=new.norm(H),
-        gate_weight=new.matrix(c, H, up) if spec.gated else None,
-        gate_bias=new.tensor_if(spec.gated and spec.mlp_bias, c),
-        up_weight=new.matrix(c, H, up),
-        up_bias=new.tensor_if(spec.mlp_bias, c),
-        down_weight=new.matrix(H, c, down),
-        down_bias=new.tensor_if(spec.mlp_bias, H),
-        norm2=new.norm(H),
-    )
+
+    held: LayerShare
+    qkv_blocks: tuple[Span, ...]
+    out_parts: tuple[Span, ...] = ()
+    mlp_parts: tuple[Span, ...] = ()
 
 
-def _partition(axis: int, parts: tuple[Span, ...], width: Callable[[int], int] = int) -> Partition:
-    """The pieces of a matrix that consists of these parts, concatenated; `width` converts a part's size to elements."""
-    return Partition(axis, tuple(accumulate((width(part.size) for part in parts if part.size), initial=0)))
+def empty_layer(
+    spec: ModelSpec, layout: LayerLayout, device: torch.device, kernels: Sequence[KernelChoice] = ()
+) -> LayerShard:
+    """Allocate a layer. `kernels`: the measured choice."""
+    new, held = _Allocator(spec, device, kernels), layout.held
+    groups: dict[ChunkKind, tuple[Span, ...]] = {
+        "qkv": layout.qkv_blocks,
+        "out": layout.out_parts or (held.out,),
+        "mlp": layout.mlp_parts or (held.columns,),
+    }
+    layer = LayerShard(held, layout.qkv_blocks, {}, {}, {})
+    for matrix in layer_matrices(spec):
+        sizes = (matrix.size(group.size) for group in groups[matrix.kind] if group.size)
+        partition = Partition(matrix.axis, tuple(accumulate(sizes, initial=0)))
+        shape = list(matrix.shape)
+        shape[matrix.axis] = partition.borders[-1]
+        layer.matrices[matrix.part] = new.matrix(shape[0], shape[1], partition)
+    for tensor in layer_tensors(spec):
+        if tensor.role == "bias" and tensor.part not in layer.biases:
+            layer.biases[tensor.part] = new.tensor(layer.matrices[tensor.part].shape[0])
+        elif tensor.role == "norm" and tensor.part not in layer.norms:
+            layer.norms[tensor.part] = Norm(new.tensor(*tensor.shape), None)
+        elif tensor.role == "norm":
+            layer.norms[tensor.part].bias = new.tensor(*tensor.shape)
+    return layer
 
 
 def empty_embedding(
@@ -206,7 +186,7 @@ def empty_embedding(
     head: Matrix | None = None
     if spec.causal:
         whole = Partition(0, (0, head_rows.size)) if kernels else None
-        tied = word[_local_slice(head_rows, word_rows.start)]
+        tied = word[head_rows.start - word_rows.start : head_rows.stop - word_rows.start]
         head = new.matrix(head_rows.size, H, whole) if spec.has_separate_head else FloatMatrix(tied)
     return EmbeddingShard(
         word_rows=word_rows,
@@ -219,20 +199,11 @@ def empty_embedding(
     )
 
 
-class _LayerLayout(NamedTuple):
-    """The arguments of `empty_layer` that depend on the plan."""
-
-    held: LayerShare
-    qkv_blocks: tuple[Span, ...]
-    out_parts: tuple[Span, ...]
-    mlp_parts: tuple[Span, ...]
-
-
-def _layer_layout(plan: TransformerPlan, rank: int, index: int) -> _LayerLayout:
+def _layer_layout(plan: TransformerPlan, rank: int, index: int) -> LayerLayout:
     spec, body = plan.model, plan.body
     held, mode = body.layer_share(rank, index), body.mode(index)
     heads, columns = spans(body.heads), spans(body.columns)
-    return _LayerLayout(
+    return LayerLayout(
         held,
         heads if mode.qkv == "replicated" and held.qkv.size else (held.qkv,),
         heads if mode.out == "replicated" and held.out.size else (),
@@ -257,7 +228,7 @@ class _HeldPart(NamedTuple):
     """A layer, or the embedding, with the layout and the chunks with which it was loaded."""
 
     part: LayerShard | EmbeddingShard
-    layout: _LayerLayout | _EmbeddingLayout
+    layout: LayerLayout | _EmbeddingLayout
     chunks: frozenset[ChunkRef]
 
 
@@ -285,7 +256,7 @@ class HeldWeights:
         self._parts[index] = part
 
     def take(
-        self, index: int | None, layout: _LayerLayout | _EmbeddingLayout, chunks: frozenset[ChunkRef]
+        self, index: int | None, layout: LayerLayout | _EmbeddingLayout, chunks: frozenset[ChunkRef]
     ) -> LayerShard | EmbeddingShard | None:
         """A whole layer, or the embedding (None), if it is held as it is needed."""
         held = self._parts.get(index)
@@ -307,15 +278,19 @@ class HeldWeights:
         found = self._parts.get(_layer_of(chunk))
         if found is None or chunk not in found.chunks:
             return None
-        destinations = _destinations(spec, found.part, chunk)
         tensors: dict[str, Tensor] = {}
         for piece in chunk_slices(spec, chunk.kind, chunk.grain):
-            held, first = destinations[piece.tensor]
-            rows, columns = _local_slice(piece.rows, first), _local_slice(piece.columns, first)
-            values = held[rows] if isinstance(held, Tensor) else held.read(rows, columns) if held is not None else None
+            held, index = _place(spec, found.part, piece)
+            values = (
+                held[index]
+                if isinstance(held, Tensor)
+                else held.read(*_rows_and_columns(index))
+                if held is not None
+                else None
+            )
             if values is None:
                 return None
-            tensors[piece.tensor] = values
+            tensors[piece.tensor.name] = values
         return tensors
 
 
@@ -372,7 +347,7 @@ def load_shard(
 
 def _empty_part(
     spec: ModelSpec,
-    layout: _LayerLayout | _EmbeddingLayout,
+    layout: LayerLayout | _EmbeddingLayout,
     device: torch.device,
     kernels: Sequence[KernelChoice],
 ) -> LayerShard | EmbeddingShard:
@@ -380,7 +355,7 @@ def _empty_part(
         return empty_embedding(
             spec, layout.head_rows, device, layout.with_norm_and_positions, kernels, layout.word_rows
         )
-    return empty_layer(spec, layout.held, layout.qkv_blocks, device, layout.out_parts, layout.mlp_parts, kernels)
+    return empty_layer(spec, layout, device, kernels)
 
 
 def _fill(
@@ -427,70 +402,55 @@ def _layer_of(chunk: ChunkRef) -> int | None:
 def _copy_chunk(
     spec: ModelSpec, part: LayerShard | EmbeddingShard, chunk: ChunkRef, stored: Callable[[str], Tensor]
 ) -> None:
-    destinations = _destinations(spec, part, chunk)
     for piece in chunk_slices(spec, chunk.kind, chunk.grain):
-        into, first = destinations[piece.tensor]
-        values, rows, columns = (
-            stored(piece.tensor),
-            _local_slice(piece.rows, first),
-            _local_slice(piece.columns, first),
-        )
+        into, index = _place(spec, part, piece)
+        values = stored(piece.tensor.name)
         if isinstance(into, Tensor):
-            into[rows].copy_(values)
+            into[index].copy_(values)
         elif into is not None:
-            into.load(rows, columns, values)
+            into.load(*_rows_and_columns(index), values)
 
 
-def _local_slice(part: Span | None, first: int) -> slice:
-    return slice(None) if part is None else slice(part.start - first, part.stop - first)
-
-
-def _destinations(spec: ModelSpec, part: LayerShard | EmbeddingShard, chunk: ChunkRef) -> _Destinations:
+def _place(
+    spec: ModelSpec, part: LayerShard | EmbeddingShard, piece: TensorSlice
+) -> tuple[Matrix | Tensor | None, tuple[slice, ...]]:
+    """The matrix or tensor that holds a chunk's part of a tensor, and its index there. None: it is not allocated."""
+    tensor = piece.tensor
+    if tensor.role == "norm":
+        norm = part.norm if isinstance(part, EmbeddingShard) else part.norms[tensor.part]
+        return norm.bias if tensor.name.endswith(".bias") else norm.weight, piece.place()
     if isinstance(part, EmbeddingShard):
-        return {
-            "word.weight": (part.word, part.word_rows.start),
-            "head.weight": (part.head, part.head_rows.start),
-            "position.weight": (part.position, 0),
-            "type.weight": (part.token_type, 0),
-            **_norm_destinations("final" if spec.causal else "norm", part.norm),
-        }
-    layer = part
-    if chunk.kind == "qkv":
-        return _qkv_destinations(spec, layer, chunk.grain)
-    columns = layer.held.columns.start
-    return {
-        "o.weight": (layer.out_weight, layer.held.out.start * spec.head_dim),
-        "o.bias": (layer.out_bias, 0),
-        "gate.weight": (layer.gate_weight, columns),
-        "gate.bias": (layer.gate_bias, columns),
-        "up.weight": (layer.up_weight, columns),
-        "up.bias": (layer.up_bias, columns),
-        "down.weight": (layer.down_weight, columns),
-        "down.bias": (layer.down_bias, 0),
-        **_norm_destinations("norm1", layer.norm1),
-        **_norm_destinations("norm2", layer.norm2),
-        **_norm_destinations("q_norm", layer.q_norm),
-        **_norm_destinations("k_norm", layer.k_norm),
-    }
+        into, first = {
+            "word": (part.word, part.word_rows.start),
+            "head": (part.head, part.head_rows.start),
+            "position": (part.position, 0),
+            "type": (part.token_type, 0),
+        }[tensor.part]
+        return into, piece.place(first)
+    return (part.matrices if tensor.role == "matrix" else part.biases)[tensor.part], piece.place(
+        _first_index(spec, part, piece)
+    )
 
 
-def _norm_destinations(name: str, norm: Norm | None) -> _Destinations:
-    return {} if norm is None else {f"{name}.weight": (norm.weight, 0), f"{name}.bias": (norm.bias, 0)}
+def _first_index(spec: ModelSpec, layer: LayerShard, piece: TensorSlice) -> int:
+    """The index in the whole tensor that would be element 0 of the axis of the matrix or bias that holds this piece."""
+    wanted = piece.tensor
+    if piece.span is None:
+        return 0
+    together = [each for each in layer_tensors(spec) if (each.part, each.role) == (wanted.part, wanted.role)]
+    start = 0
+    for block in layer.qkv_blocks if wanted.kind == "qkv" else (layer.held.by_kind()[wanted.kind],):
+        for each in together:
+            held = each.span(block)
+            if each == wanted and held.start <= piece.span.start < held.stop:
+                return held.start - start
+            start += held.size
+    raise RuntimeError(f"a part of {wanted.name} is not of this rank")
 
 
-def _qkv_destinations(spec: ModelSpec, layer: LayerShard, group: int) -> _Destinations:
-    """Destinations of a `qkv` chunk, in the block that contains its KV group."""
-    for index, block in enumerate(layer.qkv_blocks):
-        if block.start <= group * spec.group_size < block.stop:
-            start, destinations = layer.qkv_rows(spec, index).start, _Destinations()
-            for name, width in (("q", spec.q_width), ("k", spec.kv_width), ("v", spec.kv_width)):
-                first = width(block.start) - start
-                destinations.update(
-                    {f"{name}.weight": (layer.qkv_weight, first), f"{name}.bias": (layer.qkv_bias, first)}
-                )
-                start += width(block.size)
-            return destinations
-    raise RuntimeError(f"the KV group {group} is not of this rank")
+def _rows_and_columns(index: tuple[slice, ...]) -> tuple[slice, slice]:
+    rows, *columns = index
+    return rows, columns[0] if columns else slice(None)
 
 
 def _weights_in(part: object) -> Iterator[Matrix | tuple[Tensor]]:
@@ -499,8 +459,8 @@ def _weights_in(part: object) -> Iterator[Matrix | tuple[Tensor]]:
         yield (part,)
     elif isinstance(part, Matrix):
         yield part
-    elif isinstance(part, list):
-        for item in part:
+    elif isinstance(part, list | dict):
+        for item in part.values() if isinstance(part, dict) else part:
             yield from _weights_in(item)
     elif isinstance(part, LayerShard | EmbeddingShard | Shard | Norm):
         for name in part.__dataclass_fields__:

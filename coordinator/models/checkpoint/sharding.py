@@ -1,4 +1,4 @@
-"""Cut a checkpoint into chunks: safetensors blobs named by their SHA-256. `hearth.plan.chunks` defines their contents."""
+"""Cut a checkpoint into chunks: safetensors blobs named by their SHA-256. `hearth.plan.layer` defines their contents."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from coordinator.models.cache_files import read_cached, write_cached
 from coordinator.models.checkpoint.checkpoint import Checkpoint
-from coordinator.models.checkpoint.chunk_layout import all_chunks, chunk_header, tensor_shapes
+from coordinator.models.checkpoint.chunk_layout import all_chunks, chunk_header
 from coordinator.models.checkpoint.families import FAMILIES, TensorNames, TensorSource
 from hearth.errors import BadCheckpoint
-from hearth.plan.chunks import LAYER_CHUNK_KINDS, ChunkKind, chunk_slices
+from hearth.plan.layer import LAYER_CHUNK_KINDS, ChunkKind, ModelTensor, chunk_slices
 from hearth.plan.model_spec import ModelSpec
 from hearth.wire.messages import ChunkRef
 
@@ -27,14 +27,11 @@ def chunk_bytes(checkpoint: Checkpoint, spec: ModelSpec, kind: ChunkKind, layer:
     """The chunk's content; the same bytes on every call. Raises BadCheckpoint if a tensor is missing or has a wrong shape."""
     names = TensorNames(FAMILIES[spec.family], checkpoint)
     tensors: dict[str, np.ndarray[Any, Any]] = {}
-    for part in chunk_slices(spec, kind, grain):
-        source = names.layer(layer, part.tensor) if kind in LAYER_CHUNK_KINDS else names.embedding(part.tensor)
-        array = _checked_view(checkpoint, spec, source, part.tensor)
-        if part.rows is not None:
-            array = array[slice(*part.rows)]
-        if part.columns is not None:
-            array = array[:, slice(*part.columns)]
-        tensors[part.tensor] = checkpoint.copy_view(source.name, array)
+    for piece in chunk_slices(spec, kind, grain):
+        name = piece.tensor.name
+        source = names.layer(layer, name) if kind in LAYER_CHUNK_KINDS else names.embedding(name)
+        array = _checked_view(checkpoint, spec, source, piece.tensor)
+        tensors[name] = checkpoint.copy_view(source.name, array[piece.place()])
     return _safetensors_blob(spec, tensors)
 
 
@@ -48,10 +45,12 @@ def _safetensors_blob(spec: ModelSpec, tensors: dict[str, np.ndarray[Any, Any]])
     return b"".join([header, *(array.data for array in tensors.values())])
 
 
-def _checked_view(checkpoint: Checkpoint, spec: ModelSpec, source: TensorSource, tensor: str) -> np.ndarray[Any, Any]:
+def _checked_view(
+    checkpoint: Checkpoint, spec: ModelSpec, source: TensorSource, tensor: ModelTensor
+) -> np.ndarray[Any, Any]:
     """Our tensor as a view of the mapped file. Raises BadCheckpoint for an unexpected shape or dtype."""
     name = source.name
-    expected, stored = source.stored_shape(tensor_shapes(spec)[tensor]), checkpoint.shape(name)
+    expected, stored = source.stored_shape(tensor.shape), checkpoint.shape(name)
     if stored != expected:
         raise BadCheckpoint(
             path=str(checkpoint.path),

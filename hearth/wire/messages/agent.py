@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from hearth.plan.chunks import ChunkKind
+from hearth.plan.layer import ChunkKind
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile, WireCost
 from hearth.protocol import DEFAULT_DEPLOYMENT, MAX_LINK_OPEN_SECONDS, MAX_PAYLOAD_FRAME_BYTES, PROTOCOL_VERSION
@@ -290,7 +290,7 @@ class Profiled(Message):
 
 
 class ChunkRef(WireModel):
-    """One chunk of a checkpoint, named by its hash, and the grain that it holds (see `hearth.plan.chunks`)."""
+    """One chunk of a checkpoint, named by its hash, and the grain that it holds (see `hearth.plan.layer`)."""
 
     hash: Hash
     num_bytes: Annotated[int, Field(ge=0, le=MAX_PAYLOAD_FRAME_BYTES)]

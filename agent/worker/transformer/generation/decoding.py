@@ -17,6 +17,7 @@ from agent.worker.transformer import blocks
 from agent.worker.transformer.shard import LayerShard, Shard
 from agent.worker.transformer.strategies.step import Step, embed_rows, run_layer
 from hearth.plan.geometry import Span
+from hearth.plan.layer import layer_matrices
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase, Work
 from hearth.plan.plan import TransformerPlan
@@ -32,25 +33,18 @@ def _decode_part(spec: ModelSpec, layer: LayerShard, heads: Span, columns: Span)
     held = layer.held
     if heads == held.qkv and heads == held.out and columns == held.columns and len(layer.qkv_blocks) == 1:
         return layer
-    qkv = layer.qkv_rows(spec, layer.qkv_blocks.index(heads)) if heads.size else slice(0, 0)
-    out = _local_slice(heads, held.out, spec.head_dim)
-    mlp = _local_slice(columns, held.columns, 1)
-
-    def rows(tensor: Tensor | None, part: slice) -> Tensor | None:
-        return None if tensor is None else tensor[part]
-
-    return replace(
-        layer,
-        qkv_blocks=(heads,),
-        qkv_weight=layer.qkv_weight.rows(qkv),
-        qkv_bias=rows(layer.qkv_bias, qkv),
-        out_weight=layer.out_weight.columns(out),
-        gate_weight=None if layer.gate_weight is None else layer.gate_weight.rows(mlp),
-        gate_bias=rows(layer.gate_bias, mlp),
-        up_weight=layer.up_weight.rows(mlp),
-        up_bias=rows(layer.up_bias, mlp),
-        down_weight=layer.down_weight.columns(mlp),
-    )
+    used = {
+        "qkv": layer.qkv_rows(spec, layer.qkv_blocks.index(heads)) if heads.size else slice(0, 0),
+        "out": _local_slice(heads, held.out, spec.head_dim),
+        "mlp": _local_slice(columns, held.columns, 1),
+    }
+    matrices, biases = {}, dict(layer.biases)
+    for matrix in layer_matrices(spec):
+        whole, part = layer.matrices[matrix.part], used[matrix.kind]
+        matrices[matrix.part] = whole.rows(part) if matrix.axis == 0 else whole.columns(part)
+        if matrix.axis == 0 and matrix.part in biases:
+            biases[matrix.part] = biases[matrix.part][part]
+    return replace(layer, qkv_blocks=(heads,), matrices=matrices, biases=biases)
 
 
 def _local_slice(part: Span, held: Span, width: int) -> slice:
@@ -76,7 +70,7 @@ def run_decode_step(step: Step, layers: list[LayerShard]) -> Tensor:
 
     def mlp(step: Step, index: int, layer: LayerShard, x_BH: Tensor) -> Tensor:
         y_BH = None
-        if layer.up_weight.shape[0]:
+        if layer.matrices["up"].shape[0]:
             with timed(Work.MLP_BLOCK, index):
                 y_BH = blocks.mlp_block(spec, layer, x_BH)
         return step.collectives.one_shot_all_reduce(index, Phase.SUM_MLP, y_BH, with_columns, x_BH)
@@ -84,4 +78,4 @@ def run_decode_step(step: Step, layers: list[LayerShard]) -> Tensor:
     x_BH = embed_rows(step, Span(0, step.rows.num_rows), replicated=True)
     for index, layer in enumerate(layers):
         x_BH = run_layer(step, index, layer, x_BH, attention, mlp)
-    return blocks.normalise(x_BH, step.shard.embedding.norm, spec.norm_eps)
+    return blocks.normalise(spec, x_BH, step.shard.embedding.norm)

@@ -165,9 +165,8 @@ class LocalDraft:
             cache.advance()
         complete = [n for n, (guess, _) in enumerate(rows) if len(guess.drafted.cache.tokens) == len(guess.tokens)]
         if complete:
-            head = self._shard.embedding.head
-            assert head is not None
-            logits_NV = head.matmul(hidden_TH[[sequences[n].stop - 1 for n in complete]]).cpu().numpy()
+            last_NH = hidden_TH[[sequences[n].stop - 1 for n in complete]]
+            logits_NV = blocks.logits(self._shard, last_NH).cpu().numpy()
             for n, logits_V in zip(complete, logits_NV, strict=True):
                 guess = rows[n][0]
                 guess.made.append(self.next_token(guess.sequence, guess.tokens, logits_V[: self._vocab_size]))
@@ -183,11 +182,8 @@ class LocalDraft:
         spec, embedding = self._spec, self._shard.embedding
         x_TH = blocks.finish_embedding(spec, embedding, embedding.word[rows.token_ids].float(), rows.positions)
         for index, layer in enumerate(self._shard.layers):
-            y_TH = blocks.attention_block(spec, index, layer, blocks.pre_norm(spec, x_TH, layer.norm1), rows)
-            x_TH = blocks.add_residual(spec, x_TH, y_TH, layer.out_bias, layer.norm1)
-            y_TH = blocks.mlp_block(spec, layer, blocks.pre_norm(spec, x_TH, layer.norm2))
-            x_TH = blocks.add_residual(spec, x_TH, y_TH, layer.down_bias, layer.norm2)
-        return blocks.normalise(x_TH, embedding.norm, spec.norm_eps)
+            x_TH = blocks.whole_layer(spec, index, layer, x_TH, rows)
+        return blocks.normalise(spec, x_TH, embedding.norm)
 
     def next_token(self, sequence: SequenceState, tokens: Sequence[int], logits_V: np.ndarray[Any, Any]) -> int:
         """Sample the token after `tokens` of a sequence as the model itself would."""

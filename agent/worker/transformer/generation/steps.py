@@ -366,8 +366,7 @@ class StepExecutor:
         running = [row for row, sampled in enumerate(step.sampled) if sampled.sequence in self._caches]
         if not running:
             return {}
-        spec, norm = self._plan.model, self._shard.embedding.norm
-        last_NH = blocks.normalise(step.buffer[running], norm, spec.norm_eps)
+        last_NH = blocks.normalise(self._plan.model, step.buffer[running], self._shard.embedding.norm)
         return self._next_tokens(last_NH, [step.sampled[row] for row in running])
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
@@ -403,13 +402,12 @@ class StepExecutor:
 
     def _next_tokens(self, last_NH: Tensor, sampled: Sequence[_SampledRow]) -> SampledTokens:
         """Send candidates to rank 0, which samples the tokens. Returns an empty result on other ranks."""
-        embedding, owners = self._shard.embedding, spans(self._plan.body.vocabulary)
-        assert embedding.head is not None
+        owners = spans(self._plan.body.vocabulary)
         candidates: list[list[np.ndarray[Any, Any]]] = [[] for _ in sampled]
         if not sampled:
             return {}
         if owners[self._rank].size:
-            logits_NV = embedding.head.matmul(last_NH).cpu().numpy()
+            logits_NV = blocks.logits(self._shard, last_NH).cpu().numpy()
             for tile, (row, logits_V) in enumerate(zip(sampled, logits_NV, strict=True)):
                 own = self._candidates(row, logits_V)
                 if self._rank == LEADER_RANK:

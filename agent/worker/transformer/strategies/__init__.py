@@ -30,5 +30,5 @@ def run(step: Step) -> Tensor:
     with torch.inference_mode():
         x_sH = STRATEGIES[step.plan.body.strategy](step)
         if step.spec.causal and step.own_rows.size:
-            x_sH = blocks.normalise(x_sH, step.shard.embedding.norm, step.spec.norm_eps)
+            x_sH = blocks.normalise(step.spec, x_sH, step.shard.embedding.norm)
         return x_sH

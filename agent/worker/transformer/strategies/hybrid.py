@@ -105,7 +105,7 @@ def _replicated_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> T
     def add(rank: int, context_sw: Tensor) -> None:
         columns = slice(heads[rank].start * spec.head_dim, heads[rank].stop * spec.head_dim)
         with step.recorder.timed(Work.OUT, index, step.rank, rank):
-            y_sH.add_(layer.out_weight.columns(columns).matmul(context_sw))
+            y_sH.add_(layer.matrices["o"].columns(columns).matmul(context_sw))
 
     if own.size:
         context = attend(step.rank)
@@ -142,7 +142,7 @@ def _sequence_parallel_attention(step: Step, index: int, layer: LayerShard, x_sH
     with step.recorder.timed(Work.ATTENTION, index):
         context_sw = blocks.attention(spec, index, q_sw, k_Tk, v_Tk, rows, step.own_rows)
     with step.recorder.timed(Work.OUT, index):
-        return layer.out_weight.matmul(context_sw)
+        return layer.matrices["o"].matmul(context_sw)
 
 
 def _store_own_heads(step: Step, index: int, k_Tk: Tensor, v_Tk: Tensor) -> None:
@@ -165,7 +165,7 @@ def _sharded_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Ten
                 expanded[arrived] = blocks.mlp_up(step.spec, layer, rows_xH)
         return expanded.pop(tile)
 
-    return matmul_reduce_scatter(step, index, Phase.REDUCE_MLP, Work.DOWN, hidden, layer.down_weight)
+    return matmul_reduce_scatter(step, index, Phase.REDUCE_MLP, Work.DOWN, hidden, layer.matrices["down"])
 
 
 STRATEGIES = {"local": run_hybrid, "sp": run_hybrid, "hmp": run_hybrid}

@@ -43,7 +43,7 @@ def _mlp(step: Step, index: int, layer: LayerShard, x_TH: Tensor) -> Tensor:
     with step.recorder.timed(Work.UP, index):
         hidden_Tc = blocks.mlp_up(step.spec, layer, x_TH)
     parts = [hidden_Tc[slice(*rows)] for rows in step.collectives.tiles]
-    y_sH = matmul_reduce_scatter(step, index, Phase.REDUCE_MLP, Work.DOWN, parts.__getitem__, layer.down_weight)
+    y_sH = matmul_reduce_scatter(step, index, Phase.REDUCE_MLP, Work.DOWN, parts.__getitem__, layer.matrices["down"])
     return step.collectives.all_gather_rows(index, Phase.REDUCE_GATHER_MLP, y_sH)
 
 

@@ -103,15 +103,15 @@ def run_layer(step: Step, index: int, layer: LayerShard, x_sH: Tensor, attention
     """Run one layer. Each block gets its (pre-normalised) input rows, and returns the rows to add to the residual."""
     spec, timed = step.spec, step.recorder.timed
     with timed(Work.PRE_NORM_ATTENTION, index):
-        input_sH = blocks.pre_norm(spec, x_sH, layer.norm1)
+        input_sH = blocks.pre_norm(spec, layer, blocks.ATTENTION, x_sH)
     y_sH = attention(step, index, layer, input_sH)
     with timed(Work.CONNECTIVE_ATTENTION, index):
-        x_sH = blocks.add_residual(spec, x_sH, y_sH, layer.out_bias, layer.norm1)
+        x_sH = blocks.add_residual(spec, layer, blocks.ATTENTION, x_sH, y_sH)
     with timed(Work.PRE_NORM_MLP, index):
-        input_sH = blocks.pre_norm(spec, x_sH, layer.norm2)
+        input_sH = blocks.pre_norm(spec, layer, blocks.MLP, x_sH)
     y_sH = mlp(step, index, layer, input_sH)
     with timed(Work.CONNECTIVE_MLP, index):
-        return blocks.add_residual(spec, x_sH, y_sH, layer.down_bias, layer.norm2)
+        return blocks.add_residual(spec, layer, blocks.MLP, x_sH, y_sH)
 
 
 def local_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def sharded_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tenso
     def context(tile: int) -> Tensor:
         return attend_tile(step, index, qkv, tile)
 
-    return matmul_reduce_scatter(step, index, Phase.REDUCE_ATTENTION, Work.OUT, context, layer.out_weight)
+    return matmul_reduce_scatter(step, index, Phase.REDUCE_ATTENTION, Work.OUT, context, layer.matrices["o"])
 
 
 def matmul_reduce_scatter(

@@ -13,8 +13,8 @@ import math
 from functools import lru_cache
 
 from coordinator.models.checkpoint.chunk_layout import num_chunk_weights
-from hearth.plan.chunks import ChunkKind
-from hearth.plan.geometry import COLUMN_GRAIN, Span, grains_of
+from hearth.plan.geometry import Span, grains_of
+from hearth.plan.layer import LAYER_CHUNK_KINDS, ChunkKind, chunk_items, embedding_tensors, layer_matrices
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits, LayerShare
 
@@ -39,9 +39,9 @@ def bytes_per_weight(spec: ModelSpec, kind: ChunkKind) -> float:
 
 
 @lru_cache(maxsize=4096)
-def span_weight_bytes(spec: ModelSpec, kind: ChunkKind, span: Span, total: int, grain: int) -> int:
+def span_weight_bytes(spec: ModelSpec, kind: ChunkKind, span: Span) -> int:
     """Bytes in memory of the chunks that make up `span`; only the last grain of a kind may be smaller."""
-    chunks = grains_of(span, total, grain)
+    chunks = grains_of(span, *chunk_items(spec, kind))
     if not chunks:
         return 0
     whole = num_chunk_weights(spec, kind, 0)
@@ -52,12 +52,8 @@ def span_weight_bytes(spec: ModelSpec, kind: ChunkKind, span: Span, total: int, 
 @lru_cache(maxsize=4096)
 def layer_bytes(spec: ModelSpec, held: LayerShare) -> int:
     """Bytes in memory of one layer's weights on a rank."""
-    return (
-        span_weight_bytes(spec, "qkv", held.qkv, spec.num_heads, spec.group_size)
-        + span_weight_bytes(spec, "out", held.out, spec.num_heads, spec.group_size)
-        + span_weight_bytes(spec, "mlp", held.columns, spec.ffn_size, COLUMN_GRAIN)
-        + num_chunk_weights(spec, "connective") * COMPUTE_BYTES  # allocated on every rank
-    )
+    shared = sum(span_weight_bytes(spec, kind, span) for kind, span in held.by_kind().items())
+    return shared + num_chunk_weights(spec, "connective") * COMPUTE_BYTES  # the latter is allocated on every rank
 
 
 def kv_bytes(spec: ModelSpec, heads: int, limits: GenerationLimits) -> int:
@@ -101,12 +97,10 @@ def logit_values(vocabulary: int, limits: GenerationLimits | None) -> int:
 @lru_cache(maxsize=256)
 def loading_bytes(spec: ModelSpec) -> int:
     """Temporary bytes while a shard is loaded: a chunk, and, for int8 and int4, a whole matrix before it is quantised."""
-    kinds: list[ChunkKind] = ["qkv", "out", "mlp", "connective", "vocabulary", "embedding"]
-    if spec.has_separate_head:
-        kinds.append("head")
+    kinds = {*LAYER_CHUNK_KINDS, *(tensor.kind for tensor in embedding_tensors(spec))}
     chunk = max(num_chunk_weights(spec, kind) for kind in kinds) * spec.bytes_per_weight
     if spec.weights not in ("int8", "int4"):
         return chunk
-    matrix = max(spec.ffn_size, spec.qkv_width(spec.num_heads)) * spec.hidden_size
+    matrix = max(math.prod(matrix.shape) for matrix in layer_matrices(spec))
     head = spec.vocab_size * spec.hidden_size if spec.has_separate_head else 0
     return chunk + max(matrix, head) * COMPUTE_BYTES

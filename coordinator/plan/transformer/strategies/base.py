@@ -13,7 +13,7 @@ from coordinator.plan.simulator import Resource, Task
 from coordinator.plan.transformer.cost import memory
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from hearth.plan import transformer
-from hearth.plan.geometry import VOCABULARY_GRAIN, spans
+from hearth.plan.geometry import spans
 from hearth.plan.kept_caches import reserved_bytes
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import MemoryUse
@@ -74,9 +74,9 @@ class TransformerStrategy(ABC, Generic[B]):
         vocabulary = spans(body.vocabulary)[rank]
         holdings = [(body.layer_share(rank, first), count) for first, count in _runs_of_layers(spec, body, rank)]
         words = body.word_rows(rank)
-        embeddings = memory.span_weight_bytes(spec, "vocabulary", words, spec.vocab_size, VOCABULARY_GRAIN)
+        embeddings = memory.span_weight_bytes(spec, "vocabulary", words)
         if spec.has_separate_head:
-            embeddings += memory.span_weight_bytes(spec, "head", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
+            embeddings += memory.span_weight_bytes(spec, "head", vocabulary)
         if body.allocates_embedding(rank):
             embeddings += num_chunk_weights(spec, "embedding") * memory.COMPUTE_BYTES
         heads = max(body.heads[rank], max(held.qkv.size for held, _ in holdings))

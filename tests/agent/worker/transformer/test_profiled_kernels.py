@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 from support.engines import EngineCluster  # noqa: E402 (needs torch)
 
-from agent.worker.transformer.filled_weights import filled_matrix, layer_matrices  # noqa: E402
+from agent.worker.transformer.filled_weights import filled_matrix  # noqa: E402
 from agent.worker.transformer.kernel_times import layer_shapes  # noqa: E402
 from agent.worker.transformer.kernels.base import Partition  # noqa: E402
 from agent.worker.transformer.matrices import layouts_to_measure  # noqa: E402
@@ -62,7 +62,7 @@ def test_worker_multiplies_as_was_profiled(
     found = set()
     with EngineCluster(model_dir, plan, kernels=choices) as cluster:
         for shard in cluster.shards:
-            for matrix in layer_matrices(shard.layers[0]):
+            for matrix in shard.layers[0].matrices.values():
                 profiled = filled_matrix(*matrix.shape, torch.device("cpu"), weights, choices)
                 used, priced = ((each.layout, *(each.kernel(count) for count in ROWS)) for each in (matrix, profiled))
                 assert used == priced, matrix.shape

@@ -21,7 +21,7 @@ from hearth.wire.messages import BlocksOf, Profile, Profiled, StartProfile, deco
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from agent.worker.transformer import kernel_times
-from agent.worker.transformer.filled_weights import filled_layer, layer_matrices
+from agent.worker.transformer.filled_weights import filled_layer
 from agent.worker.transformer.kernel_times import bytes_to_evict, layer_bytes, layer_shapes, measure_kernels
 from agent.worker.transformer.kernels.processor import emulates_bfloat16
 from agent.worker.transformer.profiler import decoding_times, profile_blocks
@@ -90,7 +90,7 @@ def test_kernels_are_measured_for_every_shape_and_number_of_rows() -> None:
     assert {time.kernel for time in times} - {"onnxruntime", "onednn"} == {"torch", "expand-float32"} | with_bfloat16
     choices = choose_kernels(times)
     layer = filled_layer(spec, torch.device("cpu"), choices)
-    assert {matrix.layout for matrix in layer_matrices(layer)} == {choice.layout for choice in choices}
+    assert {matrix.layout for matrix in layer.matrices.values()} == {choice.layout for choice in choices}
     encoder = spec.model_copy(update={"causal": False})
     assert {time.rows for time in measure_kernels(encoder, 20, torch.device("cpu"))} == {16}
     plain = spec.model_copy(update={"weights": "bfloat16"})
@@ -194,10 +194,10 @@ def test_filled_layer_has_shapes_of_grouped_queries_and_gate() -> None:
     import torch
 
     layer = filled_layer(SMALL, torch.device("cpu"))
-    assert tuple(layer.qkv_weight.shape) == ((8 + 2 * 2) * 16, 96)
-    assert layer.gate_weight is not None
-    assert tuple(layer.gate_weight.shape) == tuple(layer.up_weight.shape) == (320, 96)
-    assert layer.qkv_bias is None
+    shapes = {part: tuple(matrix.shape) for part, matrix in layer.matrices.items()}
+    assert shapes["qkv"] == ((8 + 2 * 2) * 16, 96)
+    assert shapes["gate"] == shapes["up"] == (320, 96)
+    assert not layer.biases
 
 
 def test_profiler_measures_every_curve_of_a_model() -> None:

@@ -17,7 +17,7 @@ from agent.worker.loading import LoadGivenUp
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import ChunkCorrupt, StepFailed
-from hearth.plan.chunks import LAYER_CHUNK_KINDS
+from hearth.plan.layer import LAYER_CHUNK_KINDS
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (

@@ -65,18 +65,30 @@ def test_chunk_names_depend_on_content_only(tmp_path: Path) -> None:
     assert refs[0] == refs[1]
 
 
-def test_encoder_chunk_names_are_stable(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("bert", "c317d39de0c504dc6ab650d83de7c65fb4a000e61c3ddba50f17934f8274aa52"),
+        ("distilbert", "c43f67b7b24c4de12e4ac0a5ee33ec5fd7ad4c0c5345adf9139f2b5028f51f40"),
+        ("gpt2", "2824df30d75145c336e47c3ea8675e9a8e0255a203a39bc27d3fda194717df6c"),
+        ("opt", "8142c336b163580a7bb43e77340acedd3fc846fcefadaa77a41e51d914d3f662"),
+        ("llama", "b7a68441a1502200e863a8602e062b4330dba90464a167b512ae00edf27b9396"),
+        ("mistral", "644af68b69cc9ddcca7abd0822a11e7bc7e3af8b67cac046c5f368cbcfa7bd45"),
+        ("qwen2", "81de61cb995ff67bb634590961d19e7db03fe210f0d2a7c3289633349d0858ef"),
+        ("qwen3", "f6ff3e7816b823f3c40d19422296e08cbcf6f7f3e643f6dc711caa00517aac95"),
+    ],
+)
+def test_chunk_names_are_stable(family: str, expected: str, tmp_path: Path) -> None:
     """Devices store chunks of earlier versions: a change that renames chunks must raise _FORMAT_VERSION."""
-    directory = write_model(tmp_path)
+    directory = write_model(tmp_path, family)
     ours = {
         name: np.arange(array.size, dtype=np.float32).reshape(array.shape) + index
-        for index, (name, array) in enumerate(canonical_tensors("bert").items())
+        for index, (name, array) in enumerate(canonical_tensors(family).items())
     }
-    save_file(as_stored("bert", ours), directory / "model.safetensors")
+    save_file(as_stored(family, ours), directory / "model.safetensors")
     with Checkpoint(directory) as checkpoint:
         refs = build_manifest(checkpoint, read_spec(directory))
-    together = hashlib.sha256("".join(ref.hash for ref in refs).encode()).hexdigest()
-    assert together == "c317d39de0c504dc6ab650d83de7c65fb4a000e61c3ddba50f17934f8274aa52"
+    assert hashlib.sha256("".join(ref.hash for ref in refs).encode()).hexdigest() == expected
 
 
 def test_half_precision_is_sliced_as_raw_bytes(tmp_path: Path) -> None:

@@ -268,5 +268,5 @@ def test_comparison_detects_a_wrong_weight() -> None:
         with EngineCluster(model.directory, plan_of(model.spec, case), chunks=model.chunks) as right:
             assert differences(model, right) == []
         with EngineCluster(model.directory, plan_of(model.spec, case), chunks=model.chunks) as wrong:
-            wrong.shards[0].layers[0].norm1.weight += 1.0
+            wrong.shards[0].layers[0].norms["norm1"].weight += 1.0
             assert any("a logit differs" in each for each in differences(model, wrong))
