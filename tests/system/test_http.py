@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 from support.cancel_log import read_cancel_log
 from support.chat_models import TEMPLATE, save_byte_level, save_scripted_chat, write_config
 from support.home import LOOPBACK, TestHome, home_of
+from support.http_requests import unknown_token
 from support.models import endless_decoder, save_random_model
 from support.profiles import MeasuredProfiles
 from support.tokens import new_token
@@ -33,8 +33,6 @@ from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import HTTP_SERVICE, Browser, DiscoveredService
 from hearth.platform.security import coordinator_access, resolve_credential
 from hearth.protocol import PROTOCOL_VERSION
-from tools.bench.http.fuzzer import exchange
-from tools.bench.http.requests import Requests, Sent, fault_of, unknown_token
 
 pytestmark = pytest.mark.processes
 
@@ -182,31 +180,6 @@ def test_client_that_goes_away_ends_its_answer(home: TestHome, token: str) -> No
 def test_refusals_name_the_field(home: TestHome, token: str, body: object, status: int, param: str | None) -> None:
     answer = ask(home, "POST", "/v1/chat/completions", token, body)
     assert (answer.status, answer.json["error"]["param"]) == (status, param)
-
-
-def test_generated_requests_are_answered_as_they_may_be(home: TestHome, token: str) -> None:
-    """The short form of `python -m tools.bench run http-fuzz`, with 50 idle connections beside it."""
-    requests = Requests("tiny", token, [unknown_token()], Random(1), tools=False)
-    port = home.port(gateway_of(home), http=True)
-
-    async def run() -> list[str]:
-        idle = [await asyncio.open_connection(LOOPBACK, port) for _ in range(50)]
-        limit = asyncio.Semaphore(8)
-
-        async def fault(sent: Sent) -> str:
-            async with limit:
-                received = await exchange(LOOPBACK, port, sent)
-            found = fault_of(sent, received, token)
-            return f"{found}: {sent} -> {received!r}" if found else ""
-
-        faults = await asyncio.gather(*(fault(requests.next()) for _ in range(300)))
-        for _, writer in idle:
-            writer.close()
-        return [each for each in faults if each]
-
-    assert asyncio.run(run()) == []
-    assert ask(home, "GET", "/health").status == 200
-    assert "Traceback" not in home.log(gateway_of(home))
 
 
 def test_model_of_another_kind_is_refused(home: TestHome, token: str) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,13 +23,14 @@ from support.cancel_log import CancelLog, read_cancel_log
 from support.models import save_random_model
 from support.soak_clients import Load, Outcome, Request, run_clients, serving_status
 from support.waiting import wait_for
+from typing_extensions import Self
 
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.findings import COUNT, Finding, all_hold, at_most, equal, findings_table, without_target
 from tools.bench.homes import agent_names, agents, hub_scenario
 from tools.bench.results import Table
+from tools.bench.shared_devices import agent_of, worker_of
 from tools.bench.stats import percentile
-from tools.bench.watch import MemoryWatch, agent_of, worker_of
 from tools.testbed import Testbed
 from tools.testbed.cluster import what_is_missing
 
@@ -45,7 +47,34 @@ MOST_LEFT_BYTES = 16 << 20  # largest accepted growth of a process's memory over
 SETTLE_SECONDS = 30.0  # most time to wait for memory to settle; after it, memory counts as kept
 SETTLE_STEP_SECONDS = 2.0  # between two samples: long enough for a process to return freed memory
 FREE_SECONDS = 60.0  # most time until blocks are free: a cancelled stream keeps its own for 30 s
+_SAMPLE_SECONDS = 0.2  # interval of memory samples: shorter than a request, so that its peak is seen
 SETTLED_BYTES = 1 << 20  # a process that shrinks by less between two samples has settled
+
+
+class MemoryWatch:
+    """Samples memory until the end of the block. `probes`: by name, functions that return bytes."""
+
+    def __init__(self, probes: Mapping[str, Callable[[], int]]) -> None:
+        self._probes = probes
+        self.peak = self.now()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def now(self) -> dict[str, int]:
+        return {name: probe() for name, probe in self._probes.items()}
+
+    def _sample(self) -> None:
+        while not self._ended.wait(_SAMPLE_SECONDS):
+            for name, num_bytes in self.now().items():
+                self.peak[name] = max(self.peak[name], num_bytes)
 
 
 class ProcessMemory(NamedTuple):

@@ -19,7 +19,6 @@ from hearth.validation import first_error
 from tools import interrupts
 from tools.bench.experiment import Context, make_experiment, names, read_settings
 from tools.bench.measure import temporary_folder
-from tools.bench.plots import save_plot
 from tools.bench.results import RESULTS, Result, Summary, check_writable, commit, load_result, machine, today
 from tools.bench.tensor.graphs import GRAPHS
 from tools.bench.tensor.homes import HOMES
@@ -132,10 +131,10 @@ def doppler(
 def report(
     chosen: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all results.")] = None,
 ) -> None:
-    """Make a page and a plot from every result file. Exits with 1 if some are of an older version, and leaves these."""
+    """Make a page from every result file. Exits with 1 if some are of an older version, and leaves these."""
     outdated = False
     for path in [RESULTS / f"{name}.json" for name in chosen or ()] or sorted(RESULTS.glob("*.json")):
-        result, plot = load_result(path), path.with_suffix(".png")
+        result = load_result(path)
         if result.raw:
             try:
                 experiment = make_experiment(result.settings)
@@ -150,8 +149,7 @@ def report(
                 continue
             # The raw rows stay as they were measured: fields that are newer than they are would get defaults.
             _save(result, experiment.summary(rows), path)
-            save_plot(plot, experiment, rows)
-        path.with_suffix(".md").write_text(result.markdown(plot.name if plot.exists() else None))
+        path.with_suffix(".md").write_text(result.markdown())
     if outdated:
         raise typer.Exit(1)
 

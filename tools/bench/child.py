@@ -6,13 +6,17 @@ import asyncio
 import json
 import threading
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
 
-from hearth.errors import HearthError
+from hearth.client.home import AsyncHome, connect_async
+from hearth.errors import DeadlineExceeded, HearthError
 
 _CALL_SECONDS = 1800.0  # timeout of a coroutine; above every timeout of a parent, which reports its own first
+_CONNECT_SECONDS = 30.0  # most time to reach a coordinator that serves already
+_POLL_SECONDS = 0.5  # between looks at the status
 
 _T = TypeVar("_T")
 
@@ -27,6 +31,41 @@ class AsyncTarget:
     def run(self, call: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine in the event loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_SECONDS)
+
+
+class HomeClients(AsyncTarget):
+    """Client apps of one home, on the client library. Subclasses add their requests."""
+
+    def __init__(self, key: Path, address: str) -> None:
+        super().__init__()
+        self._key, self._address = key, address
+
+    async def connected(self, timeout_seconds: float = _CONNECT_SECONDS) -> AsyncHome:
+        return await connect_async(self._address, self._key, timeout_seconds)
+
+    async def wait_ready(self, timeout_seconds: float) -> dict[str, Any]:
+        """Wait until the coordinator serves; returns its status. Raises the errors of the client library."""
+        async with await self.connected(timeout_seconds) as home:
+            await home.wait_ready(timeout_seconds)
+            return (await home.status()).model_dump(mode="json")
+
+    async def wait_prepared(self, timeout_seconds: float) -> dict[str, Any]:
+        """Wait until the coordinator has planned for each loss of a device, which takes processor time of requests."""
+        async with await self.connected(timeout_seconds) as home:
+            deadline = asyncio.get_running_loop().time() + timeout_seconds
+            while not losses_are_prepared((await home.status()).redundancy):
+                if asyncio.get_running_loop().time() > deadline:
+                    raise DeadlineExceeded(action="plans for the loss of each device", seconds=timeout_seconds)
+                await asyncio.sleep(_POLL_SECONDS)
+        return {}
+
+
+def losses_are_prepared(redundancy: str) -> bool:
+    """Whether the loss of each device has been prepared for, with the devices that are there now, or found impossible.
+
+    `redundancy` is that of the coordinator's status.
+    """
+    return "spare weights" in redundancy or redundancy.startswith("cannot lose")
 
 
 def serve(address: str, target: object) -> None:

@@ -33,18 +33,10 @@ KINDS: dict[str, tuple[str, str]] = {
     "doppler": ("doppler.evaluation", "Doppler"),
     "doppler-real": ("doppler.real", "DopplerReal"),
     "doppler-loss": ("doppler.loss", "DopplerLoss"),
-    "push": ("push", "Push"),
-    "capacity": ("capacity", "Capacity"),
     "faults": ("faults", "Faults"),
-    "churn": ("churn", "Churn"),
-    "fuzz": ("fuzz", "Fuzz"),
     "idle-cost": ("idle_cost", "IdleCost"),
-    "kv-loss": ("kv_loss", "KvLoss"),
-    "several-models": ("several_models", "SeveralModels"),
-    "start-up": ("start_up", "StartUp"),
     "kernels": ("kernel_speed", "KernelSpeed"),
     "http-overhead": ("http.overhead", "HttpOverhead"),
-    "http-fuzz": ("http.fuzz", "HttpFuzz"),
     "http-turns": ("http.turns", "HttpTurns"),
     "one-core": ("one_core", "OneCore"),
     "scenarios": ("scenarios", "Scenarios"),
@@ -80,10 +72,6 @@ class Experiment(BaseModel, ABC):
     @abstractmethod
     def summary(self, rows: Sequence[Any]) -> Summary:
         """Conclusions and tables of these rows. Pure."""
-
-    def draw(self, rows: Sequence[Any], figure: Any) -> bool:
-        """Draw a plot into a matplotlib figure, if this experiment has one. Returns whether it did."""
-        return False
 
 
 def names() -> list[str]:

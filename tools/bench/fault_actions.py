@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from hearth.errors import InternalError
 from tools.bench.fault_home import FaultHome
-from tools.bench.shared_devices import HUB
-from tools.bench.watch import agent_of, template_of, worker_of
+from tools.bench.shared_devices import HUB, agent_of, template_of, worker_of
 
 _RESTART_SECONDS = 1.0  # RestartSec of the systemd units
 _CUT_SECONDS = 10.0  # for which a link is cut
@@ -24,6 +23,8 @@ _NEXT_PHASE_SECONDS = 20.0  # most time to wait for the phase in which the secon
 _LOSSES = 10  # of devices, in a row
 _RECOVERY_SECONDS = 60.0  # most time to wait for the next plan between them
 _SERVED_SECONDS = 0.5  # for which the home serves between them: some tokens of each stream
+# Limits of the pause of a killed agent, and of a device without power.
+_AGENT_SECONDS, _POWER_SECONDS = 1.5, 2.0
 _DATA_PORTS = range(47810, 47830)
 _CONTROL_PORTS = range(47800, 47801)
 
@@ -115,21 +116,16 @@ def _stop_device(home: FaultHome, target: str, chance: random.Random) -> list[Re
     return _stopped(home.testbed.pids(target), chance)
 
 
-def power_off(home: FaultHome, target: str) -> None:
+def _power_cycle(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
     """End all processes of a device at once, and its link."""
     home.testbed.network.cut(target)
     _signal(home.testbed.pids(target), signal.SIGKILL)
 
+    def power_on() -> None:
+        home.testbed.network.mend(target)
+        _restart(home, target)
 
-def power_on(home: FaultHome, target: str) -> None:
-    """End `power_off`."""
-    home.testbed.network.mend(target)
-    _restart(home, target)
-
-
-def _power_cycle(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    power_off(home, target)
-    return [Repair(chance.uniform(*_GONE_SECONDS), lambda: power_on(home, target))]
+    return [Repair(chance.uniform(*_GONE_SECONDS), power_on)]
 
 
 # ---- links ------------------------------------------------------------------------------------------------------------
@@ -267,11 +263,12 @@ def _part_coordinators(home: FaultHome, target: str, chance: random.Random) -> l
     return [Repair(_CUT_SECONDS, rejoin)]
 
 
-# Limits: targets on wired links and an idle machine.
+# Limits: targets on wired links and an idle machine. Those of several losses are the sums of the single ones. That of all
+# devices but one is the longest time without power, and the limit of one device.
 FAULTS: dict[str, Fault] = {
     "worker killed": Fault(_kill_worker, 1.0),
     "template killed": Fault(_kill_template, 1.0),
-    "agent killed": Fault(_kill_agent, 1.5),
+    "agent killed": Fault(_kill_agent, _AGENT_SECONDS),
     "worker stopped": Fault(_stop_worker, 2.0),
     "device stopped": Fault(_stop_device, 2.0),
     "link cut": Fault(_cut_link, 2.0),
@@ -279,12 +276,12 @@ FAULTS: dict[str, Fault] = {
     "data connection reset": Fault(_reset_data, 0.5),
     "control connection reset": Fault(_reset_control, 0.5),
     "store full": Fault(_fill_store),
-    "power cycled": Fault(_power_cycle, 2.0),
-    "second loss": Fault(_lose_a_second),
-    "loss while loading": Fault(_lose_while_loading),
-    "loss while the plan changes": Fault(_lose_while_changing),
-    "ten losses in a row": Fault(_lose_ten),
-    "all but one lost": Fault(_lose_all_but_one),
+    "power cycled": Fault(_power_cycle, _POWER_SECONDS),
+    "second loss": Fault(_lose_a_second, 2 * _AGENT_SECONDS),
+    "loss while loading": Fault(_lose_while_loading, 2 * _AGENT_SECONDS),
+    "loss while the plan changes": Fault(_lose_while_changing, 2 * _AGENT_SECONDS),
+    "ten losses in a row": Fault(_lose_ten, _LOSSES * _AGENT_SECONDS),
+    "all but one lost": Fault(_lose_all_but_one, _GONE_SECONDS[1] + _POWER_SECONDS),
     "coordinator killed": Fault(_kill_coordinator, 5.0, 3.0),
     "coordinator stopped": Fault(_stop_coordinator, None, 3.0),
     "coordinator parted": Fault(_part_coordinators, choose=_choose_side, parts_network=True),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +13,13 @@ from typing import Any, Literal
 import psutil
 
 from hearth.errors import BadSetting, InternalError
-from tools.bench.clients import losses_are_prepared
+from tools.bench.child import losses_are_prepared
 from tools.bench.experiment import Context
 from tools.bench.fault_rows import Happened, answers_steadily
 from tools.bench.homes import agent_names, decoder_directory, forget_plans, stop_coordinator
 from tools.bench.processes import ClientProcess, DeviceProcess
 from tools.bench.results import REPOSITORY
-from tools.bench.shared_devices import HUB, devices_with_disks, shared_scenario
-from tools.bench.watch import template_of, worker_of
+from tools.bench.shared_devices import HUB, devices_with_disks, shared_scenario, template_of, worker_of
 from tools.testbed import Testbed
 from tools.testbed.cluster import check_possible, wait_until
 
@@ -202,10 +200,6 @@ class FaultHome:
     def coordinator(self, device: str) -> subprocess.Popen[bytes]:
         return self._coordinators[device]
 
-    def stop_agent(self, name: str) -> None:
-        """Stop a device's agent and its workers."""
-        self.testbed.stop(lambda: set(self.testbed.pids(name)), signal.SIGTERM, _STOP_SECONDS)
-
     # ---- observing ------------------------------------------------------------------------------------------------
 
     def look(self, devices: bool = True) -> HomeState:
@@ -232,11 +226,6 @@ class FaultHome:
             reason = f"it names no plan within {_ANSWER_SECONDS:g} s; its log ends: {self.logs_since({}, 500)}"
             raise InternalError(where="the coordinator", reason=reason)
         return found
-
-    def connect_once(self) -> float | None:
-        """Seconds for a further client to connect and ask; None if it failed."""
-        seconds: float | None = self._clients.call("connect_once")["seconds"]
-        return seconds
 
     def workers(self) -> dict[str, int]:
         """Pids of the workers, by device."""
@@ -353,11 +342,6 @@ class HomeState:
     def coordinator(self) -> str:
         """The name of the coordinator that answered; empty if none did."""
         return str(self._status.get("name", ""))
-
-    @property
-    def dropped(self) -> int:
-        """Messages of the data plane that workers have refused."""
-        return int(self._status.get("dropped_messages", 0))
 
     @property
     def alive(self) -> set[str]:

@@ -55,6 +55,11 @@ class FaultRow(BaseModel):
         return sum(self.workers_after.get(device) == pid for device, pid in self.workers_before.items())
 
     @property
+    def is_late(self) -> bool:
+        """Whether the pause is longer than its limit."""
+        return self.limit_seconds is not None and self.pause_seconds > self.limit_seconds
+
+    @property
     def harms(self) -> tuple[str, ...]:
         """Errors of calls, and what was wrong with answers."""
         return (*self.failed, *self.wrong)
@@ -146,7 +151,7 @@ def phases_since(history: Sequence[dict[str, Any]], seconds: float) -> tuple[str
 
 _COLUMNS = (
     "fault", "times", "answers", "failed calls", "wrong answers", "not recovered", "workers kept", "pause, median",
-    "pause, worst", "limit", "met", "pause at rejoining, worst",
+    "pause, worst", "limit", "over the limit", "pause at rejoining, worst",
 )  # fmt: skip
 
 
@@ -161,16 +166,22 @@ def summarise_faults(rows: Sequence[FaultRow]) -> Summary:
     failed, wrong = sum(len(row.failed) for row in rows), sum(len(row.wrong) for row in rows)
     stuck = sum(not row.recovered for row in rows)
     answers = sum(row.answers for row in rows)
-    late = [row for row in rows if row.limit_seconds is not None and row.pause_seconds > row.limit_seconds]
+    late = [row for row in rows if row.is_late]
     limited = sum(row.limit_seconds is not None for row in rows)
     disturbed = sum(bool(row.disturbed) for row in rows)
     counts = Counter(row.plan_devices_before for row in rows if row.plan_devices_before)
     sizes = ", ".join(f"{size} in {count} cases" for size, count in sorted(counts.items()))
+    worst = {row.fault: row for row in sorted(late, key=lambda row: row.pause_seconds)}
     harms = [f"{row.load}, {row.fault} of {row.target}: {row.harms[0]}" for row in rows if row.harms]
     conclusions = (
         f"{len(rows)} faults, {answers} correct answers, {failed} failed calls, {wrong} wrong answers; "
         f"{stuck} times the home did not recover",
         f"{limited - len(late)} of {limited} pauses are within their limits",
+        *(
+            f"over the limit: {fault}, {sum(row.fault == fault for row in late)} of {sum(row.fault == fault for row in rows)}, "
+            f"worst {format_seconds(row.pause_seconds)} under {row.load}, limit {format_seconds(row.limit_seconds or 0.0)}"
+            for fault, row in sorted(worst.items())
+        ),
         *([f"devices of the plan at the fault: {sizes}"] if sizes else ()),
         *(
             [f"other programs used the machine during {disturbed} faults: their pauses are too long"]
@@ -192,11 +203,12 @@ def _line(fault: str, rows: Sequence[FaultRow]) -> tuple[str, ...]:
     kept, before = (
         sum(values) for values in zip(*((r.kept_workers, len(r.workers_before)) for r in rows), strict=True)
     )
-    met = "-" if limit is None else "yes" if max(pauses) <= limit else "**no**"
+    late = sum(row.is_late for row in rows)
     return (
         fault, str(len(rows)), str(sum(row.answers for row in rows)), str(sum(len(row.failed) for row in rows)),
         str(sum(len(row.wrong) for row in rows)), str(sum(not row.recovered for row in rows)), f"{kept} of {before}",
         format_seconds(statistics.median(pauses)), format_seconds(max(pauses)),
-        "-" if limit is None else format_seconds(limit), met,
+        "-" if limit is None else format_seconds(limit),
+        "-" if limit is None else f"**{late} of {len(rows)}**" if late else f"0 of {len(rows)}",
         format_seconds(max(row.rejoin_pause_seconds for row in rows)),
     )  # fmt: skip

@@ -136,17 +136,18 @@ class Faults(Experiment):
         rejoin, _ = worst_pause(happened, back, end, end) if repairs else (0.0, gap)
         limit = fault.standby_limit_seconds if home.has_standby else fault.limit_seconds
         background = load_between([(load_before, snapshot())])
-        went_wrong = failed or wrong or not recovered or (limit is not None and pause > limit)
         gaps = pauses(happened, moment, repaired if repairs else end, end)
-        return FaultRow(
+        row = FaultRow(
             load=home.load, number=number, fault=name, target=target, moment_seconds=moment - home.began,
             answers=sum(each[0] >= moment and each[2] == "answer" for each in happened), failed=failed, wrong=wrong,
             pause_seconds=pause, rejoin_pause_seconds=rejoin, again_seconds=max(gap.end - moment, 0.0),
             limit_seconds=limit, recovered=recovered, workers_before=workers,
             workers_after=home.workers(), phases=phases_since(state.history, end - moment),
             plan_devices_before=len(planned), plan_devices=len(state.planned), disturbed=background.distrust,
-            log=_describe(gaps, moment) + home.logs_since(log_sizes, _LOG_CHARACTERS) if went_wrong else "",
         )  # fmt: skip
+        if row.harmless and not row.is_late:
+            return row
+        return row.model_copy(update={"log": _describe(gaps, moment) + home.logs_since(log_sizes, _LOG_CHARACTERS)})
 
 
 def _describe(gaps: Mapping[int, tuple[float, Gap]], moment: float) -> str:

@@ -18,8 +18,7 @@ from coordinator.cli.load_generator import random_inputs
 from hearth.client.home import AsyncHome
 from hearth.errors import HearthError, InternalError
 from hearth.wire.messages import DeviceTrace
-from tools.bench.child import serve
-from tools.bench.clients import HomeClients
+from tools.bench.child import HomeClients, serve
 
 _ANSWER_SECONDS = 60.0  # timeout of a request
 

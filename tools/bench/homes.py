@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from coordinator.models.checkpoint.families import FAMILIES
 from hearth.errors import BadSetting
-from hearth.plan.plan import TransformerPlan
-from tools.bench.clients import Outcome, Request
-from tools.bench.processes import ClientProcess
 from tools.bench.shapes import SHAPES, find_shape, save_random_model
 from tools.testbed import Scenario, Testbed, load_scenario
 
 _HUB = "hub"  # scenario whose coordinator has its own link
-_READY_SECONDS = 600.0  # for the coordinator to plan, push and load; enough for 1.5 GB over 25 Mbit/s
 _STOP_SECONDS = 20.0  # for a coordinator to end after SIGTERM: longer than it drains requests
-_ANSWERS_SECONDS = 900.0  # timeout of all requests of one call, which may run one after the other on slow devices
 
 Model = str | Mapping[str, Any]  # a checkpoint's directory; or a shape's name, a config.json or its content
 
@@ -99,19 +94,3 @@ def decoder_directory(model: Model, folder: Path, dtype: str = "bfloat16") -> Pa
             setting="model", reason=f"the model_type {model.get('model_type')} is not a decoder that Hearth supports"
         )
     return save_random_model(folder / "model", {**model, "bos_token_id": None, "eos_token_id": None}, dtype=dtype)
-
-
-class GenerationClients(ClientProcess):
-    """Client apps that generate (`tools.bench.clients`)."""
-
-    def __init__(self, testbed: Testbed) -> None:
-        super().__init__(testbed, "clients")
-
-    def served_plan(self) -> TransformerPlan:
-        """Wait until a plan is served and return it. Raises InternalError with the end of the coordinator's log."""
-        return TransformerPlan.model_validate(self.ready_status(_READY_SECONDS)["plan"])
-
-    def generate(self, requests: Sequence[Request]) -> list[Outcome]:
-        """The outcomes of all requests, sent concurrently."""
-        answer = self.call("generate", _ANSWERS_SECONDS, requests=[each.model_dump() for each in requests])
-        return [Outcome.model_validate(each) for each in answer["outcomes"]]

@@ -17,16 +17,15 @@ import numpy as np
 from coordinator.cli.load_generator import random_inputs
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
-from tools.bench.child import serve
-from tools.bench.clients import HomeClients
+from tools.bench.child import HomeClients, serve
 from tools.bench.fault_rows import Happened, tokens_that_differ
 
 # Largest accepted difference from the reference, relative to its largest value: other plans sum in another order.
 _TOLERANCE = 1e-5
 _LOOK_SECONDS = 2.0  # timeout of a question for the state; longer than a busy coordinator takes
-_CONNECT_SECONDS = 10.0  # for another client to get in: the client library's default
 _FAILURE_PAUSE_SECONDS = 0.1  # after an error, so that a client does not flood a home that refuses at once
 POOL_SIZE = 8  # different requests
+_PROMPT_TOKENS = 12  # of the shortest prompt
 
 Seen = Callable[[], None]  # reports a token
 
@@ -75,15 +74,15 @@ class Inference(Work):
 
 
 class Streaming(Work):
-    """Answers of `max_tokens` to prompts of `prompt_tokens` and a few more; every other one is sampled, with its own seed."""
+    """Answers of `max_tokens` to prompts of a dozen tokens and more; every other one is sampled, with its own seed."""
 
     deadline_seconds = 300.0
 
-    def __init__(self, vocab_size: int, max_tokens: int, prompt_tokens: int) -> None:
-        self._vocab_size, self._max_tokens, self._prompt_tokens = vocab_size, max_tokens, prompt_tokens
+    def __init__(self, vocab_size: int, max_tokens: int) -> None:
+        self._vocab_size, self._max_tokens = vocab_size, max_tokens
 
     async def answer(self, home: AsyncHome, item: int, seen: Seen) -> Any:
-        prompt = [3 + (7919 * i + 101 * item) % (self._vocab_size - 3) for i in range(self._prompt_tokens + item)]
+        prompt = [3 + (7919 * i + 101 * item) % (self._vocab_size - 3) for i in range(_PROMPT_TOKENS + item)]
         sampled = item % 2 == 1
         stream = home.generate(
             token_ids=prompt, max_tokens=self._max_tokens, timeout_seconds=self.deadline_seconds,
@@ -99,10 +98,10 @@ class Streaming(Work):
         return f"{count} of {len(reference)} tokens differ" if count else ""
 
 
-def work_of(load: str, vocab_size: int = 0, max_tokens: int = 0, prompt_tokens: int = 12) -> Work:
-    """`load`: embed, infer or generate, with the model's vocabulary and the tokens per answer and, about, per prompt."""
+def work_of(load: str, vocab_size: int = 0, max_tokens: int = 0) -> Work:
+    """`load`: embed, infer or generate, with the model's vocabulary and the tokens per answer."""
     if load == "generate":
-        return Streaming(vocab_size, max_tokens, prompt_tokens)
+        return Streaming(vocab_size, max_tokens)
     return Embedding() if load == "embed" else Inference()
 
 
@@ -139,10 +138,10 @@ class LoadClients(HomeClients):
             await self._observer.close()
             self._observer = None
 
-    async def begin(self, num_clients: int, once: bool = False) -> None:
-        """Start the clients. `once`: each sends one request only. Raises the errors of connecting."""
+    async def begin(self, num_clients: int) -> None:
+        """Start the clients. Raises the errors of connecting."""
         homes = [await self.connected() for _ in range(num_clients)]
-        self._clients = [asyncio.create_task(self._ask(home, number, once)) for number, home in enumerate(homes)]
+        self._clients = [asyncio.create_task(self._ask(home, number)) for number, home in enumerate(homes)]
 
     async def end(self) -> None:
         """Stop the clients; requests in progress are cancelled and do not count."""
@@ -155,17 +154,6 @@ class LoadClients(HomeClients):
         """What has happened since the last call."""
         taken, self._happened = self._happened, []
         return {"happened": taken}
-
-    async def connect_once(self) -> dict[str, Any]:
-        """Connect a further client and ask whether a model is ready. `seconds`: the time that it took; None: it failed."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            async with await self.connected(_CONNECT_SECONDS) as home:
-                await home.readiness(_CONNECT_SECONDS)
-        except HearthError:
-            return {"seconds": None}
-        return {"seconds": loop.time() - began}
 
     async def state_of(self, address: str) -> dict[str, Any]:
         """The state of the coordinator at this address as a sentence; empty if it does not answer."""
@@ -186,8 +174,8 @@ class LoadClients(HomeClients):
             return {}
         return {"status": status, "devices": found.model_dump(mode="json")["devices"] if found else []}
 
-    async def _ask(self, home: AsyncHome, number: int, once: bool) -> None:
-        """Send the requests of the pool in turn, until cancelled, or one of them."""
+    async def _ask(self, home: AsyncHome, number: int) -> None:
+        """Send the requests of the pool in turn, until cancelled."""
         loop, item = asyncio.get_running_loop(), number
 
         def note(kind: str, detail: str = "") -> None:
@@ -204,8 +192,6 @@ class LoadClients(HomeClients):
                     continue
                 wrong = self._work.difference(answer, self._references[item])
                 note("wrong" if wrong else "answer", wrong)
-                if once:
-                    return
 
 
 if __name__ == "__main__":

@@ -153,43 +153,20 @@ class DeviceProcess(ProcessGroup):
 
     def __init__(self, testbed: Testbed, module: str, device: str, *arguments: str, limited: bool = True) -> None:
         super().__init__(testbed, module)
-        self._device, self._arguments, self._limited = device, arguments, limited
+        self._device = device
         self.start(device, *arguments, limited=limited)
 
     def call(self, method: str, timeout_seconds: float = _ANSWER_SECONDS, /, **arguments: Any) -> dict[str, Any]:
         """Call a method of the child and return its answer. Raises as `call_each`."""
         return self.call_each({self._device: {"do": method, **arguments}}, timeout_seconds)[self._device]
 
-    def begin(self, method: str, /, **arguments: Any) -> None:
-        """Start a call without waiting for its answer."""
-        self.send(self._device, {"do": method, **arguments})
 
-    def answer(self, timeout_seconds: float) -> dict[str, Any]:
-        """Wait for the answer to a call that has begun. Raises as `call_each`."""
-        return self.receive([self._device], timeout_seconds)[self._device]
-
-    @property
-    def pid(self) -> int:
-        return self._processes[self._device].pid
-
-    def restart(self) -> None:
-        """Kill the process, as a crash would, and start it again."""
-        self._processes[self._device].kill()
-        self._processes[self._device].wait(10)
-        self._sockets[self._device].close()
-        self.start(self._device, *self._arguments, limited=self._limited)
-
-
-class HubProcess(DeviceProcess):
-    """One process on the coordinator's device, without limits; its arguments are the home's key and its own address."""
+class ClientProcess(DeviceProcess):
+    """Client apps on the hub, without limits: a process with a `tools.bench.child.HomeClients`."""
 
     def __init__(self, testbed: Testbed, module: str) -> None:
         hub = testbed.scenario.coordinator_device
         super().__init__(testbed, module, hub, str(testbed.key), testbed.address(hub), limited=False)
-
-
-class ClientProcess(HubProcess):
-    """Client apps on the hub: a process with a `tools.bench.clients.HomeClients`."""
 
     def ready_status(self, timeout_seconds: float) -> dict[str, Any]:
         """Wait until the coordinator serves; returns its status. Raises InternalError with the end of its log."""

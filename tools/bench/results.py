@@ -98,13 +98,11 @@ class Result(BaseModel):
         """Write the file atomically, so that an interrupt leaves the old one."""
         write_atomically(path, (self.model_dump_json(indent=1) + "\n").encode())
 
-    def markdown(self, plot: str | None = None) -> str:
-        """The page of the result. `plot`: file name of its picture."""
+    def markdown(self) -> str:
+        """The page of the result."""
         parts = [f"# {self.title}", f"`{self.command}`, commit {self.commit}, {self.date}. {self.machine}."]
         if self.conclusions:
             parts.append("\n".join(f"- {line}" for line in self.conclusions))
-        if plot is not None:
-            parts.append(f"![{self.title}]({plot})")
         return "\n\n".join([*parts, *(table.markdown() for table in self.tables), *self.remarks]) + "\n"
 
 

@@ -1,12 +1,17 @@
-"""Emulated devices that share all cores of this machine, each with a small file system for its store, and a hub."""
+"""Emulated devices that share all cores of this machine, each with a small file system for its store, and a hub.
+
+Also finds the processes of their agents and workers.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from hearth.errors import BadSetting
 from tools.bench.homes import agent_names
@@ -48,3 +53,30 @@ def _command(*arguments: str, check: bool = True) -> None:
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     if check and done.returncode:
         raise BadSetting(setting="the testbed", reason=f"`{' '.join(arguments)}`: {done.stderr.strip()}")
+
+
+def agent_of(testbed: Testbed, device: str) -> psutil.Process | None:
+    """The agent process of a device, if it runs."""
+    return with_argument(testbed.pids(device), "/hearth-agent")
+
+
+def worker_of(testbed: Testbed, device: str) -> psutil.Process | None:
+    """The worker process of a device, if there is one."""
+    return with_argument(testbed.pids(device), "agent.worker.main")
+
+
+def template_of(testbed: Testbed, device: str) -> psutil.Process | None:
+    """The process from which a device's workers are forked, if there is one."""
+    return with_argument(testbed.pids(device), "agent.worker.template")
+
+
+def with_argument(pids: Iterable[int], end: str) -> psutil.Process | None:
+    """The first of these processes that has an argument with this end, if one does."""
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            if any(part.endswith(end) for part in process.cmdline()):
+                return process
+        except psutil.NoSuchProcess:
+            continue
+    return None

@@ -14,7 +14,6 @@ from pydantic import Field, TypeAdapter
 
 from hearth.errors import BadSetting
 from hearth.plan.value_formats import ValueFormatName
-from tools.bench import plots
 from tools.bench.experiment import Context, Experiment
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting
 from tools.bench.plans import GLOO, Lz4, Name, entries
@@ -52,7 +51,6 @@ class Strategies(Experiment):
     rounds: int = Field(15, ge=MIN_ROUNDS)
     repeat_disturbed: bool = True  # measure again what other programs disturbed
     interleave: bool = False  # interleave all settings of a model, because they are compared with each other
-    plot: Literal["times", "speedups", "rates", "scaling", "predictions"] = "times"
     conclusions: tuple[Literal["speedup", "prediction", "auto", "scaling", "lz4"], ...] = (
         "speedup",
         "prediction",
@@ -105,12 +103,6 @@ class Strategies(Experiment):
         return Summary(
             conclusions=tuple(said), tables=tuple(tables), failure=wrong if any(row.wrong for row in rows) else ""
         )
-
-    def draw(self, rows: Sequence[Row], figure: Any) -> bool:
-        axes = figure.subplots()
-        _PLOTS[self.plot](axes, rows)
-        plots.finish(axes, self.title)
-        return True
 
 
 # ---- conclusions ------------------------------------------------------------------------------------------------------
@@ -178,15 +170,30 @@ def say_scaling(rows: Sequence[Row]) -> list[str]:
     return [
         f"{model}: " + ", ".join(f"{count} devices {speedup:.2f}x ({share:.0%} of linear)"
                                  for count, speedup, share in points if count > 1)
-        for model, points in plots.scaling_of(rows).items()
+        for model, points in scaling_of(rows).items()
     ]  # fmt: skip
+
+
+def scaling_of(rows: Sequence[Row]) -> dict[str, list[tuple[int, float, float]]]:
+    """By model: number of devices, speed-up in work per second over one device, fraction of linear speed-up."""
+    rates: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.seconds:
+            flops = layer_flops(row.seq_len, row.hidden_size)
+            rates.setdefault(row.model, {})[row.devices] = flops / row.median_seconds
+    return {
+        model: [(count, rate / found[1], rate / found[1] / count) for count, rate in sorted(found.items())]
+        for model, found in rates.items()
+        if 1 in found
+    }
+
+
+def layer_flops(seq_len: int, hidden: int) -> float:
+    """FLOPs of one encoder layer with an MLP of four times the hidden size: projections, MLP, attention."""
+    return 24.0 * seq_len * hidden**2 + 4.0 * seq_len**2 * hidden
 
 
 _CONCLUSIONS: Mapping[str, Callable[[Sequence[Row]], Iterable[str]]] = {
     "speedup": say_speedup, "prediction": say_prediction, "auto": say_auto, "scaling": say_scaling,
     "lz4": say_lz4,
-}  # fmt: skip
-_PLOTS: Mapping[str, plots.Draw] = {
-    "times": plots.latency_bars, "speedups": plots.speedup_bars, "rates": plots.rate_lines,
-    "scaling": plots.scaling_lines, "predictions": plots.predicted_against_measured,
 }  # fmt: skip

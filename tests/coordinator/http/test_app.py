@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,75 +14,19 @@ from hypothesis import strategies as st
 
 pytest.importorskip("starlette")
 
+from support.http_servers import READY, ScriptedHome, ScriptedHomes
+
 from coordinator.http import homes
 from coordinator.http.app import MAX_BODY_BYTES, http_app
-from coordinator.http.homes import Served
-from hearth.client.answers import AsyncGeneration, Token, Usage
-from hearth.client.home import Result
-from hearth.errors import AppRevoked, HearthError, QueueFull, StepFailed
+from hearth.errors import AppRevoked, QueueFull, StepFailed
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import AppKey, format_credential
-from hearth.wire.messages import LogProb, ServedModel, TokenLogProbs
+from hearth.wire.messages import ServedModel
 
-USAGE = Usage(7, 3, "stop", 0.5, 0.1, 0.2, 4)
 POSTS = (
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/api/chat", "/api/generate", "/api/embed",
     "/api/embeddings", "/api/show", "/api/pull",
 )  # fmt: skip
-
-
-def _log_probs(word: str) -> TokenLogProbs:
-    each = LogProb(token_id=1, value=-0.5, piece=word.encode())
-    return TokenLogProbs(chosen=each, top=(each,))
-
-
-class ScriptedHome:
-    """Says three words, or fails before or after the first."""
-
-    def __init__(self, error: HearthError | None = None, words_before: int = 0, silent: bool = False) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.kept: list[float] = []
-        self.ended = 0
-        self._error, self._words_before, self._silent = error, words_before, silent
-
-    def generate(self, **asked: Any) -> AsyncGeneration:
-        self.asked.append(asked)
-        return AsyncGeneration(self._parts())
-
-    async def _parts(self) -> AsyncGenerator[Token | Usage, None]:
-        try:
-            for number, word in enumerate(("It ", "is ", "on")):
-                if self._error is not None and number == self._words_before:
-                    raise self._error
-                yield Token(word, number, 0.1, log_probs=_log_probs(word) if self.asked[-1].get("logprobs") else None)
-                if self._silent:
-                    await asyncio.Event().wait()
-            yield USAGE
-        finally:
-            self.ended += 1
-
-    async def keep_loaded(self, seconds: float, model: str) -> None:
-        assert (self.ended, model) == (len(self.asked), "tiny")  # not before the answer
-        self.kept.append(seconds)
-
-    async def request_embeddings(self, texts: list[str], seconds: float, model: str) -> Result:
-        return Result(np.tile(np.float32([0.6, 0.8, 0.0]), (len(texts), 1)), 0.1, 5, ())
-
-
-class ScriptedHomes:
-    def __init__(self, home: ScriptedHome, readiness: ServedModel, refusal: HearthError | None = None) -> None:
-        self._served, self._refusal = Served(home, (readiness,), readiness.ready), refusal  # type: ignore[arg-type]
-
-    @asynccontextmanager
-    async def served(self, token: str | None) -> AsyncIterator[Served]:
-        if self._refusal is not None:
-            raise self._refusal
-        yield self._served
-
-
-READY = ServedModel(
-    deployment="tiny", ready=True, phase="serving", state="serving", model="tiny", answers="text", context_tokens=64
-)
 
 
 class Answered(NamedTuple):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -13,11 +11,9 @@ from support.waiting import until
 
 pytest.importorskip("uvicorn")
 
-import uvicorn
+from support.http_servers import served
 
 from coordinator.http import connections
-from coordinator.http.connections import BoundedProtocol
-from hearth.platform.ports import listening_socket
 
 LIMIT_SECONDS = 30.0  # that only failures reach
 GONE: list[str] = []  # how endless answers ended
@@ -41,23 +37,6 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         GONE.append(gone.result()["type"])
         return
     await send({"type": "http.response.body", "body": b"ok"})
-
-
-@asynccontextmanager
-async def served() -> AsyncIterator[int]:
-    """The port of a server of the application."""
-    listening = listening_socket("127.0.0.1", 0, 16, "--listen")
-    config = uvicorn.Config(
-        app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    serving = asyncio.ensure_future(server._serve([listening]))
-    try:
-        yield listening.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await asyncio.wait_for(serving, LIMIT_SECONDS)
 
 
 async def received(port: int, *pieces: bytes) -> bytes:
@@ -90,7 +69,7 @@ def test_request_that_does_not_arrive_ends_its_connection(
     monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.2)
 
     async def run() -> None:
-        async with served() as port:
+        async with served(app) as port:
             assert (await received(port, *pieces)).count(b"200 OK") == num_answers
 
     asyncio.run(run())
@@ -100,7 +79,7 @@ def test_slow_but_whole_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(connections, "ARRIVAL_SECONDS", LIMIT_SECONDS)
 
     async def run() -> None:
-        async with served() as port:
+        async with served(app) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             for _ in range(2):
                 for byte in REQUEST:
@@ -117,7 +96,7 @@ def test_answer_that_nobody_reads_ends_its_connection(monkeypatch: pytest.Monkey
     GONE.clear()
 
     async def run() -> None:
-        async with served() as port:
+        async with served(app) as port:
             with socket.create_connection(("127.0.0.1", port)) as plain:
                 plain.sendall(REQUEST.replace(b"/ ", b"/endless ", 1))
                 await until("the end of the answer", lambda: GONE, LIMIT_SECONDS)

@@ -1,23 +1,72 @@
-"""Client apps of the gateway and of the library: `python -m tools.bench.http.clients ipc://PATH KEY ADDRESS`, on the hub."""
+"""Client apps of the gateway and of the library: `python -m tools.bench.http.clients ipc://PATH KEY ADDRESS`, on the hub.
+
+They speak the least of HTTP that is needed, so that their own work is not measured as the gateway's.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hearth.client.home import AsyncHome, connect_async
 from hearth.platform.security import coordinator_access, load_credential, parse_token
-from tools.bench.child import serve
-from tools.bench.clients import HomeClients
+from tools.bench.child import HomeClients, serve
 from tools.bench.http.home import HOST, PORT
-from tools.bench.http.wire import Connection
 
 _PATH = "/v1/chat/completions"
+_DATA = b"data: "
 _CONNECT_SECONDS = 30.0
 _ANSWER_SECONDS = 300.0
+
+
+def request_bytes(
+    method: str, path: str, token: str | None = None, body: object = None, headers: Mapping[str, str] = {}
+) -> bytes:
+    """One request of HTTP/1.1, with its body as JSON."""
+    content = b"" if body is None else json.dumps(body).encode()
+    fields = {
+        "Host": "localhost",
+        **({"Authorization": f"Bearer {token}"} if token is not None else {}),
+        **({"Content-Type": "application/json", "Content-Length": str(len(content))} if body is not None else {}),
+        **headers,
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + content
+
+
+class Connection:
+    """A connection that stays open, for answers that are streams of server-sent events."""
+
+    def __init__(self, host: str, port: int, token: str) -> None:
+        self._address, self._token = (host, port), token
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
+        """Post a request; the data of its events as they arrive. Raises ValueError for another status than 200."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(*self._address)
+        reader, writer = self._streams
+        writer.write(request_bytes("POST", path, self._token, body))
+        head = await reader.readuntil(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200"):
+            raise ValueError((head + await reader.read(4096)).decode(errors="replace"))
+        while True:
+            num = int(await reader.readline(), 16)
+            piece = (await reader.readexactly(num + 2))[:-2]
+            if not num:
+                return
+            for event in piece.split(b"\n\n"):
+                if event.startswith(_DATA):
+                    yield event.removeprefix(_DATA)
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
 
 
 class HttpClients(HomeClients):
@@ -63,20 +112,6 @@ class HttpClients(HomeClients):
         chat = await _chat(connection, body)
         connection.close()
         return {"first_seconds": chat.event_seconds, "usage": chat.usage}
-
-    async def steady(self, token: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Chat after chat for some seconds. Returns the seconds that each took, and what failed."""
-        loop = asyncio.get_running_loop()
-        took, failed, end = [], [], loop.time() + seconds
-        while (began := loop.time()) < end:
-            connection = Connection(HOST, PORT, token)
-            try:
-                await asyncio.wait_for(_chat(connection, body), _ANSWER_SECONDS)
-                took.append(loop.time() - began)
-            except (OSError, ValueError, EOFError, asyncio.TimeoutError) as error:
-                failed.append(f"{type(error).__name__}: {error}"[:300])
-            connection.close()
-        return {"seconds": took, "failed": failed}
 
     async def _library(self, token: str) -> AsyncHome:
         """A connection of the client library as the app of this token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,27 @@ from hearth.errors import InternalError
 from tools.bench.experiment import Context
 from tools.bench.homes import agents, stop_coordinator
 from tools.bench.processes import ClientProcess
-from tools.bench.shared_devices import shared_scenario
-from tools.bench.watch import with_argument
+from tools.bench.results import REPOSITORY
+from tools.bench.shapes import save_random_model
+from tools.bench.shared_devices import shared_scenario, with_argument
 from tools.testbed import Testbed
 from tools.testbed.cluster import check_possible
 
 HOST, PORT = "127.0.0.1", 47880  # of the gateway, on the hub
 _GATEWAY = "coordinator.http"  # module of its process
 _READY_SECONDS = 600.0  # for the coordinator to profile, plan, push and load on a busy machine
+# A Llama whose steps take a millisecond, so that what the gateway adds is seen.
+TINY: Mapping[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "vocab_size": 1024, "max_position_embeddings": 1024,
+}  # fmt: skip
+_SPECIAL = ("<|begin|>", "<|start|>", "<|end|>")
+_TEMPLATE = (
+    "{{ bos_token }}{% if tools %}<|start|>tools\n{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}<|end|>\n"
+    "{% endif %}{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}<|end|>\n"
+    "{% endfor %}<|start|>assistant\n"
+)
 
 
 class HttpHome:
@@ -48,10 +61,6 @@ class HttpHome:
             raise InternalError(where="the gateway", reason="its process has ended; see coordinator.log")
         return process
 
-    def log(self) -> str:
-        """The log of the coordinator and the gateway."""
-        return self.testbed.log("coordinator.log")
-
 
 @contextmanager
 def http_home(context: Context, model: Path, num_devices: int, mbit: float, *options: str) -> Iterator[HttpHome]:
@@ -72,3 +81,31 @@ def http_home(context: Context, model: Path, num_devices: int, mbit: float, *opt
         clients.ready_status(_READY_SECONDS)
         yield HttpHome(testbed, clients, coordinator.pid)
         stop_coordinator(coordinator)
+
+
+def chat_directory(config: Mapping[str, Any], directory: Path) -> Path:
+    """A model of this shape without an end token: its answers are as long as they may be."""
+    shape = {**config, "bos_token_id": None, "eos_token_id": None}
+    save_random_model(directory, shape)
+    save_tokenizer(directory, int(config["vocab_size"]))
+    return directory
+
+
+def save_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Byte-level BPE that was trained on this project's documents."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(_SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    texts = sorted(
+        path for folder in (REPOSITORY / "docs", REPOSITORY / "hearth") for path in folder.rglob("*.[mp][dy]")
+    )
+    tokenizer.train([str(path) for path in texts], trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"chat_template": _TEMPLATE, "bos_token": _SPECIAL[0], "eos_token": _SPECIAL[2]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -14,8 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import COUNT, Finding, at_least, at_most, equal, summarise, without_target
-from tools.bench.http.home import HttpHome, http_home
-from tools.bench.http.models import TINY, chat_directory
+from tools.bench.http.home import TINY, HttpHome, chat_directory, http_home
 from tools.bench.load import load_between, snapshot
 from tools.bench.results import Summary
 from tools.bench.stats import percentile

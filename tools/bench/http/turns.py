@@ -25,8 +25,7 @@ from hearth.plan.transformer import KV_BLOCK_TOKENS
 from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import COUNT, PERCENT, RATIO, Finding, at_least, at_most, summarise, without_target
 from tools.bench.generation import LLAMA
-from tools.bench.http.home import http_home
-from tools.bench.http.models import chat_directory
+from tools.bench.http.home import chat_directory, http_home
 from tools.bench.load import load_between, snapshot
 from tools.bench.results import Summary
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from support.mutations import with_changed_bytes
+
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import AppKey, format_token
-from tools.bench.http.wire import answers_in, request_bytes
-from tools.bench.mutations import with_changed_bytes
+from tools.bench.http.clients import request_bytes
 
 _CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Light?"}]
 _TOOL = {"type": "function", "function": {"name": "turn_on", "parameters": {"type": "object"}}}
@@ -27,6 +29,8 @@ _ODD: tuple[Any, ...] = (
 )  # fmt: skip
 _CLOSE = {"Connection": "close"}
 _WRITTEN_BYTES = 9 << 20  # of a body that is too large
+_ANSWER_SECONDS = 60.0  # for a request that has to be answered
+_SILENCE_SECONDS = 0.5  # after which a broken request may stay without an answer
 
 
 class Sent(NamedTuple):
@@ -261,3 +265,62 @@ def fault_of(sent: Sent, received: bytes, token: str) -> str:
     if sent.status is not None and answers[0].status != sent.status:
         return f"status {answers[0].status} instead of {sent.status}"
     return ""
+
+
+async def exchange(host: str, port: int, sent: Sent) -> bytes:
+    """Send a request over a new connection, and receive until it is closed, or silent after a broken request."""
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return b""
+    received = b""
+    try:
+        writer.write(sent.data)
+        while True:
+            piece = await asyncio.wait_for(reader.read(1 << 16), _ANSWER_SECONDS if sent.whole else _SILENCE_SECONDS)
+            if not piece:
+                return received
+            received += piece
+    except (OSError, asyncio.TimeoutError):
+        return received
+    finally:
+        writer.transport.abort()
+
+
+class Answer(NamedTuple):
+    """One whole answer."""
+
+    status: int
+    body: bytes
+
+
+def answers_in(received: bytes) -> list[Answer]:
+    """The answers in what a connection has received; an unfinished one at the end is left out."""
+    found = []
+    while (answer := _first_answer(received)) is not None:
+        found.append(answer[0])
+        received = answer[1]
+    return found
+
+
+def _first_answer(received: bytes) -> tuple[Answer, bytes] | None:
+    head, separator, rest = received.partition(b"\r\n\r\n")
+    first, *lines = head.split(b"\r\n")
+    if not separator or not first.startswith(b"HTTP/1.1 "):
+        return None
+    status = int(first[9:12])
+    fields = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+    if status < 200:
+        return _first_answer(rest)
+    if fields.get(b"transfer-encoding") == b"chunked":
+        body = b""
+        while True:
+            size, separator, rest = rest.partition(b"\r\n")
+            num = int(size, 16) if separator else 0
+            if not separator or len(rest) < num + 2:
+                return None
+            body, rest = body + rest[:num], rest[num + 2 :]
+            if not num:
+                return Answer(status, body), rest
+    length = int(fields.get(b"content-length", len(rest)))  # without a length, all until the end
+    return (Answer(status, rest[:length]), rest[length:]) if len(rest) >= length else None
