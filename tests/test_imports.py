@@ -42,10 +42,10 @@ PURE_MODULES = (
     "coordinator.devices.quarantine",
     "coordinator.devices.registry",
     "coordinator.devices.taken",
-    "coordinator.gateway.access",
-    "coordinator.gateway.link",
-    "coordinator.gateway.outbox",
-    "coordinator.gateway.plane",
+    "coordinator.port.access",
+    "coordinator.port.protocol",
+    "coordinator.port.outbox",
+    "coordinator.port.requests",
     "coordinator.models.checkpoint.chunk_layout",
     "coordinator.models.onnx.contrib",
     "coordinator.models.onnx.cutting",
@@ -190,7 +190,7 @@ def loaded_by(statement: str) -> set[str]:
         ("import agent.daemon.main", {*ML_LIBRARIES, "numpy", "lz4", "coordinator", "agent.worker"}),
         ("import coordinator.cli.app", {*ML_LIBRARIES, "agent"}),
         (
-            "import coordinator.gateway.process",  # a process of its own, which must stay small
+            "import coordinator.port.process",  # a process of its own, which must stay small
             {*ML_LIBRARIES, "numpy", "pydantic", "asyncio", "ssl", "agent", "coordinator.serve"},
         ),
     ],

@@ -20,9 +20,8 @@ import zmq.asyncio
 from hearth.errors import ChunkCorrupt, HearthError, WrongKey
 from hearth.platform.asyncio_tools import all_or_first_error, loop_time
 from hearth.platform.connections import use_bbr_on_radio
-from hearth.platform.curve import KeyPair
-from hearth.platform.gatekeeper import Gatekeeper
-from hearth.platform.ports import bracketed
+from hearth.platform.curve import Gatekeeper, KeyPair
+from hearth.platform.network import bracketed
 from hearth.platform.security import Access
 from hearth.transport.base import Buffer
 from hearth.wire.messages import Done, FetchChunks, GetChunk, LinkMeasured, MeasureLink, Message, OpenLinkProbe

@@ -11,7 +11,7 @@ import psutil
 
 from agent.daemon.config import AgentSettings
 from agent.daemon.gpu import GpuReader
-from hearth.platform.host import host_id
+from hearth.platform.machine import host_id
 from hearth.wire.messages import Telemetry
 
 _RESERVE_SHARE = 0.10  # fraction of all memory that is kept for the rest of the system if the user sets no limit

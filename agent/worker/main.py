@@ -21,7 +21,7 @@ from agent.worker.loading import LoadGivenUp
 from agent.worker.runtime import Runtime, create_runtime
 from agent.worker.server import WorkerServer, failed_message
 from hearth.errors import StepFailed
-from hearth.platform.parent_death import die_with_parent
+from hearth.platform.child_main import die_with_parent
 from hearth.wire.messages import Abort, Cancel, ConnectPeers, Done, Message, Start, WorkerProgress
 
 log = logging.getLogger("hearth.worker")

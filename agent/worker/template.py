@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import cast
 
 from agent.worker.main import Worker, set_up_process
-from hearth.platform.parent_death import die_with_parent
+from hearth.platform.child_main import die_with_parent
 from hearth.wire.messages import Done, ForkWorker, Message, WorkerExited, WorkerForked, WorkerLibrary, decode, encode
 
 log = logging.getLogger("hearth.worker")

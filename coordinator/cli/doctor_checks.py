@@ -31,7 +31,7 @@ from hearth.errors import HearthError
 from hearth.platform import security
 from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import AGENT_PORT, COORDINATOR_SERVICE, Browser, DiscoveredService
-from hearth.platform.interfaces import Interface, choose_interface, interfaces, verify_reachable
+from hearth.platform.network import Interface, choose_interface, interfaces, verify_reachable
 from hearth.platform.units import format_bytes
 from hearth.protocol import PROTOCOL_VERSION
 from hearth.wire.messages import Telemetry

@@ -12,7 +12,7 @@ from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, cluster_from_links
 from hearth.plan.graph_spec import GraphSpec
-from hearth.platform.interfaces import interfaces
+from hearth.platform.network import interfaces
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.wire.messages import GraphProfile, OperatorsOf, Profile
 

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
 from coordinator.http.hosts import LOCAL_SUFFIXES
 from hearth.errors import BadSetting
 from hearth.files import write_atomically
-from hearth.platform.interfaces import all_addresses
+from hearth.platform.network import all_addresses
 
 AUTHORITY_FILE = "authority.pem"  # what clients are given
 _AUTHORITY_KEY_FILE = "authority.key"  # its key and its certificate

@@ -19,7 +19,7 @@ from coordinator.http.settings import HttpSettings
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import HTTP_SERVICE, advertised
-from hearth.platform.ports import bracketed, listening_socket
+from hearth.platform.network import bracketed, listening_socket
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ALL_ADDRESSES = ("0.0.0.0", "::")

@@ -10,7 +10,7 @@ from pathlib import Path
 from coordinator.serve.config import CoordinatorSettings
 from hearth.errors import BadSetting
 from hearth.files import FolderInUse, locked_folder, write_atomically
-from hearth.platform.ports import local_address
+from hearth.platform.network import local_address
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from hearth.errors import (
 )
 from hearth.platform.asyncio_tools import cancel_all, with_timeout
 from hearth.platform.curve import fingerprint
-from hearth.platform.ports import bracketed
+from hearth.platform.network import bracketed
 from hearth.platform.security import Access
 from hearth.wire import messages as wire
 from hearth.wire.rpc import RpcClient

@@ -45,9 +45,12 @@ class Child:
 
     @classmethod
     async def start(cls, module: str, *arguments: str, pipe_stderr: bool) -> Child:
-        """Start the module. Without `pipe_stderr`, it inherits our stderr. Raises OSError."""
+        """Start the module. Without `pipe_stderr`, it inherits our stderr. Raises OSError.
+
+        `child_main.SPARE` with arguments as module: a process that imports these modules, and then waits for its input.
+        """
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "hearth.platform.parent_death", str(os.getpid()), module, *arguments,
+            sys.executable, "-m", "hearth.platform.child_main", str(os.getpid()), module, *arguments,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE if pipe_stderr else None,
         )  # fmt: skip

@@ -1,13 +1,25 @@
-"""CURVE: key pairs, and encrypted ZeroMQ sockets that admit only known keys. It imports neither asyncio nor pydantic."""
+"""CURVE: key pairs, encrypted ZeroMQ sockets, and the gatekeeper (ZAP) that decides which public keys pass their handshakes.
+
+It imports neither asyncio nor pydantic: the client port's process, which must stay small, uses it. `loop_gatekeeper` has the
+gatekeeper of a program with an event loop.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import zmq
+from zmq.auth.base import Authenticator
 
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
+
+log = logging.getLogger(__name__)
 
 _HEARTBEAT_MS = 2000  # interval of ZeroMQ heartbeats, which detect a peer that vanished without closing its connection
 _HEARTBEAT_TIMEOUT_MS = 6000  # three intervals: bad Wi-Fi may lose two heartbeats
@@ -22,6 +34,7 @@ _CONNECT_MS = 2000
 # within a second or two; clients take several closed handshakes in a row for a wrong key.
 _HANDSHAKE_MS = 10_000
 BACKLOG = 1024  # connections that the kernel accepts while ZeroMQ is busy; more than a home has
+_LOG_SECONDS = 10.0  # interval of log lines about refusals: an attack leaves a trace and cannot fill a disk
 
 
 class KeyPair(NamedTuple):
@@ -98,3 +111,82 @@ def secure_client(socket: zmq.Socket[Any], own: KeyPair, server_public: str) -> 
 def user_id(frame: zmq.Frame) -> str:
     """The authenticated public key (Z85) of the peer that sent a frame."""
     return str(frame.get("User-Id"))
+
+
+# ---- handshakes -----------------------------------------------------------------------------------------------------
+
+
+class Refusals:
+    """`count` refusals since the start. The first one is logged at once; later ones are summed up every 10 s."""
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.count = 0
+        self._what = what
+        self._clock = clock
+        self._logged_count = 0
+        self._logged_at = -math.inf
+
+    def note(self, reason: str) -> None:
+        """Count one refusal. `reason` names the cause and the fingerprint of the key, for the log."""
+        self.count += 1
+        now = self._clock()
+        if now - self._logged_at >= _LOG_SECONDS:
+            log.warning("%s refused: %d more; the last: %s", self._what, self.count - self._logged_count, reason)
+            self._logged_at, self._logged_count = now, self.count
+
+
+AdmitRule = Callable[[str], bool]
+
+
+class _Callback:
+    """A credentials provider as pyzmq expects it. A rule that fails refuses this key only."""
+
+    def __init__(self, admit: AdmitRule, refusals: Refusals) -> None:
+        self._admit = admit
+        self._refusals = refusals
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        public_key = key.decode()
+        try:
+            admitted = self._admit(public_key)
+            if not admitted:
+                self._refusals.note(f"the key {fingerprint(public_key)}")
+            return admitted
+        except Exception:
+            log.exception("whether %s may connect could not be decided; it is refused", fingerprint(public_key))
+            return False
+
+
+class PolledAuthenticator(Authenticator):
+    """pyzmq's authenticator for a program that polls its sockets itself, and calls `answer` when `zap_socket` is readable."""
+
+    def answer(self) -> None:
+        """Answer one handshake."""
+        message = self.zap_socket.recv_multipart(zmq.NOBLOCK)
+        with suppress(StopIteration):
+            self.handle_zap_message(message).send(None)  # our rules wait for nothing
+
+
+class Gatekeeper:
+    """The ZAP handler of a context. Each domain has its own rule; a domain without a rule admits no key.
+
+    `refusals` counts the keys that were not admitted.
+    """
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self.refusals = Refusals("connections")
+        self._authenticator = authenticator
+        # Without any rule, pyzmq falls back to stored certificates; this rule for an unused domain prevents that.
+        self._authenticator.configure_curve_callback("-", _Callback(lambda key: False, self.refusals))
+
+    def admit(self, domain: str, rule: AdmitRule) -> None:
+        """Set the rule of a domain. `rule(public_key)` is called at every handshake."""
+        self._authenticator.configure_curve_callback(domain, _Callback(rule, self.refusals))
+
+    def start(self) -> None:
+        """Start answering handshakes. Until then, no key is admitted."""
+        self._authenticator.start()
+
+    def stop(self) -> None:
+        """Stop answering handshakes."""
+        self._authenticator.stop()

@@ -290,7 +290,7 @@ def parse_static_peers(text: str, default_port: int = AGENT_PORT) -> tuple[tuple
 
 
 def _addresses_of(interfaces: Sequence[str] | None) -> list[str]:
-    from hearth.platform.interfaces import all_addresses
+    from hearth.platform.network import all_addresses
 
     return list(interfaces or all_addresses())
 

@@ -25,9 +25,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from hearth.errors import PortInUse
 from hearth.platform.connections import use_bbr_on_radio
-from hearth.platform.curve import KeyPair, harden, secure_client, secure_server, user_id
-from hearth.platform.gatekeeper import Gatekeeper
-from hearth.platform.ports import bracketed
+from hearth.platform.curve import Gatekeeper, KeyPair, harden, secure_client, secure_server, user_id
+from hearth.platform.network import bracketed
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, WORKER_CONNECT_SECONDS
 from hearth.transport.base import Buffer, PeerAddress, Received
 from hearth.transport.recent import MAX_BACKGROUND_BYTES, MAX_BYTES, LargeMessages, RecentMessages

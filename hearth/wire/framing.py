@@ -269,3 +269,36 @@ def _for_wire(
 
 def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape + (0,) * (MAX_DIMS - len(shape))
+
+
+class TileForm:
+    """The messages of tiles that differ only in key and values: one frame each, whose header is encoded and checked once.
+
+    Between two exchanges of a decoding step, the weights displace everything else from the caches, so that each operation of
+    an exchange takes several times as long as in a loop. The tiles are float32, of one phase and shape, in a value format with
+    one buffer. The other end may use `encode_tile` and `decode_tile` instead. Not thread-safe.
+
+    `values`: the values of the next message, in the format's dtype; write them before `message`.
+    """
+
+    def __init__(self, token: bytes, phase: Phase, shape: tuple[int, ...], values: ValueFormat) -> None:
+        """Raises FrameTooLarge."""
+        self._header = bytearray(encode_header(token, TileKey(0, 0, 0, phase, 0, 0), _DTYPES[0], shape, values))
+        ((self._dtype, self._shape),) = codec.wire_layout(values, _DTYPES[0], shape)
+        self._frame = self._header + bytes(math.prod(shape) * self._dtype.itemsize)
+        self.values: Array = np.frombuffer(self._frame, self._dtype, offset=len(self._header)).reshape(shape)
+
+    def message(self, key: TileKey) -> bytes:
+        """The frame of `values` under this key."""
+        write_key(self._frame, key)
+        return bytes(self._frame)
+
+    def read(self, key: TileKey, frames: Sequence[Buffer]) -> Array | None:
+        """The values of a received message, in the format's dtype and read-only; None if it is not exactly this tile."""
+        num_bytes = len(self._header)
+        if len(frames) != 1 or len(frames[0]) != len(self._frame):
+            return None
+        write_key(self._header, key)
+        if not hmac.compare_digest(memoryview(frames[0])[:num_bytes], self._header):
+            return None
+        return np.frombuffer(frames[0], self._dtype, offset=num_bytes).reshape(self._shape)

@@ -40,6 +40,7 @@ from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervi
 from hearth.platform.connections import use_bbr_on_radio
 from hearth.platform.curve import (
     KeyPair,
+    Refusals,
     detect_silence,
     fingerprint,
     limit_connections,
@@ -47,12 +48,9 @@ from hearth.platform.curve import (
     secure_server,
     user_id,
 )
-from hearth.platform.ports import bracketed
-from hearth.platform.refusals import Refusals
+from hearth.platform.network import bracketed
 from hearth.platform.security import Access
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
-from hearth.wire.direct_socket import end_connection_of
-from hearth.wire.loop_socket import loop_socket
 from hearth.wire.messages import (
     MESSAGE_TYPES,
     PEER_SIZES,
@@ -68,6 +66,7 @@ from hearth.wire.messages import (
     message_type,
 )
 from hearth.wire.quota import EndedConnections, Limits, Quota
+from hearth.wire.zmq_sockets import end_connection_of, loop_socket
 
 log = logging.getLogger(__name__)
 

@@ -94,7 +94,7 @@ def _gateway_of(running: TestHome) -> int | None:
     """The process id of the coordinator's gateway; None while there is none."""
     for child in psutil.Process(running.pid("coordinator")).children():
         try:
-            if "coordinator.gateway" in child.cmdline():
+            if "coordinator.port" in child.cmdline():
                 return child.pid
         except psutil.NoSuchProcess:  # it has just ended
             continue

@@ -15,7 +15,7 @@ from coordinator.http.homes import Served
 from hearth.client.answers import AsyncGeneration, Token, Usage
 from hearth.client.home import Result
 from hearth.errors import AppRevoked, HearthError
-from hearth.platform.ports import listening_socket
+from hearth.platform.network import listening_socket
 from hearth.wire.messages import LogProb, ServedModel, TokenLogProbs
 
 _STOP_SECONDS = 30.0  # that only failures reach

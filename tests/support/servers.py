@@ -9,8 +9,8 @@ import zmq
 import zmq.asyncio
 from support.contexts import zmq_context
 
-from hearth.platform.authenticators import LoopGatekeeper
 from hearth.platform.curve import KeyPair
+from hearth.platform.loop_gatekeeper import LoopGatekeeper
 from hearth.wire.rpc import ACCEPT_ALL, Handler, Policy, RpcServer
 
 DOMAIN = "test"

@@ -230,8 +230,8 @@ def census(seconds: float = 0.0, cpu_seconds: float = 0.0, memory: int = 100 << 
         (["python", "-m", "agent.worker.main", "ipc://x"], "agent.worker.main"),
         (["python", "-m", "tools.bench.load_clients"], ""),
         (
-            ["python", "-m", "hearth.platform.parent_death", "7", "hearth.platform.spare_child"],
-            "hearth.platform.spare_child",
+            ["python", "-m", "hearth.platform.child_main", "7", "--spare", "coordinator.serve"],
+            "--spare",
         ),
         (["sh", "-c", "mount"], ""),
     ],

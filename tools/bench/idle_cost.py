@@ -165,10 +165,10 @@ def _use_of(device: str, pid: int) -> ProcessUse | None:
 
 
 def role_of(command: Sequence[str]) -> str:
-    """What a command line runs: "hearth-agent", "hearth serve" or a module; empty for the benchmark's own processes."""
+    """What a command line runs: "hearth-agent", "hearth serve", a module, or "--spare" (an idle planner process); empty for the benchmark's own processes."""
     if "-m" in command[:-1]:
         start = list(command).index("-m") + 1
-        module = command[start + 2] if command[start] == "hearth.platform.parent_death" else command[start]
+        module = command[start + 2] if command[start] == "hearth.platform.child_main" else command[start]
         return "" if module.startswith("tools.") else module
     for index, part in enumerate(command):
         if (name := os.path.basename(part)) in ("hearth-agent", "hearth"):

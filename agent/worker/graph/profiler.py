@@ -45,7 +45,7 @@ from agent.worker.profiling import serve_one
 from agent.worker.wire_cost import measure_wire_cost
 from hearth.errors import BadPlan, StoreFull
 from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
-from hearth.platform.parent_death import die_with_parent
+from hearth.platform.child_main import die_with_parent
 from hearth.wire.codec import NUMPY_CASTS, Array
 from hearth.wire.messages import ComputeDevice, GraphProfile, Kernel, StartProfile
 

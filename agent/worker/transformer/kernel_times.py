@@ -17,7 +17,7 @@ from agent.worker.transformer.matrices import Matrix, layouts_to_measure
 from hearth.plan.kernels import KERNEL_ROWS, KernelTime
 from hearth.plan.layer import layer_matrices
 from hearth.plan.model_spec import ModelSpec, WeightFormat
-from hearth.platform.processor_cache import last_level_cache_bytes
+from hearth.platform.machine import last_level_cache_bytes
 
 # Elements of a measured matrix at most; of a larger one, a part of the outputs is measured, which computes at the same speed.
 # More on a GPU, where starting the kernels of a small product takes longer than they do.

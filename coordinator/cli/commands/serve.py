@@ -25,7 +25,7 @@ from coordinator.serve.state_folder import address_of_running
 from hearth.client.sync import connect
 from hearth.errors import BadKey, BadPlan, BadRequest, DeadlineExceeded
 from hearth.plan.plan import Plan, plan_from_json
-from hearth.platform.file_limit import raise_file_limit
+from hearth.platform.machine import raise_file_limit
 from hearth.platform.security import HomeKey, resolve_credential
 
 # Options that apply to the coordinator's process, not to the model.

@@ -17,7 +17,7 @@ from hearth.errors import BadSetting, HearthError
 from hearth.platform.child import run_module
 from hearth.platform.curve import fingerprint, new_keypair
 from hearth.platform.disk import FILE_SECONDS, on_disk
-from hearth.platform.ports import local_address
+from hearth.platform.network import local_address
 from hearth.platform.security import AppKey, format_credential, load_credential, save_credential
 
 log = logging.getLogger(__name__)

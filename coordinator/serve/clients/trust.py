@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coordinator.gateway.access import Access, MessageRule
+from coordinator.port.access import Access, MessageRule
 from coordinator.serve.clients.key_registry import KeyRegistry, RegisteredKeys
 from coordinator.serve.config import CoordinatorSettings
 from hearth.platform.security import HomeKey, derive_keypair

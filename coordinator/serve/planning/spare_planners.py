@@ -12,7 +12,7 @@ from typing import Literal
 
 from hearth.platform.asyncio_tools import cancel_all, with_timeout
 from hearth.platform.child import Child
-from hearth.platform.spare_child import READY_LINE
+from hearth.platform.child_main import READY_LINE, SPARE
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _ATTEMPTS = 3  # of a start: what fails for want of memory or threads may succee
 
 async def start_planner(kind: PlannerKind) -> Child:
     """Start a process that imports with low priority what a plan of this kind needs, and then waits for its task."""
-    return await Child.start("hearth.platform.spare_child", *_MODULES[kind], pipe_stderr=True)
+    return await Child.start(SPARE, *_MODULES[kind], pipe_stderr=True)
 
 
 class SparePlanners:

@@ -14,7 +14,7 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.quorum import Quorum, lacking, others_may_lead
 from coordinator.serve.state import StateFile
 from hearth.errors import BadRequest, HearthError, LeaseLost
-from hearth.platform.host import host_id
+from hearth.platform.machine import host_id
 from hearth.protocol import STANDBY_LEASE_SECONDS
 from hearth.wire import messages as wire
 

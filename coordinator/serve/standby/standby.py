@@ -37,8 +37,8 @@ from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_t
 from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, Browser
 from hearth.platform.disk import FILE_SECONDS, on_disk
+from hearth.platform.network import bracketed, refuses_connections
 from hearth.platform.notify import Notifier
-from hearth.platform.ports import bracketed, refuses_connections
 from hearth.platform.security import HomeKey, agent_access, coordinator_access
 from hearth.protocol import CLOSED_LEASE_SECONDS, STANDBY_LEASE_SECONDS
 from hearth.wire import messages as wire

@@ -19,8 +19,8 @@ from agent.daemon import links
 from agent.daemon.links import LinkServer, fetch_chunks, measure_link
 from agent.daemon.store import ShardStore
 from hearth.errors import WrongKey
-from hearth.platform.authenticators import LoopGatekeeper
 from hearth.platform.curve import KeyPair, new_keypair
+from hearth.platform.loop_gatekeeper import LoopGatekeeper
 from hearth.transport.base import Buffer
 from hearth.wire.messages import (
     FetchChunks,

@@ -35,7 +35,7 @@ from coordinator.devices.registry import Device
 from hearth.errors import ProtocolMismatch
 from hearth.platform.curve import fingerprint, new_keypair
 from hearth.platform.discovery import COORDINATOR_SERVICE, DiscoveredService, advertised
-from hearth.platform.interfaces import Interface
+from hearth.platform.network import Interface
 from hearth.platform.security import coordinator_access, new_home_key, save_credential
 from hearth.wire.messages import AgentWelcome, Gpu
 

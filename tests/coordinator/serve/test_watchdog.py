@@ -21,10 +21,10 @@ from coordinator.serve.clients.client_port import client_port
 from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.state import TransformerGoal
-from hearth.platform import authenticators
+from hearth.platform import loop_gatekeeper
 from hearth.platform.asyncio_tools import cancel_all
-from hearth.platform.authenticators import LoopGatekeeper
 from hearth.platform.curve import new_keypair
+from hearth.platform.loop_gatekeeper import LoopGatekeeper
 from hearth.platform.security import Access, new_home_key
 from hearth.wire.messages import Done
 from hearth.wire.rpc import Caller, RpcClient, RpcServer
@@ -37,7 +37,7 @@ def test_gatekeeper_that_does_not_decide_has_not_worked(monkeypatch: pytest.Monk
     async def handle(caller: Caller, message: Any, payload: Any) -> Done:
         return Done()
 
-    monkeypatch.setattr(authenticators, "_DECISION_SECONDS", 0.05)
+    monkeypatch.setattr(loop_gatekeeper, "_DECISION_SECONDS", 0.05)
     monkeypatch.setattr(Authenticator, "handle_zap_message", hang)
 
     async def main() -> None:
@@ -60,26 +60,26 @@ def test_gatekeeper_that_does_not_decide_has_not_worked(monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
-def test_client_port_that_hears_nothing_of_its_gateway_has_not_worked(tmp_path: Path) -> None:
+def test_client_port_that_hears_nothing_of_its_process_has_not_worked(tmp_path: Path) -> None:
     async def main() -> None:
         settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="127.0.0.1")
         async with client_port(settings, Trust(settings, new_home_key())) as port:
-            assert port.has_worked()  # its first gateway is starting
+            assert port.has_worked()  # the first process is starting
             await until("a sign of life", lambda: port._num_turns > 0, seconds=30)
             port._started_at -= 3600.0
             assert port.has_worked()
-            gateway = port.gateway_pid
-            assert gateway is not None
-            os.kill(gateway, signal.SIGSTOP)
+            process_id = port.process_id
+            assert process_id is not None
+            os.kill(process_id, signal.SIGSTOP)
             try:
                 num_silent = 0
-                for _ in range(3):  # what it sent before may arrive late; after 1.5 s another gateway is started
+                for _ in range(3):  # what it sent before may arrive late; after 1.5 s another process is started
                     await asyncio.sleep(0.6)
                     num_silent += not port.has_worked()
                 assert num_silent > 0
             finally:
                 with suppress(ProcessLookupError):  # it was replaced
-                    os.kill(gateway, signal.SIGCONT)
+                    os.kill(process_id, signal.SIGCONT)
 
     asyncio.run(main())
 

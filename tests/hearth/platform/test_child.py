@@ -14,7 +14,7 @@ import pytest
 
 from hearth.platform import child as child_module
 from hearth.platform.child import Child, ChildResult, run_module
-from hearth.platform.spare_child import READY_LINE
+from hearth.platform.child_main import READY_LINE, SPARE
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_child_ends_when_its_parent_is_killed(module: Path) -> None:
 
 
 async def start_spare() -> Child:
-    spare = await Child.start("hearth.platform.spare_child", "short_lived", pipe_stderr=True)
+    spare = await Child.start(SPARE, "short_lived", pipe_stderr=True)
     await asyncio.wait_for(spare.wait_for_line(READY_LINE), 60.0)
     return spare
 
@@ -143,7 +143,7 @@ def test_spare_child_whose_import_fails_says_why(module: Path) -> None:
     module.write_text("raise ValueError('not here')")
 
     async def main() -> None:
-        spare = await Child.start("hearth.platform.spare_child", "short_lived", pipe_stderr=True)
+        spare = await Child.start(SPARE, "short_lived", pipe_stderr=True)
         with pytest.raises(
             RuntimeError, match=r"it exited with code 1 before it wrote 'ready': .*ValueError: not here"
         ):

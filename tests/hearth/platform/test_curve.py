@@ -1,9 +1,14 @@
-"""Sockets with the limits and times of Hearth: what a peer cannot do to the process."""
+"""CURVE sockets: what a peer cannot do to the process, and the trace that refused connections and messages leave in the log."""
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+
+import pytest
+
+from hearth.platform.curve import Refusals, _Callback, fingerprint, new_keypair
 
 BROKEN = """
 import os, socket, struct, time
@@ -47,3 +52,29 @@ def test_connection_that_breaks_while_its_messages_wait_harms_nobody() -> None:
     ended = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert int(ended.stdout) > 1000
+
+
+def test_refusals_are_logged_at_once_and_then_summed_up(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    refusals = Refusals("messages", lambda: now)
+    with caplog.at_level(logging.WARNING):
+        refusals.note("the first")
+        for _ in range(5000):
+            refusals.note("a flood")
+        now += 10.0
+        refusals.note("the last")
+    assert caplog.messages == [
+        "messages refused: 1 more; the last: the first",
+        "messages refused: 5001 more; the last: the last",
+    ]
+    assert refusals.count == 5002
+
+
+def test_key_that_is_not_admitted_is_logged_with_its_fingerprint(caplog: pytest.LogCaptureFixture) -> None:
+    stranger = new_keypair().public
+    refusals = Refusals("connections")
+    with caplog.at_level(logging.WARNING):
+        assert not _Callback(lambda key: False, refusals).callback("a domain", stranger.encode())
+    assert refusals.count == 1
+    assert fingerprint(stranger) in caplog.text
+    assert stranger not in caplog.text

@@ -155,7 +155,7 @@ def test_addresses_that_could_not_be_advertised_are_advertised_later(monkeypatch
 def test_browser_opens_new_sockets_when_an_address_appears(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
     addresses = ["127.0.0.1"]
-    monkeypatch.setattr("hearth.platform.interfaces.all_addresses", lambda: list(addresses))
+    monkeypatch.setattr("hearth.platform.network.all_addresses", lambda: list(addresses))
 
     async def scenario() -> None:
         browser = Browser(AGENT_SERVICE, lambda service: None, follow_addresses=True)

@@ -14,9 +14,11 @@ from hypothesis.extra import numpy as hnp
 from hearth.errors import BadMessage, FrameTooLarge
 from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
-from hearth.wire.codec import Codec
+from hearth.plan.value_formats import VALUE_FORMATS, ValueFormatName
+from hearth.wire.codec import NUMPY_CASTS, Codec
 from hearth.wire.framing import (
     MAX_DIMS,
+    TileForm,
     TileKey,
     decode_tile,
     encode_tile,
@@ -217,3 +219,50 @@ def test_arrays_round_trip_as_payload(array: np.ndarray) -> None:
     result = unpack_array([bytes(frame) for frame in pack_array(array)])
     assert result.dtype == array.dtype
     assert np.array_equal(result, array, equal_nan=True)
+
+
+# ---- forms of tiles -------------------------------------------------------------------------------------------------
+
+SUM_KEY = KEY._replace(phase=Phase.SUM_MLP)
+ROWS = np.arange(-6, 6, dtype=np.float32).reshape(2, 6)
+CONVERSIONS = {"exact": np.asarray, "bf16": NUMPY_CASTS.to_bf16, "fp16": NUMPY_CASTS.to_fp16}
+
+
+def form(values: ValueFormatName) -> TileForm:
+    made = TileForm(TOKEN, Phase.SUM_MLP, ROWS.shape, VALUE_FORMATS[values])
+    made.values[...] = CONVERSIONS[values](ROWS)
+    return made
+
+
+@pytest.mark.parametrize("values", CONVERSIONS)
+@given(step=st.integers(0, 2**32 - 1), layer=st.integers(0, 2**16 - 1), tile=st.integers(0, 2**16 - 1))
+def test_messages_of_a_form_are_those_of_encode_tile(values: ValueFormatName, step: int, layer: int, tile: int) -> None:
+    key = SUM_KEY._replace(step=step, layer=layer, tile=tile)
+    message = form(values).message(key)
+    codec = Codec(WireFormat(values=values, lz4="off"), 1e6, lambda: 0.0)
+    assert [message] == encode_tile(TOKEN, key, ROWS, codec)
+    assert decode_tile(TOKEN, [message])[0] == key
+    received = form(values).read(key, [message])
+    assert received is not None
+    np.testing.assert_array_equal(received, CONVERSIONS[values](ROWS))
+
+
+def test_form_refuses_any_other_header() -> None:
+    message = form("bf16").message(SUM_KEY)
+    for offset in range(len(message) - ROWS.size * 2):
+        damaged = bytearray(message)
+        damaged[offset] ^= 1
+        assert form("bf16").read(SUM_KEY, [bytes(damaged)]) is None
+
+
+@pytest.mark.parametrize("change", ["longer", "shorter", "more frames", "no frame", "empty"])
+def test_form_refuses_other_lengths(change: str) -> None:
+    message = form("bf16").message(SUM_KEY)
+    frames = {
+        "longer": [message + b"\0"],
+        "shorter": [message[:-1]],
+        "more frames": [message, b""],
+        "no frame": [],
+        "empty": [b""],
+    }[change]
+    assert form("bf16").read(SUM_KEY, frames) is None

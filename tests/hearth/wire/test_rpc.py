@@ -36,7 +36,7 @@ from hearth.errors import (
 )
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.curve import new_keypair, secure_client
-from hearth.platform.file_limit import raise_file_limit
+from hearth.platform.machine import raise_file_limit
 from hearth.platform.security import Access
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire import rpc
@@ -593,7 +593,7 @@ def test_stopped_server_is_noticed_sooner_by_a_client_that_can_go_elsewhere() ->
     code = """
 import asyncio, sys, zmq.asyncio
 from hearth.platform.asyncio_tools import cancel_all
-from hearth.platform.authenticators import LoopGatekeeper
+from hearth.platform.loop_gatekeeper import LoopGatekeeper
 from hearth.platform.curve import KeyPair
 from hearth.wire.messages import Done
 from hearth.wire.rpc import RpcServer

@@ -26,7 +26,7 @@ from coordinator.plan.solution import PlanningResult
 from coordinator.serve.planning.learnt_policies import plan_with_policy
 from coordinator.serve.planning.spare_planners import start_planner
 from hearth.plan.plan import GraphPlan
-from hearth.platform.spare_child import READY_LINE
+from hearth.platform.child_main import READY_LINE
 from tools.bench.experiment import Context, Experiment
 from tools.bench.results import Summary, Table, load_result
 from tools.bench.stats import percentile

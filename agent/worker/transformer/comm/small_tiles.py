@@ -14,8 +14,7 @@ from hearth.plan.phases import Phase
 from hearth.plan.value_formats import BF16, EXACT, FP16, ValueFormat
 from hearth.transport.base import Buffer
 from hearth.wire.codec import NUMPY_CASTS, Array, Codec
-from hearth.wire.framing import MAX_SINGLE_FRAME_BYTES, TileKey, format_code
-from hearth.wire.prepared_tile import PreparedTile
+from hearth.wire.framing import MAX_SINGLE_FRAME_BYTES, TileForm, TileKey, format_code
 
 # By code. int8 is not among them, since its scales are a buffer of their own.
 _FORMATS: dict[int, ValueFormat] = {each.code: each for each in (EXACT, BF16, FP16)}
@@ -26,7 +25,7 @@ class _Form:
     """A tile of one phase and shape in one format, and its conversions: for few values, a call costs more than its work."""
 
     def __init__(self, token: bytes, phase: Phase, shape: tuple[int, ...], values: ValueFormat) -> None:
-        self.tile = PreparedTile(token, phase, shape, values)
+        self.tile = TileForm(token, phase, shape, values)
         self._values = values
         self._shape = shape
         array = self.tile.values if values is not BF16 else self.tile.values.view(np.int16)
@@ -59,7 +58,7 @@ class Broadcast(NamedTuple):
     """How few rows are sent to all peers: the forms in use, and for each peer its number, its message and its codec."""
 
     forms: Sequence[_Form]
-    peers: Sequence[tuple[int, PreparedTile, Codec]]
+    peers: Sequence[tuple[int, TileForm, Codec]]
 
     def write(self, rows: Tensor) -> bool:
         """Convert rows for the following messages; False if a format cannot hold a value."""

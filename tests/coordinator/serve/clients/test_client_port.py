@@ -1,4 +1,4 @@
-"""The client port with its real gateway process: requests, answers, streams, revocation, and the death of the gateway."""
+"""The client port with its real process: requests, answers, streams, revocation, and the death of the process."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ class Home:
         return self.clients[-1]
 
     @property
-    def gateway_pid(self) -> int:
-        assert self.port.gateway_pid is not None
-        return self.port.gateway_pid
+    def process_id(self) -> int:
+        assert self.port.process_id is not None
+        return self.port.process_id
 
 
 @asynccontextmanager
@@ -221,7 +221,7 @@ def test_roles_are_checked_and_refusals_counted(tmp_path: Path) -> None:
 def test_apps_may_send_what_their_roles_permit(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         watch, measure, ask = WatchEvents(), GetMetrics(), GetModelInfo()
-        await home.client().call(GetReadiness(), timeout_seconds=20)  # the gateway runs, and hears of changes at once
+        await home.client().call(GetReadiness(), timeout_seconds=20)  # the process runs, and hears of changes at once
         permitted = {"app": (ask,), "metrics": (measure,), "observer": (ask, measure, watch)}
         for role, theirs in permitted.items():
             keys = new_keypair()
@@ -266,13 +266,13 @@ def test_new_app_may_connect_at_once_and_revoked_one_is_ended_at_once(tmp_path: 
     run(tmp_path, scenario)
 
 
-def test_app_that_is_added_while_the_gateway_starts_may_connect(tmp_path: Path) -> None:
+def test_app_that_is_added_while_the_process_starts_may_connect(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
-        await until(lambda: home.port.gateway_pid is not None)
+        await until(lambda: home.port.process_id is not None)
         added = new_keypair()
         home.trust.apps.add("blind", added.public)
         home.port.change_access()
-        await home.client().call(GetReadiness(), timeout_seconds=20)  # the gateway has started
+        await home.client().call(GetReadiness(), timeout_seconds=20)  # the process has started
         while True:  # until the next tick
             try:
                 await home.client(added).call(GetReadiness(), timeout_seconds=20)
@@ -304,16 +304,16 @@ def test_connection_of_a_revoked_app_ends_if_it_goes_on_asking(tmp_path: Path) -
     run(tmp_path, scenario)
 
 
-def test_coordinator_refuses_a_revoked_key_that_its_gateway_still_admits(tmp_path: Path) -> None:
+def test_coordinator_refuses_a_revoked_key_that_its_process_still_admits(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         client = home.client(home.app)
         await client.call(GetReadiness(), timeout_seconds=20)
-        os.kill(home.gateway_pid, signal.SIGSTOP)
+        os.kill(home.process_id, signal.SIGSTOP)
         asking = asyncio.ensure_future(client.call(GetReadiness(), timeout_seconds=20))
         await asyncio.sleep(0.05)
-        home.trust.apps.revoke("lamp")  # the gateway is not told: it gets this message before the rules
+        home.trust.apps.revoke("lamp")  # the process is not told: it gets this message before the rules
         home.port.change_access = lambda: None  # type: ignore[method-assign]
-        os.kill(home.gateway_pid, signal.SIGCONT)
+        os.kill(home.process_id, signal.SIGCONT)
         with pytest.raises(AppRevoked):
             await asking
         assert len(home.callers) == 1
@@ -322,7 +322,7 @@ def test_coordinator_refuses_a_revoked_key_that_its_gateway_still_admits(tmp_pat
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_gateway_that_dies_or_hangs_is_replaced_and_clients_reach_it_again(
+def test_process_that_dies_or_hangs_is_replaced_and_clients_reach_it_again(
     tmp_path: Path, fault: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(home: Home) -> None:
@@ -330,19 +330,19 @@ def test_gateway_that_dies_or_hangs_is_replaced_and_clients_reach_it_again(
         assert await tokens(client, "before", 3) == 3
         running = asyncio.ensure_future(tokens(client, "cut", 100_000))
         await until(lambda: home.port.num_running == 1)
-        before = home.gateway_pid
+        before = home.process_id
         os.kill(before, fault)
         with pytest.raises(ConnectionLost):
             await running
         await until(lambda: home.closed == ["before", "cut"] and home.port.num_running == 0)
         assert await tokens(client, "after", 3) == 3
-        assert home.gateway_pid != before
+        assert home.process_id != before
         assert not [record for record in caplog.records if record.exc_info]
 
     run(tmp_path, scenario)
 
 
-def test_gateway_starts_as_soon_as_a_folder_takes_its_socket(
+def test_process_starts_as_soon_as_a_folder_takes_its_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = client_port_module.SocketFolder
@@ -372,11 +372,11 @@ def test_stall_of_the_event_loop_keeps_the_gateway(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         client = home.client()
         await client.call(GetReadiness(), timeout_seconds=20)
-        before = home.gateway_pid
+        before = home.process_id
         time.sleep(1.75)
         assert await tokens(client, "p", 3) == 3
-        await asyncio.sleep(0.3)  # for one more check of the gateway
-        assert home.gateway_pid == before
+        await asyncio.sleep(0.3)  # for one more check of the process
+        assert home.process_id == before
 
     run(tmp_path, scenario)
 
@@ -423,19 +423,19 @@ time.sleep(60)
 def test_message_of_many_large_frames_costs_its_connection_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30 frames of 60 MiB: the coordinator gets none of them, and clients go on with the same gateway."""
+    """30 frames of 60 MiB: the coordinator gets none of them, and clients go on with the same process."""
     monkeypatch.setattr("coordinator.serve.clients.client_port._SPARE_BYTES", -512 << 20)  # then the limit is 256 MiB
 
     async def scenario(home: Home) -> None:
         good = home.client()
         await good.call(GetReadiness(), timeout_seconds=20)
-        first, before = home.gateway_pid, peak_bytes()
+        first, before = home.process_id, peak_bytes()
         arguments = (str(home.port.port), home.trust.keypair.public, *home.app)
         sender = await asyncio.create_subprocess_exec(sys.executable, "-c", FLOOD, *arguments)
         try:
-            await until(lambda: home.port.gateway_pid != first or memory_bytes(first, "VmHWM") > 200 << 20)
-            await until(lambda: home.port.gateway_pid != first or memory_bytes(first, "VmRSS") < 100 << 20)
-            assert home.port.gateway_pid == first
+            await until(lambda: home.port.process_id != first or memory_bytes(first, "VmHWM") > 200 << 20)
+            await until(lambda: home.port.process_id != first or memory_bytes(first, "VmRSS") < 100 << 20)
+            assert home.port.process_id == first
         finally:
             sender.kill()
             await sender.wait()
@@ -453,7 +453,7 @@ def test_frames_that_strangers_announce_and_do_not_send_harm_nobody(tmp_path: Pa
     async def scenario(home: Home) -> None:
         client = home.client(home.app)
         await client.call(GetReadiness(), timeout_seconds=20)
-        first = home.gateway_pid
+        first = home.process_id
         with ExitStack() as stack:
             for _ in range(60):
                 stranger = stack.enter_context(socket.create_connection(("127.0.0.1", home.port.port)))
@@ -461,7 +461,7 @@ def test_frames_that_strangers_announce_and_do_not_send_harm_nobody(tmp_path: Pa
             await asyncio.sleep(0.2)  # for ZeroMQ to make room for them
             for _ in range(5):
                 await client.call(Infer(names=()), [bytes(3_000_000)], timeout_seconds=10)
-        assert home.gateway_pid == first
+        assert home.process_id == first
 
     run(tmp_path, scenario)
 

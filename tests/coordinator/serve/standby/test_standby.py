@@ -22,9 +22,9 @@ from coordinator.serve.standby.standby import Standby
 from hearth.errors import NotServing
 from hearth.platform import discovery
 from hearth.platform.asyncio_tools import cancel_all
-from hearth.platform.authenticators import LoopGatekeeper
 from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import DiscoveredService
+from hearth.platform.loop_gatekeeper import LoopGatekeeper
 from hearth.platform.security import HomeKey, derive_keypair, new_home_key
 from hearth.protocol import PROTOCOL_VERSION
 from hearth.wire import messages as wire
@@ -145,7 +145,7 @@ def test_standby_looks_for_its_leader_on_a_network_that_comes_late(
 ) -> None:
     monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
     addresses = ["127.0.0.1"]
-    monkeypatch.setattr("hearth.platform.interfaces.all_addresses", lambda: list(addresses))
+    monkeypatch.setattr("hearth.platform.network.all_addresses", lambda: list(addresses))
 
     async def main() -> None:
         async with standby_of(new_home_key(), tmp_path) as standby:

@@ -1,20 +1,23 @@
-"""Choice of the advertised network interface, and the warning when only loopback is left."""
+"""Choice of the advertised network interface, the warning when only loopback is left, and ports that refuse connections."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
 from pathlib import Path
 
 import pytest
 
 from hearth.errors import BadSetting
-from hearth.platform import interfaces
-from hearth.platform.interfaces import (
+from hearth.platform import network
+from hearth.platform.network import (
     Interface,
     choose_address,
     choose_interface,
     default_route_holders,
     reason_to_skip,
+    refuses_connections,
 )
 
 ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
@@ -39,7 +42,7 @@ def test_default_route_decides_between_equal_interfaces(tmp_path: Path) -> None:
 def test_loopback_is_used_with_a_warning_if_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(interfaces, "interfaces", lambda: [LOOPBACK])
+    monkeypatch.setattr(network, "interfaces", lambda: [LOOPBACK])
     with caplog.at_level(logging.WARNING):
         assert choose_address("lo") == "127.0.0.1"
         assert caplog.text == ""
@@ -105,7 +108,7 @@ def test_states_come_from_sysfs_where_the_driver_cannot_be_asked(tmp_path: Path)
     def refused() -> dict[str, object]:
         raise OSError(38, "Function not implemented (originated from ioctl(SIOCETHTOOL))")
 
-    found = interfaces.link_states(refused, tmp_path)
+    found = network.link_states(refused, tmp_path)
     assert found == {"eth0": (True, 1000), "br0": (False, 0), "down": (False, 0)}
 
 
@@ -115,6 +118,17 @@ def test_states_of_this_machine_agree_between_psutil_and_sysfs() -> None:
     def refused() -> dict[str, object]:
         raise OSError(38, "refused")
 
-    asked, read = interfaces.link_states(psutil.net_if_stats), interfaces.link_states(refused)
+    asked, read = network.link_states(psutil.net_if_stats), network.link_states(refused)
     assert read["lo"][0]
     assert {name: up for name, (up, _) in asked.items()} == {name: read[name][0] for name in asked}
+
+
+def test_only_a_port_where_nothing_listens_refuses_connections() -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            assert not await refuses_connections("127.0.0.1", port, 5.0)
+        assert await refuses_connections("127.0.0.1", port, 5.0)
+        assert not await refuses_connections("no such computer", port, 5.0)
+
+    asyncio.run(main())

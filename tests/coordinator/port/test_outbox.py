@@ -7,8 +7,8 @@ from collections import Counter, defaultdict, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.gateway.outbox import STALLED_SECONDS, Outbox, Outcome
-from coordinator.gateway.plane import Send
+from coordinator.port.outbox import STALLED_SECONDS, Outbox, Outcome
+from coordinator.port.requests import Send
 
 SMALL, LARGE = 0, 50_000
 

@@ -1,6 +1,6 @@
 """The requests of all clients between the port and the coordinator: what is refused, waits, runs, or is answered. Pure.
 
-`ClientPlane` gets each message with the time, and returns what to send. Frames are opaque, except for a request's head: they
+`ClientRequests` gets each message with the time, and returns what to send. Frames are opaque, except for a request's head: they
 need a length, and `bytes` and `buffer` as those of ZeroMQ have.
 """
 
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 
-from coordinator.gateway import link
-from coordinator.gateway.access import Access, MessageRule
+from coordinator.port import protocol
+from coordinator.port.access import Access, MessageRule
 from hearth.errors import AppRevoked, BadMessage, HearthError, QueueFull, UnknownMessage
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire.envelope import NOT_MSGPACK, message_tag
@@ -62,7 +62,7 @@ class _Request:
     waiting: Sequence[Any] | None = None  # its frames, until its start
 
 
-class ClientPlane:
+class ClientRequests:
     """All requests. `note_refusal(reason, public_key)` is called for each message that is refused."""
 
     def __init__(
@@ -106,7 +106,7 @@ class ClientPlane:
                 cancelled, is_final = _cancelled(frames[2].buffer)
                 number = self._numbers.get((identity, cancelled))
                 if number is not None:
-                    return self._drop(number, link.GIVE_UP if is_final else link.CANCEL)
+                    return self._drop(number, protocol.GIVE_UP if is_final else protocol.CANCEL)
                 return self._end_flood(frames, public_key, now)  # it was answered meanwhile, or there never was one
             if (rule := self._rules.get(tag)) is None:
                 raise UnknownMessage(tag=tag[:64])
@@ -119,7 +119,7 @@ class ClientPlane:
         except HearthError as error:
             return self._refuse(error, frames, public_key, now)
         self._last_number += 1
-        number = self._last_number.to_bytes(link.NUMBER_BYTES, "big")
+        number = self._last_number.to_bytes(protocol.NUMBER_BYTES, "big")
         request = self._requests[number] = _Request(identity, request_id, public_key, rule, num_bytes)
         self._numbers[identity, request_id] = number
         if not delay:
@@ -145,14 +145,14 @@ class ClientPlane:
         request = self._requests.get(number)
         if request is None:
             return []  # the caller no longer waits
-        is_last = kind in (link.LAST_ANSWER, link.END)
+        is_last = kind in (protocol.LAST_ANSWER, protocol.END)
         if is_last:
             self._remove(number)
-        if kind == link.END:
+        if kind == protocol.END:
             return []
         head = [request.identity, request.request_id]
         num_bytes = sum(map(len, frames))
-        if kind == link.ANSWER or (is_last and num_bytes < link.LARGE_ANSWER_BYTES):
+        if kind == protocol.ANSWER or (is_last and num_bytes < protocol.LARGE_ANSWER_BYTES):
             return [Send(request.identity, [*head, *frames[2:]])]
         quota = self._quotas[request.public_key]
         if not self._has_room(request.public_key, num_bytes):
@@ -166,7 +166,7 @@ class ClientPlane:
     def left(self, sent: Send) -> list[Action]:
         """A large answer has left, or was dropped."""
         self._quotas[sent.public_key].release(sent.num_bytes)
-        return [Forward([link.LEFT, sent.number])] if sent.number in self._requests else []
+        return [Forward([protocol.LEFT, sent.number])] if sent.number in self._requests else []
 
     def gone(self, identity: bytes) -> list[Action]:
         """A connection has ended, or its client no longer reads."""
@@ -222,7 +222,7 @@ class ClientPlane:
         )
         return others + max(own.num_bytes + own.unread_bytes + num_bytes - share, 0) <= half
 
-    def _drop(self, number: bytes, kind: bytes = link.CANCEL) -> list[Action]:
+    def _drop(self, number: bytes, kind: bytes = protocol.CANCEL) -> list[Action]:
         """Forget a request whose caller no longer waits."""
         request = self._remove(number)
         return [] if request.waiting is not None else [Forward([kind, number])]
@@ -244,7 +244,7 @@ def encode_failed(error: HearthError) -> bytes:
 
 
 def _forward(number: bytes, public_key: str, frames: Sequence[Any]) -> Forward:
-    return Forward([link.REQUEST, number, public_key.encode(), *frames])
+    return Forward([protocol.REQUEST, number, public_key.encode(), *frames])
 
 
 def _cancelled(data: memoryview) -> tuple[bytes, bool]:

@@ -11,7 +11,7 @@ import zmq.asyncio
 from zmq.auth.base import Authenticator
 
 from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised
-from hearth.platform.gatekeeper import Gatekeeper
+from hearth.platform.curve import Gatekeeper
 
 log = logging.getLogger(__name__)
 

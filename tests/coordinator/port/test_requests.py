@@ -1,4 +1,4 @@
-"""Requests of clients at the gateway: roles, limits, starts, answers, cancellation and changes of access."""
+"""Requests of clients at the client port: roles, limits, starts, answers, cancellation and changes of access."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.gateway import link
-from coordinator.gateway.access import Access, MessageRule
-from coordinator.gateway.plane import Action, ClientPlane, Disconnect, Forward, Send, encode_failed
+from coordinator.port import protocol
+from coordinator.port.access import Access, MessageRule
+from coordinator.port.requests import Action, ClientRequests, Disconnect, Forward, Send, encode_failed
 from hearth.errors import (
     AppRevoked,
     BadMessage,
@@ -40,8 +40,8 @@ ACCESS = Access(
 READINESS = encode(GetReadiness())
 
 
-class Plane(ClientPlane):
-    """A gateway's plane that notes refusals."""
+class Plane(ClientRequests):
+    """The requests of a port that notes refusals."""
 
     def __init__(self, access: Access = ACCESS) -> None:
         self.refused: list[str] = []
@@ -73,7 +73,7 @@ def number_of(actions: list[Action]) -> bytes:
     """The number of the one request that was forwarded."""
     (forward,) = actions
     assert isinstance(forward, Forward)
-    assert forward.frames[0] == link.REQUEST
+    assert forward.frames[0] == protocol.REQUEST
     return content(forward.frames[1])
 
 
@@ -91,17 +91,17 @@ def test_request_is_forwarded_with_the_key_and_its_answer_goes_back() -> None:
     (forward,) = plane.ask(payload=[b"x"])
     assert isinstance(forward, Forward)
     assert [content(part) for part in forward.frames] == [
-        link.REQUEST, content(forward.frames[1]), b"app", READINESS, b"x"
+        protocol.REQUEST, content(forward.frames[1]), b"app", READINESS, b"x"
     ]  # fmt: skip
     number = content(forward.frames[1])
-    (first,) = plane.reply(link.ANSWER, number, b"one")
-    (last,) = plane.reply(link.LAST_ANSWER, number, b"two", b"y")
+    (first,) = plane.reply(protocol.ANSWER, number, b"one")
+    (last,) = plane.reply(protocol.LAST_ANSWER, number, b"two", b"y")
     assert isinstance(first, Send)
     assert isinstance(last, Send)
     assert [content(part) for part in first.frames] == [b"app", request_id(1), b"one"]
     assert [content(part) for part in last.frames] == [b"app", request_id(1), b"two", b"y"]
     assert plane.num_requests == 0
-    assert plane.reply(link.LAST_ANSWER, number, b"late") == []
+    assert plane.reply(protocol.LAST_ANSWER, number, b"late") == []
 
 
 def test_messages_of_a_revoked_app_are_not_read_and_many_end_its_connection() -> None:
@@ -121,10 +121,10 @@ def test_flood_ends_its_connection_with_all_requests_of_that() -> None:
     end = next(actions for actions in floods if not isinstance(actions[0], Send))
     assert [type(action) for action in end] == [Disconnect, Forward]
     assert isinstance(cancel := end[1], Forward)
-    assert [content(part) for part in cancel.frames] == [link.CANCEL, running]
+    assert [content(part) for part in cancel.frames] == [protocol.CANCEL, running]
     assert floods[-1] == []  # what had been received already
     assert plane.num_requests == 1
-    (answer,) = plane.reply(link.LAST_ANSWER, other, b"x")
+    (answer,) = plane.reply(protocol.LAST_ANSWER, other, b"x")
     assert isinstance(answer, Send)
     number_of(plane.receive(frames(b"new connection", request_id(1), READINESS), APP, 10.0))
     number_of(plane.ask(now=12.0))  # a client that chose its connection's name may use it again
@@ -193,17 +193,17 @@ def test_one_app_leaves_the_others_their_part_of_the_memory() -> None:
 def test_unread_answers_count_until_they_have_left() -> None:
     plane = Plane()
     streams = [number_of(plane.ask(number=number)) for number in range(3)]
-    held = [plane.reply(link.LARGE_ANSWER, number, bytes(44_000))[0] for number in streams[:2]]
+    held = [plane.reply(protocol.LARGE_ANSWER, number, bytes(44_000))[0] for number in streams[:2]]
     assert isinstance(held[0], Send)
     assert isinstance(held[1], Send)
     assert held[0].num_bytes > 44_000
-    refused, cancelled = plane.reply(link.LARGE_ANSWER, streams[2], bytes(44_000))
+    refused, cancelled = plane.reply(protocol.LARGE_ANSWER, streams[2], bytes(44_000))
     assert isinstance(failure([refused]), QueueFull)
-    assert cancelled == Forward([link.CANCEL, streams[2]])
-    assert plane.left(held[0]) == [Forward([link.LEFT, streams[0]])]
-    plane.reply(link.END, streams[1])
+    assert cancelled == Forward([protocol.CANCEL, streams[2]])
+    assert plane.left(held[0]) == [Forward([protocol.LEFT, streams[0]])]
+    plane.reply(protocol.END, streams[1])
     assert plane.left(held[1]) == []  # its stream has ended
-    (more,) = plane.reply(link.LARGE_ANSWER, streams[0], bytes(44_000))
+    (more,) = plane.reply(protocol.LARGE_ANSWER, streams[0], bytes(44_000))
     assert isinstance(more, Send)
 
 
@@ -226,12 +226,12 @@ def test_cancelled_request_is_forgotten_at_both_ends() -> None:
     running = number_of(plane.ask(number=1))
     plane.ask(number=2)
     assert plane.ask(number=8, body=encode(Cancel(request=request_id(2)))) == []  # it had not started
-    assert plane.ask(number=9, body=encode(Cancel(request=request_id(1)))) == [Forward([link.CANCEL, running])]
+    assert plane.ask(number=9, body=encode(Cancel(request=request_id(1)))) == [Forward([protocol.CANCEL, running])]
     assert plane.ask(OTHER, number=10, body=encode(Cancel(request=request_id(1)))) == []
     plane.start_due(10.0)
     running = number_of(plane.ask(number=11, now=20.0))
     given_up = encode(Cancel(request=request_id(11), final=True))
-    assert plane.ask(number=12, body=given_up, now=20.0) == [Forward([link.GIVE_UP, running])]
+    assert plane.ask(number=12, body=given_up, now=20.0) == [Forward([protocol.GIVE_UP, running])]
     assert plane.start_due(10.0) == []
     assert plane.num_requests == 0
 
@@ -239,8 +239,8 @@ def test_cancelled_request_is_forgotten_at_both_ends() -> None:
 def test_client_that_is_gone_ends_its_requests_only() -> None:
     plane = Plane()
     mine, others = number_of(plane.ask()), number_of(plane.ask(OTHER))
-    assert plane.gone(b"app") == [Forward([link.CANCEL, mine])]
-    assert plane.reply(link.LAST_ANSWER, others, b"x") != []
+    assert plane.gone(b"app") == [Forward([protocol.CANCEL, mine])]
+    assert plane.reply(protocol.LAST_ANSWER, others, b"x") != []
 
 
 def test_waiting_request_of_a_key_that_is_revoked_never_starts() -> None:
@@ -272,12 +272,12 @@ def test_no_counter_is_left_once_all_requests_have_ended(steps: list[tuple[str, 
             case "gone":
                 actions = plane.gone(key.encode())
             case _ if forwarded:
-                sent = {"answer": link.LAST_ANSWER, "large": link.LARGE_ANSWER, "end": link.END}[kind]
+                sent = {"answer": protocol.LAST_ANSWER, "large": protocol.LARGE_ANSWER, "end": protocol.END}[kind]
                 actions = plane.reply(sent, forwarded[number % len(forwarded)], bytes(20_000))
         for action in actions:
             if isinstance(action, Send) and action.num_bytes:
                 unread.append(action)
-            elif isinstance(action, Forward) and action.frames[0] == link.REQUEST:
+            elif isinstance(action, Forward) and action.frames[0] == protocol.REQUEST:
                 forwarded.append(content(action.frames[1]))
     for send in unread:
         plane.left(send)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias
 
-from coordinator.gateway.plane import Send
+from coordinator.port.requests import Send
 
 # An answer that no buffer takes for this long has lost its reader: a client may pause, but its request must not occupy the
 # devices for ever.

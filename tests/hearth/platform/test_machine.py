@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.platform.processor_cache import last_level_cache_bytes
+from hearth.platform.machine import last_level_cache_bytes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The memory of the gateway process: above its limit, the connections end that receive most.
+"""The memory of the client port's process: above its limit, the connections end that receive most.
 
 The limits of keys apply to complete messages. What ZeroMQ holds of others has no limit: messages without an end, those of a
 connection that it does not read, large frames of a stranger's handshake.

@@ -1,4 +1,4 @@
-"""Who may send what to a coordinator, and how much of it. Pure; used by the gateway and again by the coordinator."""
+"""Who may send what to a coordinator, and how much of it. Pure; the port's process and the coordinator use it."""
 
 from __future__ import annotations
 

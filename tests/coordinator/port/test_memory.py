@@ -1,4 +1,4 @@
-"""The gateway ends connections while it takes too much memory: which ones, and when."""
+"""The client port's process ends connections while it takes too much memory: which ones, and when."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from coordinator.gateway.memory import MemoryGuard, heaviest, resident_bytes
+from coordinator.port.memory import MemoryGuard, heaviest, resident_bytes
 from hearth.platform.connections import end_connection, received_bytes
 
 MEGABYTE = 1 << 20

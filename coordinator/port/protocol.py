@@ -1,6 +1,6 @@
-"""What the coordinator and its gateway exchange over their private socket. Pure.
+"""What the coordinator and the process of its client port exchange over their private socket. Pure.
 
-Every message is `[kind, ...]`. The gateway numbers the requests; the frames of a client's message, body and payload, follow
+Every message is `[kind, ...]`. The process numbers the requests; the frames of a client's message, body and payload, follow
 as they are. Both ends come from the same installation, so that this format has no version.
 """
 
@@ -10,18 +10,18 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from coordinator.gateway.access import Access, MessageRule
+from coordinator.port.access import Access, MessageRule
 from hearth.wire.quota import Limits
 
-# From the gateway.
+# From the process.
 REQUEST = b"R"  # number, public key, body, payload...
 CANCEL = b"C"  # number: the caller no longer waits; it may return
 GIVE_UP = b"G"  # number: the caller has cancelled the request, and will not return
 LEFT = b"K"  # number: a `LARGE_ANSWER` has left
-STATE = b"S"  # a `GatewayState`; sent at an interval, as a sign of life
+STATE = b"S"  # a `PortState`; sent at an interval, as a sign of life
 # From the coordinator.
 ANSWER = b"A"  # number, body, payload...: one of several answers
-LARGE_ANSWER = b"B"  # as `ANSWER`; the gateway answers with `LEFT`
+LARGE_ANSWER = b"B"  # as `ANSWER`; the process answers with `LEFT`
 LAST_ANSWER = b"L"  # number, body, payload...
 END = b"E"  # number: a stream has ended
 ACCESS = b"P"  # an `Access`, which replaces the one before
@@ -31,11 +31,11 @@ NUMBER_BYTES = 8  # of a request's number; a counter that never wraps
 # Answers of at least this size are counted until they have left, and those of a stream are acknowledged. For smaller ones, that
 # would cost more time than they take.
 LARGE_ANSWER_BYTES = 16 << 10
-STATE_SECONDS = 0.5  # interval of the gateway's signs of life
+STATE_SECONDS = 0.5  # interval of the process's signs of life
 
 
-class GatewayState(NamedTuple):
-    """Counters of the gateway process since its start."""
+class PortState(NamedTuple):
+    """Counters of the process since its start."""
 
     refused_requests: int
     refused_connections: int
@@ -45,13 +45,13 @@ class GatewayState(NamedTuple):
         return json.dumps(self).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> GatewayState:
+    def decode(cls, data: bytes) -> PortState:
         """Decode what `encode` has encoded."""
         return cls(*json.loads(data))
 
 
-class GatewayStart(NamedTuple):
-    """What a gateway process reads from its stdin. It holds the coordinator's secret key."""
+class PortStart(NamedTuple):
+    """What the process reads from its stdin. It holds the coordinator's secret key."""
 
     public_key: str
     secret_key: str
@@ -66,7 +66,7 @@ class GatewayStart(NamedTuple):
         return json.dumps(self).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> GatewayStart:
+    def decode(cls, data: bytes) -> PortStart:
         """Decode what `encode` has encoded."""
         public_key, secret_key, listener, endpoint, memory_bytes, rules, access = json.loads(data)
         rules = {tag: MessageRule(*rule) for tag, rule in rules.items()}

@@ -1,4 +1,4 @@
-"""The gateway process: its sockets, its limits, and the loop that moves messages between clients and the coordinator."""
+"""The process that owns the client port: sockets, limits, and the loop between clients and the coordinator."""
 
 from __future__ import annotations
 
@@ -13,21 +13,28 @@ from typing import Any
 
 import zmq
 
-from coordinator.gateway import link
-from coordinator.gateway.link import GatewayStart, GatewayState
-from coordinator.gateway.memory import MemoryGuard
-from coordinator.gateway.outbox import STALLED_SECONDS, Outbox, Outcome
-from coordinator.gateway.plane import Action, ClientPlane, Disconnect, Forward, Send
-from hearth.platform.curve import KeyPair, fingerprint, limit_connections, secure_server, user_id
-from hearth.platform.gatekeeper import Gatekeeper, PolledAuthenticator
-from hearth.platform.refusals import Refusals
-from hearth.wire.direct_socket import DirectSocket, direct_socket, end_connection_of
+from coordinator.port import protocol
+from coordinator.port.memory import MemoryGuard
+from coordinator.port.outbox import STALLED_SECONDS, Outbox, Outcome
+from coordinator.port.protocol import PortStart, PortState
+from coordinator.port.requests import Action, ClientRequests, Disconnect, Forward, Send
+from hearth.platform.curve import (
+    Gatekeeper,
+    KeyPair,
+    PolledAuthenticator,
+    Refusals,
+    fingerprint,
+    limit_connections,
+    secure_server,
+    user_id,
+)
+from hearth.wire.zmq_sockets import DirectSocket, direct_socket, end_connection_of
 
 log = logging.getLogger(__name__)
 
 _ZAP_DOMAIN = "coordinator"
-# Answers in the buffer of one connection. Those that are not counted are smaller than `link.LARGE_ANSWER_BYTES`, so that they
-# take up 4 MiB at most.
+# Answers in the buffer of one connection. Those that are not counted are smaller than `protocol.LARGE_ANSWER_BYTES`, so that
+# they take up 4 MiB at most.
 _ANSWERS_PER_CONNECTION = 256
 # Messages that are handled in a row: of the coordinator first, since its answers end requests and free memory.
 _ANSWERS_IN_A_ROW = 256
@@ -35,28 +42,30 @@ _REQUESTS_IN_A_ROW = 64
 # Interval at which answers are looked at that have not left: a stream of large answers waits for it.
 _POLL_SECONDS = 0.005
 _FLUSH_SECONDS = 2.0  # for the last answers to leave
-# A coordinator that is stopped (SIGSTOP) for this long serves no one: the gateway ends, and with it the connections, so that
+# A coordinator that is stopped (SIGSTOP) for this long serves no one: this process ends, and with it the connections, so that
 # clients turn to another coordinator. One that ends is noticed at once.
 _STOPPED_SECONDS = 1.5
-_OOM_SCORE = 500  # of 1000: the kernel ends the gateway, which is soon started again, before the coordinator
+_OOM_SCORE = 500  # of 1000: the kernel ends this process, which is soon started again, before the coordinator
 
 
-class Gateway:
-    """One run of the gateway."""
+class PortProcess:
+    """One run of the process."""
 
-    def __init__(self, start: GatewayStart) -> None:
+    def __init__(self, start: PortStart) -> None:
         """Listen, and connect to the coordinator."""
         self._refusals = Refusals("messages")
         self._memory = MemoryGuard(start.memory_bytes)
         self._context = zmq.Context()
-        self._plane = ClientPlane(start.rules, start.access, self._note_refusal)
+        self._requests = ClientRequests(start.rules, start.access, self._note_refusal)
         self._outbox = Outbox(self._try_to_send, self._left, self._gone)
         self._authenticator = PolledAuthenticator(self._context)
         self._gatekeeper = Gatekeeper(self._authenticator)
-        self._gatekeeper.admit(_ZAP_DOMAIN, lambda public_key: self._plane.access.admits(public_key))
+        self._gatekeeper.admit(_ZAP_DOMAIN, lambda public_key: self._requests.access.admits(public_key))
         self._gatekeeper.start()
         self._coordinator = direct_socket(self._context, zmq.DEALER)
-        self._coordinator.sndhwm = self._coordinator.rcvhwm = 0  # what is under way is bounded by the plane's limits
+        self._coordinator.sndhwm = self._coordinator.rcvhwm = (
+            0  # what is under way is bounded by the limits of the requests
+        )
         self._coordinator.linger = 0
         self._coordinator.connect(start.endpoint)
         self._clients = direct_socket(self._context, zmq.ROUTER)
@@ -83,9 +92,9 @@ class Gateway:
             if now >= next_state:
                 if self._is_coordinator_gone(now):
                     return
-                state = GatewayState(self._refusals.count, self._gatekeeper.refusals.count)
-                self._coordinator.send_frames([link.STATE, state.encode()])
-                next_state = now + link.STATE_SECONDS
+                state = PortState(self._refusals.count, self._gatekeeper.refusals.count)
+                self._coordinator.send_frames([protocol.STATE, state.encode()])
+                next_state = now + protocol.STATE_SECONDS
             ready = dict(poller.poll(self._milliseconds_until(next_state)))
             now = time.monotonic()
             if num_ended := self._memory.look(now):
@@ -98,7 +107,7 @@ class Gateway:
                 self._outbox.poll(now)
             if self._clients in ready:
                 self._drain(self._clients, _REQUESTS_IN_A_ROW, self._hear_client, now)
-            self._act(self._plane.start_due(now), now)
+            self._act(self._requests.start_due(now), now)
 
     def close(self) -> None:
         """Give the last answers time to leave, and close the port."""
@@ -109,8 +118,8 @@ class Gateway:
 
     def _milliseconds_until(self, next_state: float) -> int:
         deadlines = [next_state]
-        if self._plane.next_start is not None:
-            deadlines.append(self._plane.next_start)
+        if self._requests.next_start is not None:
+            deadlines.append(self._requests.next_start)
         seconds = max(min(deadlines) - time.monotonic(), 0.0)
         return math.ceil(1000 * (min(seconds, _POLL_SECONDS) if self._outbox.is_busy else seconds))
 
@@ -121,16 +130,16 @@ class Gateway:
             handle(frames, now)
 
     def _hear_client(self, frames: list[zmq.Frame], now: float) -> None:
-        self._act(self._plane.receive(frames, user_id(frames[-1]), now), now)
+        self._act(self._requests.receive(frames, user_id(frames[-1]), now), now)
 
     def _hear_coordinator(self, frames: list[zmq.Frame], now: float) -> None:
         match frames[0].bytes:
-            case link.STOP:
+            case protocol.STOP:
                 self._ended = True
-            case link.ACCESS:
-                self._act(self._plane.change_access(link.decode_access(frames[1].bytes)), now)
+            case protocol.ACCESS:
+                self._act(self._requests.change_access(protocol.decode_access(frames[1].bytes)), now)
             case _:
-                self._act(self._plane.answer(frames), now)
+                self._act(self._requests.answer(frames), now)
 
     def _act(self, actions: Sequence[Action], now: float) -> None:
         for action in actions:
@@ -159,10 +168,10 @@ class Gateway:
         return tracker or "taken"
 
     def _left(self, answer: Send) -> None:
-        self._act(self._plane.left(answer), time.monotonic())
+        self._act(self._requests.left(answer), time.monotonic())
 
     def _gone(self, identity: bytes) -> None:
-        self._act(self._plane.gone(identity), time.monotonic())
+        self._act(self._requests.gone(identity), time.monotonic())
 
     def _note_refusal(self, reason: str, public_key: str) -> None:
         self._refusals.note(f"{reason}, of {fingerprint(public_key)}")

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from support.contexts import zmq_context
 
-from hearth.wire.loop_socket import LoopSocket, loop_socket
+from hearth.wire.zmq_sockets import LoopSocket, loop_socket
 
 Scenario = Callable[[LoopSocket, LoopSocket], Awaitable[None]]
 

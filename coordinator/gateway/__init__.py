@@ -1,1 +1,0 @@
-"""The gateway: a process of its own that owns the port for clients, and what it exchanges with the coordinator."""

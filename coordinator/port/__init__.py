@@ -1,0 +1,1 @@
+"""The client port: the process that owns it, and what that process exchanges with the coordinator."""
