@@ -165,7 +165,10 @@ def _use_of(device: str, pid: int) -> ProcessUse | None:
 
 
 def role_of(command: Sequence[str]) -> str:
-    """What a command line runs: "hearth-agent", "hearth serve", a module, or "--spare" (an idle planner process); empty for the benchmark's own processes."""
+    """The program of a command line: "hearth-agent", "hearth serve", a module, or "--spare", an idle planner process.
+
+    Empty for the benchmark's own processes.
+    """
     if "-m" in command[:-1]:
         start = list(command).index("-m") + 1
         module = command[start + 2] if command[start] == "hearth.platform.child_main" else command[start]
