@@ -10,7 +10,7 @@ from typing import Any, get_args
 from coordinator.models.graph_file import ModelFileKind, parse_dims
 from coordinator.plan.graph.request import DEFAULT_TIME_LIMIT_SECONDS
 from coordinator.plan.limits import parse_limit
-from coordinator.plan.registry import REGISTRY
+from coordinator.plan.methods import REGISTRY
 from coordinator.serve.state import DEFAULT_MAX_DRAFTED, MAX_TILES, Goal, GraphGoal, TileCount, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import KvFormat, WeightFormat

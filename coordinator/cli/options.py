@@ -10,7 +10,7 @@ import typer
 
 from coordinator.models.graph_file import ModelFileKind, model_file_kind
 from coordinator.plan.graph.request import DEFAULT_TIME_LIMIT_SECONDS
-from coordinator.plan.registry import REGISTRY
+from coordinator.plan.methods import REGISTRY
 from hearth.errors import BadSetting
 from hearth.plan.graph import Objective as GraphObjective
 from hearth.plan.value_formats import VALUE_FORMAT_NAMES

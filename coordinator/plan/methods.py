@@ -1,9 +1,10 @@
-"""Planners and strategies by name: the values of `--strategy` for one kind of model. Pure."""
+"""Every planner and strategy by name, for both kinds of model: the values of `--strategy`. Pure."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, get_args
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, get_args
 
 from hearth.errors import BadSetting
 from hearth.plan.graph import Objective
@@ -46,3 +47,53 @@ class Methods(tuple[Method, ...]):
         if name not in ("auto", *allowed):
             reason = f"{name} is not for {objective}; that takes auto, {', '.join(allowed)}"
             raise BadSetting(setting="--strategy", reason=reason)
+
+
+Kind = Literal["transformer", "graph"]
+
+LOCAL = "local"  # the whole model on one device
+
+TRANSFORMER_METHODS = Methods(
+    (
+        Method(LOCAL, "latency", "the whole model on one device"),
+        Method(
+            "hmp", "latency", "hybrid model parallelism (Galaxy): heads and columns shared inside a layer, rows between"
+        ),
+        Method("sp", "latency", "sequence parallelism: all weights on every device, rows shared"),
+        Method(
+            "megatron-tp", "latency", "tensor parallelism (Megatron): heads and columns shared, every row everywhere"
+        ),
+        Method("pipeline", "latency", "whole layers on each device, one device after the other"),
+        Method("galaxy", "latency", "hmp with the shares of Galaxy's Algorithm 1", in_auto=False),
+        Method("exact", "latency", "hmp with the shares that are best for compute alone", in_auto=False),
+    )
+)
+
+GRAPH_METHODS = Methods(
+    (
+        Method("moirai", "latency", "integer programming with contention (Moirai), with a bound"),
+        Method("m-sct", "latency", "small communication times, rounded from a linear program (Baechi)"),
+        Method("getf", "latency", "generalised earliest time first, over groups of devices from a linear program"),
+        Method("heft", "latency", "heterogeneous earliest finish time"),
+        Method(
+            "critical-path", "latency", "the ready operator with the longest path to the end, where it starts first"
+        ),
+        Method("enumerative", "latency", "tiles of an operator spread evenly, close to their inputs", in_auto=False),
+        Method(
+            "doppler",
+            "latency",
+            "list schedules improved by annealing and integer programming; a policy only after --learn",
+            auto_seconds=5.0,
+            recovers=True,
+        ),
+        Method("placeto", "latency", "a policy learnt for this graph within the time limit (baseline)", in_auto=False),
+        Method(LOCAL, "latency", "the whole graph on one device"),
+        Method("pipeline-exact", "throughput", "the lowest bottleneck, proven where time allows", rebalances=True),
+        Method("pipeline", "throughput", "partitions first, then paths of devices for them, as published"),
+        Method("random", "throughput", "random cuts and devices (baseline)", in_auto=False),
+        Method("joint", "throughput", "greedy choice of cuts and devices together (baseline)"),
+        Method(LOCAL, "throughput", "the whole graph on one device"),
+    )
+)
+
+REGISTRY: Mapping[Kind, Methods] = {"transformer": TRANSFORMER_METHODS, "graph": GRAPH_METHODS}

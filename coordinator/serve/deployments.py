@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
-from coordinator.plan.registry import REGISTRY
+from coordinator.plan.methods import REGISTRY
 from coordinator.serve.controller import Controller
 from coordinator.serve.goal import TransformerModel, open_model
 from coordinator.serve.kinds.kind import SharedServices

@@ -68,7 +68,7 @@ class TransformerGoal(_Goal):
 
     kind: Literal["transformer"] = "transformer"
     model_dir: str
-    strategy: str = "auto"  # a name of `coordinator.plan.registry`
+    strategy: str = "auto"  # a name of `coordinator.plan.methods`
     seq_len: int | None = None
     # Decoders only: tokens per sequence, and the number of such sequences to reserve KV cache for.
     context: int | None = Field(default=None, ge=1, le=1 << 24)

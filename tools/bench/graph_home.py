@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from coordinator.devices.profile_file import read_graph_profile
 from coordinator.models.graph_file import GraphFile
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.methods import LOCAL
+from coordinator.plan.methods import LOCAL
 from hearth.plan.graph import Objective
 from hearth.plan.plan import GraphPlan, plan_from_json
 from hearth.wire.messages import WireStats

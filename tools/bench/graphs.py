@@ -16,8 +16,8 @@ from pydantic import Field, TypeAdapter
 
 from coordinator.models.graph_file import read_graph_file
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
-from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.graph.predict import predict_segments, requests_in_flight
+from coordinator.plan.methods import LOCAL
 from hearth.errors import BadSetting
 from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec

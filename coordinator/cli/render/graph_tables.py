@@ -16,10 +16,10 @@ from coordinator.cli.render.tables import (
     right_column,
     work_table,
 )
-from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.graph.predict import GraphPrediction
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.graph.tasks import tensor_transfers
+from coordinator.plan.methods import LOCAL
 from coordinator.plan.simulator import ResourceKind
 from coordinator.plan.solution import Candidate, PlanningResult
 from coordinator.serve.state import GraphGoal

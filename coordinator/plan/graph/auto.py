@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 from coordinator.plan.graph.build import build_plan
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.memory import MAX_GRAPH_CHUNK_BYTES, reserved_bytes
-from coordinator.plan.graph.methods import GRAPH_METHODS, LOCAL
 from coordinator.plan.graph.placing import place_operators, solve_placement
 from coordinator.plan.graph.request import GraphRequest, objective_seconds, restricted, stored_weights
 from coordinator.plan.graph.tasks import tensor_transfers
-from coordinator.plan.methods import Method
+from coordinator.plan.methods import GRAPH_METHODS, LOCAL, Method
 from coordinator.plan.solution import (
     Candidate,
     OperatorAssignment,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from coordinator.plan.methods import TRANSFORMER_METHODS
 from coordinator.plan.solution import PlanningResult, with_reasons
 from coordinator.plan.stores import StorePlanning, plan_within_stores
 from coordinator.plan.transformer.auto import make_candidate, plan_auto, plan_strategy
 from coordinator.plan.transformer.cost.predict import request_seconds
-from coordinator.plan.transformer.methods import TRANSFORMER_METHODS
 from coordinator.plan.transformer.planners.exact import plan_exact
 from coordinator.plan.transformer.planners.galaxy import plan_galaxy
 from coordinator.plan.transformer.refine.draft import add_draft

@@ -16,9 +16,9 @@ from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.cutting import check_segments
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
-from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.predict import current_objective_seconds
 from coordinator.plan.graph.request import POLICIES_FOLDER, GraphRequest, objective_seconds
+from coordinator.plan.methods import GRAPH_METHODS
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.goal import graph_request
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices

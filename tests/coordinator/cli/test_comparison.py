@@ -37,8 +37,8 @@ from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.methods import GRAPH_METHODS
 from coordinator.plan.transformer.explain import (
     best_of_each_strategy,
     bottleneck,

@@ -16,8 +16,8 @@ from pydantic import Field, TypeAdapter
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.build import build_plan
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.methods import LOCAL
 from coordinator.plan.solution import OperatorAssignment, Solution
 from hearth.plan.plan import GraphPlan
 from tools.bench.doppler.correlation import rank_correlation

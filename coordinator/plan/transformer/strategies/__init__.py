@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coordinator.plan.transformer.strategies.base import TransformerStrategy
-from coordinator.plan.transformer.strategies.hybrid import HMP, LOCAL, SP
-from coordinator.plan.transformer.strategies.megatron import MEGATRON
+from coordinator.plan.transformer.strategies.hybrid import HMP, LOCAL, MEGATRON, SP
 from coordinator.plan.transformer.strategies.pipeline import PIPELINE
 from hearth.plan.draft import DRAFT_RANK, draft_body
 from hearth.plan.model_spec import ModelSpec

@@ -31,7 +31,6 @@ class TransformerStrategy(ABC, Generic[B]):
     """One way to divide a transformer. `search` names the planner of its shares (see `planners`)."""
 
     name: transformer.Strategy
-    summary: str  # one line for users
     search: Literal["rows", "shares", "stages"]
     whole_prompts: bool = False  # a decoder's prompt must be prefilled in one step
     # Also tried without each device in turn: the slow link may belong to a fast device.

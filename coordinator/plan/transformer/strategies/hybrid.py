@@ -1,6 +1,7 @@
-"""Galaxy's hybrid model parallelism: tensor parallel in attention and MLP, sequence parallel in between (section III-B).
+"""Galaxy's hybrid model parallelism, and Megatron's tensor parallelism: the tasks of one layer.
 
-With one device it is `local`; with all weights on every device it is `sp`.
+Hybrid: tensor parallel in attention and MLP, sequence parallel in between (Galaxy, section III-B). With one device it is
+`local`; with all weights on every device it is `sp`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class HybridStrategy(TensorParallelStrategy):
             _attention_by_rows(ring)
         else:
             (_exchange_qkv if mode.qkv == "replicated" else _gather_qkv)(ring)
-            (_exchange_out if mode.out == "replicated" else reduce_out)(ring)
+            (_exchange_out if mode.out == "replicated" else _reduce_out)(ring)
         ring.connective(Work.CONNECTIVE_ATTENTION, ring.rows)
         if mode.mlp == "replicated":
             ring.compute(Work.MLP_BLOCK, [ring.blocks[r].mlp_rows(ring.rows[r]) for r in ring.ranks])
@@ -33,24 +34,41 @@ class HybridStrategy(TensorParallelStrategy):
         ring.connective(Work.CONNECTIVE_MLP, ring.rows)
 
 
-LOCAL = HybridStrategy("local", "the whole model on one device", search="rows", device_limit=1)
-SP = HybridStrategy(
-    "sp", "sequence parallelism: all weights on every device, rows shared", search="rows", whole_prompts=True
-)
+@dataclass(frozen=True)
+class MegatronStrategy(TensorParallelStrategy):
+    """Megatron-LM's layer: heads and columns are shared, and every rank has all rows."""
+
+    def add_layer(self, ring: RingTasks, mode: LayerMode) -> None:
+        """Each AllReduce is a ReduceScatter overlapped with its GEMM, then a plain AllGather."""
+        blocks, body, everywhere = ring.blocks, ring.body, [ring.num_rows] * len(ring.ranks)
+        ring.compute(Work.QKV, [blocks[r].qkv(body.heads[r]) * ring.scale[r] for r in ring.ranks])
+        _reduce_out(ring)
+        ring.gather(Phase.REDUCE_GATHER_ATTENTION, ring.zero_seconds)
+        ring.connective(Work.CONNECTIVE_ATTENTION, everywhere)
+        ring.compute(Work.UP, [blocks[r].up(body.columns[r]) * ring.scale[r] for r in ring.ranks])
+        ring.scatter(Phase.REDUCE_MLP, ring.tile_seconds(lambda r: blocks[r].down(body.columns[r])))
+        ring.gather(Phase.REDUCE_GATHER_MLP, ring.zero_seconds)
+        ring.connective(Work.CONNECTIVE_MLP, everywhere)
+
+
+LOCAL = HybridStrategy("local", search="rows", device_limit=1)
+SP = HybridStrategy("sp", search="rows", whole_prompts=True)
 HMP = HybridStrategy(
     "hmp",
-    "hybrid model parallelism (Galaxy): heads and columns shared inside a layer, rows between",
     search="shares",
     leaves_one_out=True,
     refinements=("replicate", "micro-batches"),
 )
 
 
+MEGATRON = MegatronStrategy("megatron-tp", search="shares", refinements=("micro-batches",))
+
+
 def _gather_qkv(ring: RingTasks) -> None:
     ring.gather(Phase.GATHER_ATTENTION, ring.tile_seconds(lambda r: ring.blocks[r].qkv(ring.body.heads[r])))
 
 
-def reduce_out(ring: RingTasks) -> None:
+def _reduce_out(ring: RingTasks) -> None:
     """Attention and output projection, tile by tile, with a ring ReduceScatter of the partial sums."""
     out = ring.tile_seconds(lambda r: ring.blocks[r].out(ring.body.heads[r]))
     for rank in ring.ranks:

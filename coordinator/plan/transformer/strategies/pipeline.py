@@ -75,7 +75,7 @@ class PipelineStrategy(TransformerStrategy[Pipeline]):
         return body.max_steps_in_flight * max(body.max_step_rows, limits.max_sequences) * spec.hidden_size
 
 
-PIPELINE = PipelineStrategy("pipeline", "whole layers on each device, one device after the other", search="stages")
+PIPELINE = PipelineStrategy("pipeline", search="stages")
 
 
 class _PipelineTasks:

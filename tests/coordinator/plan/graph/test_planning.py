@@ -21,7 +21,6 @@ from coordinator.models.onnx.cutting import check_segments, cut
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
 from coordinator.plan.graph.memory import memory_by_rank
-from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.predict import (
     num_stages,
     peak_activation_bytes,
@@ -32,6 +31,7 @@ from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.graph.tasks import request_tasks, tensor_transfers
 from coordinator.plan.graph.throughput.planners import plan_pipeline
 from coordinator.plan.limits import parse_limit
+from coordinator.plan.methods import GRAPH_METHODS
 from coordinator.plan.simulator import compute_resources, send_resources, simulate, transfer_resources
 from coordinator.plan.solution import SearchOptions
 from coordinator.serve.planning.planner_process import solve_graph

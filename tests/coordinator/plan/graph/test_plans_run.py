@@ -15,8 +15,8 @@ from support.onnx_models import random_inputs, run_segments, run_whole
 from coordinator.models.graph_file import read_graph_file
 from coordinator.models.onnx.reader import read_onnx
 from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.methods import GRAPH_METHODS
 from coordinator.serve.planning.tiling import tiled_for
 from hearth.errors import ModelDoesNotFit, NoPlacement
 from hearth.plan.graph import Objective
