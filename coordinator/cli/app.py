@@ -21,6 +21,7 @@ from coordinator.cli.commands.plan import plan
 from coordinator.cli.commands.ps import ps, stop
 from coordinator.cli.commands.serve import serve
 from coordinator.cli.commands.status import status
+from coordinator.cli.options import expanded
 from coordinator.cli.output import handles_errors
 
 app = typer.Typer(
@@ -52,7 +53,7 @@ for command in (
     gateway, doctor, demo,
 ):  # fmt: skip
     # systemd does not restart `hearth serve` after exit status 2 (RestartPreventExitStatus).
-    app.command()(handles_errors(command, contradiction_status=2 if command is serve else 1))
+    app.command()(handles_errors(expanded(command), contradiction_status=2 if command is serve else 1))
 app.add_typer(key_app, name="key")
 
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from rich.table import Table
 
 from coordinator.cli.output import out, print_json, report
-from coordinator.cli.planning.flow import Planning
-from coordinator.cli.planning.live import ConnectionOptions, LiveDevices, connect_devices
-from coordinator.cli.planning.transformer import timed_tokens
+from coordinator.cli.plans.flow import Planning
+from coordinator.cli.plans.live import ConnectionOptions, LiveDevices, connect_devices
+from coordinator.cli.plans.transformer import timed_tokens
 from coordinator.cli.render.tables import right_column
 from coordinator.deploy.deployment import Deployment, loss_error
 from coordinator.devices.registry import Device

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from coordinator.cli.model_options import ServeOptions
 from coordinator.models.graph_file import ModelFileKind, parse_dims
 from coordinator.plan.graph.request import DEFAULT_TIME_LIMIT_SECONDS
 from coordinator.plan.limits import parse_limit
@@ -28,43 +29,42 @@ _CHOICES: Mapping[str, Sequence[str]] = {
 _TRANSFORMER_FIELDS = ("seq_len", "context", "sequences", "weights", "deterministic", "kv_cache")
 
 
-def goal_from_options(kind: ModelFileKind, model: Path, options: Mapping[str, Any]) -> Goal:
-    """The goal for MODEL. `options` are the parameters by name, as in `typer.Context.params`. Raises BadSetting."""
-    objective = options["objective"] or "latency"
-    REGISTRY["transformer" if kind == "transformer" else "graph"].check(options["strategy"], objective)
+def goal_from_options(kind: ModelFileKind, model: Path, options: ServeOptions) -> Goal:
+    """The goal for MODEL. Raises BadSetting."""
+    objective: Any = options.objective or "latency"
+    REGISTRY["transformer" if kind == "transformer" else "graph"].check(options.strategy, objective)
     for name, allowed in _CHOICES.items():
-        if options[name] is not None and options[name] not in allowed:
-            raise BadSetting(
-                setting=f"--{name.replace('_', '-')}", reason=f"'{options[name]}' is none of {', '.join(allowed)}"
-            )
+        given = getattr(options, name)
+        if given is not None and given not in allowed:
+            raise BadSetting(setting=f"--{name.replace('_', '-')}", reason=f"'{given}' is none of {', '.join(allowed)}")
     common: dict[str, Any] = {
-        "strategy": options["strategy"],
-        "wire": {"values": options["wire"], "lz4": options["lz4"]},
-        "exclude": tuple(options["exclude"]),
-        "limits": tuple(parse_limit(each) for each in options["limit"]),
-        "keep_plan": options.get("plan") is not None,
-        "pinned": bool(options.get("pin")),  # `plan` lacks this option
+        "strategy": options.strategy,
+        "wire": {"values": options.wire, "lz4": options.lz4},
+        "exclude": tuple(options.exclude),
+        "limits": tuple(parse_limit(each) for each in options.limit),
+        "keep_plan": options.plan is not None,
+        "pinned": options.pin,
         "keep_alive_seconds": _keep_alive_seconds(options),
     }
     if kind == "transformer":
         return TransformerGoal(
             model_dir=str(model.resolve()),
             accuracy_budget=_accuracy_budget(options),
-            kv_copies=not options["no_kv_copies"],
-            shared_prefixes=bool(options.get("shared_prefixes")),  # `plan` lacks this option
-            max_drafted=_max_drafted(options.get("speculate", "auto")),  # and this one
-            draft_dir=str(options["draft"].resolve()) if options["draft"] is not None else None,
-            **{name: options[name] for name in _TRANSFORMER_FIELDS},
+            kv_copies=not options.no_kv_copies,
+            shared_prefixes=options.shared_prefixes,
+            max_drafted=_max_drafted(options.speculate),
+            draft_dir=str(options.draft.resolve()) if options.draft is not None else None,
+            **{name: getattr(options, name) for name in _TRANSFORMER_FIELDS},
             **common,
         )
     return GraphGoal(
         model_file=str(model.resolve()),
-        dims=parse_dims(options["dim"]),
+        dims=parse_dims(options.dim),
         objective=objective,
-        congestion=not options["no_congestion"],
-        tiles=_tile_count(options["tiles"]),
-        time_limit_seconds=options["time_limit"] or DEFAULT_TIME_LIMIT_SECONDS,
-        learn=not options.get("no_learn"),  # `plan` lacks this option
+        congestion=not options.no_congestion,
+        tiles=_tile_count(options.tiles),
+        time_limit_seconds=options.time_limit or DEFAULT_TIME_LIMIT_SECONDS,
+        learn=not options.no_learn,
         **common,
     )
 
@@ -89,14 +89,14 @@ def _tile_count(text: str) -> TileCount:
     return int(text)
 
 
-def learn_seconds(options: Mapping[str, Any]) -> float:
+def learn_seconds(text: str | None, strategy: str) -> float:
     """The seconds of `hearth plan --learn`; 0 without it. Raises BadSetting."""
-    if options["learn"] is None:
+    if text is None:
         return 0.0
-    if options["strategy"] != "doppler":
+    if strategy != "doppler":
         raise BadSetting(setting="--learn", reason="only the policy of --strategy doppler learns")
     try:
-        seconds = parse_seconds(options["learn"])
+        seconds = parse_seconds(text)
     except ValueError as error:
         raise BadSetting(setting="--learn", reason=str(error)) from None
     if not 0 < seconds <= 86400:
@@ -104,26 +104,25 @@ def learn_seconds(options: Mapping[str, Any]) -> float:
     return seconds
 
 
-def _keep_alive_seconds(options: Mapping[str, Any]) -> float | None:
+def _keep_alive_seconds(options: ServeOptions) -> float | None:
     """The seconds of --keep-alive, if it was given. Raises BadSetting."""
-    text: str | None = options.get("keep_alive")  # `plan` lacks this option
-    if text is None:
+    if options.keep_alive is None:
         return None
-    if options.get("pin"):
+    if options.pin:
         raise BadSetting(setting="--keep-alive", reason="a pinned model stays loaded; omit --pin or --keep-alive")
     try:
-        return parse_seconds(text)
+        return parse_seconds(options.keep_alive)
     except ValueError as error:
         raise BadSetting(setting="--keep-alive", reason=str(error)) from None
 
 
-def _accuracy_budget(options: Mapping[str, Any]) -> float | None:
+def _accuracy_budget(options: ServeOptions) -> float | None:
     """The validated accuracy budget, if one was given. Raises BadSetting."""
-    budget: float | None = options.get("accuracy_budget")  # `plan` lacks this option
+    budget = options.accuracy_budget
     if budget is None:
         return None
     if not 0 < budget < math.inf:
         raise BadSetting(setting="--accuracy-budget", reason="it must be a relative error above 0, such as 0.01")
-    if options["wire"] != "exact":
+    if options.wire != "exact":
         raise BadSetting(setting="--accuracy-budget", reason="it chooses the format itself; omit --wire")
     return budget

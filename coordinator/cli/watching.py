@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from pathlib import Path
 
 from rich.console import RenderableType
 from rich.live import Live
 
+from coordinator.cli.options import HomeOptions
 from coordinator.cli.output import out
 from coordinator.cli.render.events import Watched, watch_view
-from hearth.client.home import AsyncHome, connect_async
+from hearth.client.home import AsyncHome
 from hearth.errors import BadSetting, HearthError
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.wire.messages import DeviceInfo, RecordedEvent, ServedModel, Status
@@ -23,15 +23,15 @@ _NUM_REQUESTS, _NUM_EVENTS = 100, 50  # that are kept for a tall terminal
 _EVENT_KINDS = ("request_ended", "device_changed", "plan_changed", "phase_changed", "coordinator_started")
 
 
-def watch_status(address: str | None, key: Path | None, timeout: float, interfaces: list[str] | None) -> None:
+def watch_status(where: HomeOptions, timeout: float) -> None:
     """Show the state until Ctrl-C. Raises BadSetting where there is no terminal."""
     if not out.is_terminal:
         raise BadSetting(setting="--watch", reason="it needs a terminal; elsewhere, use `hearth events --follow`")
-    asyncio.run(_watch(address, key, timeout, interfaces))
+    asyncio.run(_watch(where, timeout))
 
 
-async def _watch(address: str | None, key: Path | None, timeout: float, interfaces: list[str] | None) -> None:
-    async with await connect_async(address, key, timeout, interfaces) as home:
+async def _watch(where: HomeOptions, timeout: float) -> None:
+    async with await where.connect_async(timeout) as home:
         screen = _Screen(home, timeout)
         following = asyncio.create_task(screen.follow())
         try:

@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli import options
 from coordinator.cli.commands.generate import usage_line
+from coordinator.cli.options import AnswerOptions, HomeOptions, SamplingOptions
 from coordinator.cli.output import err, report
 from hearth.client.answers import Generation
-from hearth.client.sync import connect
 from hearth.errors import HearthError
 from hearth.wire.messages import ChatMessage
 
@@ -20,25 +19,17 @@ _HELP = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops t
 
 def chat(
     system: Annotated[str | None, typer.Option(help="System message: instructions for the model.")] = None,
-    max_tokens: options.MaxTokensOption = None,
-    temperature: options.TemperatureOption = None,
-    top_k: options.TopKOption = None,
-    top_p: options.TopPOption = None,
-    min_p: options.MinPOption = None,
-    repetition_penalty: options.RepetitionPenaltyOption = None,
-    seed: options.SeedOption = None,
-    model: options.ServedModelOption = None,
-    timeout: options.AnswerTimeoutOption = 600.0,
-    address: options.AddressOption = None,
-    mdns_interfaces: options.InterfacesOption = None,
-    key: options.KeyPathOption = None,
+    *,
+    sampling: SamplingOptions,
+    answer: AnswerOptions,
+    where: HomeOptions,
 ) -> None:
     """Chat with the served model, which must have a chat template."""
     with suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and a history)
     beginning = [ChatMessage(role="system", content=system)] if system else []
     history = list(beginning)
-    with connect(address, key, interfaces=options.interface_list(mdns_interfaces)) as home:
+    with where.connect() as home:
         err.print(f"[dim]{_HELP}[/]")
         while (line := _read_line()) is not None:
             if line == "/exit":
@@ -50,12 +41,7 @@ def chat(
             elif line:
                 question = ChatMessage(role="user", content=line)
                 try:
-                    answer = home.generate(
-                        messages=[*history, question], max_tokens=max_tokens, temperature=temperature, top_k=top_k,
-                        top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, timeout_seconds=timeout,
-                        model=model,
-                    )  # fmt: skip
-                    text = _print_answer(answer)
+                    text = _print_answer(home.generate(messages=[*history, question], **vars(answer), **vars(sampling)))
                 except HearthError as error:  # only this question failed: the conversation goes on
                     report(f"\n[red]error:[/] {error.explanation()} {error.next_step()}")
                     continue

@@ -9,17 +9,8 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import (
-    AddressOption,
-    AsJsonOption,
-    InterfacesOption,
-    KeyPathOption,
-    ServedModelOption,
-    TimeoutOption,
-    interface_list,
-)
+from coordinator.cli.options import AsJsonOption, HomeOptions, ServedModelOption, TimeoutOption
 from coordinator.cli.output import out, print_json, report, write_file
-from hearth.client.sync import connect
 from hearth.platform.units import format_seconds
 from hearth.trace import chrome_trace, overlap_seconds
 
@@ -32,15 +23,14 @@ def embed(
     ] = None,
     model: ServedModelOption = None,
     timeout: TimeoutOption = 60.0,
-    address: AddressOption = None,
-    mdns_interfaces: InterfacesOption = None,
-    key: KeyPathOption = None,
+    *,
+    where: HomeOptions,
     as_json: AsJsonOption = False,
 ) -> None:
     """Embed texts with the served model. Prints the most similar text of each; with --json, the vectors."""
     if texts == ["-"]:
         texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
-    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+    with where.connect() as home:
         result = home.request_embeddings(texts, timeout_seconds=timeout, trace=trace is not None, model=model)
     if trace is not None:
         write_file("--trace", trace, json.dumps(chrome_trace(result.traces)))

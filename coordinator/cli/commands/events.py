@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import AddressOption, InterfacesOption, KeyPathOption, TimeoutOption, interface_list
+from coordinator.cli.options import HomeOptions, TimeoutOption
 from coordinator.cli.output import err
 from coordinator.cli.render.events import event_line
-from hearth.client.sync import connect
 from hearth.wire.messages import EVENT_KINDS
 
 
@@ -22,13 +21,12 @@ def events(
         str, typer.Option(help="Begin after this cursor, printed at the end, or 'now'.", metavar="CURSOR")
     ] = "",
     timeout: TimeoutOption = 10.0,
-    address: AddressOption = None,
-    mdns_interfaces: InterfacesOption = None,
-    key: KeyPathOption = None,
+    *,
+    where: HomeOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """Print requests, devices, links, plans and phases as recorded. Needs an admin or home key, or the role observer."""
-    with connect(address, key, timeout, interface_list(mdns_interfaces)) as home:
+    with where.connect(timeout) as home:
         with home.events(since, kind, follow) as happened:
             try:
                 for recorded in happened:

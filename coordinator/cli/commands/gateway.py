@@ -11,11 +11,10 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import AddressOption, InterfacesOption, KeyPathOption, interface_list
+from coordinator.cli.options import HomeOptions
 from coordinator.cli.output import report
 from coordinator.http.settings import HTTP_PORT, HttpSettings, check_installed
 from coordinator.serve.config import default_state_dir
-from hearth.client.sync import connect
 from hearth.errors import BadRequest, BadSetting, KeyMissing
 from hearth.platform import security
 from hearth.platform.curve import new_keypair
@@ -38,9 +37,8 @@ def gateway(
     no_advertise: Annotated[
         bool, typer.Option("--no-advertise", help="Do not advertise over mDNS. On loopback, it never does.")
     ] = False,
-    address: AddressOption = None,
-    mdns_interfaces: InterfacesOption = None,
-    key: KeyPathOption = None,
+    *,
+    where: HomeOptions,
 ) -> None:
     """Answer OpenAI's and Ollama's APIs over HTTP until stopped. Clients need a token: `hearth key add-app NAME --token`."""
     check_installed(tls)
@@ -51,10 +49,10 @@ def gateway(
     for option, path in (("--certificate", certificate), ("--private-key", private_key)):
         if path is not None and not os.access(path, os.R_OK):
             raise BadSetting(setting=option, reason=f"{path} cannot be read")
-    interfaces = interface_list(mdns_interfaces)
-    app = _app_key(key or security.default_key_path(os.environ), address, interfaces)
+    interfaces = where.interfaces
+    app = _app_key(where)
     settings = HttpSettings(
-        host=listen, port=port, key=security.format_credential(app), address=address,
+        host=listen, port=port, key=security.format_credential(app), address=where.address,
         interfaces=tuple(interfaces) if interfaces else None, advertise=not no_advertise,
         allowed_hosts=tuple(name.lower() for name in allow_host),
         certificate=str(certificate) if certificate else None, private_key=str(private_key) if private_key else None,
@@ -63,8 +61,9 @@ def gateway(
     _become_gateway(settings)
 
 
-def _app_key(path: Path, address: str | None, interfaces: list[str] | None) -> security.AppKey:
-    """The app key in this file. Next to an admin or home key, a key for the gateway is kept, and made the first time."""
+def _app_key(where: HomeOptions) -> security.AppKey:
+    """The app key in the key file. Next to an admin or home key, a key for the gateway is kept, and made the first time."""
+    path = where.key or security.default_key_path(os.environ)
     credential = security.resolve_credential(path)
     if isinstance(credential, security.AppKey):
         return credential
@@ -78,7 +77,7 @@ def _app_key(path: Path, address: str | None, interfaces: list[str] | None) -> s
         pass
     pair = new_keypair()
     name = "http-" + (re.sub("[^a-z0-9-]", "-", socket.gethostname().lower())[:27] or "gateway")
-    with connect(address, credential, interfaces=interfaces) as home:
+    with where.connect(key=credential) as home:
         try:
             home.add_app(name, pair.public)
         except BadRequest:  # an earlier key, whose file is gone

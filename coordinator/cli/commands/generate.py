@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli import options
+from coordinator.cli.options import AnswerOptions, AsJsonOption, HomeOptions, SamplingOptions
 from coordinator.cli.output import print_json, report
 from hearth.client.answers import Usage
-from hearth.client.sync import connect
 from hearth.errors import BadSetting
 from hearth.platform.units import format_seconds
 
@@ -21,20 +20,12 @@ def generate(
         typer.Argument(help="Prompt to continue; '-' reads it from standard input.", show_default=False),
     ] = None,
     token_ids: Annotated[str | None, typer.Option(help='Prompt as token ids, e.g. "1,2,3"; prints token ids.')] = None,
-    max_tokens: options.MaxTokensOption = None,
-    temperature: options.TemperatureOption = None,
-    top_k: options.TopKOption = None,
-    top_p: options.TopPOption = None,
-    min_p: options.MinPOption = None,
-    repetition_penalty: options.RepetitionPenaltyOption = None,
-    seed: options.SeedOption = None,
     stop: Annotated[list[str], typer.Option(help="Stop at this text. Repeatable.")] = [],  # noqa: B006
-    model: options.ServedModelOption = None,
-    timeout: options.AnswerTimeoutOption = 600.0,
-    address: options.AddressOption = None,
-    mdns_interfaces: options.InterfacesOption = None,
-    key: options.KeyPathOption = None,
-    as_json: options.AsJsonOption = False,
+    *,
+    sampling: SamplingOptions,
+    answer: AnswerOptions,
+    where: HomeOptions,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Generate text with the served model. Ctrl-C stops it."""
     if (prompt is None) == (token_ids is None):
@@ -42,26 +33,23 @@ def generate(
     ids = _read_ids(token_ids) if token_ids is not None else None
     if prompt == "-":
         prompt = sys.stdin.read()
-    with connect(address, key, interfaces=options.interface_list(mdns_interfaces)) as home:
-        answer = home.generate(
-            prompt, token_ids=ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, seed=seed, stop=stop, timeout_seconds=timeout, model=model,
-        )  # fmt: skip
+    with where.connect() as home:
+        generation = home.generate(prompt, token_ids=ids, stop=stop, **vars(answer), **vars(sampling))
         text = ""
-        with answer:
-            for token in answer:
+        with generation:
+            for token in generation:
                 text += token.text
                 if as_json:
                     continue
                 piece = token.text if ids is None else f"{token.token_id} " if token.token_id is not None else ""
                 typer.echo(piece, nl=False)
-    assert answer.usage is not None
+    assert generation.usage is not None
     if as_json:
-        usage = {**answer.usage._asdict(), "tokens_per_second": answer.usage.tokens_per_second}
-        print_json({"text": text, "token_ids": answer.token_ids, "usage": usage})
+        usage = {**generation.usage._asdict(), "tokens_per_second": generation.usage.tokens_per_second}
+        print_json({"text": text, "token_ids": generation.token_ids, "usage": usage})
         return
     typer.echo()
-    report(f"[dim]{usage_line(answer.usage)}[/]")
+    report(f"[dim]{usage_line(generation.usage)}[/]")
 
 
 def usage_line(usage: Usage) -> str:

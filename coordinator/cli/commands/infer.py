@@ -13,20 +13,10 @@ import numpy as np
 import typer
 
 from coordinator.cli.load_generator import LoadResult, measure_load, random_inputs
-from coordinator.cli.options import (
-    AddressOption,
-    AsJsonOption,
-    InterfacesOption,
-    KeyPathOption,
-    ServedModelOption,
-    TimeoutOption,
-    interface_list,
-)
+from coordinator.cli.options import AsJsonOption, HomeOptions, ServedModelOption, TimeoutOption
 from coordinator.cli.output import out, print_json, report, write_file
 from coordinator.cli.render.graph_tables import prediction_line
 from coordinator.plan.graph.predict import requests_in_flight
-from hearth.client.home import connect_async
-from hearth.client.sync import connect
 from hearth.errors import BadSetting, NotAuthorised
 from hearth.plan.plan import GraphPlan, is_graph_plan
 from hearth.platform.units import format_seconds
@@ -45,14 +35,13 @@ def infer(
     output: Annotated[Path | None, typer.Option(help="Write the outputs to this .npz file.", metavar="FILE")] = None,
     model: ServedModelOption = None,
     timeout: TimeoutOption = 60.0,
-    address: AddressOption = None,
-    mdns_interfaces: InterfacesOption = None,
-    key: KeyPathOption = None,
+    *,
+    where: HomeOptions,
     as_json: AsJsonOption = False,
 ) -> None:
     """Run the served graph once. Prints name, type, shape and first values of each output."""
     file_inputs = _read_npz(inputs) if inputs is not None else None
-    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+    with where.connect() as home:
         arrays = file_inputs if file_inputs is not None else random_inputs(home.model_info(timeout, model=model).inputs)
         result = home.request_inference(arrays, timeout, model=model)
     if output is not None:
@@ -85,16 +74,15 @@ def bench_model(
     ] = None,
     model: ServedModelOption = None,
     timeout: TimeoutOption = 60.0,
-    address: AddressOption = None,
-    mdns_interfaces: InterfacesOption = None,
-    key: KeyPathOption = None,
+    *,
+    where: HomeOptions,
     as_json: AsJsonOption = False,
 ) -> None:
     """Measure the served graph with sequential, then with concurrent requests, and show the prediction."""
     file_inputs = _read_npz(inputs) if inputs is not None else None
 
     async def run() -> tuple[LoadResult, LoadResult, GraphPlan | None]:
-        async with await connect_async(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+        async with await where.connect_async() as home:
             info = await home.model_info(timeout, model=model)
             arrays = file_inputs if file_inputs is not None else random_inputs(info.inputs)
             try:

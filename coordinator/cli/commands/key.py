@@ -9,9 +9,8 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from coordinator.cli.options import AddressOption, AsJsonOption, InterfacesOption, KeyPathOption, interface_list
+from coordinator.cli.options import AsJsonOption, HomeOptions, KeyPathOption, expanded
 from coordinator.cli.output import handles_errors, out, print_json, report
-from hearth.client.sync import connect
 from hearth.errors import BadKey, BadSetting
 from hearth.platform import security
 from hearth.platform.curve import fingerprint, new_keypair
@@ -112,9 +111,8 @@ def rotate(key: KeyPathOption = None) -> None:
 
 def add_app(
     name: Annotated[str, typer.Argument(help="Name of the app: a-z, 0-9 and -, at most 32 characters.")],
-    address: AddressOption = None,
-    mdns_interfaces: InterfacesOption = None,
-    key: KeyPathOption = None,
+    *,
+    where: HomeOptions,
     token: Annotated[
         bool,
         typer.Option("--token", help="Print a bearer token for the HTTP gateway instead of a key for the library."),
@@ -130,9 +128,9 @@ def add_app(
     """Create a key for an app, for inference requests only. Needs an admin or home key and the running coordinator."""
     if role not in get_args(AppRole):
         raise BadSetting(setting="--role", reason=f"'{role}' is none of {', '.join(get_args(AppRole))}")
-    credential = security.resolve_credential(key)
+    credential = security.resolve_credential(where.key)
     pair = new_keypair()
-    with connect(address, credential, interfaces=interface_list(mdns_interfaces)) as home:
+    with where.connect() as home:
         warning = home.add_app(name, pair.public, role=cast(AppRole, role))
     home_public = security.coordinator_access(credential).server_public
     app = security.AppKey(name=name, secret=pair.secret, coordinator_public=home_public)
@@ -151,12 +149,11 @@ def add_app(
 
 def revoke(
     name: Annotated[str, typer.Argument(help="Name of the app.")],
-    address: AddressOption = None,
-    mdns_interfaces: InterfacesOption = None,
-    key: KeyPathOption = None,
+    *,
+    where: HomeOptions,
 ) -> None:
     """Revoke an app's key: its running and later requests fail. Needs an admin or home key and the running coordinator."""
-    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+    with where.connect() as home:
         warning = home.revoke_app(name)
     out.print(f"revoked {name}")
     _warn(warning)
@@ -164,16 +161,15 @@ def revoke(
 
 def add_device(
     name: Annotated[str, typer.Argument(help="Name of the device: a-z, 0-9 and -, at most 32 characters.")],
-    address: AddressOption = None,
-    mdns_interfaces: InterfacesOption = None,
-    key: KeyPathOption = None,
+    *,
+    where: HomeOptions,
     as_json: AsJsonOption = False,
 ) -> None:
     """Create a key for one device's agent, which can be revoked alone. Needs the home key and the running coordinator."""
-    home_key = _load_home_key(_key_path(key))
+    home_key = _load_home_key(_key_path(where.key))
     device = security.new_device_key(home_key, name)
     public = security.agent_trust(device).own.public
-    with connect(address, home_key, interfaces=interface_list(mdns_interfaces)) as home:
+    with where.connect(key=home_key) as home:
         warning = home.add_device(name, public)
     _warn(warning)
     line = security.format_credential(device)
@@ -186,12 +182,11 @@ def add_device(
 
 def revoke_device(
     name: Annotated[str, typer.Argument(help="Name of the device, as given to `hearth key add-device`.")],
-    address: AddressOption = None,
-    mdns_interfaces: InterfacesOption = None,
-    key: KeyPathOption = None,
+    *,
+    where: HomeOptions,
 ) -> None:
     """Shut out one device with a key of its own at once, for instance a stolen one. Needs the running coordinator."""
-    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+    with where.connect() as home:
         warning = home.revoke_device(name)
     out.print(f"revoked {name}; models are served without it from now on")
     _warn(warning)
@@ -204,4 +199,4 @@ def _warn(warning: str) -> None:
 
 
 for command in (new, show, export, import_, rotate, add_app, revoke, add_device, revoke_device):
-    key_app.command(command.__name__.rstrip("_").replace("_", "-"))(handles_errors(command))
+    key_app.command(command.__name__.rstrip("_").replace("_", "-"))(handles_errors(expanded(command)))

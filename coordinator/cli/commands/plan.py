@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli import options
 from coordinator.cli.comparison import compare_plans, print_comparison, run_interruptibly
 from coordinator.cli.goals import goal_from_options, learn_seconds
-from coordinator.cli.planning.flow import OutputOptions, Planning, plan_model
-from coordinator.cli.planning.graph import GraphPlanning
-from coordinator.cli.planning.live import ConnectionOptions
-from coordinator.cli.planning.problem import plan_problem
-from coordinator.cli.planning.transformer import TransformerPlanning
+from coordinator.cli.model_options import GRAPH, TRANSFORMER, PlanOptions, ServeOptions, check_kind, reject_options
+from coordinator.cli.plans.flow import OutputOptions, Planning, plan_model
+from coordinator.cli.plans.graph import GraphPlanning
+from coordinator.cli.plans.live import ConnectionOptions
+from coordinator.cli.plans.problem import plan_problem
+from coordinator.cli.plans.transformer import TransformerPlanning
 from coordinator.cli.render.picture import check_picture
 from coordinator.plan.graph.request import POLICIES_FOLDER
 from coordinator.serve.config import load_coordinator_settings
@@ -36,13 +36,17 @@ def plan(
             "JSON without weights (needs --cluster)."
         ),
     ],
-    strategy: options.StrategyOption = "auto",
-    objective: options.ObjectiveOption = None,
-    dim: options.DimsOption = [],  # noqa: B006 (typer's form of an empty default)
-    time_limit: options.TimeLimitOption = None,
-    no_congestion: options.NoCongestionOption = False,
-    tiles: options.TilesOption = "off",
-    learn: options.LearnOption = None,
+    *,
+    options: PlanOptions,
+    learn: Annotated[
+        str | None,
+        typer.Option(
+            help="(graph) Let the policy of --strategy doppler learn on this graph and these devices for 30s or 5min, say, "
+            "before the search. It is kept for the next plans, also those of `hearth serve`.",
+            metavar="TIME",
+        ),
+        GRAPH,
+    ] = None,
     cluster: Annotated[
         Path | None,
         typer.Option(
@@ -52,72 +56,40 @@ def plan(
             "mbit_per_second). See docs/planners.md.",
             metavar="FILE",
         ),
+        GRAPH,
     ] = None,
-    picture: Annotated[
+    load_profile: Annotated[
         Path | None,
-        typer.Option(help="(graph) Save the graph, coloured by device, for Graphviz (.dot).", metavar="FILE"),
+        typer.Option(help="Plan from a saved profile; needs no device, network or key.", metavar="FILE"),
+        TRANSFORMER | GRAPH,
     ] = None,
-    seq_len: options.SeqLenOption = None,
-    context: options.ContextOption = None,
-    sequences: options.SequencesOption = None,
-    no_kv_copies: options.NoKvCopiesOption = False,
-    kv_cache: options.KvCacheOption = None,
-    draft: options.DraftOption = None,
-    weights: options.WeightsOption = "float32",
-    deterministic: options.DeterministicOption = False,
-    wire: options.WireOption = "exact",
-    lz4: options.Lz4Option = "auto",
-    exclude: options.ExcludeOption = [],  # noqa: B006
-    limit: options.LimitOption = [],  # noqa: B006
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Show every candidate plan, and why it was not chosen.")
-    ] = False,
     compare: Annotated[
         bool,
         typer.Option(
             "--compare",
             help="Run the plan and the best one of each other strategy on the devices; show predicted and measured times.",
         ),
+        TRANSFORMER | GRAPH,
     ] = False,
     rounds: Annotated[
         int | None,
         typer.Option(help="Timed runs of each plan with --compare (default 5).", min=1, max=1000, metavar="N"),
+        TRANSFORMER | GRAPH,
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Save the plan as JSON, for `hearth serve --plan`.")] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(
-            help="Save the predicted timeline as a Chrome trace, like the measured one of `hearth embed --trace`.",
-            metavar="FILE",
-        ),
-    ] = None,
-    save_profile: Annotated[
-        Path | None, typer.Option(help="Save the measurements of devices and links as JSON.", metavar="FILE")
-    ] = None,
-    load_profile: Annotated[
-        Path | None, typer.Option(help="Plan from a saved profile; needs no device, network or key.", metavar="FILE")
-    ] = None,
-    wait: Annotated[
-        float, typer.Option(help="Start planning after this many seconds without a new device.", min=0.1)
-    ] = 1.5,
-    static: options.DevicesOption = None,
-    mdns_interfaces: options.InterfacesOption = None,
-    key: options.KeyPathOption = None,
-    as_json: options.AsJsonOption = False,
+    connection: ConnectionOptions,
+    output: OutputOptions,
 ) -> None:
     """Plan a model for the devices of this home. Shows shares, memory, predicted time and alternatives."""
-    kind = options.check_kind(command, model)
-    goal = goal_from_options(kind, model, command.params)
-    connection = ConnectionOptions(key, static or "", mdns_interfaces, wait)
+    kind = check_kind(command, model)
+    goal = goal_from_options(kind, model, ServeOptions(**vars(options)))
     if rounds is not None and not compare:
         raise BadSetting(setting="--rounds", reason="it needs --compare")
     if compare:
-        options.reject_options(command, _NOT_COMPARED, "it cannot be combined with --compare")
-    if tiles != "off":
-        options.reject_options(command, _NOT_TILED, "it cannot be combined with --tiles")
-    if picture is not None:
-        check_picture(picture)
-    output = OutputOptions(explain, as_json, save, timeline, picture, save_profile)
+        reject_options(command, _NOT_COMPARED, "it cannot be combined with --compare")
+    if options.tiles != "off":
+        reject_options(command, _NOT_TILED, "it cannot be combined with --tiles")
+    if output.picture is not None:
+        check_picture(output.picture)
     if kind == "instance" and isinstance(goal, GraphGoal):
         asyncio.run(plan_problem(goal, output))
         return
@@ -126,13 +98,10 @@ def plan(
         planning = TransformerPlanning(goal)
     else:
         policies_dir = load_coordinator_settings({}).state_dir / POLICIES_FOLDER
-        planning = GraphPlanning(goal, str(policies_dir), learn_seconds(command.params))
+        planning = GraphPlanning(goal, str(policies_dir), learn_seconds(learn, options.strategy))
     if compare:
         rounds = rounds or _DEFAULT_ROUNDS
-        print_comparison(
-            run_interruptibly(compare_plans(planning, connection, load_coordinator_settings({}), rounds)),
-            rounds,
-            as_json,
-        )
+        comparison = compare_plans(planning, connection, load_coordinator_settings({}), rounds)
+        print_comparison(run_interruptibly(comparison), rounds, output.as_json)
         return
     asyncio.run(plan_model(planning, load_profile, cluster, connection, output))

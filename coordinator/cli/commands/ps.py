@@ -6,28 +6,19 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import (
-    AddressOption,
-    AsJsonOption,
-    InterfacesOption,
-    KeyPathOption,
-    TimeoutOption,
-    interface_list,
-)
+from coordinator.cli.options import AsJsonOption, HomeOptions, TimeoutOption
 from coordinator.cli.output import out, print_json
 from coordinator.cli.render.tables import model_table
-from hearth.client.sync import connect
 
 
 def ps(
     timeout: TimeoutOption = 10.0,
-    address: AddressOption = None,
-    mdns_interfaces: InterfacesOption = None,
-    key: KeyPathOption = None,
+    *,
+    where: HomeOptions,
     as_json: AsJsonOption = False,
 ) -> None:
     """List the models that the home serves. The first of each kind answers requests that name none."""
-    with connect(address, key, timeout, interface_list(mdns_interfaces)) as home:
+    with where.connect(timeout) as home:
         models = home.models(timeout)
     if as_json:
         print_json({"models": [each.model_dump(mode="json") for each in models]})
@@ -40,10 +31,9 @@ def ps(
 def stop(
     name: Annotated[str, typer.Argument(help="Name of the deployment, as `hearth ps` shows it.")],
     timeout: TimeoutOption = 120.0,
-    address: AddressOption = None,
-    mdns_interfaces: InterfacesOption = None,
-    key: KeyPathOption = None,
+    *,
+    where: HomeOptions,
 ) -> None:
     """Stop serving a model, after its running requests have finished. Needs an admin or home key."""
-    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+    with where.connect() as home:
         out.print(f"stopped {home.stop_model(name, timeout)}")

@@ -5,15 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
-from coordinator.cli import options
 from coordinator.cli.goals import goal_from_options
+from coordinator.cli.model_options import ServeOptions, check_kind, reject_options
+from coordinator.cli.options import DevicesOption, InterfacesOption, KeyPathOption
 from coordinator.cli.output import err, report
 from coordinator.http.settings import check_installed
 from coordinator.models.file_kinds import read_json_file, why_wrong_kind
@@ -28,13 +40,49 @@ from hearth.plan.plan import Plan, plan_from_json
 from hearth.platform.machine import raise_file_limit
 from hearth.platform.security import HomeKey, resolve_credential
 
-# Options that apply to the coordinator's process, not to the model.
-_OF_COORDINATOR = (
-    "port", "http", "http_tls", "state_dir", "name", "min_devices", "mdns_interfaces", "encrypt_data_plane", "standby",
-    "leader",
-)  # fmt: skip
 _READY_SECONDS = 1800.0  # until a model that was added is ready: profiles and weights take minutes on slow devices
 _POLL_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """Options of the coordinator's process, which override its settings."""
+
+    min_devices: Annotated[int | None, typer.Option(help="Wait until this many devices are present.")] = None
+    port: Annotated[int | None, typer.Option(help="TCP port for clients (default 47830; 0: any free port).")] = None
+    http: Annotated[
+        str | None,
+        typer.Option(
+            help="Also answer OpenAI's and Ollama's APIs over HTTP at this address, say 127.0.0.1 (port 47880).",
+            metavar="HOST[:PORT]",
+        ),
+    ] = None
+    http_tls: Annotated[
+        bool | None,
+        typer.Option(
+            "--http-tls", help="With --http: speak TLS with a self-made certificate, which clients have to trust."
+        ),
+    ] = None
+    state_dir: Annotated[Path | None, typer.Option(help="Directory of the coordinator's state.")] = None
+    name: Annotated[str | None, typer.Option(help="Display name of the coordinator.")] = None
+    encrypt_data_plane: Annotated[
+        bool | None,
+        typer.Option(  # in its own panel: two long option names would narrow the help column of all others
+            help="Encrypt activations between devices. Turn off for measurements only; prints a warning.",
+            metavar="",
+            rich_help_panel="Data plane",
+        ),
+    ] = None
+    standby: Annotated[
+        bool | None,
+        typer.Option("--standby", help="Follow the leading coordinator, and take over when it is gone."),
+    ] = None
+    leader: Annotated[
+        str | None,
+        typer.Option(help="Addresses of coordinators to follow, if mDNS does not find them.", metavar="ADDRESS"),
+    ] = None
+    devices: DevicesOption = None
+    mdns_interfaces: InterfacesOption = None
 
 
 def serve(
@@ -43,96 +91,16 @@ def serve(
         Path | None,
         typer.Argument(help="Model directory or ONNX file. Default: what was served last.", show_default=False),
     ] = None,
-    name_as: Annotated[
-        str | None,
-        typer.Option("--as", help="Name for requests to this model. Default: the model's own name.", metavar="NAME"),
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="Use the plan in this file, written by `hearth plan --save`.")
-    ] = None,
-    strategy: options.StrategyOption = "auto",
-    objective: options.ObjectiveOption = None,
-    dim: options.DimsOption = [],  # noqa: B006 (typer's form of an empty default)
-    time_limit: options.TimeLimitOption = None,
-    no_congestion: options.NoCongestionOption = False,
-    tiles: options.TilesOption = "off",
-    no_learn: options.NoLearnOption = False,
-    seq_len: options.SeqLenOption = None,
-    context: options.ContextOption = None,
-    sequences: options.SequencesOption = None,
-    no_kv_copies: options.NoKvCopiesOption = False,
-    kv_cache: options.KvCacheOption = None,
-    shared_prefixes: options.SharedPrefixesOption = False,
-    speculate: options.SpeculateOption = "auto",
-    draft: options.DraftOption = None,
-    weights: options.WeightsOption = "float32",
-    deterministic: options.DeterministicOption = False,
-    wire: options.WireOption = "exact",
-    lz4: options.Lz4Option = "auto",
-    accuracy_budget: Annotated[
-        float | None,
-        typer.Option(
-            help="Maximum relative error of the output, or of a decoder's logits (0.01: one percent), from a lossy format of "
-            "activations. Measures all formats and uses the fastest within this budget.",
-            metavar="X",
-        ),
-    ] = None,
-    pin: Annotated[
-        bool, typer.Option("--pin", help="Where memory is short, models that are not pinned make room for this one.")
-    ] = False,
-    keep_alive: Annotated[
-        str | None,
-        typer.Option(
-            help="Unload the model after this time without a request (30, 10min); the next request loads it again, and waits.",
-            metavar="TIME",
-        ),
-    ] = None,
-    exclude: options.ExcludeOption = [],  # noqa: B006
-    limit: options.LimitOption = [],  # noqa: B006
-    min_devices: Annotated[int | None, typer.Option(help="Wait until this many devices are present.")] = None,
-    port: Annotated[int | None, typer.Option(help="TCP port for clients (default 47830; 0: any free port).")] = None,
-    http: Annotated[
-        str | None,
-        typer.Option(
-            help="Also answer OpenAI's and Ollama's APIs over HTTP at this address, say 127.0.0.1 (port 47880).",
-            metavar="HOST[:PORT]",
-        ),
-    ] = None,
-    http_tls: Annotated[
-        bool | None,
-        typer.Option(
-            "--http-tls", help="With --http: speak TLS with a self-made certificate, which clients have to trust."
-        ),
-    ] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="Directory of the coordinator's state.")] = None,
-    name: Annotated[str | None, typer.Option(help="Display name of the coordinator.")] = None,
-    encrypt_data_plane: Annotated[
-        bool | None,
-        typer.Option(  # in its own panel: two long option names would narrow the help column of all others
-            help="Encrypt activations between devices. Turn off for measurements only; prints a warning.",
-            metavar="",
-            rich_help_panel="Data plane",
-        ),
-    ] = None,
-    standby: Annotated[
-        bool | None,
-        typer.Option("--standby", help="Follow the leading coordinator, and take over when it is gone."),
-    ] = None,
-    leader: Annotated[
-        str | None,
-        typer.Option(help="Addresses of coordinators to follow, if mDNS does not find them.", metavar="ADDRESS"),
-    ] = None,
-    static: options.DevicesOption = None,
-    mdns_interfaces: options.InterfacesOption = None,
-    key: options.KeyPathOption = None,
+    *,
+    options: ServeOptions,
+    process: CoordinatorOptions,
+    key: KeyPathOption = None,
 ) -> None:
     """Serve a model on the devices of this home until stopped. Without MODEL, serve again what was served last.
 
     While a coordinator runs here, this adds the model to those that it serves, and ends once the model is ready.
     """
-    settings = load_coordinator_settings(
-        {"devices": static, **{each: command.params[each] for each in _OF_COORDINATOR}}
-    )
+    settings = load_coordinator_settings(vars(process))
     if settings.http:
         check_installed(settings.http_tls)
         http_address(settings.http)
@@ -143,23 +111,35 @@ def serve(
         report("[yellow]warning:[/] activations are not encrypted; anyone on the network can read them")
     goal: Goal | None = None
     if model is not None:
-        goal = goal_from_options(options.check_kind(command, model), model, command.params)
+        goal = goal_from_options(check_kind(command, model), model, options)
     else:
-        options.reject_options(command, options.MODEL_OPTIONS, "it needs a MODEL")
-    saved: Plan | None = None
-    if plan is not None:
-        content = read_json_file(plan, lambda reason: BadPlan(reason=f"{plan} {reason}"))
-        if reason := why_wrong_kind(content, "plan"):
-            raise BadPlan(reason=f"{plan} {reason}")
-        saved = plan_from_json(plan.read_bytes())
+        reject_options(command, vars(options), "it needs a MODEL")
+    saved = _read_plan(options.plan) if options.plan is not None else None
+    name = options.name_as or ""
     if goal is not None and (running := address_of_running(settings.state_dir)) is not None:
-        options.reject_options(command, {"static", *_OF_COORDINATOR} - {"state_dir"}, "a coordinator runs here already")
-        _add_model(running, home, goal, name_as or "", saved)
+        reject_options(command, vars(process).keys() - {"state_dir"}, "a coordinator runs here already")
+        _add_model(running, home, goal, name, saved)
         return
     logging.getLogger().setLevel(logging.WARNING)
+    raise_file_limit()
+    with _push_progress() as progress:
+        asyncio.run(run_coordinator(settings, home, report, progress, goal, saved, name))
+
+
+def _read_plan(path: Path) -> Plan:
+    """The plan in a file of `hearth plan --save`. Raises BadPlan."""
+    content = read_json_file(path, lambda reason: BadPlan(reason=f"{path} {reason}"))
+    if reason := why_wrong_kind(content, "plan"):
+        raise BadPlan(reason=f"{path} {reason}")
+    return plan_from_json(path.read_bytes())
+
+
+@contextmanager
+def _push_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar for each device that gets weights; call it with the device, and bytes so far and in all."""
     size = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), *size, console=err, transient=True) as bars:
-        tasks = {}
+        tasks: dict[str, TaskID] = {}
 
         def progress(device: str, done: int, total: int) -> None:
             if total == 0:
@@ -170,8 +150,7 @@ def serve(
             if done == total:
                 bars.remove_task(tasks.pop(device))
 
-        raise_file_limit()
-        asyncio.run(run_coordinator(settings, home, report, progress, goal, saved, name_as or ""))
+        yield progress
 
 
 def _add_model(address: str, key: HomeKey, goal: Goal, name: str, plan: Plan | None) -> None:

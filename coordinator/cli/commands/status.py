@@ -7,14 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from coordinator.cli.options import (
-    AddressOption,
-    AsJsonOption,
-    InterfacesOption,
-    KeyPathOption,
-    TimeoutOption,
-    interface_list,
-)
+from coordinator.cli.options import AsJsonOption, HomeOptions, TimeoutOption
 from coordinator.cli.output import out, print_json, print_line
 from coordinator.cli.render.graph_tables import graph_plan_tables, prediction_line
 from coordinator.cli.render.tables import (
@@ -26,7 +19,6 @@ from coordinator.cli.render.tables import (
     plan_tables,
 )
 from coordinator.cli.watching import watch_status
-from hearth.client.sync import connect
 from hearth.errors import BadSetting, NotServing
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
 from hearth.platform.units import format_bytes, format_seconds
@@ -42,9 +34,8 @@ def status(
         typer.Option(help="Name of a served model, as `hearth ps` shows it. Default: the oldest one.", metavar="NAME"),
     ] = None,
     timeout: TimeoutOption = 10.0,
-    address: AddressOption = None,
-    mdns_interfaces: InterfacesOption = None,
-    key: KeyPathOption = None,
+    *,
+    where: HomeOptions,
     watch: Annotated[bool, typer.Option("--watch", help="Show devices, requests and events until Ctrl-C.")] = False,
     as_json: AsJsonOption = False,
 ) -> None:
@@ -52,9 +43,9 @@ def status(
     if watch:
         if as_json:
             raise BadSetting(setting="--watch", reason="it has no --json; use `hearth events --follow --json`")
-        watch_status(address, key, timeout, interface_list(mdns_interfaces))
+        watch_status(where, timeout)
         return
-    with connect(address, key, timeout, interface_list(mdns_interfaces)) as home:
+    with where.connect(timeout) as home:
         readiness = home.readiness(timeout, model=model)
         is_standby = not readiness.model  # only a coordinator that leads has a model
         try:

@@ -28,9 +28,9 @@ from typer.testing import CliRunner, Result
 
 from coordinator.cli.app import app
 from coordinator.cli.comparison import PlanRunner, PlanTimes, print_comparison, verdict
-from coordinator.cli.planning.graph import GraphPlanning, PlannedGraph
-from coordinator.cli.planning.live import LiveDevices
-from coordinator.cli.planning.transformer import TransformerPlanning
+from coordinator.cli.plans.graph import GraphPlanning, PlannedGraph
+from coordinator.cli.plans.live import LiveDevices
+from coordinator.cli.plans.transformer import TransformerPlanning
 from coordinator.deploy import deployment
 from coordinator.deploy.graph import Arrays
 from coordinator.devices.profiling import Profiler

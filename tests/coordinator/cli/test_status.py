@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from coordinator.cli import options
 from coordinator.cli.app import app
-from coordinator.cli.commands import devices, status
+from coordinator.cli.commands import devices
 from hearth.errors import NoCoordinator, NotServing
 from hearth.platform.security import new_home_key
 from hearth.wire import messages as wire
@@ -40,7 +41,7 @@ class Coordinator:
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
 def test_status_of_a_standby_says_whom_it_follows(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     standby = Coordinator("")
-    monkeypatch.setattr(status, "connect", lambda *_: standby)
+    monkeypatch.setattr(options, "connect", lambda *_: standby)
     result = CliRunner().invoke(app, ["status", *arguments])
     assert result.exit_code == 0, result.output
     assert STANDBY in result.output
@@ -48,7 +49,7 @@ def test_status_of_a_standby_says_whom_it_follows(arguments: list[str], monkeypa
 
 
 def test_status_of_a_coordinator_that_serves_no_model_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "connect", lambda *_: Coordinator("small"))
+    monkeypatch.setattr(options, "connect", lambda *_: Coordinator("small"))
     result = CliRunner().invoke(app, ["status"])
     assert isinstance(result.exception, NotServing | SystemExit)
     assert result.exit_code == 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from coordinator.cli.output import out, print_json, write_file
-from coordinator.cli.planning.flow import OutputOptions
-from coordinator.cli.planning.graph import NUM_ALTERNATIVES, report_strategy
+from coordinator.cli.plans.flow import OutputOptions
+from coordinator.cli.plans.graph import NUM_ALTERNATIVES, report_strategy
 from coordinator.cli.render.graph_tables import candidates_table, planned_as_json, proof_line
 from coordinator.cli.render.picture import dot_graph
 from coordinator.devices.cluster_file import read_instance

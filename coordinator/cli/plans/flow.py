@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+import typer
+
+from coordinator.cli.model_options import GRAPH, INSTANCE, TRANSFORMER
+from coordinator.cli.options import AsJsonOption
 from coordinator.cli.output import out, print_json, write_file
-from coordinator.cli.planning.graph import GraphPlanning, PlannedGraph
-from coordinator.cli.planning.live import ConnectionOptions, connect_devices, select_devices
-from coordinator.cli.planning.transformer import TransformerPlanning
+from coordinator.cli.plans.graph import GraphPlanning, PlannedGraph
+from coordinator.cli.plans.live import ConnectionOptions, connect_devices, select_devices
+from coordinator.cli.plans.transformer import TransformerPlanning
 from coordinator.devices.registry import RECONNECT_SECONDS
 from coordinator.plan.redundancy import MAX_EXAMINED_DEVICES, describe_losses, describe_spares
 from coordinator.serve.config import load_coordinator_settings
@@ -21,14 +25,33 @@ Planning: TypeAlias = TransformerPlanning | GraphPlanning
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How to print a plan, and the files to write (None: not written)."""
+    """How to show a plan, and the files to write."""
 
-    explain: bool
-    as_json: bool
-    plan: Path | None
-    timeline: Path | None
-    picture: Path | None
-    profile: Path | None
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show every candidate plan, and why it was not chosen.")
+    ] = False
+    save: Annotated[
+        Path | None, typer.Option(help="Save the plan as JSON, for `hearth serve --plan`."), TRANSFORMER | GRAPH
+    ] = None
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            help="Save the predicted timeline as a Chrome trace, like the measured one of `hearth embed --trace`.",
+            metavar="FILE",
+        ),
+        TRANSFORMER | GRAPH,
+    ] = None
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="(graph) Save the graph, coloured by device, for Graphviz (.dot).", metavar="FILE"),
+        GRAPH | INSTANCE,
+    ] = None
+    save_profile: Annotated[
+        Path | None,
+        typer.Option(help="Save the measurements of devices and links as JSON.", metavar="FILE"),
+        TRANSFORMER | GRAPH,
+    ] = None
+    as_json: AsJsonOption = False
 
 
 async def plan_model(
@@ -42,11 +65,11 @@ async def plan_model(
     else:
         remaining = select_devices(planning.goal, cluster.devices, cluster.devices)
         cluster = cluster.subset(tuple(device.device_id for device in remaining))
-    if output.profile is not None:
-        write_file("--save-profile", output.profile, planning.saved_profile(cluster).model_dump_json(indent=1))
+    if output.save_profile is not None:
+        write_file("--save-profile", output.save_profile, planning.saved_profile(cluster).model_dump_json(indent=1))
     planned = await planning.plan(cluster)
-    if output.plan is not None:
-        write_file("--save", output.plan, planned.plan.model_dump_json(indent=1))
+    if output.save is not None:
+        write_file("--save", output.save, planned.plan.model_dump_json(indent=1))
     if output.timeline is not None:
         write_file("--timeline", output.timeline, json.dumps(chrome_trace(planned.timeline())))
     if output.picture is not None and isinstance(planned, PlannedGraph):

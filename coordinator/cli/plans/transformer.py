@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.cli.output import out
-from coordinator.cli.planning.live import LiveDevices
+from coordinator.cli.plans.live import LiveDevices
 from coordinator.cli.render import tables
 from coordinator.deploy.deployment import Weights
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights

@@ -14,7 +14,7 @@ import numpy as np
 
 from coordinator.cli.load_generator import random_inputs
 from coordinator.cli.output import out, report
-from coordinator.cli.planning.live import LiveDevices
+from coordinator.cli.plans.live import LiveDevices
 from coordinator.cli.render import graph_tables
 from coordinator.cli.render.picture import dot_graph
 from coordinator.deploy.deployment import Weights

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from coordinator.cli.options import interface_list
+import typer
+
+from coordinator.cli.options import DevicesOption, InterfacesOption, KeyPathOption, interface_list
 from coordinator.cli.output import report
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
@@ -28,12 +29,14 @@ _D = TypeVar("_D", bound=NamedDevice)
 
 @dataclass(frozen=True)
 class ConnectionOptions:
-    """How to reach the devices."""
+    """How to find the devices, and with which key."""
 
-    key: Path | None
-    devices: str  # addresses host[:port],... where multicast is blocked
-    interfaces: str | None
-    wait_seconds: float  # discovery ends after this time without a new device
+    wait: Annotated[
+        float, typer.Option(help="Start planning after this many seconds without a new device.", min=0.1)
+    ] = 1.5
+    devices: DevicesOption = None
+    mdns_interfaces: InterfacesOption = None
+    key: KeyPathOption = None
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,15 @@ async def connect_devices(
     credential = resolve_credential(connection.key)
     if not isinstance(credential, HomeKey):
         raise NotAuthorised(role=credential.kind, action="profile devices")
-    limit = max(connection.wait_seconds * 4, 5.0)
-    access, interfaces = agent_access(credential), interface_list(connection.interfaces)
+    limit = max(connection.wait * 4, 5.0)
+    access, interfaces = agent_access(credential), interface_list(connection.mdns_interfaces)
     own_keys = device_keys(settings.state_dir)
     async with Fleet(
-        access, lease_name, interfaces, connection.devices, on_change=on_change, device_keys=own_keys
+        access, lease_name, interfaces, connection.devices or "", on_change=on_change, device_keys=own_keys
     ) as fleet:
-        await fleet.settle(connection.wait_seconds, 0, limit)
+        await fleet.settle(connection.wait, 0, limit)
         if not fleet.devices:
-            await fleet.settle(connection.wait_seconds, 1, limit)
+            await fleet.settle(connection.wait, 1, limit)
         for device in allowed_devices(goal, fleet.devices.values()):
             if device.health == "busy":  # asking again raises AgentBusy with the holder, unless the device is free now
                 request = AcquireLease(holder=fleet.holder, holder_name=lease_name or "", seconds=LEASE_SECONDS)
