@@ -162,7 +162,7 @@ class _Templates:
 
 
 class _Template:
-    """The daemon's end of one `agent.worker.template` process, which starts at once."""
+    """The daemon's end of one `agent.worker.fork_server` process, which starts at once."""
 
     def __init__(self, library: WorkerLibrary) -> None:
         self.ended = asyncio.Event()
@@ -219,7 +219,7 @@ class _Template:
         self._channel = ours
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "agent.worker.template", str(theirs.fileno()), _log_level(), self._library,
+                sys.executable, "-m", "agent.worker.fork_server", str(theirs.fileno()), _log_level(), self._library,
                 stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=template_environment(os.environ),
             )  # fmt: skip
             asyncio.get_running_loop().add_reader(ours, self._receive)

@@ -1,4 +1,4 @@
-"""The worker process, one per deployment: `python -m agent.worker.main SOCKET LOG_LEVEL STORE`, or a fork of a template.
+"""The worker process, one per deployment: `python -m agent.worker.main SOCKET LOG_LEVEL STORE`, or a fork of the fork server.
 
 Two threads: the control thread exchanges messages with the daemon; the main thread loads, connects and computes. A deployment
 may change its plan: the same process then loads its rank of the new plan, and keeps what both plans need. The worker ends when
@@ -17,12 +17,11 @@ import threading
 from pathlib import Path
 
 from agent.worker import sandbox
-from agent.worker.loading import LoadGivenUp
-from agent.worker.runtime import Runtime, create_runtime
-from agent.worker.server import WorkerServer, failed_message
+from agent.worker.runtime import LoadGivenUp, Runtime
+from agent.worker.server import SendAnswer, WorkerServer, failed_message
 from hearth.errors import StepFailed
 from hearth.platform.child_main import die_with_parent
-from hearth.wire.messages import Abort, Cancel, ConnectPeers, Done, Message, Start, WorkerProgress
+from hearth.wire.messages import Abort, Cancel, ConnectPeers, Done, Message, SegmentParts, Start, WorkerProgress
 
 log = logging.getLogger("hearth.worker")
 
@@ -34,6 +33,22 @@ _END_SECONDS = 5.0
 # The same from `Cancel` of a `Start` that is being loaded: an SD card reads a chunk in less. A session of onnxruntime may take
 # longer; then a new process loads sooner.
 _GIVE_UP_SECONDS = 2.0
+
+
+def create_runtime(start: Start, answer: SendAnswer, previous: Runtime | None) -> Runtime:
+    """The runtime for the plan's kind of model. Imports only that kind's libraries.
+
+    `previous` is that of the plan which this process ran before; the daemon keeps a process for one model.
+    """
+    if isinstance(start.load.parts, SegmentParts):
+        from agent.worker.graph.runtime import GraphRuntime
+
+        assert previous is None or isinstance(previous, GraphRuntime)
+        return GraphRuntime(start, answer, previous)
+    from agent.worker.transformer.runtime import TransformerRuntime
+
+    assert previous is None or isinstance(previous, TransformerRuntime)
+    return TransformerRuntime(start, answer, previous)
 
 
 class Worker:

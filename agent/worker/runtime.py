@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from agent.worker.server import SendAnswer
-from hearth.wire.messages import ConnectPeers, Message, SegmentParts, Start, WorkerBound, WorkerProgress
+from hearth.wire.messages import ConnectPeers, Message, WorkerBound, WorkerProgress
+
+
+class LoadGivenUp(Exception):
+    """A load ended early, because its plan has been replaced. The next runtime may take what this one has."""
 
 
 class Runtime(Protocol):
@@ -45,19 +48,3 @@ class Runtime(Protocol):
 
     def end(self) -> None:
         """Fail the running and waiting requests, and make `run` return."""
-
-
-def create_runtime(start: Start, answer: SendAnswer, previous: Runtime | None) -> Runtime:
-    """The runtime for the plan's kind of model. Imports only that kind's libraries.
-
-    `previous` is that of the plan which this process ran before; the daemon keeps a process for one model.
-    """
-    if isinstance(start.load.parts, SegmentParts):
-        from agent.worker.graph.runtime import GraphRuntime
-
-        assert previous is None or isinstance(previous, GraphRuntime)
-        return GraphRuntime(start, answer, previous)
-    from agent.worker.transformer.runtime import TransformerRuntime
-
-    assert previous is None or isinstance(previous, TransformerRuntime)
-    return TransformerRuntime(start, answer, previous)

@@ -1,17 +1,24 @@
-"""Recording of a step's timeline, only if the request asks for it."""
+"""Records of what a worker does: a step's timeline, if the request asks for it, and facts of a generation in the debug log.
+
+Facts are machine-readable, one JSON object a line.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
+
+from pydantic import BaseModel
 
 from hearth.plan.phases import Work
 from hearth.transport.base import Buffer
 from hearth.wire.framing import TileKey
 from hearth.wire.messages import TraceEvent
 
+FACT_PREFIX = "generation fact: "  # of the line of a fact
 _NOTHING = nullcontext()
 _TENSOR_CHARACTERS = 64  # kept from the end of a tensor's name, which is more specific than its beginning
 
@@ -75,3 +82,43 @@ class Recorder:
 
     def events(self) -> tuple[TraceEvent, ...]:
         return tuple(self._events)
+
+
+class StepBegun(BaseModel):
+    """This rank begins a step. `rows` is the number of rows per sequence, `freed` are the sequences freed before."""
+
+    fact: Literal["step"] = "step"
+    kind: Literal["prefill", "decode"]
+    rows: dict[int, int]
+    freed: tuple[int, ...]
+
+
+class SequenceCancelled(BaseModel):
+    """Rank 0 has cancelled a sequence, after `num_tokens` generated tokens."""
+
+    fact: Literal["cancelled"] = "cancelled"
+    sequence: int
+    num_tokens: int
+
+
+class SequenceResumed(BaseModel):
+    """A newer request continues a sequence, which may have been cancelled."""
+
+    fact: Literal["resumed"] = "resumed"
+    sequence: int
+
+
+class SchedulerIdle(BaseModel):
+    """Rank 0 has no request to compute. Blocks of the KV cache are in use by streams that may return, the others are free."""
+
+    fact: Literal["idle"] = "idle"
+    num_blocks: int
+    num_free_blocks: int
+
+
+Fact: TypeAlias = StepBegun | SequenceCancelled | SequenceResumed | SchedulerIdle
+
+
+def log_fact(log: logging.Logger, fact: Fact) -> None:
+    """Log an event at debug level."""
+    log.debug("%s%s", FACT_PREFIX, fact.model_dump_json())

@@ -14,8 +14,8 @@ from coordinator.plan.limits import parse_limit
 from coordinator.plan.methods import REGISTRY
 from coordinator.serve.state import DEFAULT_MAX_DRAFTED, MAX_TILES, Goal, GraphGoal, TileCount, TransformerGoal
 from hearth.errors import BadSetting
+from hearth.plan.common import VALUE_FORMAT_NAMES
 from hearth.plan.model_spec import KvFormat, WeightFormat
-from hearth.plan.value_formats import VALUE_FORMAT_NAMES
 from hearth.platform.units import parse_seconds
 from hearth.wire.messages import MAX_DRAFTED_TOKENS
 

@@ -30,9 +30,9 @@ from hearth.errors import (
     PartLost,
     WorkerDied,
 )
+from hearth.plan.common import ValueFormatName
 from hearth.plan.plan import Plan
 from hearth.plan.profile import Link
-from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.protocol import CONNECT_SECONDS, DEFAULT_DEPLOYMENT, LOAD_SECONDS
 from hearth.trace import clock_error_seconds, shift_to_common_clock

@@ -21,12 +21,11 @@ from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
 from hearth.errors import BadCheckpoint, BadMessage, DeviceLost, HearthError, StepFailed
-from hearth.plan.draft import DRAFT_RANK, draft_plan
+from hearth.plan.common import ValueFormatName
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.layer import LAYER_CHUNK_KINDS
-from hearth.plan.plan import TransformerPlan
+from hearth.plan.plan import DRAFT_RANK, TransformerPlan, draft_plan
 from hearth.plan.profile import Link
-from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.disk import FILE_SECONDS, on_disk, read_seconds
 from hearth.protocol import DEFAULT_DEPLOYMENT, coordinator_run_seconds
 from hearth.wire.framing import pack_array

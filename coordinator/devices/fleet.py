@@ -28,7 +28,7 @@ from hearth.errors import (
     UnknownMessage,
     Unreachable,
 )
-from hearth.plan.parts import PlannedDevice
+from hearth.plan.common import PlannedDevice
 from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervised
 from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers

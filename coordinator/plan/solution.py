@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from hearth.plan.parts import Alternative
+from hearth.plan.common import Alternative
 from hearth.plan.plan import Plan
 from hearth.platform.units import format_bytes
 

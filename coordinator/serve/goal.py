@@ -19,10 +19,10 @@ from coordinator.serve.kinds.sentences import SentenceTokenizer
 from coordinator.serve.kinds.vocabularies import check_vocabularies
 from coordinator.serve.state import DEFAULT_MAX_DRAFTED, Goal, GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
+from hearth.plan.common import ValueFormatName
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import GraphPlan, TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.value_formats import ValueFormatName
 
 DEFAULT_SEQ_LEN = 512  # tokens per step without --seq-len: BERT's limit; more reserves more memory for activations
 DEFAULT_CONTEXT = 2048  # tokens per sequence, likewise; a larger context reserves more KV cache on every device

@@ -12,7 +12,6 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from typing_extensions import Self
@@ -21,11 +20,10 @@ from coordinator.devices.quorum import latest
 from coordinator.plan.limits import MemoryLimit
 from coordinator.serve.durable_file import DurableFile
 from hearth.errors import BadRequest
+from hearth.plan.common import WireFormat
 from hearth.plan.graph import Objective
 from hearth.plan.model_spec import KvFormat, WeightFormat
-from hearth.plan.parts import WireFormat
-from hearth.plan.plan import Plan, migrate
-from hearth.protocol import DEFAULT_DEPLOYMENT
+from hearth.plan.plan import Plan
 from hearth.validation import first_error
 from hearth.wire.messages import MAX_DRAFTED_TOKENS, Configuration
 
@@ -138,18 +136,6 @@ class SavedDeployment(BaseModel):
         known = TransformerGoal.model_fields.keys() | GraphGoal.model_fields.keys()
         return {**saved, "gone": tuple(name for name, value in goal.items() if value and name not in known)}
 
-    @field_validator("goal", mode="before")
-    @classmethod
-    def _upgrade_goal(cls, goal: Any) -> Any:
-        """In version 1 only graph goals have the field `kind`."""
-        return {"kind": "transformer", **goal} if isinstance(goal, dict) else goal
-
-    @field_validator("plan", mode="before")
-    @classmethod
-    def _upgrade_plan(cls, plan: Any) -> Any:
-        """Upgrade plans of version 1."""
-        return migrate(plan)
-
 
 class SavedState(BaseModel):
     """The content of `serving.json`; `deployments` are by name."""
@@ -164,15 +150,6 @@ class SavedState(BaseModel):
     holder: str = ""
     boot_id: str = ""
     configuration: Configuration | None = None  # the latest that this coordinator has made or heard of
-
-    @model_validator(mode="before")
-    @classmethod
-    def _upgrade_version_1(cls, saved: Any) -> Any:
-        """Upgrade version 1, which holds one deployment without a name."""
-        if not isinstance(saved, dict) or "version" in saved or "deployments" in saved:
-            return saved
-        deployments = {DEFAULT_DEPLOYMENT: saved} if saved.get("goal") is not None else {}
-        return {"deployments": deployments, "last_epoch": saved.get("last_epoch", 0)}
 
 
 class StateFile:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
-from hearth.plan.value_formats import ValueFormatName
+from hearth.plan.common import ValueFormatName
 
 Objective = Literal["latency", "throughput"]
 

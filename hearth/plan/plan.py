@@ -1,29 +1,31 @@
 """A plan: the parts of a model that each device holds, and how the devices compute together. Saved as JSON. Pure.
 
-The envelope (`Plan`) is the same for all kinds of model; the body describes how the model is divided.
+The envelope (`Plan`) is the same for all kinds of model; the body describes how the model is divided. A decoder's plan may
+contain a draft model, a small decoder that the first rank runs alone, to guess tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any, Generic, Literal
+from typing import Annotated, Generic, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import from_json
 from typing_extensions import TypeIs, TypeVar
 
 from hearth.errors import BadPlan
+from hearth.plan.common import Alternative, PlannedDevice, Prediction, WireFormat, timeout_seconds
 from hearth.plan.graph import GraphModel, GraphSegments
-from hearth.plan.migration import plan_from_v1
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import Alternative, PlannedDevice, Prediction, WireFormat, timeout_seconds
-from hearth.plan.transformer import TransformerBody
+from hearth.plan.transformer import GenerationLimits, TensorParallel, TransformerBody
 from hearth.validation import first_error
 
 Body = Annotated[TransformerBody | GraphSegments, Field(discriminator="kind")]
 # Type checkers use these to distinguish the kinds of model; at run time a plain `Plan` accepts every kind.
 Model_co = TypeVar("Model_co", default=ModelSpec | GraphModel, covariant=True)
 Body_co = TypeVar("Body_co", default=Body, covariant=True)
+
+DRAFT_RANK = 0  # it schedules the steps, so guesses need no message
 
 
 class Plan(BaseModel, Generic[Model_co, Body_co], frozen=True, extra="forbid"):
@@ -89,21 +91,40 @@ def plan_hash(plan: Plan) -> str:
     return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
 
 
-def migrate(saved: Any) -> Any:
-    """Convert the decoded JSON of a version 1 plan to version 2; return anything else unchanged."""
-    if not isinstance(saved, dict) or saved.get("version", 1) != 1:
-        return saved
-    try:
-        return plan_from_v1(saved)
-    except (AttributeError, TypeError, ValueError):  # not a valid plan: validation reports the field
-        return saved
-
-
 def plan_from_json(text: str | bytes, kind: type[_P] = Plan) -> _P:  # type: ignore[assignment]  # the bound's own parameters
-    """Parse a saved plan of version 1 or 2 for this kind of model. Raises BadPlan that names the invalid field."""
+    """Parse a saved plan for this kind of model. Raises BadPlan that names the invalid field."""
     try:
-        return kind.model_validate(migrate(from_json(text)))
+        return kind.model_validate(from_json(text))
     except ValidationError as error:
         raise BadPlan(reason=first_error(error, "the plan")) from None
     except ValueError as error:
         raise BadPlan(reason=f"the plan: {error}") from None
+
+
+def draft_body(draft: ModelSpec, limits: GenerationLimits) -> TensorParallel:
+    """The whole draft model on one device, with room for the tokens of the plan's sequences."""
+    return TensorParallel(
+        strategy="local",
+        seq_len=limits.prefill_rows,
+        heads=(draft.num_heads,),
+        columns=(draft.ffn_size,),
+        row_weights=(1.0,),
+        vocabulary=(draft.vocab_size,),
+        generation=limits.model_copy(update={"draft": None, "kv_copies": False}),
+    )
+
+
+def draft_plan(plan: TransformerPlan) -> TransformerPlan | None:
+    """The plan of the draft model, for its one device; None if the plan has no draft model."""
+    limits = plan.body.generation
+    if limits is None or limits.draft is None:
+        return None
+    nothing = Prediction(latency_seconds=0, compute_seconds=0, transfer_seconds=0, bottleneck_seconds=0)
+    return Plan(
+        epoch=plan.epoch,
+        model=limits.draft,
+        planner="draft",
+        devices=(plan.devices[DRAFT_RANK],),
+        predicted=nothing,
+        body=draft_body(limits.draft, limits),
+    )

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
+from hearth.plan.common import ValueFormatName
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, rows_per_rank, spans
 from hearth.plan.layer import ChunkKind
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.value_formats import ValueFormatName
 
 ShareStrategy = Literal["local", "megatron-tp", "sp", "hmp"]
 Strategy = Literal[ShareStrategy, "pipeline"]

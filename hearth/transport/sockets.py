@@ -29,7 +29,7 @@ from hearth.platform.curve import Gatekeeper, KeyPair, harden, secure_client, se
 from hearth.platform.network import bracketed
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, WORKER_CONNECT_SECONDS
 from hearth.transport.base import Buffer, PeerAddress, Received
-from hearth.transport.recent import MAX_BACKGROUND_BYTES, MAX_BYTES, LargeMessages, RecentMessages
+from hearth.transport.resend import MAX_BACKGROUND_BYTES, MAX_BYTES, LargeMessages, RecentMessages
 
 MAX_FRAMES = 8  # per tile message; a tile has a header and one or two buffers
 _DOMAIN = "data"

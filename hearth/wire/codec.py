@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from hearth.errors import BadMessage
-from hearth.plan.parts import WireFormat
-from hearth.plan.value_formats import BF16, EXACT, FP16, INT8, VALUE_FORMATS, ValueFormat, ValueFormatName
+from hearth.plan.common import BF16, EXACT, FP16, INT8, VALUE_FORMATS, ValueFormat, ValueFormatName, WireFormat
 from hearth.transport.base import Buffer
 from hearth.wire.messages import WireStats
 

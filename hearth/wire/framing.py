@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hearth.errors import BadMessage, FrameTooLarge
+from hearth.plan.common import EXACT, ValueFormat, format_by_code
 from hearth.plan.phases import Phase
-from hearth.plan.value_formats import EXACT, ValueFormat, format_by_code
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Buffer
 from hearth.wire import codec

@@ -22,8 +22,8 @@ from coordinator.plan.transformer.request import GenerationRequest
 from coordinator.serve.goal import TransformerModel
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import NoDevices
+from hearth.plan.common import Prediction
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import Prediction
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile, DeviceProfile, Link
 from hearth.wire.messages import ChunkRef, Sampling, ShardParts

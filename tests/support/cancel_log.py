@@ -1,6 +1,6 @@
 """What a rank's debug log says about cancelled sequences and the KV cache.
 
-Read from the facts of `agent.worker.transformer.generation.facts`.
+Read from the facts of `agent.worker.tracing`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from agent.worker.transformer.generation.facts import (
+from agent.worker.tracing import (
     FACT_PREFIX,
     Fact,
     SchedulerIdle,

@@ -29,10 +29,9 @@ from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes
 from hearth.errors import HearthError
 from hearth.grammars import Grammars, Vocabulary
-from hearth.plan.draft import draft_plan
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.plan import TransformerPlan
+from hearth.plan.plan import TransformerPlan, draft_plan
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import (
     ChunkRef,

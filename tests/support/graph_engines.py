@@ -22,7 +22,7 @@ from agent.daemon.store import ShardStore
 from agent.worker.graph.engine import GraphEngine
 from agent.worker.graph.schedule import routes_for
 from agent.worker.graph.sessions import SegmentSession, load_segment
-from hearth.plan.parts import WireFormat
+from hearth.plan.common import WireFormat
 from hearth.plan.plan import GraphPlan
 from hearth.wire.codec import Codec
 from hearth.wire.framing import pack_array, unpack_array

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.models.onnx.cutting import cut
+from hearth.plan.common import MemoryUse, PlannedDevice, Prediction, WireFormat
 from hearth.plan.graph import GraphModel, GraphSegments, Segment
 from hearth.plan.graph_spec import GraphSpec
-from hearth.plan.parts import MemoryUse, PlannedDevice, Prediction, WireFormat
 from hearth.plan.plan import GraphPlan
 
 _PLAIN_WIRE = WireFormat(lz4="off")

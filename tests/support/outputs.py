@@ -19,8 +19,8 @@ from support.models import save_random_model, small_bert, small_decoder, small_d
 from support.plans import make_plan
 
 from coordinator.models.checkpoint.families import read_spec
+from hearth.plan.common import WireFormat
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits, LayerMode
 from hearth.wire.messages import Sampling

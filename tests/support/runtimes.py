@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent.worker.runtime import Runtime, create_runtime
+from agent.worker.main import create_runtime
+from agent.worker.runtime import Runtime
 from coordinator.deploy.kept_caches import kept_caches, kept_prefixes
 from hearth.errors import HearthError
 from hearth.plan.plan import Plan, is_transformer_plan

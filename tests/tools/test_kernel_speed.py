@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from agent.worker.transformer.kernels.processor import multiplies_bfloat16
+from agent.worker.transformer.kernels.base import multiplies_bfloat16
 from tools.bench import kernel_speed
 from tools.bench.experiment import Context, make_experiment, read_settings
 from tools.bench.stats import paired_ratio

@@ -14,10 +14,9 @@ from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes
 from hearth.errors import BadSetting
-from hearth.plan.draft import DRAFT_RANK
 from hearth.plan.kernels import choose_kernels
 from hearth.plan.model_spec import ModelSpec, WeightFormat
-from hearth.plan.plan import TransformerPlan
+from hearth.plan.plan import DRAFT_RANK, TransformerPlan
 from hearth.plan.profile import BlockProfile, ClusterProfile, Link
 from hearth.wire.messages import ChunkRef, TraceEvent
 from tools.bench.processes import ProcessGroup

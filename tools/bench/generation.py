@@ -12,11 +12,10 @@ from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from hearth.errors import BadSetting
+from hearth.plan.common import VALUE_FORMATS, ValueFormatName, WireFormat
 from hearth.plan.model_spec import ModelSpec, WeightFormat
-from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, ClusterProfile
-from hearth.plan.value_formats import VALUE_FORMATS, ValueFormatName
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment
 from tools.bench.homes import Model, decoder_directory

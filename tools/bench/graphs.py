@@ -19,10 +19,10 @@ from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
 from coordinator.plan.graph.predict import predict_segments, requests_in_flight
 from coordinator.plan.methods import LOCAL
 from hearth.errors import BadSetting
+from hearth.plan.common import ValueFormatName
 from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
-from hearth.plan.value_formats import ValueFormatName
 from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import summarise
 from tools.bench.graph_findings import TARGET_GAIN, of_pipelines, of_placements, predicts_gain, served_table

@@ -22,9 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from hearth.errors import BadSetting, DeadlineExceeded, InternalError
+from hearth.plan.common import WireFormat
 from hearth.plan.kernels import choose_kernels
 from hearth.plan.model_spec import WeightFormat
-from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt

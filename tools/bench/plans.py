@@ -10,11 +10,10 @@ from typing import Any, Literal
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from hearth.errors import ModelDoesNotFit
+from hearth.plan.common import ValueFormatName, WireFormat
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.units import format_bytes
 
 Name = Literal[

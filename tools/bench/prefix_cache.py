@@ -14,12 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
+from hearth.plan.common import ValueFormatName, WireFormat
 from hearth.plan.model_spec import WeightFormat
-from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import KV_BLOCK_TOKENS
-from hearth.plan.value_formats import ValueFormatName
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment
 from tools.bench.generation import LLAMA

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hearth.plan.value_formats import ValueFormatName
+from hearth.plan.common import ValueFormatName
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.plans import Entry, Lz4, Name
 from tools.bench.stats import Ratio

@@ -37,12 +37,11 @@ from agent.worker.transformer.profiler import profile_blocks
 from agent.worker.transformer.shard import Shard, load_shard
 from coordinator.serve.state import DEFAULT_MAX_DRAFTED
 from hearth.errors import StepFailed
-from hearth.plan.draft import draft_plan
 from hearth.plan.geometry import spans
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase
-from hearth.plan.plan import TransformerPlan, plan_from_json
+from hearth.plan.plan import TransformerPlan, draft_plan, plan_from_json
 from hearth.platform.allocator import keep_freed_buffers
 from hearth.platform.curve import new_keypair
 from hearth.transport.base import Buffer

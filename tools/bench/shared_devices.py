@@ -67,7 +67,7 @@ def worker_of(testbed: Testbed, device: str) -> psutil.Process | None:
 
 def template_of(testbed: Testbed, device: str) -> psutil.Process | None:
     """The process from which a device's workers are forked, if there is one."""
-    return with_argument(testbed.pids(device), "agent.worker.template")
+    return with_argument(testbed.pids(device), "agent.worker.fork_server")
 
 
 def with_argument(pids: Iterable[int], end: str) -> psutil.Process | None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field, TypeAdapter
 
 from hearth.errors import BadSetting
-from hearth.plan.value_formats import ValueFormatName
+from hearth.plan.common import ValueFormatName
 from tools.bench.experiment import Context, Experiment
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting
 from tools.bench.plans import GLOO, Lz4, Name, entries

@@ -39,10 +39,8 @@ from agent.worker.graph.sessions import (
     set_external_data,
     without_compilers,
 )
-from agent.worker.meter import Meter
 from agent.worker.onnx_runtime import load_cuda, ort
-from agent.worker.profiling import serve_one
-from agent.worker.wire_cost import measure_wire_cost
+from agent.worker.profiling import Meter, measure_wire_cost, serve_one
 from hearth.errors import BadPlan, StoreFull
 from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
 from hearth.platform.child_main import die_with_parent

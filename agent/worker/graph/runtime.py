@@ -14,7 +14,7 @@ from agent.worker.graph.engine import GraphEngine
 from agent.worker.graph.schedule import OwnSegment, routes_for
 from agent.worker.graph.sessions import SegmentSession, copied_bytes, load_segment
 from agent.worker.graph.weight_files import WeightFiles
-from agent.worker.loading import LoadGivenUp
+from agent.worker.runtime import LoadGivenUp
 from agent.worker.server import SendAnswer
 from hearth.errors import BadRequest
 from hearth.plan.graph import weights_stay_in_place

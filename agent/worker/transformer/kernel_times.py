@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.kernels.base import Partition
-from agent.worker.transformer.kernels.processor import emulates_bfloat16
+from agent.worker.transformer.kernels.base import Partition, emulates_bfloat16
 from agent.worker.transformer.matrices import Matrix, layouts_to_measure
 from hearth.plan.kernels import KERNEL_ROWS, KernelTime
 from hearth.plan.layer import layer_matrices

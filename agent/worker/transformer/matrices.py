@@ -18,8 +18,7 @@ from agent.worker.transformer.kernels.int8 import Int8Matrix
 from agent.worker.transformer.kernels.int8_packed import PackedInt8Matrix
 from agent.worker.transformer.kernels.nbits import Int4NBitsMatrix, Int8NBitsMatrix, NBitsMatrix
 from agent.worker.transformer.kernels.onednn import PackedMatrix
-from agent.worker.transformer.kernels.plain import FloatMatrix
-from agent.worker.transformer.kernels.whole import WholeMatrix
+from agent.worker.transformer.kernels.plain import FloatMatrix, WholeMatrix
 from hearth.errors import UnsupportedWeights
 from hearth.plan.kernels import KernelChoice, nearest_choice
 from hearth.plan.model_spec import WeightFormat

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agent.worker.meter import Meter
-from agent.worker.profiling import serve_one
+from agent.worker.profiling import Meter, measure_wire_cost, serve_one
 from agent.worker.transformer import blocks
 from agent.worker.transformer.comm.casts import TorchCasts
 from agent.worker.transformer.comm.staging import make_staging
@@ -31,7 +30,6 @@ from agent.worker.transformer.generation.block_pool import num_blocks_for
 from agent.worker.transformer.kernel_times import layer_bytes, measure_kernels, synchroniser
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
 from agent.worker.transformer.shard import LayerShard
-from agent.worker.wire_cost import measure_wire_cost
 from hearth.errors import BadRequest
 from hearth.plan.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
 from hearth.plan.kept_caches import CacheBlock

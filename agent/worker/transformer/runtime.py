@@ -28,9 +28,8 @@ from agent.worker.transformer.paged_cache import check_format
 from agent.worker.transformer.shard import HeldWeights, Shard, held_weights, load_shard
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.grammars import Grammars, Vocabulary
-from hearth.plan.draft import DRAFT_RANK, draft_plan
 from hearth.plan.kept_caches import reserved_bytes
-from hearth.plan.plan import TransformerPlan, is_transformer_plan
+from hearth.plan.plan import DRAFT_RANK, TransformerPlan, draft_plan, is_transformer_plan
 from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
 from hearth.transport.sockets import SocketTransport
 from hearth.wire import messages as wire

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from agent.worker.loading import LoadGivenUp
+from agent.worker.runtime import LoadGivenUp
 from agent.worker.transformer.kernels.base import Partition, memory_range
 from agent.worker.transformer.kernels.plain import FloatMatrix
 from agent.worker.transformer.matrices import Matrix, empty_matrix

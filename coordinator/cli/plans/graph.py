@@ -37,7 +37,7 @@ from coordinator.serve.planning.planner_process import plans_or_errors, solve_gr
 from coordinator.serve.planning.tiling import check_can_tile, tiled_for
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting, HearthError
-from hearth.plan.parts import PlannedDevice
+from hearth.plan.common import PlannedDevice
 from hearth.plan.plan import GraphPlan, Plan, is_graph_plan
 from hearth.platform.asyncio_tools import all_or_first_error
 from hearth.platform.units import format_bytes, format_seconds

@@ -38,8 +38,8 @@ from coordinator.serve.kinds.generation import max_context_tokens
 from coordinator.serve.kinds.sentences import pack_sequences
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import HearthError, StepFailed
+from hearth.plan.common import PlannedDevice
 from hearth.plan.kernels import KernelChoice
-from hearth.plan.parts import PlannedDevice
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds

@@ -14,8 +14,7 @@ from rich.text import Text
 from coordinator.plan.solution import PlanningResult
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.explain import bottleneck, decoding_rate, seconds_unit, why_lost
-from hearth.plan.draft import DRAFT_RANK
-from hearth.plan.plan import Plan, TransformerPlan
+from hearth.plan.plan import DRAFT_RANK, Plan, TransformerPlan
 from hearth.plan.profile import ClusterProfile, Link
 from hearth.plan.transformer import Pipeline
 from hearth.platform.units import format_age, format_bytes, format_rate, format_seconds

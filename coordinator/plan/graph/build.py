@@ -8,8 +8,8 @@ from coordinator.plan.graph.predict import predict_segments
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.tasks import segment_seconds
 from coordinator.plan.solution import OperatorAssignment, Solution
+from hearth.plan.common import PlannedDevice, Prediction
 from hearth.plan.graph import GraphModel, GraphSegments
-from hearth.plan.parts import PlannedDevice, Prediction
 from hearth.plan.plan import GraphPlan
 
 

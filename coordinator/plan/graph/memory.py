@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.predict import peak_activation_bytes, requests_in_flight
 from coordinator.plan.graph.tasks import tensor_transfers
+from hearth.plan.common import MemoryUse
 from hearth.plan.graph import Segment, weights_stay_in_place
 from hearth.plan.graph_spec import GraphSpec
-from hearth.plan.parts import MemoryUse
 
 # Largest chunk of a segment, held in memory on top of it while it is loaded: well below the largest message, and large enough
 # that the cost per chunk does not matter.

@@ -28,11 +28,11 @@ from coordinator.plan.simulator import (
     wire_resources,
 )
 from coordinator.plan.timeline import simulated_traces
+from hearth.plan.common import ValueFormatName
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.phases import Phase, Work
 from hearth.plan.plan import GraphPlan
-from hearth.plan.value_formats import ValueFormatName
 
 if TYPE_CHECKING:
     from hearth.wire.messages import DeviceTrace

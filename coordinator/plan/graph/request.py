@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.stores import Stored, room_after
+from hearth.plan.common import WireFormat
 from hearth.plan.graph import CutOperator, Objective
 from hearth.plan.graph_spec import GraphSpec
-from hearth.plan.parts import WireFormat
 from hearth.plan.plan import GraphPlan
 
 DEFAULT_TIME_LIMIT_SECONDS = 30.0  # of a search: as long as a user will wait for a plan that is used for days

@@ -18,10 +18,10 @@ from typing import Final, NamedTuple
 
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.simulator import Resource, Task, compute_resources, transfer_resources, wire_resources
+from hearth.plan.common import VALUE_FORMATS, ValueFormatName
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec, Tensor
 from hearth.plan.phases import Phase, Work
-from hearth.plan.value_formats import VALUE_FORMATS, ValueFormatName
 
 _FLOAT32_BYTES: Final = 4  # of a float32 value
 # Copies of a tensor from or to the coordinator between daemon and worker: out of one process, into the other.

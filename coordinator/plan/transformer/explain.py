@@ -9,9 +9,9 @@ from coordinator.plan.solution import Candidate, PlanningResult
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import decoding_seconds
 from coordinator.plan.transformer.strategies import strategy_of_body
+from hearth.plan.common import VALUE_FORMAT_NAMES
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.value_formats import VALUE_FORMAT_NAMES
 from hearth.platform.units import format_seconds
 
 TransformerCandidate = Candidate[TransformerPlan]

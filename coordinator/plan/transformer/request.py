@@ -9,8 +9,8 @@ from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import predict, prompt_seconds
 from coordinator.plan.transformer.ring import best_ring
 from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body
+from hearth.plan.common import Alternative, PlannedDevice, WireFormat
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import Alternative, PlannedDevice, WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import GenerationLimits, TransformerBody

@@ -9,7 +9,7 @@ from typing import TypeAlias, get_args
 
 import numpy as np
 
-from hearth.plan.value_formats import ValueFormatName
+from hearth.plan.common import ValueFormatName
 from hearth.platform.units import format_seconds
 from hearth.wire.codec import Array
 

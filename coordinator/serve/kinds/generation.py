@@ -32,9 +32,9 @@ from hearth.errors import (
     StepFailed,
 )
 from hearth.grammars import Grammars, Vocabulary
+from hearth.plan.common import ValueFormatName
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.protocol import REPLY_MARGIN_SECONDS
 from hearth.wire import messages as wire

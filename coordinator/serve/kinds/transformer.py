@@ -28,11 +28,10 @@ from coordinator.serve.requests.runner import ComputedReply, Requests
 from coordinator.serve.standby.replica import transformer_files
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import BadPlan, BadRequest, HearthError, TextTooLong
-from hearth.plan.draft import DRAFT_RANK
+from hearth.plan.common import ValueFormatName
 from hearth.plan.kernels import KernelChoice
-from hearth.plan.plan import Plan, is_transformer_plan
+from hearth.plan.plan import DRAFT_RANK, Plan, is_transformer_plan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.value_formats import ValueFormatName
 from hearth.wire import messages as wire
 from hearth.wire.codec import Array
 from hearth.wire.framing import pack_array, unpack_array

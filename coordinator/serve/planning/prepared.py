@@ -21,7 +21,7 @@ from coordinator.serve.requests.admission import Admission
 from coordinator.serve.requests.runner import as_hearth_error
 from coordinator.serve.state import Goal
 from hearth.errors import DeviceLost, HearthError, LeaseLost, WorkerDied
-from hearth.plan.parts import PlannedDevice
+from hearth.plan.common import PlannedDevice
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.units import format_bytes

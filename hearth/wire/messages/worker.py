@@ -7,11 +7,11 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field, StringConstraints, model_validator
 
+from hearth.plan.common import ValueFormatName
 from hearth.plan.kept_caches import CacheBlock, CacheTransfer
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.phases import Phase, Work
 from hearth.plan.plan import Plan, is_graph_plan
-from hearth.plan.value_formats import ValueFormatName
 from hearth.protocol import MAX_PAYLOAD_FRAMES
 from hearth.wire.messages.agent import ChunkRef, Profile
 from hearth.wire.messages.base import (

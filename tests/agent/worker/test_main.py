@@ -52,7 +52,7 @@ def test_worker_without_a_plan_rejects_run_and_ignores_abort(tmp_path: Path) -> 
 SLOW_WORKER = """
 import sys, time
 from agent.worker import main
-from agent.worker.loading import LoadGivenUp
+from agent.worker.runtime import LoadGivenUp
 from hearth.wire.messages import WorkerBound
 
 class Runtime:

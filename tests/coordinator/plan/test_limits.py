@@ -21,7 +21,7 @@ from coordinator.plan.limits import (
 from coordinator.serve.goal import TransformerModel, plan_request
 from coordinator.serve.state import SavedDeployment, TransformerGoal
 from hearth.errors import BadSetting, ModelDoesNotFit
-from hearth.plan.parts import MemoryUse
+from hearth.plan.common import MemoryUse
 from hearth.plan.plan import TransformerPlan
 
 GIB = 1 << 30

@@ -14,7 +14,7 @@ from coordinator.plan.transformer.planners.galaxy import plan_galaxy
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from coordinator.serve.planning.planner_process import solve_transformer
 from hearth.errors import BadSetting, ModelDoesNotFit
-from hearth.plan.parts import WireFormat
+from hearth.plan.common import WireFormat
 from hearth.plan.transformer import Strategy
 
 SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})

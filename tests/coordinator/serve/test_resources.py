@@ -12,7 +12,7 @@ from coordinator.devices.registry import Device
 from coordinator.devices.taken import left_bytes
 from coordinator.serve.resources import Resources
 from hearth.errors import MemoryTaken
-from hearth.plan.parts import MemoryUse
+from hearth.plan.common import MemoryUse
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.messages import AgentState, WorkerStatus
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.state import GraphGoal, SavedDeployment, StateFile, TransformerGoal
 from coordinator.serve.state_folder import locked_state
 from hearth.errors import BadSetting
-from hearth.plan.plan import is_graph_plan, plan_from_json
 
 runner = CliRunner()
 
@@ -73,24 +71,6 @@ def test_coordinator_starts_although_its_folder_cannot_be_locked(
     monkeypatch.setattr(os, "open", fail)
     with locked_state(tmp_path / "new"):
         pass
-
-
-@pytest.mark.parametrize("kind", ["transformer", "graph"])
-def test_v1_state_file_is_read_with_its_plan(tmp_path: Path, kind: str) -> None:
-    """`states_v1.json` was written by the last commit with plans of version 1 (ab74c37)."""
-    old = json.loads((Path(__file__).parent / "states_v1.json").read_text())[kind]
-    (tmp_path / "serving.json").write_text(json.dumps(old))
-    state = StateFile(tmp_path).load()
-    (deployment,) = state.deployments.values()
-    assert deployment.goal.kind == kind
-    assert deployment.goal.model_dump(mode="json").items() >= old["goal"].items()
-    assert state.last_epoch == old["last_epoch"]
-    assert deployment.plan == plan_from_json(json.dumps(old["plan"]))
-    assert is_graph_plan(deployment.plan) == (kind == "graph")
-    StateFile(tmp_path).save("default", deployment, state.last_epoch)
-    saved = StateFile(tmp_path).load()
-    assert (saved.deployments, saved.last_epoch) == (state.deployments, state.last_epoch)
-    assert not (tmp_path / "serving.unreadable").exists()
 
 
 def test_coordinator_settings_come_from_flags_then_environment() -> None:

@@ -16,7 +16,7 @@ from support.waiting import wait_for
 from hearth.errors import PortInUse
 from hearth.platform.curve import KeyPair, new_keypair, secure_client
 from hearth.transport.base import Transport
-from hearth.transport.recent import MAX_BYTES, MAX_LARGE_BYTES, MAX_SECONDS, LargeMessages, RecentMessages
+from hearth.transport.resend import MAX_BYTES, MAX_LARGE_BYTES, MAX_SECONDS, LargeMessages, RecentMessages
 from hearth.transport.sockets import MAX_FRAMES, SocketTransport
 from hearth.wire.messages import Peer
 

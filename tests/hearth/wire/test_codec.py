@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hearth.errors import BadMessage
-from hearth.plan.parts import WireFormat
-from hearth.plan.value_formats import EXACT, FP16, INT8, VALUE_FORMATS, ValueFormat
+from hearth.plan.common import EXACT, FP16, INT8, VALUE_FORMATS, ValueFormat, WireFormat
 from hearth.wire.codec import SAMPLE_EVERY, Codec, decode_array, lz4_pays
 
 floats = hnp.arrays(
@@ -167,7 +166,7 @@ def test_maximal_compression_ratio_round_trips() -> None:
 
 def test_lz4_is_imported_before_the_first_sample() -> None:
     code = (
-        "import sys; from hearth.wire.codec import Codec; from hearth.plan.parts import WireFormat;"
+        "import sys; from hearth.wire.codec import Codec; from hearth.plan.common import WireFormat;"
         "Codec(WireFormat(lz4='off'), 1e6, lambda: 0.0); assert 'lz4' not in sys.modules;"
         "Codec(WireFormat(lz4='auto'), 1e6, lambda: 0.0); assert 'lz4.block' in sys.modules"
     )

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hearth.errors import BadMessage, FrameTooLarge
-from hearth.plan.parts import WireFormat
+from hearth.plan.common import VALUE_FORMATS, ValueFormatName, WireFormat
 from hearth.plan.phases import Phase
-from hearth.plan.value_formats import VALUE_FORMATS, ValueFormatName
 from hearth.wire.codec import NUMPY_CASTS, Codec
 from hearth.wire.framing import (
     MAX_DIMS,

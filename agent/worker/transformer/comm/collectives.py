@@ -4,7 +4,7 @@ Ring AllGather and ReduceScatter with overlap by tiles (Galaxy, section III-D), 
 broadcast, one-shot AllReduce).
 
 Shapes: T rows of the step, s rows of this rank, H hidden size. Tile k holds the rows of rank k; an empty tile is not sent. A
-tile is sent in chunks of its rows (`rings.tile_chunks`).
+tile is sent in chunks of its rows (`tile_chunks`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch import Tensor
 from agent.worker.transformer.comm.communicator import Communicator
 from agent.worker.transformer.comm.staging import CpuStaging, Staging, WireTile
 from hearth.errors import BadMessage
-from hearth.plan import rings
 from hearth.plan.geometry import Span
-from hearth.plan.phases import Phase
+from hearth.plan.phases import Phase, forward_target, ring_all_gather, ring_reduce_scatter, tile_chunks
 from hearth.wire.framing import TileKey
 
 
@@ -61,7 +60,7 @@ class Collectives:
         """
         gathered_TH = own_sH.new_empty(self.num_rows, *own_sH.shape[1:])
         if self.own_rows.size:
-            target = rings.forward_target(self.num_ranks, self.rank, self.rank)
+            target = forward_target(self.num_ranks, self.rank, self.rank)
             if target is not None:
                 self._send(target, layer, phase, self.rank, own_sH)
         arrivals = self._arrivals(layer, phase, gathered_TH)
@@ -83,7 +82,7 @@ class Collectives:
 
         The communication thread adds and forwards the partial sums; only the own tile's sum is awaited.
         """
-        steps = rings.ring_reduce_scatter(self.num_ranks, self.rank)
+        steps = ring_reduce_scatter(self.num_ranks, self.rank)
         precomputed = (
             None if self._overlap else {s.compute: partial_sum(s.compute) for s in steps if self.tiles[s.compute].size}
         )
@@ -210,7 +209,7 @@ class Collectives:
             self._communicator.when_ready(staged, partial(self._communicator.reduce, key))
 
     def _chunks(self, rows: Tensor) -> tuple[Span, ...]:
-        return rings.tile_chunks(rows.shape[0], rows.shape[1] * rows.element_size())
+        return tile_chunks(rows.shape[0], rows.shape[1] * rows.element_size())
 
     def _part(self, rows: Tensor, chunk: Span) -> Tensor:
         # Slicing is not free: a decoding step sends few rows, many times.
@@ -224,7 +223,7 @@ class Collectives:
         (self._staging.add_from_wire if add else self._staging.from_wire)(tile, into)
 
     def _arrivals(self, layer: int, phase: Phase, gathered_TH: Tensor) -> Iterator[tuple[int, Tensor]]:
-        order = [step.compute for step in rings.ring_all_gather(self.num_ranks, self.rank)]
+        order = [step.compute for step in ring_all_gather(self.num_ranks, self.rank)]
         waiting = [tile for tile in order if tile != self.rank and self.tiles[tile].size]
         rows = {tile: gathered_TH[slice(*self.tiles[tile])] for tile in waiting}
         chunks = {tile: self._chunks(rows[tile]) for tile in waiting}

@@ -1,7 +1,7 @@
 """The communication thread: receives tiles, forwards them around the ring, and passes on the tiles that this rank needs.
 
 Forwarding must not wait for a GEMM on this rank, because peers wait for the tile. So this thread runs both rings: it forwards
-gathered tiles on arrival (`rings.forward_target`), without decoding them if possible, and it adds an arriving partial sum to
+gathered tiles on arrival (`forward_target`), without decoding them if possible, and it adds an arriving partial sum to
 this rank's and sends the result as soon as both are there. The compute thread waits only for tiles whose destination is this
 rank.
 """
@@ -24,10 +24,9 @@ from agent.worker.tracing import Recorder, TransferEvent
 from agent.worker.transformer.comm.casts import TorchCasts
 from agent.worker.transformer.comm.small_tiles import Broadcast, SmallTiles
 from hearth.errors import BadMessage, HearthError, StepFailed
-from hearth.plan import rings
-from hearth.plan.phases import Phase, Route
+from hearth.plan.common import EXACT, ValueFormatName
+from hearth.plan.phases import Phase, Route, forward_target
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.value_formats import EXACT, ValueFormatName
 from hearth.protocol import hung_step_seconds, late_seconds
 from hearth.transport.base import Buffer, Received, Transport
 from hearth.wire.codec import Array, Codec, Conversions
@@ -506,7 +505,7 @@ class Communicator(DataPlane[Callable[[], None]]):
 
     def _forward(self, header: TileHeader, received: Received) -> None:
         key = header.key
-        following = rings.forward_target(self.num_ranks, self.rank, key.tile)
+        following = forward_target(self.num_ranks, self.rank, key.tile)
         if following is None:
             return
         if header.values is EXACT and self._codecs[following].is_lossy:  # the next link is lossy

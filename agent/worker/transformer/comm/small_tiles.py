@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hearth.plan.common import BF16, EXACT, FP16, ValueFormat
 from hearth.plan.phases import Phase
-from hearth.plan.value_formats import BF16, EXACT, FP16, ValueFormat
 from hearth.transport.base import Buffer
 from hearth.wire.codec import NUMPY_CASTS, Array, Codec
 from hearth.wire.framing import MAX_SINGLE_FRAME_BYTES, TileForm, TileKey, format_code

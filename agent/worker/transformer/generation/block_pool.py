@@ -1,4 +1,4 @@
-"""Allocation of the blocks of a paged KV cache on rank 0, and the prefix cache. Pure.
+"""Blocks of a paged KV cache: their allocation on rank 0, the prefix cache, and its index on every rank. Pure.
 
 Paged KV cache: vLLM (Kwon et al., SOSP 2023, section 4). A full block is found again by the hash of its tokens and of all those
 before them. Once no sequence uses it, it stays until its memory is needed; the least recently used block goes first.
@@ -7,7 +7,7 @@ before them. Once no sequence uses it, it stays until its memory is needed; the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -129,3 +129,38 @@ class BlockPool:
         if start > 0:
             start += max(stop - start - count, 0) // 2
         return start, stop - start
+
+
+class PrefixBlocks:
+    """Index of the prefix cache on one rank: the block of its KV cache for each prefix key, least recently used first.
+
+    Rank 0 decides, and names full blocks that may be found again in step orders. All ranks take note, so that they can say what
+    they have when the plan ends.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}  # the inverse
+
+    def publish(self, block: int, key: bytes) -> None:
+        """The block holds the rows of this key."""
+        self.forget([block])
+        if (other := self._blocks.get(key)) is not None:
+            self.forget([other])
+        self._blocks[key], self._keys[block] = block, key
+
+    def use(self, blocks: Sequence[int]) -> None:
+        """A sequence has used these blocks, in the order of its tokens; those before others are needed longest."""
+        for block in reversed(blocks):
+            if (key := self._keys.get(block)) is not None:
+                self._blocks[key] = self._blocks.pop(key)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """These blocks get other rows."""
+        for block in blocks:
+            if (key := self._keys.pop(block, None)) is not None:
+                del self._blocks[key]
+
+    def newest(self, count: int) -> list[tuple[bytes, int]]:
+        """Key and block of those that were used most recently, these last."""
+        return list(self._blocks.items())[-count:]

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from agent.worker.transformer.generation.facts import SchedulerIdle, SequenceCancelled, SequenceResumed, log_fact
-from agent.worker.transformer.generation.logit_errors import LogitErrors
+from agent.worker.tracing import SchedulerIdle, SequenceCancelled, SequenceResumed, log_fact
+from agent.worker.transformer.generation.log_probs import LogitErrors
 from agent.worker.transformer.generation.scheduler import Scheduler
 from agent.worker.transformer.generation.sequence import SequenceState
 from agent.worker.transformer.generation.speculation import Speculation
 from agent.worker.transformer.generation.steps import StepExecutor
 from hearth.errors import BadGrammar, BadRequest, HearthError, StepFailed
+from hearth.plan.common import ValueFormatName
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.value_formats import ValueFormatName
 from hearth.wire.framing import unpack_array
 from hearth.wire.messages import (
     Failed,

@@ -18,16 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent.worker.tracing import Recorder
+from agent.worker.tracing import Recorder, StepBegun, log_fact
 from agent.worker.transformer import blocks, micro_batches, strategies
 from agent.worker.transformer.comm.collectives import Collectives
 from agent.worker.transformer.comm.communicator import Communicator, link_formats
 from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.generation import decoding, log_probs, sampling
+from agent.worker.transformer.generation.block_pool import PrefixBlocks
 from agent.worker.transformer.generation.cache_exchange import CacheExchange
 from agent.worker.transformer.generation.constraints import Constraints
-from agent.worker.transformer.generation.facts import StepBegun, log_fact
-from agent.worker.transformer.generation.prefix_blocks import PrefixBlocks
 from agent.worker.transformer.kv_cache import KeptCaches, KeptPrefixes
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
 from agent.worker.transformer.shard import Shard

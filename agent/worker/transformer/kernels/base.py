@@ -1,8 +1,13 @@
-"""Bases of the layouts: buffering while a matrix is loaded, quantisation errors, the choice of a kernel."""
+"""Bases of the layouts: buffering while a matrix is loaded, quantisation errors, the choice of a kernel.
+
+Also the instructions of the processor that decide which kernels are fast.
+"""
 
 from __future__ import annotations
 
+import platform
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -11,6 +16,24 @@ from torch import Tensor
 from hearth.plan.kernels import KernelChoice
 
 FILLED_WITH = 0.02  # the weights of a matrix that is filled
+
+
+@lru_cache(maxsize=1)
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for bfloat16 products (x86: AMX or AVX512-BF16), and torch may use them.
+
+    `ATEN_CPU_CAPABILITY` keeps torch from newer instructions than it names; without them a bfloat16 GEMM is some hundred
+    times slower than one in float32.
+    """
+    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2"):
+        return False
+    probes = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return any(probe is not None and bool(probe()) for probe in probes)
+
+
+def emulates_bfloat16(device: torch.device) -> bool:
+    """Whether this device has no instructions for bfloat16 products, so that one takes seconds and need not be measured."""
+    return device.type == "cpu" and platform.machine() == "x86_64" and not multiplies_bfloat16()
 
 
 def multiply_into(part_sn: Tensor, x_sk: Tensor, tile_km: Tensor, product: Tensor) -> None:

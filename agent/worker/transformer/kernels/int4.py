@@ -7,15 +7,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.kernels.base import FILLED_WITH, add_bias
+from agent.worker.transformer.kernels.base import FILLED_WITH, add_bias, multiplies_bfloat16
 from agent.worker.transformer.kernels.int4_tiles import (
     can_expand,
     in_order_of_outputs,
     multiply_expanded,
     packed_order,
 )
-from agent.worker.transformer.kernels.processor import multiplies_bfloat16
-from agent.worker.transformer.kernels.whole import WholeMatrix
+from agent.worker.transformer.kernels.plain import WholeMatrix
 
 INT4_GROUP_SIZE = 32  # inputs that share a scale; grain borders of shards are multiples of it
 _OUTPUT_GROUP = 16  # outputs; torch's int4 layout groups them so

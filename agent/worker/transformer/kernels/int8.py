@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agent.worker.transformer.kernels.base import FILLED_WITH, QuantisedMatrix, add_bias, multiply_into
-from agent.worker.transformer.kernels.processor import multiplies_bfloat16
+from agent.worker.transformer.kernels.base import (
+    FILLED_WITH,
+    QuantisedMatrix,
+    add_bias,
+    multiplies_bfloat16,
+    multiply_into,
+)
 
 _NATIVE_MAX_ROWS = 8  # rows by default; with more, a GEMM on converted weights is faster
 _NATIVE_INPUT_GROUP = 32  # inputs; torch 2.13's int8 kernel on x86 reads them in groups of this size

@@ -15,7 +15,7 @@ from torch import Tensor
 from agent.worker.transformer.kernels.base import FILLED_WITH
 from agent.worker.transformer.kernels.int8 import quantise_int8
 from agent.worker.transformer.kernels.onednn import pad_rows, row_blocks
-from agent.worker.transformer.kernels.whole import WholeMatrix
+from agent.worker.transformer.kernels.plain import WholeMatrix
 
 _STEPS, _ZERO = 127, 128  # of activations: steps of a scale on both sides, and the byte of 0
 # Arguments of torch's product: no bias, the scale and zero point of the output, its data type, no operation after it.

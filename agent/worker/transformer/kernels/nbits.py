@@ -18,7 +18,7 @@ from torch import Tensor
 from agent.worker.transformer.kernels.base import FILLED_WITH, add_bias
 from agent.worker.transformer.kernels.int4 import INT4_GROUP_SIZE, dequantise_int4, quantise_int4
 from agent.worker.transformer.kernels.int8 import quantise_int8
-from agent.worker.transformer.kernels.whole import WholeMatrix
+from agent.worker.transformer.kernels.plain import WholeMatrix
 
 _ACCURACY_LEVEL = 4  # int8 products: the other levels expand the weights to floats in each run
 _INT8_BLOCKS = (128, 64, 32)  # inputs that share a scale of the activations: the largest that divides the inputs

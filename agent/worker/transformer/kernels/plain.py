@@ -1,4 +1,4 @@
-"""Matrices in float32, bfloat16 or float16 with plain rows."""
+"""Matrices in float32, bfloat16 or float16 with plain rows, and the base of quantised layouts of which there are no views."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own custom)
 from torch import Tensor
 
-from agent.worker.transformer.kernels.base import FILLED_WITH, KernelMatrix, QuantisationError, add_bias
+from agent.worker.transformer.kernels.base import (
+    FILLED_WITH,
+    KernelMatrix,
+    QuantisationError,
+    QuantisedMatrix,
+    add_bias,
+)
+from hearth.errors import StepFailed
 
 # Largest activation for which sums of float16 products stay far below float16's limit of 65504.
 _FLOAT16_MAX_ACTIVATION = 1000.0
@@ -77,3 +84,24 @@ def _multiply_scaled(x_sk: Tensor, weight_nk: Tensor) -> Tensor:
     """Return x W^T [s,n] in the activations' type, multiplied in the weights' with rows of the norm `_FLOAT16_NORM`."""
     scales_s1 = torch.linalg.vector_norm(x_sk, dim=1, keepdim=True).clamp_(min=_MIN_NORM).div_(_FLOAT16_NORM)
     return F.linear((x_sk / scales_s1).to(weight_nk.dtype), weight_nk).to(x_sk.dtype).mul_(scales_s1)
+
+
+class WholeMatrix(QuantisedMatrix):
+    """A matrix that is used whole, or not at all: a rank may hold weights of which it uses none for decoding."""
+
+    def rows(self, part: slice) -> WholeMatrix | FloatMatrix:
+        return self._view(0, part)
+
+    def columns(self, part: slice) -> WholeMatrix | FloatMatrix:
+        return self._view(1, part)
+
+    def _view(self, axis: int, part: slice) -> WholeMatrix | FloatMatrix:
+        size = len(range(self.shape[axis])[part])
+        if size == self.shape[axis]:
+            return self
+        if size:
+            raise StepFailed(
+                device="this device", reason=f"a quantised matrix in {self.layout}'s layout cannot be divided"
+            )
+        shape = [0 if axis == each else self.shape[each] for each in (0, 1)]
+        return FloatMatrix(torch.empty(shape, device=self._device))

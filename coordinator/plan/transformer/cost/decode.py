@@ -12,10 +12,10 @@ from functools import lru_cache
 
 from coordinator.models.checkpoint.chunk_layout import num_chunk_weights
 from coordinator.plan.transformer.cost.layout import PlanLayout
+from hearth.plan.common import BYTES_PER_VALUE, ValueFormatName
 from hearth.plan.geometry import COLUMN_GRAIN
 from hearth.plan.model_spec import KvFormat, ModelSpec
 from hearth.plan.profile import BlockProfile
-from hearth.plan.value_formats import BYTES_PER_VALUE, ValueFormatName
 
 # Values in a message of candidates or a step order. Any small number will do: their cost is per message, not per byte.
 SMALL_MESSAGE_VALUES = 16

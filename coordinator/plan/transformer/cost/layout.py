@@ -10,13 +10,12 @@ from typing import Generic
 from typing_extensions import TypeVar
 
 from coordinator.plan.simulator import Resource, wire_resources
-from hearth.plan import rings
+from hearth.plan.common import BYTES_PER_VALUE, ValueFormatName, WireFormat
 from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import WireFormat
+from hearth.plan.phases import CHUNK_BYTES, MAX_CHUNKS
 from hearth.plan.profile import BlockProfile, ClusterProfile, Link, WireCost, media_between
 from hearth.plan.transformer import TransformerBody
-from hearth.plan.value_formats import BYTES_PER_VALUE, ValueFormatName
 
 Body_co = TypeVar("Body_co", default=TransformerBody, covariant=True)
 
@@ -70,7 +69,7 @@ def wire_seconds(cost: WireCost, num_values: float, format_: ValueFormatName, co
 
     `converted` is the fraction of a conversion and its inverse that this end does.
     """
-    num_chunks = max(1, min(num_values * 4 // rings.CHUNK_BYTES, rings.MAX_CHUNKS))
+    num_chunks = max(1, min(num_values * 4 // CHUNK_BYTES, MAX_CHUNKS))
     return (
         num_values * BYTES_PER_VALUE[format_] * cost.encrypted_seconds_per_byte
         + num_values * converted * cost.convert_seconds_per_value.get(format_, 0.0)

@@ -8,7 +8,7 @@ from coordinator.plan.simulator import TRANSFERS, Resource, ResourceKind, simula
 from coordinator.plan.timeline import simulated_traces
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.strategies import strategy_of_body
-from hearth.plan.parts import Prediction
+from hearth.plan.common import Prediction
 from hearth.plan.plan import TransformerPlan
 
 if TYPE_CHECKING:

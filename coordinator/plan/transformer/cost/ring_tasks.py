@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from coordinator.plan.simulator import Task, compute_resources, transfer_resources
 from coordinator.plan.transformer.cost.layout import PlanLayout, attention_ratio
-from hearth.plan import rings
+from hearth.plan.common import BYTES_PER_VALUE, ValueFormatName
 from hearth.plan.geometry import Span, rows_per_rank
-from hearth.plan.phases import Phase, TaskKind, Work
+from hearth.plan.phases import Phase, TaskKind, Work, ring_all_gather, ring_reduce_scatter
 from hearth.plan.transformer import TensorParallel
-from hearth.plan.value_formats import BYTES_PER_VALUE, ValueFormatName
 
 TaskIndices = tuple[int, ...]  # the tasks that another one waits for
 RankPair = tuple[int, int]  # the ranks that send and receive
@@ -97,7 +96,7 @@ class RingTasks:
         for rank in self.ranks:
             before = self.last_tasks[rank]
             ends = []
-            for tile in (step.compute for step in rings.ring_all_gather(self._num_ranks, rank)):
+            for tile in (step.compute for step in ring_all_gather(self._num_ranks, rank)):
                 if self.rows[tile]:
                     after = (*before, *arrived[rank, tile])
                     ends.append(self.add_task(phase.work or phase, rank, seconds[rank][tile], after, tile))
@@ -158,7 +157,7 @@ class RingTasks:
 
     def _reduction_order(self, rank: int) -> list[int]:
         """The tiles in the order in which the ring sums them; tiles without rows are left out."""
-        return [step.compute for step in rings.ring_reduce_scatter(self._num_ranks, rank) if self.rows[step.compute]]
+        return [step.compute for step in ring_reduce_scatter(self._num_ranks, rank) if self.rows[step.compute]]
 
     def _ring_all_gather(
         self, phase: Phase, row_values: int
@@ -175,7 +174,7 @@ class RingTasks:
         wire_seconds = [0.0] * self._num_ranks
         for t in range(self._num_ranks - 1):
             for rank in self.ranks:
-                tile = rings.ring_all_gather(self._num_ranks, rank)[t].send
+                tile = ring_all_gather(self._num_ranks, rank)[t].send
                 assert tile is not None
                 if self.rows[tile]:
                     ends = rank, (rank + 1) % self._num_ranks
@@ -201,7 +200,7 @@ class RingTasks:
         wire_seconds = [0.0] * self._num_ranks
         for t in range(self._num_ranks):
             for rank in self.ranks:
-                step = rings.ring_reduce_scatter(self._num_ranks, rank)[t]
+                step = ring_reduce_scatter(self._num_ranks, rank)[t]
                 tile = step.compute
                 if not self.rows[tile]:
                     continue

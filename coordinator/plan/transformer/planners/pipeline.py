@@ -29,10 +29,10 @@ from coordinator.plan.transformer.shares import device_capacity
 from coordinator.plan.transformer.strategies import rank_memory
 from coordinator.plan.transformer.strategies.pipeline import layer_seconds, prompt_chunks
 from hearth.errors import ModelDoesNotFit
+from hearth.plan.common import BYTES_PER_VALUE
 from hearth.plan.geometry import ROW_GRAIN, num_grains
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import Pipeline
-from hearth.plan.value_formats import BYTES_PER_VALUE
 
 # Numbers of chunks per step that are tried. More chunks fill the pipeline better; fewer run larger GEMMs.
 _CHUNK_COUNTS = (1, 2, 4, 8)

@@ -13,9 +13,8 @@ from coordinator.plan.transformer.request import PlanRequest, build_plan, missin
 from coordinator.plan.transformer.stored import restricted
 from coordinator.plan.transformer.strategies import draft_bytes
 from hearth.errors import HearthError
-from hearth.plan.draft import DRAFT_RANK
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.plan import TransformerPlan
+from hearth.plan.plan import DRAFT_RANK, TransformerPlan
 from hearth.plan.profile import DeviceProfile
 
 _TOLERANCE = 1.02  # a plan that is predicted to be this much slower still counts as equally fast: the error is larger

@@ -8,9 +8,9 @@ from typing import Any
 from coordinator.plan.transformer.strategies.base import TransformerStrategy
 from coordinator.plan.transformer.strategies.hybrid import HMP, LOCAL, MEGATRON, SP
 from coordinator.plan.transformer.strategies.pipeline import PIPELINE
-from hearth.plan.draft import DRAFT_RANK, draft_body
+from hearth.plan.common import MemoryUse
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import MemoryUse
+from hearth.plan.plan import DRAFT_RANK, draft_body
 from hearth.plan.transformer import GenerationLimits, TransformerBody
 
 # In the order in which planners try them; among equal plans, the first is taken.

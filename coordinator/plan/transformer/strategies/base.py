@@ -13,10 +13,10 @@ from coordinator.plan.simulator import Resource, Task
 from coordinator.plan.transformer.cost import memory
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from hearth.plan import transformer
+from hearth.plan.common import MemoryUse
 from hearth.plan.geometry import spans
 from hearth.plan.kept_caches import reserved_bytes
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import MemoryUse
 from hearth.plan.transformer import GenerationLimits, Pipeline, TensorParallel
 
 B = TypeVar("B", TensorParallel, Pipeline)

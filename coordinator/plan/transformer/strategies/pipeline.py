@@ -11,12 +11,12 @@ from coordinator.plan.simulator import Task, compute_resources, simulate, transf
 from coordinator.plan.transformer.cost import decode
 from coordinator.plan.transformer.cost.layout import PlanLayout, attention_ratio
 from coordinator.plan.transformer.strategies.base import Timing, TransformerStrategy
+from hearth.plan.common import BYTES_PER_VALUE
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase, Work
 from hearth.plan.profile import BlockProfile
 from hearth.plan.transformer import GenerationLimits, Pipeline
-from hearth.plan.value_formats import BYTES_PER_VALUE
 
 
 def prompt_chunks(seq_len: int, chunk_rows: int) -> tuple[Span, ...]:

@@ -39,7 +39,7 @@ from agent.worker.graph.engine import MAX_TRACE_EVENTS
 from agent.worker.graph.sessions import ArrayType, RunControl, SegmentSession, load_segment
 from agent.worker.tracing import Recorder, TransferEvent
 from hearth.errors import BadPlan, BadRequest, ChunkCorrupt, ChunkMissing, FrameTooLarge, QueueFull, StepFailed
-from hearth.plan.parts import WireFormat
+from hearth.plan.common import WireFormat
 from hearth.plan.phases import Phase, Work
 from hearth.transport.base import Received
 from hearth.wire.codec import Codec

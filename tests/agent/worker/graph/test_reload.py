@@ -16,7 +16,7 @@ from support.runtimes import RuntimeHome
 
 from agent.daemon.store import ShardStore
 from agent.worker.graph.schedule import routes_for
-from agent.worker.loading import LoadGivenUp
+from agent.worker.runtime import LoadGivenUp
 from hearth.plan.plan import GraphPlan
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import Message, Run, RunDone, SegmentParts

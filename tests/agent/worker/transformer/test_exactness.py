@@ -11,7 +11,7 @@ from support.models import minilm, save_random_model, small_bert, small_distilbe
 from support.plans import make_plan
 
 from coordinator.models.checkpoint.families import read_spec
-from hearth.plan.parts import WireFormat
+from hearth.plan.common import WireFormat
 from hearth.plan.phases import Phase, Work
 from hearth.plan.transformer import SEQUENCE, STRATEGIES, LayerMode
 

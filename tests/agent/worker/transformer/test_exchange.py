@@ -13,10 +13,9 @@ from support.memory_transport import MemoryHub
 from support.waiting import wait_for
 
 from hearth.errors import BadMessage, StepFailed
+from hearth.plan.common import ValueFormatName, WireFormat
 from hearth.plan.geometry import spans
-from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
-from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.curve import new_keypair
 from hearth.transport.base import Transport
 from hearth.transport.sockets import SocketTransport

@@ -11,9 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from agent.worker.transformer.kernels.base import Partition  # noqa: E402 (needs torch)
+from agent.worker.transformer.kernels.base import Partition, multiplies_bfloat16  # noqa: E402
 from agent.worker.transformer.kernels.int4_tiles import in_order_of_outputs, packed_order  # noqa: E402
-from agent.worker.transformer.kernels.processor import multiplies_bfloat16  # noqa: E402
 from agent.worker.transformer.matrices import Matrix, empty_matrix, layouts_to_measure  # noqa: E402
 from hearth.errors import StepFailed  # noqa: E402
 from hearth.plan.kernels import KernelChoice  # noqa: E402
@@ -121,7 +120,7 @@ def test_an_empty_part_that_comes_last_changes_nothing(weights: WeightFormat) ->
 
 @pytest.mark.parametrize("instructions", ["default", "avx2"])
 def test_bfloat16_is_not_used_where_torch_may_not_use_its_instructions(instructions: str) -> None:
-    program = "from agent.worker.transformer.kernels.processor import multiplies_bfloat16 as b; print(b())"
+    program = "from agent.worker.transformer.kernels.base import multiplies_bfloat16 as b; print(b())"
     environment = os.environ | {"ATEN_CPU_CAPABILITY": instructions}
     said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
     assert said.stdout == "False\n", said.stderr

@@ -19,9 +19,9 @@ from support.waiting import WAIT_LIMIT_SECONDS, wait_for
 
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import DeadlineExceeded, HearthError, StepFailed
+from hearth.plan.common import WireFormat
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
 from hearth.trace import overlap_seconds, transfers
 from hearth.wire.codec import Codec

@@ -17,9 +17,9 @@ from agent.worker.transformer.generation.scheduler import Scheduler
 from agent.worker.transformer.generation.sequence import SequenceState
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import StepFailed
+from hearth.plan.common import WireFormat
 from hearth.plan.geometry import spans
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits, Pipeline
 from hearth.wire.messages import GenerateTokens, Sampling, StepOrder

@@ -13,7 +13,7 @@ from support.models import endless_decoder, save_random_model, small_bert, small
 from support.plans import make_plan
 
 from agent.daemon.store import ShardStore
-from agent.worker.loading import LoadGivenUp
+from agent.worker.runtime import LoadGivenUp
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import ChunkCorrupt, StepFailed

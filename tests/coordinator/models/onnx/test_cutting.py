@@ -13,9 +13,9 @@ from support.graphs import from_edges
 
 from coordinator.models.onnx.cutting import check_segments, cut, group_segments
 from hearth.errors import BadPlan
+from hearth.plan.common import MemoryUse, PlannedDevice, Prediction
 from hearth.plan.graph import GraphModel, GraphSegments, Segment
 from hearth.plan.graph_spec import GraphSpec, Operator, Tensor
-from hearth.plan.parts import MemoryUse, PlannedDevice, Prediction
 from hearth.plan.plan import GraphPlan
 
 

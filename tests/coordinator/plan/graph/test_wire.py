@@ -19,10 +19,9 @@ from coordinator.plan.graph.predict import predict_segments
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.tasks import num_converted, tensor_transfers, wire_bytes, with_wire_sizes
 from coordinator.plan.simulator import receive_resources, send_resources
+from hearth.plan.common import ValueFormatName, WireFormat
 from hearth.plan.graph_spec import GraphSpec, Operator, Tensor
-from hearth.plan.parts import WireFormat
 from hearth.plan.profile import WireCost
-from hearth.plan.value_formats import ValueFormatName
 from hearth.wire.codec import Codec
 
 

@@ -37,9 +37,9 @@ from coordinator.serve.goal import open_transformer, plan_request
 from coordinator.serve.kinds.prompts import TextTokenizer
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import BadSetting, ModelDoesNotFit
+from hearth.plan.common import WireFormat
 from hearth.plan.geometry import largest_remainder
 from hearth.plan.model_spec import KvFormat, ModelSpec
-from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile, WireCost

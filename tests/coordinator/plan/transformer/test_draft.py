@@ -13,8 +13,7 @@ from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset
 from coordinator.plan.transformer.strategies import draft_bytes, rank_memory
-from hearth.plan.draft import draft_plan
-from hearth.plan.plan import TransformerPlan, plan_from_json
+from hearth.plan.plan import TransformerPlan, draft_plan, plan_from_json
 
 DRAFT = LLAMA_1B.model_copy(update={"name": "small", "num_layers": 2, "hidden_size": 512, "ffn_size": 1024})
 GENERATION = GenerationRequest(1024, draft=DRAFT)

@@ -28,8 +28,8 @@ from coordinator.plan.transformer.planners.pipeline import Split, best_split, pl
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, build_plan, on_subset
 from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body
 from hearth.errors import BadPlan, ModelDoesNotFit
+from hearth.plan.common import WireFormat
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile, WireCost
 from hearth.plan.transformer import STRATEGIES, Pipeline

@@ -28,9 +28,9 @@ from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import PlanRequest, build_plan, missing_bytes
 from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body
 from hearth.errors import ModelDoesNotFit
+from hearth.plan.common import WireFormat
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, spans
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Work
 from hearth.plan.plan import plan_from_json
 from hearth.plan.profile import ClusterProfile, SharedMedium, WireCost

@@ -11,7 +11,7 @@ from support.plans import cluster, device_profile, make_plan, with_seq_len
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import predicted_step_timeline
-from hearth.plan.parts import WireFormat
+from hearth.plan.common import WireFormat
 from hearth.plan.phases import Phase, TaskKind, Work
 from hearth.plan.transformer import SEQUENCE, LayerMode
 from hearth.wire.messages import DeviceTrace

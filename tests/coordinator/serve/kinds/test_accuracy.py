@@ -30,7 +30,7 @@ from coordinator.serve.kinds.accuracy import (
     max_relative_error,
 )
 from coordinator.serve.kinds.sentences import SentenceTokenizer
-from hearth.plan.parts import WireFormat
+from hearth.plan.common import WireFormat
 from hearth.wire.messages import Run
 
 Array = np.ndarray[Any, Any]

@@ -36,7 +36,7 @@ from coordinator.serve.planning.drift import (
 )
 from coordinator.serve.state import StateFile, TransformerGoal
 from hearth.errors import DeviceLost
-from hearth.plan.parts import Prediction
+from hearth.plan.common import Prediction
 from hearth.plan.plan import Plan, TransformerPlan
 from hearth.plan.profile import BlockProfile
 from hearth.wire.messages import (

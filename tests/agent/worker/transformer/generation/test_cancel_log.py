@@ -10,7 +10,7 @@ from support.cancel_log import read_cancel_log
 from support.models import save_random_model, small_decoder
 from support.plans import make_plan
 
-from agent.worker.transformer.generation.facts import SequenceCancelled, SequenceResumed, StepBegun, log_fact
+from agent.worker.tracing import SequenceCancelled, SequenceResumed, StepBegun, log_fact
 from coordinator.models.checkpoint.families import read_spec
 
 

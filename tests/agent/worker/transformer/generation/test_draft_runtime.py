@@ -13,7 +13,7 @@ from support.plans import make_plan, with_generation
 from agent.daemon.store import ShardStore
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
-from hearth.plan.draft import DRAFT_RANK, draft_plan
+from hearth.plan.plan import DRAFT_RANK, draft_plan
 from hearth.plan.transformer import GenerationLimits
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import GenerateTokens, GenerationEnded, Sampling, ShardParts, TokensGenerated

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.worker.transformer.generation.prefix_blocks import PrefixBlocks
+from agent.worker.transformer.generation.block_pool import PrefixBlocks
 from agent.worker.transformer.generation.sampling import verify_drafts
 from agent.worker.transformer.generation.scheduler import Scheduler
 from agent.worker.transformer.generation.sequence import SequenceState

@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 _FORK = """
 import os, signal, threading
-from agent.worker.template import _import_library
+from agent.worker.fork_server import _import_library
 
 _import_library("torch")
 print(len(os.listdir("/proc/self/task")), flush=True)

@@ -1,11 +1,11 @@
 """A process that has imported the worker's libraries and forks a worker on request.
 
-`python -m agent.worker.template FD LEVEL LIBRARY`.
+`python -m agent.worker.fork_server FD LEVEL LIBRARY`.
 
 Importing torch takes seconds, on a Raspberry Pi about 20, and onnxruntime 0.6 s on a PC; a fork takes milliseconds and shares
 the libraries' memory. FD is a socket to the daemon (SOCK_SEQPACKET, one message each), LIBRARY is torch or onnxruntime. The
-template sends `Done` once it can fork. It has no threads that a worker needs, no ZeroMQ context and no CUDA context, because
-none of these survives a fork. Workers end with the template, which ends with the daemon.
+fork server sends `Done` once it can fork. It has no threads that a worker needs, no ZeroMQ context and no CUDA context, because
+none of these survives a fork. Workers end with the fork server, which ends with the daemon.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ARGUMENTS_FIELD = 45
 _NUM_THREADS = {"torch": 1, "onnxruntime": 2}
 
 
-class Template:
+class ForkServer:
     """Forks workers, and reports their exit."""
 
     def __init__(self, channel: socket.socket, library: WorkerLibrary) -> None:
@@ -76,7 +76,7 @@ class Template:
         return pidfd
 
     def _become_worker(self, request: ForkWorker, parent: int) -> None:
-        """Run the worker in the child; never returns into the template's loop."""
+        """Run the worker in the child; never returns into the server's loop."""
         code = 1
         try:
             die_with_parent(parent)
@@ -121,7 +121,7 @@ def _rename_process() -> None:
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begin, end = int(fields[_ARGUMENTS_FIELD]), int(fields[_ARGUMENTS_FIELD + 1])
-        arguments = Path("/proc/self/cmdline").read_bytes().replace(b"agent.worker.template", b"agent.worker.main")
+        arguments = Path("/proc/self/cmdline").read_bytes().replace(b"agent.worker.fork_server", b"agent.worker.main")
         ctypes.memmove(begin, arguments.ljust(end - begin, b"\0"), end - begin)
     except (OSError, ValueError, IndexError) as error:
         log.debug("the process was not renamed: %s", error)
@@ -131,4 +131,4 @@ if __name__ == "__main__":
     die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon stops its processes itself
     logging.basicConfig(level=sys.argv[2], format="%(name)s %(levelname)s %(message)s")
-    Template(socket.socket(fileno=int(sys.argv[1])), cast(WorkerLibrary, sys.argv[3])).run()
+    ForkServer(socket.socket(fileno=int(sys.argv[1])), cast(WorkerLibrary, sys.argv[3])).run()

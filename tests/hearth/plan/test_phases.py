@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hearth.plan.rings import forward_target, ring_all_gather, ring_reduce_scatter
+from hearth.plan.phases import forward_target, ring_all_gather, ring_reduce_scatter
 
 RINGS = range(1, 9)
 
