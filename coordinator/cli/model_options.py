@@ -14,8 +14,8 @@ from coordinator.models.graph_file import ModelFileKind, model_file_kind
 from coordinator.plan.graph.request import DEFAULT_TIME_LIMIT_SECONDS
 from coordinator.plan.methods import REGISTRY
 from hearth.errors import BadSetting
+from hearth.plan.common import VALUE_FORMAT_NAMES
 from hearth.plan.graph import Objective as GraphObjective
-from hearth.plan.value_formats import VALUE_FORMAT_NAMES
 
 # Kinds of MODEL, in the annotation of an option. An option without them applies to every kind.
 TRANSFORMER: frozenset[ModelFileKind] = frozenset({"transformer"})
