@@ -43,13 +43,6 @@ class AgentSettings(BaseModel, frozen=True):
     threads: int | None = Field(
         None, ge=1, le=1024, description="compute threads of a worker (default: physical cores)"
     )
-    busy_poll_us: int = Field(
-        default=0,
-        ge=0,
-        le=100_000,
-        description="microseconds for which a worker that waits for few values of another device keeps its core busy; "
-        "for devices with more cores than compute threads",
-    )
     compute_device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="device to compute on: auto, cpu or cuda"
     )

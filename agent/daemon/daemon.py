@@ -395,8 +395,6 @@ class AgentDaemon:
             ports=self._settings.data_ports,
             num_threads=device.num_threads,
             compute_device=device.compute_device,
-            # ZeroMQ receives in a thread of its own, which needs another core than the one that polls.
-            busy_poll_us=self._settings.busy_poll_us if device.num_threads < device.num_cores else 0,
         )
         self._requested_epochs[deployment] = max(plan.epoch, self._requested_epochs.get(deployment, 0))
         worker = self._workers.get(deployment)

@@ -19,7 +19,6 @@ import zmq.asyncio
 
 from hearth.errors import ChunkCorrupt, HearthError, WrongKey
 from hearth.platform.asyncio_tools import all_or_first_error, loop_time
-from hearth.platform.connections import use_bbr_on_radio
 from hearth.platform.curve import Gatekeeper, KeyPair
 from hearth.platform.network import bracketed
 from hearth.platform.security import Access
@@ -78,7 +77,6 @@ class LinkServer(RpcServer):
 
     async def _answer(self, caller: Caller, message: Message, payload: object) -> Message | Reply:
         if isinstance(message, GetChunk):
-            use_bbr_on_radio()
             return Reply(Done(), [await self._read_chunk(message.hash)])
         return Done()  # the burst has arrived
 

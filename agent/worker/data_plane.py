@@ -27,9 +27,7 @@ def bind_transport(start: Start, copied_bytes: int | None = None) -> SocketTrans
     """Create and bind the transport of a worker's rank; see `SocketTransport`. Raises PortInUse."""
     load = start.load
     keypair = new_keypair() if load.encrypt_data_plane else None
-    return SocketTransport(
-        load.rank, load.plan.num_ranks, start.bind_host, start.ports, keypair, copied_bytes, start.busy_poll_us * 1e-6
-    )
+    return SocketTransport(load.rank, load.plan.num_ranks, start.bind_host, start.ports, keypair, copied_bytes)
 
 
 class DataPlane(ABC, Generic[T]):

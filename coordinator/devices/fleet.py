@@ -16,7 +16,6 @@ import zmq.asyncio
 
 from coordinator.devices import registry
 from coordinator.devices.registry import Device
-from coordinator.devices.silences import KnownSilences
 from hearth.errors import (
     AgentBusy,
     BadMessage,
@@ -99,7 +98,6 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         on_change: Callable[[Device], None] | None = None,
         holder: str | None = None,
         device_keys: Callable[[], Collection[str]] = tuple,
-        known_silences: KnownSilences | None = None,
     ) -> None:
         self.holder = holder or secrets.token_hex(8)
         # Of each deployment that is loaded, or to be taken over, by name: agents stop the workers of others.
@@ -114,7 +112,6 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self.last_epoch = 0  # the newest epoch that any agent has seen
         self._access = access
         self._device_keys = device_keys
-        self._known_silences = known_silences or {}  # of an earlier run
         self._lease_name = lease_name
         self._interfaces = interfaces
         # Each address once: a second connection to an agent would outlive the fleet.
@@ -511,16 +508,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             silences=registry.silences_at_return(previous, welcome, loop_time()),
             watched_since=loop_time(),
         )
-        known = self._known_silences.get(welcome.device_id) if previous is None else None
-        if known is not None and not known.counts_for(welcome, connection.address[0]):
-            known = None
-        if known is not None:
-            device = registry.after_known_silence(self.devices[welcome.device_id], known.seconds, loop_time())
-            self.devices[welcome.device_id] = device
         if self._lease_name is not None:
             await self._acquire_lease(connection, welcome.device_id)
-        if known is not None:  # its limit may be shorter than these requests take while the coordinator starts
-            self.devices[welcome.device_id] = replace(self.devices[welcome.device_id], last_seen=loop_time())
         self._refusals.pop(connection.address, None)
         self._last_joined = loop_time()
         self._on_change(self.devices[welcome.device_id])

@@ -190,26 +190,6 @@ def _add_silence(
     return (*kept, (now, seconds))
 
 
-def longest_silence(device: Device, now: float) -> float:
-    """The longest silence of the device in the last minutes, in seconds."""
-    return max((length for at, length in device.silences if now - at < _SILENCE_WINDOW_SECONDS), default=0.0)
-
-
-def limit_seconds(longest: float) -> float:
-    """Seconds without an answer after which a device is dead whose longest silence is known."""
-    return min(max(_SILENCE_FACTOR * longest, MIN_DEAD_SECONDS), MAX_DEAD_SECONDS)
-
-
-def is_learned(device: Device, now: float) -> bool:
-    """Whether the device has been watched for long enough to know its silences."""
-    return now - device.watched_since >= _LEARNING_SECONDS
-
-
-def after_known_silence(device: Device, longest: float, now: float) -> Device:
-    """The record of a device that this coordinator has watched in an earlier run: it is not new."""
-    return replace(device, silences=((now, longest),), watched_since=now - _LEARNING_SECONDS)
-
-
 def dead_seconds(device: Device, now: float) -> float:
     """Seconds without an answer after which the device is dead."""
     if device.is_on_radio:
@@ -218,7 +198,8 @@ def dead_seconds(device: Device, now: float) -> float:
         return DEAD_SECONDS
     learned = min((now - device.watched_since) / _LEARNING_SECONDS, 1.0)
     cautious = DEAD_SECONDS - learned * (DEAD_SECONDS - MIN_DEAD_SECONDS)
-    return max(limit_seconds(longest_silence(device, now)), cautious)
+    longest = max((length for at, length in device.silences if now - at < _SILENCE_WINDOW_SECONDS), default=0.0)
+    return max(min(_SILENCE_FACTOR * longest, MAX_DEAD_SECONDS), cautious)
 
 
 def lease_seconds(device: Device, shortest: float, now: float) -> float:
@@ -226,7 +207,7 @@ def lease_seconds(device: Device, shortest: float, now: float) -> float:
 
     `shortest`: that of a device which is never silent for long, or new.
     """
-    if not is_learned(device, now) and not device.is_on_radio:
+    if now - device.watched_since < _LEARNING_SECONDS and not device.is_on_radio:  # its silences are not known yet
         return shortest
     return min(max(_LEASE_FACTOR * dead_seconds(device, now), shortest), LEASE_SECONDS)
 

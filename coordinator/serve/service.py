@@ -18,7 +18,6 @@ from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.devices.silences import SilenceFile
 from coordinator.serve.clients.client_port import ClientPort
 from coordinator.serve.clients.disclosure import error_for_app, response_for_app
 from coordinator.serve.clients.http_gateway import keep_http_gateway
@@ -89,7 +88,6 @@ class Service:
         self._port = port
         self._state = StateFile(settings.state_dir)
         self._devices = KeyRegistry(settings.state_dir / "devices.json", "device")
-        self._silences = SilenceFile(settings.state_dir, self._state.load().holder)
         self._fleet = Fleet(
             agent_access(home),
             settings.name,
@@ -98,7 +96,6 @@ class Service:
             on_change=self._device_changed,
             holder=self._state.load().holder,
             device_keys=lambda: self._devices.current().keys,
-            known_silences=self._silences.devices,
         )
         profiler = Profiler(self._fleet, settings.state_dir / "profiles", report, provisional=True)
         self._events = EventStream(EventFile(settings.state_dir / EVENTS_FILE))
@@ -155,8 +152,8 @@ class Service:
             background: list[Coroutine[Any, Any, object]] = [
                 self.deployments.run(), notifier.keep_alive(lambda: self.deployments.state, self.deployments.proofs),
                 self._save_later(), self._leadership.run(), self._watch_disk(), self._hand_over.accepted.wait(),
-                self._silences.keep(self._fleet.devices), self._services.resources.watch(self._fleet.devices),
-                self._events.run(), keep_sampling(self._fleet, self._services.profiler, self._events),
+                self._services.resources.watch(self._fleet.devices), self._events.run(),
+                keep_sampling(self._fleet, self._services.profiler, self._events),
             ]  # fmt: skip
             self._events.record(wire.CoordinatorStarted(name=self._settings.name, version=hearth.__version__))
             if self._settings.http:

@@ -54,12 +54,6 @@ class Transport(Protocol):
         No step waits for a `background` message, so it takes no room from the others that are sent again after a break.
         """
 
-    def busy_poll(self) -> None:
-        """Poll for a message without sleeping, for at most the time that was set (by default none).
-
-        If one arrives meanwhile, the `receive` that follows need not wait until the operating system wakes this thread.
-        """
-
     def receive(self, timeout_seconds: float) -> Received | None:
         """Return the next message from any peer, or None after the timeout or when closed. For one thread at a time."""
 

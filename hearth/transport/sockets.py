@@ -24,7 +24,6 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from hearth.errors import PortInUse
-from hearth.platform.connections import use_bbr_on_radio
 from hearth.platform.curve import Gatekeeper, KeyPair, harden, secure_client, secure_server, user_id
 from hearth.platform.network import bracketed
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, WORKER_CONNECT_SECONDS
@@ -120,15 +119,12 @@ class SocketTransport:
         ports: tuple[int, int],
         keypair: KeyPair | None,
         copied_bytes: int | None = None,
-        busy_poll_seconds: float = 0.0,
     ) -> None:
         """Bind a port in `ports` (first, last); (0, 0): any. Without a key pair, nothing is encrypted. Raises PortInUse.
 
         Frames larger than `copied_bytes` are sent without a copy (None: all are copied). Sending without a copy makes
-        ZeroMQ notify Python for each frame, which pays off for whole tensors but not for chunks of tiles. `busy_poll_seconds`:
-        the most that `busy_poll` takes.
+        ZeroMQ notify Python for each frame, which pays off for whole tensors but not for chunks of tiles.
         """
-        self._busy_poll_seconds = busy_poll_seconds
         self._copied_bytes = copied_bytes if copied_bytes is not None else MAX_PAYLOAD_FRAME_BYTES
         self.rank = rank
         self.num_ranks = num_ranks
@@ -204,14 +200,6 @@ class SocketTransport:
         links = self._links
         return tuple(links[rank].sent_bytes if rank in links else 0 for rank in range(self.num_ranks))
 
-    def busy_poll(self) -> None:
-        """See `Transport.busy_poll`."""
-        if not self._busy_poll_seconds or self._closed.is_set():
-            return
-        until = time.perf_counter() + self._busy_poll_seconds
-        while not int(self._pull.get(zmq.EVENTS)) & zmq.POLLIN and time.perf_counter() < until:
-            pass
-
     def receive(self, timeout_seconds: float) -> Received | None:
         """Return the next valid message; None after the timeout, when closed, or if the message was refused."""
         timeout_ms = int(timeout_seconds * 1000)
@@ -282,7 +270,6 @@ class SocketTransport:
                         link.large.free(time.monotonic())
 
     def _connected(self, link: _Link) -> None:
-        use_bbr_on_radio()
         broken_at, link.broken_at = link.broken_at, None
         if link.has_connected and broken_at is not None:
             with link.lock:

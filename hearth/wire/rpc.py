@@ -37,7 +37,6 @@ from hearth.errors import (
     WrongKey,
 )
 from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervised, with_timeout
-from hearth.platform.connections import use_bbr_on_radio
 from hearth.platform.curve import (
     KeyPair,
     Refusals,
@@ -587,7 +586,6 @@ class RpcClient:
                 self._num_closed_handshakes += value in (errno.EPIPE, errno.ECONNRESET)
             elif connected:
                 self._num_closed_handshakes = 0
-                use_bbr_on_radio()
             refused = (
                 event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
                 or (event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _KEY_REFUSED)

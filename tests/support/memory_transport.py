@@ -99,9 +99,6 @@ class MemoryTransport:
     def send(self, target: int, frames: Sequence[Buffer], background: bool = False) -> None:
         self._hub._send(self.rank, target, frames)
 
-    def busy_poll(self) -> None:
-        """A message is passed on by a lock."""
-
     def receive(self, timeout_seconds: float) -> Received | None:
         with self._changed:
             self._changed.wait_for(lambda: self._arrived or self._closed or self._interrupted, timeout_seconds)

@@ -61,29 +61,6 @@ for _ in range(2):  # the first one also asks for the address
     socket.create_connection((sys.argv[1], 5001), timeout=10).close()
 print(time.monotonic() - began)
 """
-TRANSPORT = """
-import os, socket, sys, time
-from contextlib import suppress
-from hearth.platform.connections import received_bytes
-from hearth.transport.sockets import SocketTransport
-from hearth.wire.messages import Peer
-rank, own, other, seconds = int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
-transport = SocketTransport(rank, 2, own, (5100 + rank, 5100 + rank), None)
-transport.connect([Peer(rank=1 - rank, host=other, port=5101 - rank, public_key="0" * 40, bytes_per_second=1e7)])
-transport.send(1 - rank, [b"a tile"])
-assert transport.receive(20.0) is not None
-names, until = set(), time.monotonic() + seconds
-while names != {"bbr"} and time.monotonic() < until:  # set in a thread, once the connection is there
-    names = set()
-    for descriptor in received_bytes():
-        # An attempt to connect that failed, as the other end did not listen yet, has no peer.
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.getpeername()[1] == 5101 - rank:  # by which this end sends
-                names.add(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0").decode())
-    time.sleep(0.02)
-print(*sorted(names), flush=True)
-sys.stdin.read()  # until both have looked
-"""
 WAIT = "import time; print('begun', flush=True); time.sleep(600)"
 
 
@@ -196,28 +173,6 @@ def test_stations_share_their_medium_and_its_delay(tmp_path: Path) -> None:
         testbed.network.cut("one")
         with pytest.raises(subprocess.TimeoutExpired):
             python(testbed, "one", CONNECT, testbed.address("wired")).wait(1.0)
-
-
-@pytest.mark.parametrize(("names", "expected"), [(("wifi0", "wifi1"), "bbr"), (("eth0", "eth1"), "cubic")])
-def test_tiles_cross_the_air_by_bbr(tmp_path: Path, names: tuple[str, str], expected: str) -> None:
-    if "bbr" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
-        pytest.skip("the kernel's module tcp_bbr is not loaded")
-    air = Medium(name="wifi", mbit=40, delay_ms=2)
-    devices = tuple(
-        EmulatedDevice(name=name, cpu_share=0.5, mbit=500, medium="wifi" if name.startswith("wifi") else None)
-        for name in ("wifi0", "wifi1", "eth0", "eth1")
-    )
-    seconds = "20" if expected == "bbr" else "1"  # until it is set, or in which it could be
-    with Testbed(Scenario(name="test-bbr", media=(air,), devices=devices), tmp_path) as testbed:
-        addresses = [testbed.address(name) for name in names]
-        ends = [
-            testbed.popen(
-                name, sys.executable, "-c", TRANSPORT, str(rank), addresses[rank], addresses[1 - rank], seconds,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, environment={"PYTHONPATH": str(REPOSITORY)},
-            )
-            for rank, name in enumerate(names)
-        ]  # fmt: skip
-        assert [first_line(end) for end in ends] == [expected] * 2
 
 
 def test_link_rates_scale_with_device_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

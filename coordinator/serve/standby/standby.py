@@ -21,7 +21,6 @@ import zmq.asyncio
 import hearth
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.quorum import Quorum
-from coordinator.devices.silences import SilenceFile
 from coordinator.serve.clients.client_port import ClientPort
 from coordinator.serve.clients.disclosure import error_for_app, response_for_app
 from coordinator.serve.clients.key_registry import KeyRegistry, device_keys
@@ -83,7 +82,6 @@ class Standby:
         self._leaders = leaders
         self._state = StateFile(settings.state_dir)
         self._devices = KeyRegistry(settings.state_dir / "devices.json", "device")
-        self._silences = SilenceFile(settings.state_dir, self._state.load().holder)
         self._fleet = Fleet(
             agent_access(home),
             None,
@@ -91,7 +89,6 @@ class Standby:
             settings.devices,
             holder=self._state.load().holder,
             device_keys=device_keys(settings.state_dir),
-            known_silences=self._silences.devices,
         )
         self._quorum = Quorum(secrets.token_hex(8), self._state.load().configuration)
         self._leader_name = ""
@@ -138,7 +135,6 @@ class Standby:
             tasks = {
                 "follow": asyncio.create_task(self._follow(context)),
                 "lead": asyncio.create_task(self._lead()),
-                "silences": asyncio.create_task(self._silences.keep(self._fleet.devices)),
                 "alive": asyncio.create_task(notifier.keep_alive(lambda: self.state, proofs)),
                 "stop": asyncio.create_task(self._stopped.wait()),
             }

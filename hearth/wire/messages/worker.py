@@ -384,7 +384,6 @@ class Start(Message):
     ports: tuple[int, int]  # first and last of the range to bind in; (0, 0): any
     num_threads: Annotated[int, Field(ge=1)]
     compute_device: ComputeDevice
-    busy_poll_us: Annotated[int, Field(ge=0, le=100_000)] = 0  # see `hearth-agent --busy-poll-us`
 
 
 class ReportProgress(Message):

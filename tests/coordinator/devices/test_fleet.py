@@ -17,7 +17,6 @@ from coordinator.devices import fleet as fleet_module
 from coordinator.devices import registry
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import MAX_DEAD_SECONDS, RECONNECT_SECONDS, Device
-from coordinator.devices.silences import KnownSilence, KnownSilences
 from hearth.errors import DeviceLost
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.curve import KeyPair, fingerprint, new_keypair
@@ -109,9 +108,9 @@ def run(scenario: Callable[[FakeAgent], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(FakeAgent()), 120))
 
 
-def fleet_of(port: int, known_silences: KnownSilences | None = None) -> Fleet:
+def fleet_of(port: int) -> Fleet:
     access = Access(COORDINATOR, AGENT.public)
-    return Fleet(access, "test", static_devices=f"127.0.0.1:{port}", browse=False, known_silences=known_silences)
+    return Fleet(access, "test", static_devices=f"127.0.0.1:{port}", browse=False)
 
 
 FIND = wire.FindMissing(holder="test", hashes=())
@@ -212,30 +211,13 @@ def test_calls_to_a_silent_device_end_once_it_is_dead() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize(("boot_id", "is_new"), [("b", False), ("an earlier one", True)])
-def test_device_that_an_earlier_run_has_watched_is_not_new_unless_it_was_restarted(boot_id: str, is_new: bool) -> None:
-    known = KnownSilence(boot_id=boot_id, public_key="0" * 40, host="127.0.0.1", seconds=0.55)
-
-    async def scenario(agent: FakeAgent) -> None:
-        async with agent.listening() as port, fleet_of(port, {"a": known}) as fleet:
-            await until("the device is there", fleet.usable)
-            began = loop_time()
-            agent.silent = True
-            await until("its loss is noticed", lambda: fleet.devices["a"].health == "dead", seconds=10)
-            assert (loop_time() - began > 2.0) is is_new
-
-    run(scenario)
-
-
 def test_device_on_a_radio_link_is_known_without_its_lease_too() -> None:
-    known = KnownSilence(boot_id="b", public_key="0" * 40, host="127.0.0.1", seconds=0.55)
-
     async def scenario(agent: FakeAgent) -> None:
         agent.late_seconds = 0.005
         access = Access(COORDINATOR, AGENT.public)
         async with (
             agent.listening() as port,
-            Fleet(access, None, static_devices=f"127.0.0.1:{port}", browse=False, known_silences={"a": known}) as fleet,
+            Fleet(access, None, static_devices=f"127.0.0.1:{port}", browse=False) as fleet,
         ):
             await until(
                 "its round trips are known", lambda: "a" in fleet.devices and fleet.devices["a"].is_on_radio, seconds=10

@@ -6,12 +6,10 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
-from hearth.platform import connections
-from hearth.platform.connections import pace_connections, use_bbr_on_radio
+from hearth.platform.connections import pace_connections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the option is Linux's")
 MAX_PACING_RATE = 47  # SO_MAX_PACING_RATE
@@ -43,33 +41,3 @@ def test_both_ends_of_a_ports_connections_are_paced_and_no_others(stack: ExitSta
     assert (pace(other_client), pace(other_accepted)) == (0xFFFFFFFF, 0xFFFFFFFF)
     client.sendall(b"still open")
     assert accepted.recv(10) == b"still open"
-
-
-def congestion_control(end: socket.socket) -> str:
-    return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
-
-
-def has_bbr() -> bool:
-    available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
-    return available.is_file() and "bbr" in available.read_text().split()
-
-
-@pytest.mark.skipif(not has_bbr(), reason="the kernel's module tcp_bbr is not loaded")
-def test_bbr_sends_where_round_trips_are_too_long_for_a_wire(stack: ExitStack) -> None:
-    client, accepted, _ = connect(stack)
-    for end in (client, accepted):
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # which every kernel has
-    use_bbr_on_radio()
-    assert [congestion_control(end) for end in (client, accepted)] == ["reno"] * 2
-    use_bbr_on_radio(wire_seconds=0.0)
-    assert [congestion_control(end) for end in (client, accepted)] == ["bbr"] * 2
-    client.sendall(b"still open")
-    assert accepted.recv(10) == b"still open"
-
-
-def test_a_system_without_bbr_keeps_its_congestion_control(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, _, _ = connect(stack)
-    before = congestion_control(client)
-    monkeypatch.setattr(connections, "_BBR", b"no-such-module")
-    use_bbr_on_radio(wire_seconds=0.0)
-    assert congestion_control(client) == before

@@ -305,26 +305,3 @@ def test_bytes_of_messages_are_counted_by_receiver_until_the_plan_ends(kind: str
         assert sender.sent_bytes_by_rank == (0, 5, arrived) == (0, 5, 100_006 + MAX_BYTES + 1)
         sender.leave(0, 2)
         assert sender.sent_bytes_by_rank == (0, 0)
-
-
-def test_busy_poll_ends_with_a_message_or_with_its_time() -> None:
-    late, early = (SocketTransport(rank, 2, "127.0.0.1", (0, 0), None, None, 5.0 * rank) for rank in range(2))
-    late.connect([peer_of(1, early)])
-    early.connect([peer_of(0, late)])
-    try:
-        began = time.monotonic()
-        late.busy_poll()  # no time was set
-        late.send(1, (b"tile",))
-        early.busy_poll()
-        assert time.monotonic() - began < 4.0
-        received = early.receive(0.0)
-        assert received is not None
-        assert bytes(received.frames[0]) == b"tile"
-        early._busy_poll_seconds = 0.05
-        began = time.monotonic()
-        early.busy_poll()
-        assert 0.05 <= time.monotonic() - began < 4.0
-    finally:
-        for transport in (late, early):
-            transport.close()
-            transport.release()

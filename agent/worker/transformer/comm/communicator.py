@@ -275,7 +275,6 @@ class Communicator(DataPlane[Callable[[], None]]):
                 if key in self._arrived:
                     found[source] = self._arrived.pop(key)
                     break
-                self._transport.busy_poll()
                 received = self._receive_awaiting(key, began)
                 if received is None:
                     continue
