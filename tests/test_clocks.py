@@ -19,7 +19,7 @@ WALL_CLOCK = {
     "coordinator/http/ollama/lines.py",  # when an answer was made, as Ollama's API shows it
     "coordinator/http/openai/sampling.py",  # the same in OpenAI's
     "coordinator/serve/events/stream.py",  # when an event happened, for people: events are ordered by their numbers
-    "coordinator/serve/kinds/prompts.py",  # today's date in a chat template
+    "coordinator/serve/text/prompts.py",  # today's date in a chat template
     "hearth/platform/socket_folder.py",  # age of a folder whose lock is free: the lock decides, a wrong clock only delays
 }
 _WALL_CLOCK_CALLS = {
@@ -30,7 +30,7 @@ _WALL_CLOCK_CALLS = {
 _LOOP_FOLDERS = ("agent/daemon", "coordinator/deploy", "coordinator/devices", "coordinator/serve", "hearth/client",
                  "hearth/platform", "hearth/wire")  # fmt: skip
 _MONOTONIC_CALLS = {"time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.perf_counter_ns", "time.sleep"}
-PLANNER = "coordinator/serve/planning/planner_child.py"  # measures its search in a process of its own
+PLANNER = "coordinator/serve/planners/child.py"  # measures its search in a process of its own
 
 
 def modules(*folders: str) -> Iterator[tuple[str, ast.AST]]:

@@ -10,9 +10,9 @@ from pathlib import Path, PurePath
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from coordinator.plan.methods import REGISTRY
-from coordinator.serve.controller import Controller
 from coordinator.serve.goal import TransformerModel, open_model
 from coordinator.serve.kinds.kind import SharedServices
+from coordinator.serve.model.controller import Controller
 from coordinator.serve.state import Goal, SavedDeployment
 from hearth.errors import BadPlan, BadSetting, HearthError, NotServing, UnknownModel
 from hearth.plan.plan import Plan

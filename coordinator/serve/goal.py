@@ -14,10 +14,10 @@ from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.limits import NamedDevice, profile_with_limits
 from coordinator.plan.transformer.request import DEFAULT_SEQUENCES, GenerationRequest, PlanRequest
-from coordinator.serve.kinds.prompts import GenerationDefaults, TextTokenizer, read_generation_defaults
-from coordinator.serve.kinds.sentences import SentenceTokenizer
-from coordinator.serve.kinds.vocabularies import check_vocabularies
 from coordinator.serve.state import DEFAULT_MAX_DRAFTED, Goal, GraphGoal, TransformerGoal
+from coordinator.serve.text.prompts import GenerationDefaults, TextTokenizer, read_generation_defaults
+from coordinator.serve.text.sentences import SentenceTokenizer
+from coordinator.serve.text.vocabularies import check_vocabularies
 from hearth.errors import BadSetting
 from hearth.plan.common import ValueFormatName
 from hearth.plan.model_spec import ModelSpec

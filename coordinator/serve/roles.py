@@ -11,8 +11,7 @@ from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.service import Service
 from coordinator.serve.standby.leadership import AnotherLeads
 from coordinator.serve.standby.standby import Standby
-from coordinator.serve.state import Goal
-from coordinator.serve.state_folder import locked_state, note_address
+from coordinator.serve.state import Goal, locked_state, note_address
 from hearth.plan.plan import Plan
 from hearth.platform.security import HomeKey
 

@@ -19,28 +19,25 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.serve.clients.client_port import ClientPort
-from coordinator.serve.clients.disclosure import error_for_app, response_for_app
 from coordinator.serve.clients.http_gateway import keep_http_gateway
 from coordinator.serve.clients.key_registry import KeyRegistry
-from coordinator.serve.clients.repeats import RepeatedChanges
-from coordinator.serve.clients.trust import Trust
+from coordinator.serve.clients.once import RepeatedChanges
+from coordinator.serve.clients.trust import Trust, error_for_app, response_for_app
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.controller import Controller
 from coordinator.serve.deployments import Deployments
-from coordinator.serve.durable_file import RETRY_SECONDS
 from coordinator.serve.events.file import EVENTS_FILE, EventFile
 from coordinator.serve.events.metrics import CONTENT_TYPE, HomeMetrics
 from coordinator.serve.events.requests import recorded
 from coordinator.serve.events.samples import DeviceChanges, keep_sampling
 from coordinator.serve.events.stream import EventStream
 from coordinator.serve.kinds.kind import SharedServices
+from coordinator.serve.model.controller import Controller
 from coordinator.serve.requests.admission import CALLER
-from coordinator.serve.standby.followers import Followers
-from coordinator.serve.standby.hand_over import HandOver
+from coordinator.serve.standby.followers import Followers, HandOver
 from coordinator.serve.standby.leadership import AnotherLeads, Leadership
 from coordinator.serve.standby.replica import ReplicaFile, replica_files
 from coordinator.serve.standby.standby import ALIVE_SECONDS
-from coordinator.serve.state import Goal, StateFile, goal_from_json
+from coordinator.serve.state import RETRY_SECONDS, Goal, StateFile, goal_from_json
 from hearth.errors import (
     AppRevoked,
     BadRequest,

@@ -1,10 +1,16 @@
-"""State that survives a power cut: the goals and plans of all deployments, the newest epoch, and the leases' holder."""
+"""State that survives a power cut: the goals and plans of all deployments, the newest epoch, and the leases' holder.
+
+Its directory also marks the coordinator that runs: by a lock, and by the address of its client port.
+"""
 
 from __future__ import annotations
 
+import logging
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -18,14 +24,18 @@ from typing_extensions import Self
 
 from coordinator.devices.quorum import latest
 from coordinator.plan.limits import MemoryLimit
-from coordinator.serve.durable_file import DurableFile
-from hearth.errors import BadRequest
+from coordinator.serve.config import CoordinatorSettings
+from hearth.errors import BadRequest, BadSetting
+from hearth.files import FolderInUse, locked_folder, write_atomically
 from hearth.plan.common import WireFormat
 from hearth.plan.graph import Objective
 from hearth.plan.model_spec import KvFormat, WeightFormat
 from hearth.plan.plan import Plan
+from hearth.platform.network import local_address
 from hearth.validation import first_error
 from hearth.wire.messages import MAX_DRAFTED_TOKENS, Configuration
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MAX_DRAFTED = 16  # with 9 of 10 guesses right, more add less than 2 tokens to the 8 that are expected
 MAX_TILES = 64  # of one operator; plans of larger graphs take minutes
@@ -33,6 +43,12 @@ MAX_TILES = 64  # of one operator; plans of larger graphs take minutes
 TileCount: TypeAlias = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_TILES)]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: new at each start of the computer
+RETRY_SECONDS = 30.0  # interval of attempts to write what could not be written: a full disk is emptied within minutes
+_ADDRESS = "address"  # file of the state directory
+_T = TypeVar("_T")
+
+
+# ---- goals and plans ---------------------------------------------------------------------------------------------------
 
 
 class _Goal(BaseModel):
@@ -210,3 +226,107 @@ def _read_boot_id() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:  # not Linux: every run of the program counts as another computer
         return secrets.token_hex(8)
+
+
+# ---- files -------------------------------------------------------------------------------------------------------------
+
+
+class DurableFile(Generic[_T]):
+    """`path` and its second copy `path.bak`. `parse` reads the content; it raises ValueError if that is damaged.
+
+    A write that fails is reported once and tried again by the next `write` or `retry`; callers go on with the content in
+    memory.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[bytes], _T]) -> None:
+        self.path = path
+        self._copy = path.with_name(f"{path.name}.bak")
+        self._parse = parse
+        self._unsaved: str | None = None  # content that could not be written
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether both copies hold the newest content."""
+        return self._unsaved is None
+
+    def read(self) -> _T | None:
+        """The content of the first copy that can be read; None if there is none. A damaged copy is renamed and replaced."""
+        for path in (self.path, self._copy):
+            try:
+                data = path.read_bytes()
+                content = self._parse(data)
+            except FileNotFoundError:
+                continue
+            except (ValueError, OSError) as error:
+                self._set_aside(path, error)
+                continue
+            if path is self._copy:
+                log.warning("%s is used instead of %s", path, self.path)
+                self.write(data.decode())
+            return content
+        return None
+
+    def write(self, content: str) -> None:
+        """Write both copies, one after the other, so that a power cut leaves one intact."""
+        was_saved = self.is_saved
+        try:
+            for path in (self.path, self._copy):
+                write_atomically(path, content, durable=True)
+        except OSError as error:
+            self._unsaved = content
+            if was_saved:
+                log.warning("%s cannot be written; it is kept in memory and tried again: %s", self.path, error)
+            return
+        self._unsaved = None
+        if not was_saved:
+            log.warning("%s is written again", self.path)
+
+    def retry(self) -> None:
+        """Try again to write what could not be written."""
+        if self._unsaved is not None:
+            self.write(self._unsaved)
+
+    def _set_aside(self, path: Path, error: Exception) -> None:
+        kept = path.with_suffix(".unreadable" if path is self.path else ".bak.unreadable")
+        log.warning("%s cannot be read and is renamed to %s: %s", path, kept.name, error)
+        try:
+            path.replace(kept)
+        except OSError as failure:  # for instance a read-only disk
+            log.warning("%s cannot be renamed: %s", path, failure)
+
+
+@contextmanager
+def locked_state(state_dir: Path) -> Iterator[None]:
+    """Lock the state directory, so that two coordinators do not hold the same leases. Raises BadSetting."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked_folder(state_dir))
+        except FolderInUse as other:
+            reason = f"another coordinator (pid {other.pid}) uses {state_dir}"
+            raise BadSetting(setting="--state-dir", reason=reason) from None
+        except OSError as error:  # a full or read-only disk does not end the service
+            log.warning("%s cannot be locked against a second coordinator: %s", state_dir, error)
+        yield
+
+
+def note_address(settings: CoordinatorSettings, port: int) -> None:
+    """Write down where this coordinator listens, for `address_of_running`."""
+    try:
+        write_atomically(settings.state_dir / _ADDRESS, f"{local_address(settings.bind_host, port)}\n")
+    except OSError as error:  # as above
+        log.warning("the address of this coordinator cannot be written down: %s", error)
+
+
+def address_of_running(state_dir: Path) -> str | None:
+    """The address of the coordinator that uses this directory now; None if none does, or if it has not written it down."""
+    if not state_dir.exists():
+        return None
+    try:
+        with locked_folder(state_dir):
+            return None
+    except FolderInUse:
+        with suppress(OSError):
+            return (state_dir / _ADDRESS).read_text().strip() or None
+    except OSError:  # not readable for this user: whoever serves there says so
+        pass
+    return None

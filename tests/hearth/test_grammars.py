@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("llguidance")
 from support.vocabularies import allowed_ids, byte_level_vocabulary, random_answer
 
-from coordinator.serve.kinds.prompts import TextTokenizer
+from coordinator.serve.text.prompts import TextTokenizer
 from hearth.errors import BadGrammar
 from hearth.grammars import MAX_GRAMMAR_CHARACTERS, Grammars, Vocabulary
 

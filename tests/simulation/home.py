@@ -37,7 +37,7 @@ import coordinator.serve.kinds.transformer
 import coordinator.serve.roles
 import coordinator.serve.service
 import coordinator.serve.standby.standby
-import coordinator.serve.state_folder
+import coordinator.serve.state
 import hearth.wire.rpc
 from agent.daemon.config import AgentSettings
 from agent.daemon.daemon import AgentDaemon
@@ -47,7 +47,7 @@ from coordinator.devices.profiling import Profiler
 from coordinator.serve.clients.client_port import ClientPort, refuse
 from coordinator.serve.clients.trust import CLIENT_MESSAGES, Trust
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.controller import Controller
+from coordinator.serve.model.controller import Controller
 from coordinator.serve.roles import run_coordinator
 from coordinator.serve.service import Service
 from coordinator.serve.state import TransformerGoal
@@ -269,7 +269,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (main, "TelemetryReader", _Telemetry),
         (main, "AgentDaemon", _Daemon),
         (main, "choose_address", lambda interface: "127.0.0.1"),
-        (coordinator.serve.state_folder, "locked_folder", lambda folder: nullcontext()),
+        (coordinator.serve.state, "locked_folder", lambda folder: nullcontext()),
         (fleet, "Browser", _Browser),
         (agent.daemon.daemon, "measure_link", _measure_link),
         (agent.daemon.supervisor, "SocketFolder", _SocketFolder),

@@ -166,12 +166,12 @@ def plan_for(devices: tuple[tuple[str, str], ...], causal: bool) -> TransformerP
 
 
 async def solve_transformer(request: Any, *_: Any) -> Any:
-    """Stands for `coordinator.serve.planning.planner_process.solve_transformer`."""
+    """Stands for `coordinator.serve.planners.process.solve_transformer`."""
     return SimpleNamespace(plan=build_plan(request), notes=())
 
 
 async def plans_or_errors(kind: str, requests: Sequence[Any]) -> list[Any]:
-    """Stands for `coordinator.serve.planning.planner_process.plans_or_errors`."""
+    """Stands for `coordinator.serve.planners.process.plans_or_errors`."""
     return [build_plan(request) for request in requests]
 
 

@@ -16,10 +16,10 @@ from support.waiting import WAIT_LIMIT_SECONDS, until
 
 from coordinator.devices.profiling import Profiler
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.controller import Controller
 from coordinator.serve.goal import open_model
 from coordinator.serve.kinds.kind import SharedServices
-from coordinator.serve.planning import replanner as replanning
+from coordinator.serve.model.controller import Controller
+from coordinator.serve.replan import replanner as replanning
 from coordinator.serve.state import Goal, StateFile
 from hearth.plan.plan import Plan
 from hearth.protocol import DEFAULT_DEPLOYMENT

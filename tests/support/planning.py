@@ -13,8 +13,8 @@ from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_instance
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
-from coordinator.serve.planning import planner_process, spare_planners
-from coordinator.serve.planning.learnt_policies import plan_with_policy
+from coordinator.serve.planners import process, spare
+from coordinator.serve.planners.policies import plan_with_policy
 from hearth.errors import HearthError
 from hearth.plan.plan import TransformerPlan
 from hearth.platform.child import Child
@@ -59,7 +59,7 @@ def in_process_planning(clock: Callable[[], float] = time.monotonic) -> Iterator
         raise OSError("plans are made in this process")
 
     with (
-        mock.patch.object(planner_process, "_plan_in_child", plan_all),
-        mock.patch.object(spare_planners, "start_planner", start_none),
+        mock.patch.object(process, "_plan_in_child", plan_all),
+        mock.patch.object(spare, "start_planner", start_none),
     ):
         yield

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.chat_models import save_byte_level
 
-from coordinator.serve.kinds.prompts import TextTokenizer
+from coordinator.serve.text.prompts import TextTokenizer
 from hearth.grammars import Constraint, Vocabulary
 
 

@@ -18,7 +18,7 @@ from support.models import save_random_model
 from support.soak_clients import Load, Outcome, Request, run_clients, serving_status
 from support.waiting import wait_for
 
-from coordinator.serve.lifecycle import HISTORY_LENGTH
+from coordinator.serve.model.lifecycle import HISTORY_LENGTH
 from hearth.platform.units import format_seconds
 from tools.bench.findings import COUNT, all_hold, equal, findings_table, without_target
 from tools.testbed import Testbed, load_scenario

@@ -18,7 +18,7 @@ from coordinator.devices.shared_media import Pair
 from coordinator.plan.simulator import ResourceKind
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.strategies import strategy_of_body
-from coordinator.serve.planning.drift import BASELINE_STEPS, SUSTAINED_STEPS
+from coordinator.serve.replan.drift import BASELINE_STEPS, SUSTAINED_STEPS
 from hearth.client.sync import Home
 from hearth.plan.plan import TransformerPlan, is_transformer_plan
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, LatencyCurve, Link

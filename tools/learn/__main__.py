@@ -16,7 +16,7 @@ from coordinator.cli.output import handles_errors, out
 from coordinator.plan.graph.latency.doppler.policy import heft_policy
 from coordinator.plan.graph.latency.doppler.weights import policy_bytes
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.serve.planning.shipped_policy import SHIPPED_POLICY
+from coordinator.serve.planners.policies import SHIPPED_POLICY
 from hearth.errors import BadSetting
 from tools.bench.tensor.graphs import GRAPHS, tensor_graph
 from tools.bench.tensor.homes import HOMES

@@ -32,8 +32,7 @@ from coordinator.models.file_kinds import read_json_file, why_wrong_kind
 from coordinator.serve.clients.http_gateway import http_address
 from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.roles import run_coordinator
-from coordinator.serve.state import Goal
-from coordinator.serve.state_folder import address_of_running
+from coordinator.serve.state import Goal, address_of_running
 from hearth.client.sync import connect
 from hearth.errors import BadKey, BadPlan, BadRequest, DeadlineExceeded
 from hearth.plan.plan import Plan, plan_from_json

@@ -33,8 +33,8 @@ from coordinator.plan.solution import PlanningResult
 from coordinator.plan.stores import lacking
 from coordinator.serve.goal import allowed_devices, graph_request
 from coordinator.serve.kinds.graph import MAX_RECOVERY_SECONDS
-from coordinator.serve.planning.planner_process import plans_or_errors, solve_graph
-from coordinator.serve.planning.tiling import check_can_tile, tiled_for
+from coordinator.serve.kinds.tiled_graphs import check_can_tile, tiled_for
+from coordinator.serve.planners.process import plans_or_errors, solve_graph
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting, HearthError
 from hearth.plan.common import PlannedDevice

@@ -10,7 +10,7 @@ from coordinator.cli.plans.graph import NUM_ALTERNATIVES, report_strategy
 from coordinator.cli.render.graph_tables import candidates_table, planned_as_json, proof_line
 from coordinator.cli.render.picture import dot_graph
 from coordinator.devices.cluster_file import read_instance
-from coordinator.serve.planning.planner_process import solve_instance
+from coordinator.serve.planners.process import solve_instance
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting
 

@@ -35,8 +35,8 @@ from coordinator.plan.transformer.request import PlanRequest, on_subset
 from coordinator.plan.transformer.stored import stored_chunks, with_stored
 from coordinator.serve.goal import open_transformer, plan_request
 from coordinator.serve.kinds.generation import max_context_tokens
-from coordinator.serve.kinds.sentences import pack_sequences
 from coordinator.serve.state import TransformerGoal
+from coordinator.serve.text.sentences import pack_sequences
 from hearth.errors import HearthError, StepFailed
 from hearth.plan.common import PlannedDevice
 from hearth.plan.kernels import KernelChoice

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from coordinator.serve.durable_file import DurableFile
+from coordinator.serve.state import DurableFile
 from hearth.errors import BadRequest
 
 _NAME = re.compile(r"^[a-z0-9-]{1,32}$")

@@ -19,9 +19,9 @@ import hearth
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.serve.controller import Controller
-from coordinator.serve.events.plans import STARTED, WITHOUT_LOSS
 from coordinator.serve.events.samples import sample_of
+from coordinator.serve.model.controller import Controller
+from coordinator.serve.model.lifecycle_text import STARTED, WITHOUT_LOSS
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
 from hearth.platform.asyncio_tools import loop_time
 from hearth.wire import messages as wire

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from pathlib import PurePath
 from typing import Any
 
-from coordinator.serve.controller import Controller
+from coordinator.serve.model.controller import Controller
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import loop_time
 from hearth.wire import messages as wire

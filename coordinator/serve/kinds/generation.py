@@ -15,12 +15,12 @@ import numpy as np
 
 from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.serve.kinds.accuracy import DECODED_TOKENS
-from coordinator.serve.kinds.answer_reader import AnswerReader, Piece, joined
-from coordinator.serve.kinds.constraints import AnswerGrammars
-from coordinator.serve.kinds.prompts import GenerationDefaults, StopTextFilter, TextStream, TextTokenizer
-from coordinator.serve.kinds.template_reader import TemplateReader
-from coordinator.serve.kinds.text_threads import TextThreads
 from coordinator.serve.requests.runner import Requests, Ticket
+from coordinator.serve.text.answer_reader import AnswerReader, Piece, joined
+from coordinator.serve.text.constraints import AnswerGrammars
+from coordinator.serve.text.prompts import GenerationDefaults, StopTextFilter, TextStream, TextTokenizer
+from coordinator.serve.text.template_reader import TemplateReader
+from coordinator.serve.text.threads import TextThreads
 from hearth.errors import (
     BadMessage,
     BadPlan,

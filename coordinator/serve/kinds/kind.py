@@ -17,7 +17,7 @@ from coordinator.devices.taken import TakenByOthers
 from coordinator.devices.workload import Workload
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.planning.spare_planners import PlannerKind, SparePlanners
+from coordinator.serve.planners.spare import PlannerKind, SparePlanners
 from coordinator.serve.resources import Resources
 from coordinator.serve.state import StateFile
 from hearth.errors import HearthError

@@ -14,7 +14,7 @@ from coordinator.deploy.deployment import RunResult
 from coordinator.deploy.graph import Arrays
 from coordinator.plan.graph.calibration import Calibration, Factors, measured_transfers, segment_delays
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.serve.durable_file import DurableFile
+from coordinator.serve.state import DurableFile
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
 

@@ -1,10 +1,13 @@
-"""The graphs that a goal's plans may divide: that of the file, and the same in tiles. Each is measured on the devices."""
+"""The graphs that a goal's plans may divide: that of the file, and the same in tiles. Each is measured on the devices.
+
+To tile a graph of thousands of operators takes seconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coordinator.deploy.graph_chunks import SegmentChunks
@@ -14,11 +17,15 @@ from coordinator.devices.registry import Device
 from coordinator.devices.taken import NOTHING_TAKEN, TakenByOthers
 from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile
+from coordinator.models.onnx.reader import OnnxModel
+from coordinator.models.onnx.tiling.rewrite import tile
+from coordinator.models.onnx.tiling.rules import index_spaces
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, graph_cluster_with_limits
+from coordinator.plan.graph.tiles.choice import WEIGHTS_ARE_DEAR, choose_pieces, held_bytes
+from coordinator.plan.graph.tiles.options import automatic_counts, check_can_cut, fixed_counts, piece_options
 from coordinator.serve.kinds.measurements import FOLDER, Measurements
-from coordinator.serve.planning.tiling import check_can_tile, tiled_as, tiled_for
-from coordinator.serve.state import GraphGoal
-from hearth.errors import BadPlan
+from coordinator.serve.state import GraphGoal, TileCount
+from hearth.errors import BadPlan, BadSetting, CannotTile
 from hearth.plan.graph import CutOperator
 from hearth.plan.plan import GraphPlan
 from hearth.wire.messages import GraphProfile
@@ -112,3 +119,50 @@ class TiledGraphs:
         path = self._folder / f"{graph.fingerprint[:24]}.json"
         measurements = Measurements(path, graph.spec, self._profiler.slowdown) if self._goal.learn else None
         return ServedGraph(graph, measurements)
+
+
+# ---- tiling ------------------------------------------------------------------------------------------------------------
+
+
+def check_can_tile(graph: GraphFile, tiles: TileCount) -> None:
+    """Raise BadSetting for a graph that is no ONNX file, CannotTile for one that cannot be cut into this number of tiles."""
+    if tiles == 1:
+        return
+    if graph.model is None:
+        raise BadSetting(setting="--tiles", reason=f"{graph.path} is no ONNX file, and only those can be cut")
+    if tiles != "auto":
+        spaces, spec = index_spaces(graph.model), graph.spec
+        check_can_cut(spec, spaces, piece_options(spec, spaces, [0.0] * spec.num_operators, 1, fixed_counts(tiles)))
+
+
+def tiled_for(graph: GraphFile, cluster: GraphCluster, tiles: TileCount) -> GraphFile:
+    """The graph in tiles for these devices: `tiles` of each product of matrices, or with `auto` as many as are worth it.
+
+    A graph that is not worth cutting is returned as it is.
+    """
+    model, num_devices = graph.model, len(cluster.devices)
+    if model is None or tiles == 1 or (tiles == "auto" and num_devices == 1):
+        return graph
+    counts = automatic_counts(num_devices) if tiles == "auto" else fixed_counts(tiles)
+    spaces = index_spaces(model)
+    options = piece_options(model.spec, spaces, [max(row) for row in cluster.seconds], num_devices, counts)
+    pieces = choose_pieces(model.spec, spaces, options, num_devices)
+    weights = model.spec.parameter_bytes(range(model.spec.num_operators))
+    rooms = sum(device.room_bytes(weights) for device in cluster.devices)
+    if held_bytes(model.spec, spaces, pieces, num_devices) > rooms:  # tiles of rows copy the weights to every device
+        pieces = choose_pieces(model.spec, spaces, options, num_devices, WEIGHTS_ARE_DEAR)
+    return _with_model(graph, tile(model, pieces))
+
+
+def tiled_as(graph: GraphFile, tiles: Iterable[CutOperator]) -> GraphFile:
+    """The graph in the tiles of a plan. Raises BadPlan if they do not fit the graph."""
+    if graph.model is None:
+        return graph
+    try:
+        return _with_model(graph, tile(graph.model, {cut.operator: cut.pieces for cut in tiles}))
+    except CannotTile as error:
+        raise BadPlan(reason=f"its tiles do not fit {graph.path}: {error.explanation()}") from None
+
+
+def _with_model(graph: GraphFile, model: OnnxModel) -> GraphFile:
+    return graph if model is graph.model else replace(graph, spec=model.spec, model=model)

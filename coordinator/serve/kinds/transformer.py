@@ -13,20 +13,20 @@ from coordinator.deploy.deployment import RunResult, Weights
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.block_profiling import block_cluster, block_workload, chosen_kernels, known_kernels
 from coordinator.devices.registry import Device
+from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from coordinator.serve.goal import TransformerModel, plan_request
 from coordinator.serve.kinds.accuracy import calibrate, calibrate_decoding, choose_format, describe_choice
 from coordinator.serve.kinds.generation import GenerationRunner, TextModel, decode_prompt, max_context_tokens, probe
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
-from coordinator.serve.kinds.prompts import TextTokenizer
-from coordinator.serve.kinds.sentences import SentenceTokenizer, mean_pool, pack_sequences, step_batches
-from coordinator.serve.kinds.text_threads import TextThreads
-from coordinator.serve.planning.planner_process import plans_or_errors, solve_transformer
-from coordinator.serve.planning.spare_planners import PlannerKind
+from coordinator.serve.planners.process import plans_or_errors, solve_transformer
+from coordinator.serve.planners.spare import PlannerKind
 from coordinator.serve.requests.runner import ComputedReply, Requests
-from coordinator.serve.standby.replica import transformer_files
 from coordinator.serve.state import TransformerGoal
+from coordinator.serve.text.prompts import TextTokenizer
+from coordinator.serve.text.sentences import SentenceTokenizer, mean_pool, pack_sequences, step_batches
+from coordinator.serve.text.threads import TextThreads
 from hearth.errors import BadPlan, BadRequest, HearthError, TextTooLong
 from hearth.plan.common import ValueFormatName
 from hearth.plan.kernels import KernelChoice
@@ -38,6 +38,9 @@ from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import AnswerKind
 from hearth.wire.rpc import Reply
 
+# Files of a model directory above this size are not sent to a standby: tokenizers and configurations are far smaller.
+_MAX_SMALL_FILE_BYTES = 256 << 20
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 _PROBE_TOKENS = 8  # of the probe of an encoder: short, but several rows to share
 
 
@@ -278,3 +281,14 @@ def _token_ids(payload: Sequence[Any]) -> Array:
     if len(payload) != 2:
         raise BadRequest(reason=f"token ids must be one array (2 frames), not {len(payload)} frames")
     return unpack_array(payload)
+
+
+def transformer_files(model_dir: Path) -> list[Path]:
+    """The files of a model directory that a standby needs."""
+    small = [
+        path
+        for path in sorted(model_dir.iterdir())
+        if path.is_file() and path.suffix not in _WEIGHTS and path.stat().st_size <= _MAX_SMALL_FILE_BYTES
+    ]
+    with Checkpoint(model_dir) as checkpoint:
+        return [*small, *checkpoint.files]

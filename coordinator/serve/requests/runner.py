@@ -1,4 +1,4 @@
-"""Runs requests on the current deployment: admission in the order of arrival, retries, probes, counters, drift observation."""
+"""Runs requests on the current deployment: admission in the order of arrival, retries, probes, counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from coordinator.serve.planning.drift import DriftMonitor
 from coordinator.serve.requests.admission import Admission, Place
 from coordinator.serve.requests.retry import Failures, is_lost, needs_probe
 from hearth.errors import DeadlineExceeded, HearthError, InternalError, LeaseLost, PartLost
@@ -47,7 +46,8 @@ class Requests(Generic[D]):
     `probe(deployment, error)` runs a small request, and only if that fails, too, the plan is lost.
 
     `why_not_ready` is the error of requests for which no deployment came in time. `on_loss(deployment, error)` is called when a
-    plan is lost, and must close `admission`.
+    plan is lost, and must close `admission`. `on_measured` gets the times of each step or request: of which deployment, then as
+    `DriftMonitor.observe`.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Requests(Generic[D]):
         why_not_ready: Callable[[], HearthError],
         on_loss: Callable[[D, HearthError], None],
         probe: Callable[[D, HearthError], Awaitable[None]],
+        on_measured: Callable[[D, float, Sequence[float], float | None], None],
     ) -> None:
         self.admission: Admission[D] = Admission(queue_limit)
         self.num_served = 0
@@ -69,9 +70,9 @@ class Requests(Generic[D]):
         self._on_loss = on_loss
         self._probe = probe
         self._why_not_ready = why_not_ready
+        self.observe = on_measured
         self._running: set[asyncio.Task[Reply]] = set()
         self._probing: tuple[D, asyncio.Task[bool]] | None = None  # the last probe and its deployment
-        self.monitored: tuple[D, DriftMonitor] | None = None  # the current deployment
 
     async def run(self, compute: Callable[[D], Awaitable[ComputedReply]], ticket: Ticket) -> Reply:
         """Run one request. `compute` runs it on one deployment, and is called again if that is lost.
@@ -150,15 +151,6 @@ class Requests(Generic[D]):
         """Wait for running requests. Call after the deployment has ended."""
         probes = [self._probing[1]] if self._probing is not None else []
         await asyncio.gather(*self._running, *probes, return_exceptions=True)
-
-    # ---- drift ----------------------------------------------------------------------------------------------------
-
-    def observe(
-        self, deployment: D, relative_size: float, compute_seconds: Sequence[float], total_seconds: float | None
-    ) -> None:
-        """Pass to `DriftMonitor.observe`; measurements from an earlier deployment are ignored."""
-        if self.monitored is not None and self.monitored[0] is deployment:
-            self.monitored[1].observe(relative_size, compute_seconds, total_seconds)
 
     # ---- one attempt ----------------------------------------------------------------------------------------------
 

@@ -30,10 +30,7 @@ from hearth.wire.messages.standby import is_replica_path
 log = logging.getLogger(__name__)
 
 _PART_BYTES = 4 << 20  # of one message: small enough not to delay the leader's signs of life on a slow link
-# Files of a model directory above this size are not sent: tokenizers and configurations are far smaller.
-_MAX_SMALL_FILE_BYTES = 256 << 20
 _SAFETENSORS = ".safetensors"
-_WEIGHTS = (_SAFETENSORS, ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 _STATE = "serving.json"
 _MANIFEST = "manifest.json"
 _DRAFTS = "drafts"  # folder of a model's draft model, with its own marker and manifest
@@ -94,17 +91,6 @@ def replica_files(state_dir: Path, state: SavedState, model_files: Mapping[str, 
             files += _about_copy(state_dir, draft, draft_spec, f"{folder}/{_DRAFTS}")
     content = state.model_dump_json(exclude={"holder", "boot_id"}).encode()
     return [*files, _content(_STATE, content)]  # last: it refers to the others
-
-
-def transformer_files(model_dir: Path) -> list[Path]:
-    """The files of a model directory that a standby needs."""
-    small = [
-        path
-        for path in sorted(model_dir.iterdir())
-        if path.is_file() and path.suffix not in _WEIGHTS and path.stat().st_size <= _MAX_SMALL_FILE_BYTES
-    ]
-    with Checkpoint(model_dir) as checkpoint:
-        return [*small, *checkpoint.files]
 
 
 def _relative(path: Path, goal: Goal) -> str:

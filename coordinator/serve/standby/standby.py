@@ -22,12 +22,10 @@ import hearth
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.quorum import Quorum
 from coordinator.serve.clients.client_port import ClientPort
-from coordinator.serve.clients.disclosure import error_for_app, response_for_app
 from coordinator.serve.clients.key_registry import KeyRegistry, device_keys
-from coordinator.serve.clients.trust import Trust
+from coordinator.serve.clients.trust import Trust, error_for_app, response_for_app
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.events.file import EVENTS_FILE, EventFile
-from coordinator.serve.standby.event_copy import copy_events
 from coordinator.serve.standby.replica import Replica
 from coordinator.serve.state import StateFile
 from hearth.client.connection import endpoints_of
@@ -60,6 +58,7 @@ _ENDED_SECONDS = 0.3
 # After a part that could not be stored, before everything is copied again: the first pause, doubled up to the last one.
 _FIRST_COPY_PAUSE_SECONDS, _LAST_COPY_PAUSE_SECONDS = 2.0, 60.0
 _REFUSAL_SECONDS = 0.3  # for the leader's computer to accept or refuse a connection, in which it sends one packet
+_EVENTS_SECONDS = 10.0  # for the first answer to `WatchEvents`; the leader then sends a sign of life every 5 s
 
 
 class Standby:
@@ -358,3 +357,21 @@ def _addresses(fleet: Fleet) -> str:
     """The addresses of the devices, as for the setting `devices`."""
     there = [device for device in fleet.devices.values() if device.health != "dead"]
     return ",".join(f"{bracketed(device.host)}:{device.port}" for device in there)
+
+
+async def copy_events(client: RpcClient, file: EventFile) -> None:
+    """Append the leader's events to the file as they happen, until cancelled or until the leader is gone.
+
+    Events of another coordinator that the file holds are no longer read.
+    """
+    try:
+        stream, events = await on_disk(file.path, FILE_SECONDS, file.read)
+        since = f"{stream}-{events[-1].number}" if events else ""
+        request = wire.WatchEvents(since=since, is_copy=True)
+        async with aclosing(client.stream(request, timeout_seconds=_EVENTS_SECONDS, last=wire.Done)) as replies:
+            async for message, _ in replies:
+                if isinstance(message, wire.EventsRecorded) and message.events:
+                    stream = message.cursor.rpartition("-")[0]
+                    await on_disk(file.path, FILE_SECONDS, file.append, stream, message.events)
+    except (OSError, HearthError) as error:
+        log.info("the leader's events are not copied: %s", error)

@@ -27,7 +27,7 @@ from coordinator.models.graph_file import read_graph_file
 from coordinator.models.onnx.cutting import check_segments
 from coordinator.plan.graph.latency.schedule import schedule
 from coordinator.plan.solution import Candidate, OperatorAssignment, Solution
-from coordinator.serve.planning.tiling import tiled_as
+from coordinator.serve.kinds.tiled_graphs import tiled_as
 from hearth.plan.plan import GraphPlan, plan_from_json
 from hearth.plan.profile import WireCost
 from hearth.platform.security import new_home_key, save_credential

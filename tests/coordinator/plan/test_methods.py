@@ -12,7 +12,7 @@ from coordinator.plan.methods import REGISTRY, Kind
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.planners.galaxy import plan_galaxy
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
-from coordinator.serve.planning.planner_process import solve_transformer
+from coordinator.serve.planners.process import solve_transformer
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.common import WireFormat
 from hearth.plan.transformer import Strategy

@@ -21,9 +21,9 @@ from support.planning import in_process_planning
 from support.waiting import until
 
 from coordinator.plan.limits import parse_limit
-from coordinator.serve import lifecycle
-from coordinator.serve.controller import Controller
 from coordinator.serve.deployments import Deployments
+from coordinator.serve.model import lifecycle
+from coordinator.serve.model.controller import Controller
 from coordinator.serve.state import StateFile, TransformerGoal
 from hearth.errors import BadCheckpoint, HearthError, MemoryTaken, NotServing, UnknownModel
 from hearth.platform.asyncio_tools import cancel_all

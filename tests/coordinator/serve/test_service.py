@@ -16,7 +16,7 @@ from coordinator.serve import service as module
 from coordinator.serve.clients.key_registry import KeyRegistry
 from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.lifecycle import Lifecycle
+from coordinator.serve.model.lifecycle import Lifecycle
 from coordinator.serve.service import Service
 from coordinator.serve.state import StateFile, TransformerGoal
 from hearth.errors import AppRevoked, DiskHung, NotServing

@@ -11,8 +11,7 @@ from support.plans import BERT_LARGE, make_plan
 from typer.testing import CliRunner
 
 from coordinator.serve.config import load_coordinator_settings
-from coordinator.serve.state import GraphGoal, SavedDeployment, StateFile, TransformerGoal
-from coordinator.serve.state_folder import locked_state
+from coordinator.serve.state import GraphGoal, SavedDeployment, StateFile, TransformerGoal, locked_state
 from hearth.errors import BadSetting
 
 runner = CliRunner()
@@ -51,7 +50,7 @@ def test_state_is_kept_in_memory_while_the_disk_cannot_be_written(
 
     file = StateFile(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("coordinator.serve.durable_file.write_atomically", disk_full)
+        patched.setattr("coordinator.serve.state.write_atomically", disk_full)
         for epoch in (1, 2):
             file.save("default", SavedDeployment(goal=TransformerGoal(model_dir="/m")), epoch)
     assert file.load().last_epoch == 2

@@ -23,8 +23,8 @@ from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.solution import PlanningResult
-from coordinator.serve.planning.learnt_policies import plan_with_policy
-from coordinator.serve.planning.spare_planners import start_planner
+from coordinator.serve.planners.policies import plan_with_policy
+from coordinator.serve.planners.spare import start_planner
 from hearth.plan.plan import GraphPlan
 from hearth.platform.child_main import READY_LINE
 from tools.bench.experiment import Context, Experiment

@@ -24,7 +24,7 @@ from coordinator.plan.graph.latency.list_scheduling import critical_path
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.solution import SearchOptions, Solution
-from coordinator.serve.planning.shipped_policy import SHIPPED_POLICY, usable_policy
+from coordinator.serve.planners.policies import SHIPPED_POLICY, usable_policy
 from hearth.errors import BadSetting
 from tools.bench.experiment import Context, Experiment
 from tools.bench.results import Summary, Table

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.http.openai.chat import ChatCompletion
-from coordinator.serve.kinds.prompts import TextTokenizer
+from coordinator.serve.text.prompts import TextTokenizer
 from hearth.client.answers import chat_message
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.transformer import KV_BLOCK_TOKENS

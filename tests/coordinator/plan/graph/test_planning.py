@@ -34,7 +34,7 @@ from coordinator.plan.limits import parse_limit
 from coordinator.plan.methods import GRAPH_METHODS
 from coordinator.plan.simulator import compute_resources, send_resources, simulate, transfer_resources
 from coordinator.plan.solution import SearchOptions
-from coordinator.serve.planning.planner_process import solve_graph
+from coordinator.serve.planners.process import solve_graph
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from hearth.plan.profile import SharedMedium, WireCost

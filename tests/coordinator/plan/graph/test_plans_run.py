@@ -17,7 +17,7 @@ from coordinator.models.onnx.reader import read_onnx
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.methods import GRAPH_METHODS
-from coordinator.serve.planning.tiling import tiled_for
+from coordinator.serve.kinds.tiled_graphs import tiled_for
 from hearth.errors import ModelDoesNotFit, NoPlacement
 from hearth.plan.graph import Objective
 

@@ -34,8 +34,8 @@ from coordinator.plan.transformer.request import GenerationRequest, PlanRequest,
 from coordinator.plan.transformer.shares import ShareBudget, body_from_grains
 from coordinator.plan.transformer.strategies import STRATEGIES, rank_memory, strategy_of_body
 from coordinator.serve.goal import open_transformer, plan_request
-from coordinator.serve.kinds.prompts import TextTokenizer
 from coordinator.serve.state import TransformerGoal
+from coordinator.serve.text.prompts import TextTokenizer
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.common import WireFormat
 from hearth.plan.geometry import largest_remainder

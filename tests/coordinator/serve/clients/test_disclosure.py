@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 import pytest
 from support.messages import EXAMPLES
 
-from coordinator.serve.clients.disclosure import error_for_app, response_for_app
+from coordinator.serve.clients.trust import error_for_app, response_for_app
 from hearth.errors import (
     ERROR_TYPES,
     BadRequest,

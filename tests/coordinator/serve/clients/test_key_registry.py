@@ -98,7 +98,7 @@ def test_revocation_holds_while_the_disk_cannot_be_written(tmp_path: Path, monke
     apps = KeyRegistry(tmp_path / "apps.json")
     apps.add("lamp", "k1")
     with monkeypatch.context() as patched:
-        patched.setattr("coordinator.serve.durable_file.write_atomically", _disk_full)
+        patched.setattr("coordinator.serve.state.write_atomically", _disk_full)
         apps.revoke("lamp")
         assert apps.current() == RegisteredKeys(revoked={"k1": "lamp"})
     assert "k1" in KeyRegistry(tmp_path / "apps.json").current().keys

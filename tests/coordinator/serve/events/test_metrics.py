@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from support.plans import BERT_LARGE, make_plan
 
-from coordinator.serve import lifecycle as cycle
 from coordinator.serve.events.metrics import HomeMetrics
-from coordinator.serve.events.plans import lifecycle_events
 from coordinator.serve.events.requests import recorded
+from coordinator.serve.model import lifecycle as cycle
+from coordinator.serve.model.lifecycle_text import lifecycle_events
 from hearth.errors import ContextTooLong, DeviceLost, HearthError
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply

@@ -29,7 +29,7 @@ from coordinator.serve.kinds.accuracy import (
     describe_choice,
     max_relative_error,
 )
-from coordinator.serve.kinds.sentences import SentenceTokenizer
+from coordinator.serve.text.sentences import SentenceTokenizer
 from hearth.plan.common import WireFormat
 from hearth.wire.messages import Run
 

@@ -33,11 +33,11 @@ from coordinator.cli.commands import chat as chat_command
 from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.serve.kinds import generation
 from coordinator.serve.kinds.generation import GenerationRunner, TextModel, max_context_tokens, probe
-from coordinator.serve.kinds.prompts import GenerationDefaults, StopTextFilter, TextTokenizer
-from coordinator.serve.planning.drift import MIN_PRESENCE_SECONDS
+from coordinator.serve.replan.drift import MIN_PRESENCE_SECONDS
 from coordinator.serve.requests.admission import CALLER
 from coordinator.serve.requests.runner import Requests
 from coordinator.serve.state import TransformerGoal
+from coordinator.serve.text.prompts import GenerationDefaults, StopTextFilter, TextTokenizer
 from hearth.client.answers import Token
 from hearth.client.home import AsyncHome
 from hearth.client.sync import Home, connect

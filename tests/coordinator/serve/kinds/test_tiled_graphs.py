@@ -15,7 +15,7 @@ from support.fleets import GraphFleet
 from support.onnx_models import save_two_products
 
 from coordinator.models.graph_file import GraphFile, read_graph_file
-from coordinator.serve.planning.drift import MAX_PRESENCE_SECONDS, REPLAN_SECONDS
+from coordinator.serve.replan.drift import MAX_PRESENCE_SECONDS, REPLAN_SECONDS
 from coordinator.serve.state import GraphGoal, StateFile
 from hearth.errors import BadPlan, CannotTile
 from hearth.plan.graph import CutOperator

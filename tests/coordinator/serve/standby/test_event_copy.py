@@ -12,7 +12,7 @@ from support.waiting import until
 
 from coordinator.serve.events.file import EventFile
 from coordinator.serve.events.stream import EventStream
-from coordinator.serve.standby.event_copy import copy_events
+from coordinator.serve.standby.standby import copy_events
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.wire import messages as wire
 from hearth.wire.rpc import RpcClient

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from coordinator.serve.standby import hand_over
-from coordinator.serve.standby.followers import Followers
-from coordinator.serve.standby.hand_over import HandOver
+from coordinator.serve.standby.followers import Followers, HandOver
 from hearth.errors import BadRequest
 
 

@@ -15,7 +15,8 @@ from coordinator.deploy.transformer import shard_weights
 from coordinator.models.graph_file import read_graph_file
 from coordinator.serve.clients.key_registry import KeyRegistry
 from coordinator.serve.goal import open_transformer
-from coordinator.serve.standby.replica import Replica, replica_files, transformer_files
+from coordinator.serve.kinds.transformer import transformer_files
+from coordinator.serve.standby.replica import Replica, replica_files
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment, SavedState, StateFile, TransformerGoal
 from hearth.errors import BadCheckpoint
 from hearth.plan.plan import TransformerPlan

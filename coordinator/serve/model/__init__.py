@@ -1,0 +1,1 @@
+"""One served model: its life cycle, and what executes it."""

@@ -1,0 +1,1 @@
+"""Planner processes: idle ones kept ready, and the policies that a planner begins with."""

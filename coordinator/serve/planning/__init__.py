@@ -1,1 +1,0 @@
-"""Planning in child processes: the first plan, better ones, and those for the loss of each device."""

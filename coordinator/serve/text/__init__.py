@@ -1,0 +1,1 @@
+"""Text of requests and answers: chat templates, prompts, tools, constrained answers."""

@@ -1,0 +1,363 @@
+"""Tokenises prompts and chats, decodes tokens incrementally, and reads a model's generation defaults."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coordinator.models.checkpoint.families import read_json_object
+from coordinator.serve.text.answer_reader import AnswerReader, answer_form
+from coordinator.serve.text.response_template import ResponseTemplate, read_response_template
+from coordinator.serve.text.sentences import open_tokenizer
+from coordinator.serve.text.template_reader import TemplateReader
+from hearth.errors import BadCheckpoint, BadRequest
+from hearth.grammars import Vocabulary
+from hearth.validation import first_error
+from hearth.wire.messages import ChatMessage, Sampling, SamplingChoice
+
+if TYPE_CHECKING:
+    import jinja2
+
+log = logging.getLogger(__name__)
+
+_NO_CHARACTER = "\ufffd"  # decoders write it for invalid or incomplete UTF-8
+_TAIL_TOKENS = 8  # of a prompt, in which it may begin the reasoning
+_ANCHOR_TOKENS = 256  # of a prompt, in which a response template looks for the beginning of the answer
+_DEFAULT_MAX_TOKENS = 512  # of an answer without any other limit: enough for a chat, and ends a model that never stops
+
+
+class TextTokenizer:
+    """The model's tokenizer.json and chat template. Raises BadCheckpoint if they cannot be read."""
+
+    def __init__(self, directory: Path, now: Callable[[], datetime] = datetime.now) -> None:
+        self._tokenizer = open_tokenizer(directory)
+        self._now = now
+        config_path = directory / "tokenizer_config.json"
+        config = read_json_object(config_path) if config_path.exists() else {}
+        self._special = {name: text for name, value in config.items() if (text := _special_token(name, value))}
+        self._template = _chat_template(directory, config)
+        self.form = answer_form(self._template)
+        self._response = _response_template(config_path, config.get("response_template"))
+        self._dropped = {
+            token_id
+            for token_id, added in self._tokenizer.get_added_tokens_decoder().items()
+            if added.special
+            and added.content not in self.form.marks
+            and not (self._response is not None and self._response.has_mark(added.content))
+        }
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds (usually a beginning-of-text token)."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[str] = (),
+        options: Mapping[str, object] = MappingProxyType({}),
+    ) -> list[int]:
+        """Token ids of a chat for the model to answer. Raises BadRequest if there is no template or it fails.
+
+        `tools` are JSON objects, `options` further variables of the template. As in `transformers`, the only special tokens
+        are those in the template's output.
+        """
+        if self._template is None:
+            raise BadRequest(
+                reason="the model has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json); send a prompt instead of messages"
+            )
+        variables = {
+            **options,
+            **self._special,
+            "messages": [_template_message(message) for message in messages],
+            "add_generation_prompt": True,
+            "tools": [_json_object(tool, "each tool") for tool in tools] or None,
+            "documents": None,
+        }
+        try:
+            text = self._compiled.render(variables)
+        except Exception as error:  # a template is third-party code and may raise anything
+            raise BadRequest(reason=f"the model's chat template does not accept these messages ({error})") from None
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def decode_with_marks(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, without special tokens other than those that mark parts of an answer."""
+        shown = [token_id for token_id in token_ids if token_id not in self._dropped]
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False))
+
+    def stream(self, prompt_ids: Sequence[int] = (), marks: bool = False) -> TextStream:
+        """An incremental decoder. The prompt gives it context, for instance to decide on a space between two words."""
+        return TextStream(self.decode_with_marks if marks else self.decode, prompt_ids)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether calls of tools can be read in an answer that is free."""
+        return self.form.tools is not None or (self._response is not None and self._response.has_calls)
+
+    def reader(
+        self, prompt_ids: Sequence[int], tools: Sequence[str], name: str, follows_grammar: bool = False
+    ) -> AnswerReader | TemplateReader:
+        """A reader of the answer to this prompt. `name` makes the ids of its calls.
+
+        `follows_grammar`: the calls have the form that `constraints` gives them.
+        """
+        if self._response is not None and not follows_grammar:
+            tail = str(self._tokenizer.decode(list(prompt_ids[-_ANCHOR_TOKENS:]), skip_special_tokens=False))
+            return TemplateReader(self._response, tail, tools, name)
+        return AnswerReader(self.form, bool(tools), self.begins_with_reasoning(prompt_ids), name)
+
+    def begins_with_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether this prompt ends inside of the reasoning."""
+        tail = str(self._tokenizer.decode(list(prompt_ids[-_TAIL_TOKENS:]), skip_special_tokens=False)).rstrip()
+        return self.form.reasons and tail.endswith("<think>")
+
+    def vocabulary(self, num_tokens: int, stop_ids: Sequence[int]) -> Vocabulary | None:
+        """The bytes of all tokens of a model with so many; None if this tokenizer does not tell them."""
+        from llguidance import LLTokenizer
+
+        try:
+            read = LLTokenizer(self._tokenizer.to_str(), n_vocab=max(num_tokens, self._tokenizer.get_vocab_size()))
+        except ValueError as error:
+            log.warning("answers cannot be constrained: llguidance does not read the tokenizer (%s)", error)
+            return None
+        added = self._tokenizer.get_added_tokens_decoder().keys()  # llguidance takes the byte 0xff for special, too
+        special = [token_id for token_id in sorted(added) if token_id < num_tokens and read.is_special_token(token_id)]
+        tokens = [
+            b"" if self._tokenizer.id_to_token(token_id) is None else read.decode_bytes([token_id])
+            for token_id in range(num_tokens)
+        ]
+        return Vocabulary(tokens, special, tuple(stop_ids))
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        assert self._template is not None
+        return _compile(self._template, self._now)
+
+
+class TextStream:
+    """Incremental decoding: decodes the newest tokens again at every step, with the preceding ones as context.
+
+    Used instead of the DecodeStream of `tokenizers`, which raises when a decoder changes earlier output and cannot return
+    the text that it still holds back.
+    """
+
+    _CONTEXT = 8  # prompt tokens kept as context: more than any tokenizer's decoder looks back
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._ids = list(prompt_ids[-self._CONTEXT :])
+        self._num_released = len(self._ids)  # tokens whose text was returned
+        # A character that the prompt leaves incomplete is returned with its last byte.
+        self._released_text = decode(self._ids).rstrip(_NO_CHARACTER) if self._ids else ""
+
+    def push(self, token_id: int) -> str:
+        """The new text that cannot change any more; empty while a character is incomplete."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        if text.endswith(_NO_CHARACTER):
+            return ""
+        return self._release(text)
+
+    def flush(self) -> str:
+        """The text held back: bytes that did not become a character."""
+        return self._release(self._decode(self._ids))
+
+    def _release(self, text: str) -> str:
+        new = text[len(self._released_text) :]
+        if new:  # the new tokens become the context of the next ones
+            self._ids = self._ids[self._num_released :]
+            self._released_text = self._decode(self._ids)
+        self._num_released = len(self._ids)
+        return new
+
+
+class StopTextFilter:
+    """Cuts a streamed text at the first stop text, and holds back a possible beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.found = False
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text that can be released now; always empty after a stop text was found."""
+        if self.found:
+            return ""
+        text = self._held + text
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
+            self.found = True
+            _, end = min(matches)  # the stop text completed first, however the stream was split
+            return text[:end]
+        cut = len(text) - self._num_held(text)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """The text held back; call at the end of the stream."""
+        held, self._held = self._held, ""
+        return "" if self.found else held
+
+    def _num_held(self, text: str) -> int:
+        """Number of characters at the end of `text` that may begin a stop text."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
+                return size
+        return 0
+
+
+# ---- generation_config.json ---------------------------------------------------------------------------------------
+
+
+class GenerationDefaults(BaseModel):
+    """Generation settings from the model's files, used where a request sets none."""
+
+    model_config = ConfigDict(frozen=True)
+
+    sampling: Sampling = Sampling()
+    stop_ids: tuple[int, ...] = Field(default=(), max_length=256)
+    max_tokens: int = Field(default=_DEFAULT_MAX_TOKENS, ge=1)
+
+    def merged(self, choice: SamplingChoice, seed: int) -> Sampling:
+        """The request's sampling over these defaults. `seed` is used if the request names none."""
+        return self.sampling.model_copy(update={"seed": seed, **choice.model_dump(exclude_none=True)})
+
+
+class _GenerationConfig(SamplingChoice):
+    """The fields of generation_config.json that are used. Without `do_sample`, decoding is greedy."""
+
+    do_sample: bool | None = None
+    eos_token_id: int | list[int] | None = None
+    max_new_tokens: int | None = None
+
+
+def read_generation_defaults(directory: Path) -> GenerationDefaults:
+    """Read generation_config.json; end-of-text tokens fall back to those in config.json. Raises BadCheckpoint."""
+    path = directory / "generation_config.json"
+    try:
+        config = _GenerationConfig.model_validate(read_json_object(path) if path.exists() else {})
+        stop_ids = config.eos_token_id
+        if stop_ids is None:
+            stop_ids = _GenerationConfig.model_validate(read_json_object(directory / "config.json")).eos_token_id
+        sampling = {"temperature": 1.0, **config.model_dump(include=set(Sampling.model_fields), exclude_none=True)}
+        if not config.do_sample:
+            sampling["temperature"] = 0.0
+        return GenerationDefaults(
+            sampling=Sampling(**sampling),
+            stop_ids=() if stop_ids is None else tuple(stop_ids) if isinstance(stop_ids, list) else (stop_ids,),
+            max_tokens=config.max_new_tokens or _DEFAULT_MAX_TOKENS,
+        )
+    except ValidationError as error:
+        raise BadCheckpoint(path=str(path), reason=first_error(error)) from None
+
+
+def _response_template(path: Path, value: object) -> ResponseTemplate | None:
+    """How the model's answers are written, if its files say so in a form that can be read."""
+    if value is None:
+        return None
+    try:
+        return read_response_template(value)
+    except ValueError as error:
+        log.warning("%s: response_template is not used, since %s", path, error)
+        return None
+
+
+# ---- chat templates -----------------------------------------------------------------------------------------------
+
+
+def _special_token(name: str, value: object) -> str | None:
+    """The text of an entry such as `bos_token`, which is a string or an object with the field `content`."""
+    if not name.endswith("_token"):
+        return None
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+    """From chat_template.jinja, else from tokenizer_config.json: one template, or a list of which `default` is used."""
+    path = directory / "chat_template.jinja"
+    try:
+        if path.exists():
+            return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadCheckpoint(path=str(path), reason=f"the chat template cannot be read ({error})") from None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {each["name"]: each["template"] for each in template if isinstance(each, dict) and len(each) == 2}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _json_object(text: str, what: str) -> dict[str, Any]:
+    """The JSON object of a text, as the template gets it. Raises BadRequest that says `what` it is."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise BadRequest(reason=f"{what} must be a JSON object")
+    return value
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """A message as the template gets it: only the fields that it has. Raises BadRequest."""
+    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        functions = [
+            {"name": call.name, "arguments": _json_object(call.arguments, f"the arguments of the call {call.id}")}
+            for call in message.tool_calls
+        ]
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": function}
+            for call, function in zip(message.tool_calls, functions, strict=True)
+        ]
+    if message.tool_call_id:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.name:
+        shown["name"] = message.name
+    return shown
+
+
+def _compile(source: str, now: Callable[[], datetime]) -> jinja2.Template:
+    """Compile in a sandbox, since templates are untrusted, with the functions and filters that published ones use."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Accepts `{% generation %}`, which marks assistant text for training, and renders its content unchanged."""
+
+        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja2's own filter escapes for HTML
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    return environment.from_string(source)
