@@ -55,6 +55,7 @@ PURE_MODULES = (
     "coordinator.serve.text.closed_schemas",
     "coordinator.serve.replan.drift",
     "coordinator.serve.requests.fairness",
+    "coordinator.serve.recovery.preparation",
     "coordinator.serve.requests.retry",
     "hearth.errors",
     "hearth.platform.units",

@@ -21,7 +21,7 @@ from coordinator.serve.kinds.kind import ModelKind, SharedServices
 from coordinator.serve.kinds.transformer import TransformerKind
 from coordinator.serve.model import lifecycle as cycle
 from coordinator.serve.model.lifecycle_text import describe_cause, describe_state, history_entries, lifecycle_events
-from coordinator.serve.recovery.late_links import Witnesses
+from coordinator.serve.recovery.late_links import LateLinks
 from coordinator.serve.recovery.preparation import PreparedPlan, prepared_losses
 from coordinator.serve.recovery.preparation import describe as describe_preparation
 from coordinator.serve.recovery.preparer import Preparer
@@ -127,7 +127,7 @@ class Controller:
         self._clock = clock
         self._replanner = Replanner(self.kind, services, self.requests.admission, clock)
         self._calibrated_replanner = _calibrated_replanner(self.kind, services, self._replanner, clock)
-        self._witnesses = Witnesses(services.fleet, services.profiler, self._report_loss)
+        self._late_links = LateLinks(services.fleet, services.profiler, self._report_loss)
         self._preparer = Preparer(self.kind, services, self.requests.admission)
         self._prepared: PreparedPlan | None = None  # the plan that is deployed next, if it was made ahead
         self._action_task: asyncio.Task[None] | None = None  # executes the actions of the current phase
@@ -193,7 +193,7 @@ class Controller:
                 self.requests.admission.close(NotServing(state="another coordinator takes over"))
                 self.deployment.fail(LeaseLost(device="this home"))
                 self.deployment = None
-            await self._witnesses.close()
+            await self._late_links.close()
             await self._stop_workers()
             await asyncio.gather(*self._background, return_exceptions=True)
             await self.requests.close()
@@ -228,7 +228,7 @@ class Controller:
         if (error := loss_error(device, self.deployment, loaded)) is not None:
             self._report_loss(self.deployment, error)
         else:
-            self._witnesses.device_changed(device, self.deployment)
+            self._late_links.device_changed(device, self.deployment)
 
     # ---- the life cycle -------------------------------------------------------------------------------------------
 

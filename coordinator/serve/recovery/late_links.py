@@ -21,7 +21,7 @@ from hearth.platform.asyncio_tools import cancel_all, loop_time
 _AGAIN_SECONDS = 1.0  # from a check without a finding to the next one, while the worker still waits
 
 
-class Witnesses:
+class LateLinks:
     """What the workers of one deployed model say about each other. `on_link_lost(deployment, error)`: two cannot connect."""
 
     def __init__(

@@ -56,7 +56,7 @@ class Requests(Generic[D]):
         why_not_ready: Callable[[], HearthError],
         on_loss: Callable[[D, HearthError], None],
         probe: Callable[[D, HearthError], Awaitable[None]],
-        on_measured: Callable[[D, float, Sequence[float], float | None], None],
+        on_measured: Callable[[D, float, Sequence[float], float | None], None] = lambda *times: None,
     ) -> None:
         self.admission: Admission[D] = Admission(queue_limit)
         self.num_served = 0

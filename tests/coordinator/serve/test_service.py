@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 from support.waiting import until
 
-from coordinator.serve import deployments, durable_file
+from coordinator.serve import deployments
 from coordinator.serve import service as module
+from coordinator.serve import state as state_module
 from coordinator.serve.clients.key_registry import KeyRegistry
 from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
@@ -128,7 +129,7 @@ def test_change_of_keys_says_why_it_may_be_lost(
             configuration = wire.Configuration(number=3, leader="the run before", voters=("a",), tie_breaker="a")
             StateFile(tmp_path).save_configuration(configuration)
         service = service_in(tmp_path)
-        monkeypatch.setattr(durable_file, "write_atomically", write)
+        monkeypatch.setattr(state_module, "write_atomically", write)
         service._port = cast(Any, SimpleNamespace(change_access=lambda: None))
         request = wire.AddApp(request_id="5", timeout_seconds=1.0, name="lamp", public_key=new_keypair().public)
         answer = await service.handle(ADMIN, request, ())
@@ -154,7 +155,7 @@ def test_what_a_full_disk_did_not_take_is_written_later_or_when_the_coordinator_
     async def main() -> None:
         service = service_in(tmp_path)
         with monkeypatch.context() as patched:
-            patched.setattr(durable_file, "write_atomically", disk_full)
+            patched.setattr(state_module, "write_atomically", disk_full)
             service._trust.apps.add("lamp", new_keypair().public)
             service._devices.add("attic", new_keypair().public)
             service._state.save_configuration(None)

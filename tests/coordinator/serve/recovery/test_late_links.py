@@ -15,7 +15,7 @@ from support.waiting import let_tasks_run, until
 
 from coordinator.devices.registry import Device
 from coordinator.serve.recovery import late_links as module
-from coordinator.serve.recovery.late_links import Witnesses
+from coordinator.serve.recovery.late_links import LateLinks
 from hearth.errors import HearthError, LinkLost
 from hearth.wire.messages import WorkerStatus
 
@@ -32,7 +32,7 @@ class Home:
         self.stalled = False
         self.asked: list[tuple[str, int]] = []
         self.found: list[HearthError] = []
-        self.witnesses = Witnesses(cast(Any, self), cast(Any, self), lambda deployment, error: self.found.append(error))
+        self.witnesses = LateLinks(cast(Any, self), cast(Any, self), lambda deployment, error: self.found.append(error))
 
     async def is_lost(self, device_id: str, num_witnesses: Callable[[], int]) -> bool:
         self.asked.append((device_id, num_witnesses()))

@@ -1,4 +1,4 @@
-"""A change of keys is answered once the standbys that follow have it."""
+"""A change of keys is answered once the standbys have it; a leader that stops leaves its workers only to one that accepts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import logging
 import pytest
 
 from coordinator.serve.standby import followers as module
-from coordinator.serve.standby.followers import Follower, Followers
+from coordinator.serve.standby.followers import Follower, Followers, HandOver
+from hearth.errors import BadRequest
 
 
 def confirm(followers: Followers, follower: Follower) -> None:
@@ -87,5 +88,42 @@ def test_late_standby_delays_one_change_only(monkeypatch: pytest.MonkeyPatch, ca
         confirm(followers, attic)
         await asyncio.wait_for(change, 60)
         assert followers.latest_is_copied
+
+    asyncio.run(main())
+
+
+# ---- hand-over ---------------------------------------------------------------------------------------------------------
+
+
+def test_leader_leaves_once_a_standby_accepts() -> None:
+    async def main() -> None:
+        followers = Followers()
+        leader = HandOver(followers)
+        assert not await leader.offer()  # there is none
+        follower = followers.join("attic", confirms=True)
+        with pytest.raises(BadRequest, match="goes on leading"):
+            leader.accept()
+        hears = asyncio.create_task(follower.wait_news(600.0))
+        offer = asyncio.create_task(leader.offer())
+        await asyncio.wait_for(hears, 60)
+        assert leader.is_offered
+        leader.accept()
+        assert await offer
+        assert leader.accepted.is_set()
+
+    asyncio.run(main())
+
+
+def test_offer_that_no_standby_accepts_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the standby was stopped just before the leader: nobody would end the workers."""
+    monkeypatch.setattr(module, "_ACCEPT_SECONDS", 0.05)
+
+    async def main() -> None:
+        followers = Followers()
+        leader = HandOver(followers)
+        followers.join("attic", confirms=True)
+        assert not await leader.offer()
+        with pytest.raises(BadRequest):
+            leader.accept()
 
     asyncio.run(main())

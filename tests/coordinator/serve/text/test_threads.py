@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from coordinator.serve.text import threads as text_threads
+from coordinator.serve.text import threads
 from coordinator.serve.text.threads import TextThreads
 from hearth.errors import DeadlineExceeded, QueueFull
 
@@ -16,7 +16,7 @@ WAIT_SECONDS = 60.0
 
 
 def test_long_texts_delay_no_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_threads, "_MAX_WAITING_LONG", 2)
+    monkeypatch.setattr(threads, "_MAX_WAITING_LONG", 2)
 
     async def main() -> None:
         threads, release = TextThreads(), threading.Event()
