@@ -25,6 +25,7 @@ from hearth.errors import BadSetting
 from tools import interrupts
 from tools.bench import __main__ as commands
 from tools.bench import load
+from tools.bench import results as measured
 from tools.bench.experiment import Context, make_experiment, names, read_settings
 from tools.bench.generation import Generation, GenerationRow
 from tools.bench.load import BackgroundLoad, Process, calmest, calmest_of, foreign_seconds
@@ -203,7 +204,7 @@ def row(seconds: float = 0.5, **changes: Any) -> Row:
 
 
 def strategies(**settings: Any) -> Strategies:
-    return Strategies.model_validate({"kind": "strategies", "title": "a title", "strategies": ["hmp"], **settings})
+    return Strategies.model_validate({"name": "galaxy-c", "title": "a title", "strategies": ["hmp"], **settings})
 
 
 def test_row_round_trips_through_a_result_file() -> None:
@@ -327,41 +328,73 @@ def result(**changes: Any) -> Result:
 
 def test_page_of_a_result() -> None:
     assert result().markdown() == (
-        "# A title\n\n`python -m tools.bench run galaxy-c`, commit abc1234, 2026-11-22. a machine.\n\n- hmp wins\n\n"
+        "## A title\n\n`python -m tools.bench run galaxy-c`, commit abc1234, 2026-11-22. a machine.\n\n- hmp wins\n\n"
         "**a | b**\n\n| x | y |\n| --- | --- |\n| 1 | a/b |\n\n1. a note\n\nA remark.\n"
     )
 
 
-def test_report_has_a_page_of_raw_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(commands, "RESULTS", tmp_path)
-    settings = strategies().model_dump(mode="json")
-    result(settings=settings, raw=[row().model_dump(mode="json")]).save(tmp_path / "new.json")
-    result().save(tmp_path / "old.json")
-    commands.report(None)
-    assert "| hmp exact | 500 ms |" in (tmp_path / "new.md").read_text()
-    assert "| 1 | a/b |" in (tmp_path / "old.md").read_text()
+    return tmp_path
 
 
-def test_report_names_a_result_of_an_older_version_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "RESULTS", tmp_path)
-    settings = strategies().model_dump(mode="json")
-    now = row().model_dump(mode="json")
-    lacks = {name: value for name, value in now.items() if name != "devices"}
-    newer = {name: value for name, value in now.items() if name != "encrypt"}  # a field with a default
-    result(settings=settings, raw=[lacks]).save(tmp_path / "a.json")
-    result(settings={**settings, "colour": "red"}, raw=[now]).save(tmp_path / "b.json")
-    result(settings=settings, raw=[newer]).save(tmp_path / "c.json")
-    before = (tmp_path / "a.json").read_bytes()
-    done = CliRunner().invoke(commands.app, ["report"], env={"COLUMNS": "500"})
+def report(*names: str) -> Any:
+    return CliRunner().invoke(commands.app, ["report", *names], env={"COLUMNS": "500"})
+
+
+SETTINGS = strategies().model_dump(mode="json")
+RAW = row().model_dump(mode="json")
+HEAD = measured.commit().removesuffix(" with changes")
+
+
+def test_report_makes_a_page_of_raw_rows_and_tells_their_age(results: Path) -> None:
+    result(experiment="galaxy-c", commit=HEAD, settings=SETTINGS, raw=[RAW]).save(results / "galaxy-c.json")
+    saved = load_result(results / "galaxy-c.json")
+    assert (saved.raw, saved.tables) == ((RAW,), ())
+    done = report()
+    assert done.exit_code == 0, done.stderr
+    assert f"0 commits ago ({HEAD})" in done.stdout or "shallow" in done.stdout
+    assert "| hmp exact | 500 ms |" in (results / "strategies.md").read_text()
+    assert report("fig7").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"raw": []}, "it has no raw rows"),
+        ({"commit": f"{HEAD}, 0badbad0"}, "the repository has no commit 0badbad0"),
+        ({"raw": [{name: value for name, value in RAW.items() if name != "devices"}]}, "devices: Field required"),
+        ({"settings": {**SETTINGS, "colour": "red"}}, "colour: Extra inputs"),
+        ({"settings": {**SETTINGS, "name": "fig7"}}, "'fig7' is none of"),
+    ],
+)
+def test_report_names_a_page_that_has_to_be_measured_again(changes: dict[str, Any], said: str, results: Path) -> None:
+    if "commit" in changes and "shallow" in measured.measured_ago(HEAD).text:
+        pytest.skip("a shallow clone does not know its commits")
+    fields = {"commit": HEAD, "settings": SETTINGS, "raw": [RAW]}
+    result(**fields).save(results / "fig8.json")
+    result(**{**fields, **changes}).save(results / "galaxy-c.json")
+    done = report()
     assert done.exit_code == 1
-    said = done.stderr.splitlines()
-    assert len(said) == 2
-    assert "a.json is of an older version and has to be measured again: devices: Field required" in said[0]
-    assert "b.json is of an older version" in said[1]
-    assert (tmp_path / "a.json").read_bytes() == before
-    assert not (tmp_path / "a.md").exists()
-    assert load_result(tmp_path / "c.json").raw == (newer,)  # no field is added that was not measured
-    assert "| hmp exact | 500 ms |" in (tmp_path / "c.md").read_text()
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: galaxy-c.json")
+    assert said in line
+
+
+def test_newer_fields_are_not_added_to_raw_rows(results: Path) -> None:
+    older = {name: value for name, value in RAW.items() if name != "encrypt"}
+    result(commit=HEAD, settings=SETTINGS, raw=[older]).save(results / "galaxy-c.json")
+    assert report().exit_code == 0
+    assert load_result(results / "galaxy-c.json").raw == (older,)
+
+
+def test_age_is_that_of_the_oldest_commit_and_unknown_in_a_shallow_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"rev-parse": "false", "aaa..HEAD": "3", "bbb..HEAD": "12"}
+    monkeypatch.setattr(measured, "_git", lambda *words: answers.get(words[0], answers.get(words[-1], "")))
+    assert measured.measured_ago("aaa, bbb with changes") == ("12 commits ago (aaa, bbb with changes)", "")
+    answers["rev-parse"] = "true"
+    assert measured.measured_ago("ccc") == ("this clone is shallow: its history is not known", "")
 
 
 # ---- the command ------------------------------------------------------------------------------------------------------
@@ -386,7 +419,7 @@ TINY = {
         (["seq_lens=[4000]"], "at most 512 tokens"),
         (["seq_lens"], "not of the form key=value"),
         (["colour=red"], "colour: Extra inputs are not permitted"),
-        (["kind=magic"], "'magic' is none of"),
+        (["name=magic"], "'magic' is none of"),
     ],
 )
 def test_invalid_input_is_reported_in_one_line(changes: list[str], named: str, tmp_path: Path) -> None:
@@ -400,9 +433,9 @@ def test_invalid_input_is_reported_in_one_line(changes: list[str], named: str, t
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("run", "galaxy-z"), "neither a file nor a built-in experiment: "),
+        (("run", "galaxy-z"), "'galaxy-z' is none of"),
         (("run", "galaxy-a", "--out", "/nowhere/rows.json"), "/nowhere/rows.json cannot be written"),
-        (("report", "galaxy-z"), "No such file"),
+        (("report", "galaxy-z"), "has no galaxy-z.json"),
     ],
 )
 def test_missing_file_is_reported_in_one_line(arguments: tuple[str, ...], named: str) -> None:
@@ -580,7 +613,7 @@ def test_prefill_of_several_devices_is_compared_with_one() -> None:
             **more,
         )  # fmt: skip
 
-    experiment = Generation(kind="generation", title="prefill")
+    experiment = Generation(name="generation", title="prefill")
     summary = experiment.summary([row("transformers", 9.0, None), row("local", 6.0, 6.2), row("hmp", 2.0, 2.1)])
     (said,) = summary.conclusions
     assert said.startswith(

@@ -1,4 +1,4 @@
-"""`python -m tools.bench`: runs the experiments of `experiments/` and makes the pages of `docs/results/` from their results."""
+"""`python -m tools.bench`: runs experiments, and makes the pages of `docs/results` from their results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,19 @@ from coordinator.cli.output import err, handles_errors, out
 from hearth.errors import BadSetting
 from hearth.validation import first_error
 from tools import interrupts
-from tools.bench.experiment import Context, make_experiment, names, read_settings
+from tools.bench.experiment import Context, make_experiment, names, page_of, read_settings
 from tools.bench.measure import temporary_folder
-from tools.bench.results import RESULTS, Result, Summary, check_writable, commit, load_result, machine, today
+from tools.bench.results import (
+    RESULTS,
+    Result,
+    Summary,
+    check_writable,
+    commit,
+    load_result,
+    machine,
+    measured_ago,
+    today,
+)
 from tools.bench.tensor.graphs import GRAPHS
 from tools.bench.tensor.homes import HOMES
 
@@ -28,7 +38,7 @@ screen = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_W
 
 app = typer.Typer(
     name="python -m tools.bench",
-    help="Measure Hearth in experiments: files of settings in tools/bench/experiments. Emulated devices need root.",
+    help="Measure Hearth in experiments. Emulated devices need root.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -48,7 +58,7 @@ def list_experiments() -> None:
 @app.command()
 @handles_errors
 def run(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment's name, or a file of settings.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment's name.")],
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", help="Change a setting, e.g. rounds=5; may be repeated.", metavar="KEY=VALUE"),
@@ -62,9 +72,9 @@ def run(
     """Run one experiment and save its rows as they are measured. Exits with 1 if a figure does not hold."""  # fmt: skip
     settings = read_settings(name, changes or ())
     experiment = make_experiment(settings)
-    path = path or RESULTS / f"{Path(name).stem}.json"
+    path = path or RESULTS / f"{name}.json"
     command = " ".join(["python -m tools.bench run", name, *(f"--set '{change}'" for change in changes or ())])
-    result = Result(experiment=Path(name).stem, title=experiment.title, command=command, commit=commit(), date=today(),
+    result = Result(experiment=name, title=experiment.title, command=command, commit=commit(), date=today(),
                     machine=machine(), settings=settings)  # fmt: skip
     known: list[Any] = []
     if resume and path.exists():
@@ -85,7 +95,7 @@ def run(
             rows.append(row)
             summary = experiment.summary(rows)
             result.raw = tuple(row.model_dump(mode="json") for row in rows)
-            _save(result, summary, path)
+            result.save(path)
     _print(summary)
     if summary.failure:
         err.print(f"[red]error:[/] {summary.failure}", soft_wrap=True)
@@ -131,32 +141,41 @@ def doppler(
 def report(
     chosen: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all results.")] = None,
 ) -> None:
-    """Make a page from every result file. Exits with 1 if some are of an older version, and leaves these."""
-    outdated = False
-    for path in [RESULTS / f"{name}.json" for name in chosen or ()] or sorted(RESULTS.glob("*.json")):
-        result = load_result(path)
-        if result.raw:
-            try:
-                experiment = make_experiment(result.settings)
-                rows = [experiment.ROW.validate_python(row) for row in result.raw]
-            except (BadSetting, ValidationError) as error:
-                reason = first_error(error, "row") if isinstance(error, ValidationError) else error
-                err.print(
-                    f"[red]error:[/] {path} is of an older version and has to be measured again: {reason}",
-                    soft_wrap=True,
-                )
-                outdated = True
-                continue
-            # The raw rows stay as they were measured: fields that are newer than they are would get defaults.
-            _save(result, experiment.summary(rows), path)
-        path.with_suffix(".md").write_text(result.markdown())
-    if outdated:
+    """Make the pages from the result files, one for each module, and tell how many commits ago each was measured.
+
+    Exits with 1 if a result has no raw rows, is of an older version, or of a commit that the repository does not have.
+    """
+    results = {path: load_result(path) for path in sorted(RESULTS.glob("*.json"))}
+    if unknown := set(chosen or ()) - {path.stem for path in results}:
+        raise BadSetting(setting="NAME", reason=f"{RESULTS} has no {', '.join(sorted(unknown))}.json")
+    pages = {page_of(result.experiment) for path, result in results.items() if not chosen or path.stem in chosen}
+    results = {path: result for path, result in results.items() if page_of(result.experiment) in pages}
+    faults = 0
+    for path, result in results.items():
+        age = measured_ago(result.commit)
+        out.print(f"{path.stem:24} {result.date}  {age.text}", soft_wrap=True, markup=False)
+        for fault in filter(None, (age.fault, _summarise(result))):
+            err.print(f"[red]error:[/] {path.name}: {fault}", soft_wrap=True)
+            faults += 1
+    for page in pages:
+        sections = [result.markdown() for result in results.values() if page_of(result.experiment) == page]
+        (RESULTS / f"{page}.md").write_text("\n".join([f"# Results: {page}\n", *sections]))
+    if faults:
         raise typer.Exit(1)
 
 
-def _save(result: Result, summary: Summary, path: Path) -> None:
+def _summarise(result: Result) -> str:
+    """Make a result's tables from its raw rows, which stay as they were measured. Returns why it cannot; empty if it can."""
+    if not result.raw:
+        return "it has no raw rows and has to be measured again"
+    try:
+        experiment = make_experiment(result.settings)
+        summary = experiment.summary([experiment.ROW.validate_python(row) for row in result.raw])
+    except (BadSetting, ValidationError) as error:
+        reason = first_error(error, "row") if isinstance(error, ValidationError) else error
+        return f"it is of an older version and has to be measured again: {reason}"
     result.conclusions, result.tables = summary.conclusions, summary.tables
-    result.save(path)
+    return ""
 
 
 def _print(summary: Summary) -> None:

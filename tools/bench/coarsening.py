@@ -21,7 +21,7 @@ from coordinator.plan.graph.latency.problem import PlacementProblem, placement_p
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
 from hearth.plan.graph_spec import GraphSpec
 from hearth.wire.messages import GraphProfile
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.graph_files import find_files
 from tools.bench.moirai import MOIRAI, MoiraiRow, plan_with_all
 from tools.bench.results import Summary, Table
@@ -57,6 +57,15 @@ class Coarsening(Experiment):
     """Operators, planning time and loss with Moirai's coarsening."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(CoarseningRow)
+    # `onnx`: a folder of ONNX files. `python -m tools.graph_models resnet50 --out models/resnet50.onnx` makes one; so for bert,
+    # efficientnet_b0, mobilenet_v2, two_branch and vit. Name another folder with --set onnx=DIR.
+    PAGE = "moirai"
+    NAMED: ClassVar[Named] = {
+        "coarsening": {
+            "title": "Coarsening of graphs before placement (Moirai)", "source": "Moirai, arXiv 2312.04025, Algorithm 1",
+            "onnx": "models", "time_limit": 30,
+        }
+    }  # fmt: skip
 
     onnx: Path  # folder of ONNX files
     time_limit: float = Field(60.0, gt=0)  # seconds, of moirai for each graph

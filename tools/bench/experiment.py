@@ -1,46 +1,30 @@
-"""Experiments as data: what a settings file of `experiments/` becomes, and what each kind of experiment provides."""
+"""Experiments: modules with the settings of one or more, their rows, and the tables made of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from hearth.errors import BadSetting
 from hearth.validation import first_error
 from tools.bench.results import Summary
-from tools.toml_files import read_settings_file, tomllib
+from tools.toml_files import tomllib
 
-EXPERIMENTS = Path(__file__).parent / "experiments"
-# Module and class of each kind; imported when it is used.
-KINDS: dict[str, tuple[str, str]] = {
-    "strategies": ("strategies", "Strategies"),
-    "generation": ("generation", "Generation"),
-    "speculation": ("speculation", "SpeculativeDecoding"),
-    "prefix-cache": ("prefix_cache", "PrefixCache"),
-    "graph-throughput": ("graphs", "GraphThroughput"),
-    "graph-latency": ("graphs", "GraphLatency"),
-    "versions": ("versions", "Versions"),
-    "partition": ("partition", "Partition"),
-    "moirai": ("moirai", "Moirai"),
-    "coarsening": ("coarsening", "Coarsening"),
-    "doppler-policy": ("doppler.policy", "DopplerPolicy"),
-    "doppler": ("doppler.evaluation", "Doppler"),
-    "doppler-real": ("doppler.real", "DopplerReal"),
-    "doppler-loss": ("doppler.loss", "DopplerLoss"),
-    "faults": ("faults", "Faults"),
-    "idle-cost": ("idle_cost", "IdleCost"),
-    "kernels": ("kernel_speed", "KernelSpeed"),
-    "http-overhead": ("http.overhead", "HttpOverhead"),
-    "http-turns": ("http.turns", "HttpTurns"),
-    "one-core": ("one_core", "OneCore"),
-    "scenarios": ("scenarios", "Scenarios"),
-}
+Named: TypeAlias = Mapping[str, Mapping[str, Any]]
+# Modules of experiments. A name is looked up in this order.
+MODULES = (
+    "tools.bench.strategies", "tools.bench.scenarios", "tools.bench.generation", "tools.bench.speculation",
+    "tools.bench.prefix_cache", "tools.bench.graphs", "tools.bench.faults", "tools.bench.idle_cost",
+    "tools.bench.http.overhead", "tools.bench.http.turns", "tools.bench.versions", "tools.bench.one_core",
+    "tools.bench.kernel_speed", "tools.bench.partition", "tools.bench.moirai", "tools.bench.coarsening",
+    "tools.bench.doppler.evaluation", "tools.bench.doppler.policy", "tools.bench.doppler.loss", "tools.bench.doppler.real",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,11 +41,13 @@ class Experiment(BaseModel, ABC):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    NAMED: ClassVar[Named] = {}  # the experiments of this class: their settings by name
+    PAGE: ClassVar[str]  # of docs/results, with their tables
     ROW: ClassVar[TypeAdapter[Any]]  # type of one raw row
     # Whether rows name all settings that they depend on: a run that resumes keeps those of other settings.
     ROWS_NAME_SETTINGS: ClassVar[bool] = False
 
-    kind: str
+    name: str
     title: str
     source: str = ""  # paper and figure, if it reproduces one
 
@@ -76,12 +62,12 @@ class Experiment(BaseModel, ABC):
 
 def names() -> list[str]:
     """The names of all experiments."""
-    return sorted(path.stem for path in EXPERIMENTS.glob("*.toml"))
+    return sorted(name for kind in _kinds() for name in kind.NAMED)
 
 
-def read_settings(name_or_path: str, changes: Iterable[str] = ()) -> dict[str, Any]:
-    """Read an experiment file, by name or path, with `key=value` changes (TOML values). Raises BadSetting."""
-    _, settings = read_settings_file("experiment", name_or_path, EXPERIMENTS)
+def read_settings(name: str, changes: Iterable[str] = ()) -> dict[str, Any]:
+    """The settings of an experiment, with `key=value` changes (TOML values). Raises BadSetting."""
+    settings = {"name": name, **_kind_of(name).NAMED[name]}
     for change in changes:
         key, equals, value = change.partition("=")
         if not equals:
@@ -90,24 +76,42 @@ def read_settings(name_or_path: str, changes: Iterable[str] = ()) -> dict[str, A
     return settings
 
 
+def make_experiment(settings: Mapping[str, Any]) -> Experiment:
+    """The experiment of these settings. Raises BadSetting that names the wrong one."""
+    name = str(settings.get("name"))
+    try:
+        return _kind_of(name).model_validate(settings)
+    except ValidationError as error:
+        raise BadSetting(setting=f"experiment '{name}'", reason=first_error(error, "settings")) from None
+
+
+def page_of(name: str) -> str:
+    """The page of `docs/results` with an experiment's tables; of one that exists no more, named by its first word."""
+    kind = _find_kind(name)
+    return kind.PAGE if kind is not None else name.partition("-")[0]
+
+
+def _kinds() -> Iterator[type[Experiment]]:
+    """The classes of all experiments. Modules are imported when they are needed."""
+    for module in MODULES:
+        for kind in vars(import_module(module)).values():
+            if isinstance(kind, type) and issubclass(kind, Experiment) and kind.__module__ == module:
+                yield kind
+
+
+def _find_kind(name: str) -> type[Experiment] | None:
+    return next((kind for kind in _kinds() if name in kind.NAMED), None)
+
+
+def _kind_of(name: str) -> type[Experiment]:
+    if (kind := _find_kind(name)) is None:
+        raise BadSetting(setting="the experiment", reason=f"'{name}' is none of {', '.join(names())}")
+    return kind
+
+
 def _value(text: str) -> Any:
     """A TOML value; text that is none is a string, so that quotes are not needed."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def make_experiment(settings: dict[str, Any]) -> Experiment:
-    """The experiment of these settings. Raises BadSetting that names the wrong one."""
-    kind = settings.get("kind")
-    if kind not in KINDS:
-        raise BadSetting(setting="kind", reason=f"'{kind}' is none of {', '.join(KINDS)}")
-    module, name = KINDS[kind]
-    try:
-        experiment: Experiment = getattr(import_module(f"tools.bench.{module}"), name).model_validate(settings)
-    except ValidationError as error:
-        raise BadSetting(
-            setting=f"experiment '{settings.get('title', kind)}'", reason=first_error(error, "file")
-        ) from None
-    return experiment

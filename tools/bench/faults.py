@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 from typing_extensions import Self
 
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.fault_actions import FAULTS
 from tools.bench.fault_home import CLIENTS, LOADS, FaultHome, LoadName, served_home
 from tools.bench.fault_rows import (
@@ -31,7 +31,12 @@ from tools.bench.load import load_between, snapshot
 from tools.bench.results import Summary
 
 _MOMENT_SECONDS = (0.5, 2.5)  # range of the time from a home that is ready to the fault
-_WITHOUT_STANDBY = tuple(name for name, fault in FAULTS.items() if not fault.parts_network)
+OF_COORDINATORS = tuple(name for name in FAULTS if name.startswith("coordinator"))  # with a standby
+SINGLE = (
+    "worker killed", "agent killed", "worker stopped", "device stopped", "link cut", "data connection reset", "store full",
+    "power cycled", "coordinator killed", "coordinator stopped",
+)  # fmt: skip
+COMBINED = tuple(name for name in FAULTS if name not in (*SINGLE, *OF_COORDINATORS))
 _LOG_CHARACTERS = 3000  # of the log of each coordinator and agent that are kept where something went wrong
 
 
@@ -39,9 +44,21 @@ class Faults(Experiment):
     """`count` faults of each kind, divided among the loads, in random order."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(FaultRow)
+    PAGE = "faults"
+    NAMED: ClassVar[Named] = {
+        "faults": {"title": "Faults under load: calls that fail, wrong answers, pauses", "faults": SINGLE, "count": 50},
+        "faults-combined": {
+            "title": "Further faults under load: of the template, of other connections, and several at once",
+            "faults": COMBINED, "count": 10,
+        },
+        "faults-standby": {
+            "title": "Faults of a coordinator with a standby, and of the network between them", "faults": OF_COORDINATORS,
+            "standby": True,
+        },
+    }  # fmt: skip
 
     loads: tuple[LoadName, ...] = LOADS
-    faults: tuple[str, ...] = Field(_WITHOUT_STANDBY, min_length=1)
+    faults: tuple[str, ...] = Field(SINGLE, min_length=1)
     count: int = Field(15, ge=1)  # of each fault, under all loads together
     devices: int = Field(4, ge=2, le=8)
     mbit: float = Field(1000.0, ge=1)  # real rate of every link
@@ -63,7 +80,7 @@ class Faults(Experiment):
 
     @model_validator(mode="after")
     def _fails_only_coordinators(self) -> Self:
-        if self.standby and not all(name.startswith("coordinator") for name in self.faults):
+        if self.standby and set(self.faults) - set(OF_COORDINATORS):
             raise ValueError("standby: the faults must be those of a coordinator, such as 'coordinator killed'")
         if not self.standby and self._parts_network:
             raise ValueError("standby: a network can only be parted between two coordinators")

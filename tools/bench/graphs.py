@@ -23,7 +23,7 @@ from hearth.plan.common import ValueFormatName
 from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.findings import summarise
 from tools.bench.graph_findings import TARGET_GAIN, of_pipelines, of_placements, predicts_gain, served_table
 from tools.bench.graph_home import GraphHome, Served
@@ -68,6 +68,14 @@ class _Graphs(Experiment):
 class GraphThroughput(_Graphs):
     """One device and pipelines at full load."""
 
+    PAGE = "graphs"
+    NAMED: ClassVar[Named] = {
+        "graphs-throughput": {
+            "title": "ResNet-50 as a pipeline of three devices",
+            "wires": ["exact", "int8"],
+            "seconds": 6,
+        }
+    }
     model: str = "resnet50"  # a network of tools.graph_models
     wires: tuple[ValueFormatName, ...] = Field(("exact", "fp16", "int8"), min_length=1)
     seconds: float = Field(8.0, ge=1)  # of full load in each round
@@ -97,6 +105,12 @@ class GraphThroughput(_Graphs):
 class GraphLatency(_Graphs):
     """One request at a time through a network of two branches, at two link rates."""
 
+    PAGE = "graphs"
+    NAMED: ClassVar[Named] = {
+        "graphs-latency": {
+            "title": "A network of two branches at two link rates", "rounds": 2, "requests": 6, "time_limit": 5,
+        }
+    }  # fmt: skip
     slow_mbit: float = Field(4.0, ge=0.1)  # second, slower link rate
     branch_width: int = Field(256, ge=8, le=1024)  # channels of each branch; compute grows with the square
     requests: int = Field(10, ge=1)  # sequential requests in each round

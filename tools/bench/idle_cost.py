@@ -13,7 +13,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from hearth.platform.units import format_bytes
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.fault_home import LOADS, LoadName, served_home
 from tools.bench.results import Summary, Table
 from tools.testbed import Testbed
@@ -82,6 +82,8 @@ class IdleCost(Experiment):
     """A home without requests for `minutes`, for each model."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(IdleRow)
+    PAGE = "faults"
+    NAMED: ClassVar[Named] = {"idle-cost": {"title": "What an idle home costs"}}
 
     loads: tuple[LoadName, ...] = LOADS
     minutes: float = Field(2.0, gt=0)

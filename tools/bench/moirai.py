@@ -15,7 +15,7 @@ from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from hearth.errors import ModelDoesNotFit, NoPlacement
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.graph_files import find_files
 from tools.bench.results import Summary, Table
 
@@ -57,6 +57,19 @@ class Moirai(Experiment):
     """Latency-optimal placement beside the paper's baselines."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(MoiraiRow)
+    # `graphs`: a folder of the placement problems that Moirai's authors published (sample-data of
+    # github.com/moirai-placement/moirai), as JSON; not in this repository. Name yours with --set graphs=DIR.
+    PAGE = "moirai"
+    NAMED: ClassVar[Named] = {
+        "moirai": {
+            "title": "Placement for latency (Moirai), with congestion control", "source": "Moirai, arXiv 2312.04025",
+            "graphs": "graphs", "time_limit": 120,
+        },
+        "moirai-no-congestion": {
+            "title": "Placement for latency (Moirai), without congestion control", "source": "Moirai, arXiv 2312.04025",
+            "graphs": "graphs", "time_limit": 120, "congestion": False,
+        },
+    }  # fmt: skip
 
     graphs: Path  # folder of placement problems in the Moirai authors' JSON format
     time_limit: float = Field(120.0, gt=0)  # seconds, of moirai for each problem

@@ -28,7 +28,7 @@ from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.generation import LLAMA
 from tools.bench.homes import decoder_directory
 from tools.bench.measure import MIN_ROUNDS, emulated
@@ -67,10 +67,30 @@ class OneCoreRow(BaseModel):
     decode_gain: Ratio
 
 
+# Set old = "../hearth-old", made by `git worktree add ../hearth-old 1deda8a`.
+_OLDER_PROCESSOR = {
+    "leave_out": ["onnxruntime"],  # it would use newer instructions
+    "transformers": [], "prompt_tokens": 128, "new_tokens": 32, "rounds": 9,
+    "model": {**LLAMA, "num_hidden_layers": 2, "vocab_size": 4000},
+}  # fmt: skip
+
+
 class OneCore(Experiment):
     """Generation on one core by several programs."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(OneCoreRow)
+    PAGE = "kernels"
+    NAMED: ClassVar[Named] = {
+        "one-core": {"title": "Generation on one core by Hearth, transformers and llama.cpp"},
+        "one-core-avx2": {
+            "title": "Generation on one core with AVX2 by Hearth and by the version before kernels were measured",
+            "instructions": "avx2", **_OLDER_PROCESSOR,
+        },
+        "one-core-sse42": {
+            "title": "Generation on one core with SSE4.2 by Hearth and by the version before kernels were measured",
+            "instructions": "sse4.2", **_OLDER_PROCESSOR,
+        },
+    }  # fmt: skip
 
     model: dict[str, Any] = LLAMA
     weights: tuple[WeightFormat, ...] = Field(("int4", "int8"), min_length=1)
@@ -228,8 +248,12 @@ class OneCore(Experiment):
             "Hearth's decode over it": lambda row: f"{row.decode_gain.median:.2f} {row.decode_gain.interval}",
             "kernels": lambda row: row.kernels,
         }
-        title = f"{self.prompt_tokens} + {self.new_tokens} tokens on one core"
-        return Summary(tables=(Table.of_columns(title, columns, rows),))
+        sizes = dict.fromkeys((row.prompt_tokens, row.new_tokens) for row in rows)
+        return Summary(tables=tuple(
+            Table.of_columns(f"{prompt} + {new} tokens on one core", columns,
+                             (row for row in rows if (row.prompt_tokens, row.new_tokens) == (prompt, new)))
+            for prompt, new in sizes
+        ))  # fmt: skip
 
 
 def _call_reference(reference: DeviceProcess, dtype: str, num_tokens: int, prompt: list[int]) -> Answer:

@@ -23,7 +23,7 @@ from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, s
 from coordinator.plan.graph.throughput.published import NUM_CLASSES, equal_partitions, published_stages
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.graph_files import read_graphs
 from tools.bench.partition_setup import Accounting, draw_links, problem_of
 from tools.bench.results import Summary, Table
@@ -81,6 +81,21 @@ class Partition(Experiment):
     """Partitioning and placement in random clusters. Nothing runs on devices, as in the paper; only planning takes time."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(PartitionRow)
+    # `graphs`: a folder of Keras models exported as JSON, one file a model: {"name", "nodes": [{"id", "op", "name",
+    # "out_bytes", "param_bytes", "flops"}], "edges"}, as coordinator/models/onnx/json_reader.py reads it. It is not in
+    # this repository: export the models of keras.applications, or name a folder of other graphs with --set graphs=DIR.
+    PAGE = "partition"
+    NAMED: ClassVar[Named] = {
+        "partition": {
+            "title": "Partitioning and placement for throughput, as the paper counts",
+            "source": "Parthasarathy and Krishnamachari, Figures 7 to 10", "graphs": "keras",
+        },
+        "partition-notebooks": {
+            "title": "Partitioning and placement for throughput, as the authors' notebooks count",
+            "source": "Parthasarathy and Krishnamachari, Figures 7 to 10; github.com/ANRGUSC/SEIFER", "graphs": "keras",
+            "accounting": "notebooks", "nodes": [50], "memory_mib": [64, 128, 256], "ratio_runs": 100, "time_limit": 0.5,
+        },
+    }  # fmt: skip
 
     graphs: Path  # folder of graphs, JSON or ONNX
     models: tuple[str, ...] = ("MobileNetV2", "EfficientNetB1", "ResNet50", "InceptionResNetV2")  # of Figures 7 to 9

@@ -20,7 +20,7 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import KV_BLOCK_TOKENS
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.generation import LLAMA
 from tools.bench.homes import decoder_directory
 from tools.bench.load import load_between, snapshot
@@ -65,6 +65,10 @@ class PrefixCache(Experiment):
     """A decoder of random weights on one device and on two, with prompts that share a prefix."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(PrefixRow)
+    PAGE = "generation"
+    NAMED: ClassVar[Named] = {
+        "prefix-cache": {"title": "Time to the first token of prompts whose first part is in the KV cache"}
+    }
 
     scenario: str = "whole-cores"
     model: dict[str, Any] = LLAMA

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.markup import escape
@@ -78,11 +79,11 @@ class Summary(BaseModel):
 
 
 class Result(BaseModel):
-    """One run of an experiment, as saved. `raw` is empty where only the tables of an old run were kept."""
+    """One run of an experiment. Conclusions and tables are made of the raw rows, and only saved where there are none."""
 
     model_config = ConfigDict(extra="forbid")
 
-    experiment: str  # name of its file in tools/bench/experiments
+    experiment: str
     title: str
     command: str
     commit: str  # of the measured code
@@ -95,12 +96,14 @@ class Result(BaseModel):
     raw: tuple[dict[str, Any], ...] = ()
 
     def save(self, path: Path) -> None:
-        """Write the file atomically, so that an interrupt leaves the old one."""
-        write_atomically(path, (self.model_dump_json(indent=1) + "\n").encode())
+        """Write the file atomically, so that an interrupt leaves the old one. Numbers get six significant digits."""
+        made = {"conclusions", "tables"} if self.raw else None
+        fields = json.loads(self.model_dump_json(exclude=made), parse_float=lambda text: float(f"{float(text):.6g}"))
+        write_atomically(path, (json.dumps(fields, separators=(",", ":"), ensure_ascii=False) + "\n").encode())
 
     def markdown(self) -> str:
-        """The page of the result."""
-        parts = [f"# {self.title}", f"`{self.command}`, commit {self.commit}, {self.date}. {self.machine}."]
+        """The section of its page."""
+        parts = [f"## {self.title}", f"`{self.command}`, commit {self.commit}, {self.date}. {self.machine}."]
         if self.conclusions:
             parts.append("\n".join(f"- {line}" for line in self.conclusions))
         return "\n\n".join([*parts, *(table.markdown() for table in self.tables), *self.remarks]) + "\n"
@@ -127,15 +130,37 @@ def today() -> str:
     return datetime.date.today().isoformat()
 
 
+class Age(NamedTuple):
+    """How long ago a result was measured, in words. `fault`: why nobody can tell."""
+
+    text: str
+    fault: str = ""
+
+
+def measured_ago(commits: str) -> Age:
+    """The number of commits since the oldest of `commits`, which are separated by commas as `Result.commit` has them."""
+    shallow = _git("rev-parse", "--is-shallow-repository")
+    if shallow != "false":
+        return Age("this clone is shallow: its history is not known" if shallow else "this is no git repository")
+    counts = []
+    for name in (each.removesuffix(" with changes") for each in commits.split(", ")):
+        count = _git("rev-list", "--count", f"{name}..HEAD")
+        if not count:
+            return Age("", f"the repository has no commit {name}")
+        counts.append(int(count))
+    return Age(f"{max(counts)} commits ago ({commits})")
+
+
 def commit() -> str:
     """The checked-out commit; marked if files differ from it."""
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.toml")
+    return (_git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
 
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.toml")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
+def _git(*arguments: str) -> str:
+    """The output of git; empty if it fails."""
+    done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def machine() -> str:

@@ -24,7 +24,7 @@ from hearth.errors import BadSetting
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.graph_home import GraphHome
 from tools.bench.homes import Model, agent_names, decoder_directory, on_quietest_core
 from tools.bench.load import load_between, snapshot
@@ -71,6 +71,11 @@ class Scenarios(Experiment):
     """`auto` and the best single device, interleaved, in each scenario and for each workload."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(ScenarioRow)
+    # All take hours: an interrupted run goes on with --resume, and --set scenario=wifi-5 --set workload=decoder runs a part.
+    PAGE = "scenarios"
+    NAMED: ClassVar[Named] = {
+        "scenarios": {"title": "auto and the best single device, in every scenario of the testbed but wifi-lossy"}
+    }
 
     # Names, or TOML files; empty: all that are timed.
     scenario: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()

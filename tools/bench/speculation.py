@@ -22,7 +22,7 @@ from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.homes import Model, decoder_directory
 from tools.bench.load import load_between, snapshot
 from tools.bench.measure import MIN_ROUNDS, emulated
@@ -66,6 +66,18 @@ class SpeculativeDecoding(Experiment):
     """A decoder of random weights on one device and on two, with oracles of several qualities and without guesses."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(SpeculationRow)
+    PAGE = "generation"
+    NAMED: ClassVar[Named] = {
+        "speculation": {"title": "Speculative decoding by the share of guesses that are right"},
+        "speculation-draft": {
+            "title": "Speculative decoding with a draft model by the share of guesses that are right", "rounds": 5,
+            "new_tokens": 96,
+            "draft": {  # it reads a fifteenth of the model's weights for a token, most of them of its head
+                "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 16000, "max_position_embeddings": 2048,
+            },
+        },
+    }  # fmt: skip
 
     scenario: str = "whole-cores"
     model: Model = _MODEL

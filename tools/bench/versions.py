@@ -28,7 +28,7 @@ from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from hearth.platform.units import format_seconds
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.fault_home import make_model
 from tools.bench.generation import LLAMA
 from tools.bench.homes import agent_names, agents, decoder_directory, hub_scenario, on_quietest_core
@@ -116,8 +116,16 @@ class Versions(Experiment):
     """The speed of two checkouts, in alternating rounds. Does not hold if the new one is slower."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(VersionsRow)
+    PAGE = "versions"
+    NAMED: ClassVar[Named] = {
+        "versions": {"title": "Two versions of Hearth"},
+        "versions-latency": {
+            "title": "Latency without faults: an app that embeds, with one and with four devices",
+            "cases": ["embed-1", "embed-4"],
+        },
+    }  # fmt: skip
 
-    old: Path  # checkouts of Hearth
+    old: Path = Path("../hearth-old")  # made by `git worktree add ../hearth-old COMMIT`
     new: Path = Path()
     cases: tuple[Case, ...] = get_args(Case)
     rounds: int = Field(15, ge=2)  # of each side and case

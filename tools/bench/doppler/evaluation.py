@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter
 from tools.bench.doppler.cells import measure_in_child
 from tools.bench.doppler.rows import Cell, CellRow, HomeName, Method
 from tools.bench.doppler.tables import summarise
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.results import Summary
 from tools.bench.tensor.graphs import GRAPHS, GraphName
 
@@ -38,6 +38,14 @@ class Doppler(Experiment):
     """The main table on each home; further tables on the first home."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(CellRow)
+    # `python -m tools.bench doppler --help` lists options for the settings.
+    PAGE = "doppler"
+    NAMED: ClassVar[Named] = {
+        "doppler": {
+            "title": "Doppler's tables: placements of its four task graphs, simulated", "source": "Doppler, arXiv 2505.23131",
+            "homes": ["gigabit"],
+        }
+    }  # fmt: skip
     ROWS_NAME_SETTINGS: ClassVar[bool] = True
 
     graphs: tuple[GraphName, ...] = GRAPHS

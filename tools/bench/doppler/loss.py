@@ -27,7 +27,7 @@ from coordinator.serve.planners.policies import plan_with_policy
 from coordinator.serve.planners.spare import start_planner
 from hearth.plan.plan import GraphPlan
 from hearth.platform.child_main import READY_LINE
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.results import Summary, Table, load_result
 from tools.bench.stats import percentile
 from tools.bench.tensor.graphs import GRAPHS, GraphName, tensor_graph
@@ -70,6 +70,10 @@ class DopplerLoss(Experiment):
     """Every single-device loss of every pair of graph and home. Does not hold if a limit above is exceeded."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(LossRow)
+    PAGE = "doppler"
+    NAMED: ClassVar[Named] = {
+        "doppler-loss": {"title": "Plans of task graphs after the loss of a device", "reference_limit": 60}
+    }
 
     graphs: tuple[GraphName, ...] = GRAPHS
     homes: tuple[str, ...] = ("gigabit", "wifi", "unequal")

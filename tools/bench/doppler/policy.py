@@ -26,7 +26,7 @@ from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.solution import SearchOptions, Solution
 from coordinator.serve.planners.policies import SHIPPED_POLICY, usable_policy
 from hearth.errors import BadSetting
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.results import Summary, Table
 from tools.bench.tensor.graphs import GRAPHS, GraphName, tensor_graph
 from tools.bench.tensor.homes import HOMES
@@ -88,6 +88,16 @@ class DopplerPolicy(Experiment):
     """The policy on graphs and homes that training has not seen, and its share of the planner's plans."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(ZeroShotRow | ShareRow)
+    PAGE = "doppler"
+    NAMED: ClassVar[Named] = {
+        "doppler-policy": {
+            "title": "What the learnt policy adds to the planner doppler", "source": "Doppler, arXiv 2505.23131",
+            # Random graphs on random homes that training has not seen, besides the paper's graphs on four homes.
+            "random_instances": 24, "random_seed": 1000000,
+            # Seconds of processor time of each plan. The planner runs with the policy, with random weights, and with none.
+            "time_limits": [5, 30],
+        }
+    }  # fmt: skip
 
     policy: Path | None = None  # a policy's file; default: the one that ships with Hearth
     random_instances: int = Field(24, ge=0)

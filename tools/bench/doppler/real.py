@@ -21,7 +21,7 @@ from coordinator.plan.methods import LOCAL
 from coordinator.plan.solution import OperatorAssignment, Solution
 from hearth.plan.plan import GraphPlan
 from tools.bench.doppler.correlation import rank_correlation
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.findings import Finding, at_least, summarise, within
 from tools.bench.graph_clients import save_example
 from tools.bench.graph_findings import gain, of_answers, served_table
@@ -49,6 +49,8 @@ class DopplerReal(Experiment):
     """One graph on one home of four devices."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(Served)
+    PAGE = "doppler"
+    NAMED: ClassVar[Named] = {"doppler-real": {"title": "A task graph of Doppler's evaluation on four devices"}}
 
     graph: GraphName = "chain-mm"
     sizes: Literal["quarter", "half", "home", "double"] = "home"  # double: computing grows more than transfers do

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.findings import COUNT, Finding, at_least, at_most, equal, summarise, without_target
 from tools.bench.http.home import TINY, HttpHome, chat_directory, http_home
 from tools.bench.load import load_between, snapshot
@@ -54,6 +54,8 @@ class HttpOverhead(Experiment):
     """One stream in pairs, then many streams at once."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(OverheadRow)
+    PAGE = "http"
+    NAMED: ClassVar[Named] = {"http-overhead": {"title": "What the HTTP gateway adds"}}
 
     pairs: int = Field(300, ge=1)
     streams: int = Field(32, ge=1)

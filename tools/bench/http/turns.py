@@ -22,7 +22,7 @@ from coordinator.serve.text.prompts import TextTokenizer
 from hearth.client.answers import chat_message
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.transformer import KV_BLOCK_TOKENS
-from tools.bench.experiment import Context, Experiment
+from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.findings import COUNT, PERCENT, RATIO, Finding, at_least, at_most, summarise, without_target
 from tools.bench.generation import LLAMA
 from tools.bench.http.home import chat_directory, http_home
@@ -56,6 +56,8 @@ class HttpTurns(Experiment):
     """A Llama of 330 million random weights, over the HTTP gateway."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(TurnRow)
+    PAGE = "http"
+    NAMED: ClassVar[Named] = {"http-turns": {"title": "First token of Home Assistant's requests"}}
 
     model: dict[str, Any] = LLAMA
     weights: WeightFormat = "int8"
