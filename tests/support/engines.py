@@ -23,7 +23,8 @@ from agent.worker.transformer.generation.leader import Leader, Replies
 from agent.worker.transformer.generation.local_draft import LocalDraft
 from agent.worker.transformer.generation.speculation import Speculation, StepTimes
 from agent.worker.transformer.generation.steps import StepExecutor
-from agent.worker.transformer.shard import Shard, load_shard
+from agent.worker.transformer.loading import load_shard
+from agent.worker.transformer.shard import Shard
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes

@@ -33,8 +33,9 @@ from agent.worker.transformer.generation.local_draft import LocalDraft
 from agent.worker.transformer.generation.sequence import SequenceState
 from agent.worker.transformer.generation.speculation import Speculation
 from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
+from agent.worker.transformer.loading import load_shard
 from agent.worker.transformer.profiler import profile_blocks
-from agent.worker.transformer.shard import Shard, load_shard
+from agent.worker.transformer.shard import Shard
 from coordinator.serve.state import DEFAULT_MAX_DRAFTED
 from hearth.errors import StepFailed
 from hearth.plan.geometry import spans

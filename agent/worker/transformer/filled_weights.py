@@ -9,7 +9,15 @@ import torch
 
 from agent.worker.transformer.kernels.base import Partition
 from agent.worker.transformer.matrices import Matrix, empty_matrix
-from agent.worker.transformer.shard import EmbeddingShard, LayerLayout, LayerShard, Norm, empty_embedding, empty_layer
+from agent.worker.transformer.shard import (
+    EmbeddingLayout,
+    EmbeddingShard,
+    LayerLayout,
+    LayerShard,
+    Norm,
+    empty_embedding,
+    empty_layer,
+)
 from hearth.plan.geometry import Span
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec, WeightFormat
@@ -47,7 +55,7 @@ def filled_matrix(
 
 def neutral_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:
     """An embedding without vocabulary, norm weights of 1 and zeros in all other tensors."""
-    embedding = empty_embedding(spec, Span(0, 0), device)
+    embedding = empty_embedding(spec, EmbeddingLayout(Span(0, 0), Span(0, 0), with_norm_and_positions=True), device)
     for tensor in (embedding.position, embedding.token_type):
         if tensor is not None:
             tensor.zero_()

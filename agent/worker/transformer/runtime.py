@@ -24,8 +24,9 @@ from agent.worker.transformer.generation.local_draft import LocalDraft
 from agent.worker.transformer.generation.speculation import Speculation
 from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
 from agent.worker.transformer.kv_cache import KeptCaches
+from agent.worker.transformer.loading import HeldWeights, held_weights, load_shard
 from agent.worker.transformer.paged_cache import check_format
-from agent.worker.transformer.shard import HeldWeights, Shard, held_weights, load_shard
+from agent.worker.transformer.shard import Shard
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.grammars import Grammars, Vocabulary
 from hearth.plan.kept_caches import reserved_bytes

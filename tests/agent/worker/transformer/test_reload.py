@@ -38,7 +38,7 @@ from support.cuda_double import gpu  # noqa: E402 (needs torch)
 from support.engines import EngineCluster, store_chunks  # noqa: E402
 from support.runtimes import Answer, RuntimeHome, RuntimeProcess  # noqa: E402
 
-from agent.worker.transformer.shard import HeldWeights, load_shard  # noqa: E402
+from agent.worker.transformer.loading import HeldWeights, load_shard  # noqa: E402
 
 NAMES = ("kitchen", "attic", "cellar")
 PROMPT = [5, 9, 3, 40, 41, 7, 8, 2, 11]
