@@ -40,11 +40,7 @@ def filled_layer(spec: ModelSpec, device: torch.device, kernels: Sequence[Kernel
 
 
 def filled_matrix(
-    num_outputs: int,
-    num_inputs: int,
-    device: torch.device,
-    weights: WeightFormat,
-    kernels: Sequence[KernelChoice],
+    num_outputs: int, num_inputs: int, device: torch.device, weights: WeightFormat, kernels: Sequence[KernelChoice]
 ) -> Matrix:
     """A constant matrix that is used as a whole."""
     whole = Partition(0, (0, num_outputs))

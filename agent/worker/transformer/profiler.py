@@ -20,12 +20,7 @@ from agent.worker.profiling import Meter, measure_wire_cost, serve_one
 from agent.worker.transformer import blocks
 from agent.worker.transformer.comm.casts import TorchCasts
 from agent.worker.transformer.comm.staging import make_staging
-from agent.worker.transformer.filled_weights import (
-    filled_layer,
-    filled_matrix,
-    neutral_embedding,
-    without_matrices,
-)
+from agent.worker.transformer.filled_weights import filled_layer, filled_matrix, neutral_embedding, without_matrices
 from agent.worker.transformer.generation.block_pool import num_blocks_for
 from agent.worker.transformer.kernel_times import layer_bytes, measure_kernels, synchroniser
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache

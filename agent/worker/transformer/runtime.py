@@ -110,13 +110,7 @@ class TransformerRuntime:
             self._grammars = Grammars(Vocabulary.unpack(chunk_file(self._parts.vocabulary).read_bytes()))
         if self._draft_plan is not None:
             self._draft = load_shard(
-                self._draft_plan,
-                0,
-                self._parts.draft_chunks,
-                chunk_file,
-                self._staging.device,
-                held_draft,
-                is_given_up,
+                self._draft_plan, 0, self._parts.draft_chunks, chunk_file, self._staging.device, held_draft, is_given_up
             )
         if not is_first:
             give_back_freed_buffers()  # weights and caches that this plan does not need

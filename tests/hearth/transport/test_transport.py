@@ -22,13 +22,7 @@ from hearth.wire.messages import Peer
 
 
 def peer_of(rank: int, transport: SocketTransport) -> Peer:
-    return Peer(
-        rank=rank,
-        host="127.0.0.1",
-        port=transport.port,
-        public_key=transport.public_key,
-        bytes_per_second=1e9,
-    )
+    return Peer(rank=rank, host="127.0.0.1", port=transport.port, public_key=transport.public_key, bytes_per_second=1e9)
 
 
 @contextmanager

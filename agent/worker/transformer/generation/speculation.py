@@ -206,12 +206,7 @@ class Speculation:
         return expected / (self.times.seconds(len(group)) + depth * self._draft.seconds(1))
 
     def _choice(
-        self,
-        group: Sequence[SequenceState],
-        found: Sequence[Sequence[int]],
-        most: Sequence[int],
-        room: int,
-        depth: int,
+        self, group: Sequence[SequenceState], found: Sequence[Sequence[int]], most: Sequence[int], room: int, depth: int
     ) -> _Choice:
         """The best numbers if the draft model runs `depth` steps, for sequences with nothing better."""
         rates, limits, by_model = [], [], []
@@ -277,11 +272,7 @@ class Speculation:
         return [longest]
 
     def _with_model(
-        self,
-        group: Sequence[SequenceState],
-        drafts: list[list[int]],
-        counts: Sequence[int],
-        by_model: Sequence[bool],
+        self, group: Sequence[SequenceState], drafts: list[list[int]], counts: Sequence[int], by_model: Sequence[bool]
     ) -> list[list[int]]:
         """The drafts, with those of the draft model."""
         chosen = [n for n, count in enumerate(counts) if by_model[n] and count]

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from agent.worker.transformer.kernels.base import FILLED_WITH, add_bias, multiplies_bfloat16
-from agent.worker.transformer.kernels.int4_tiles import (
-    can_expand,
-    in_order_of_outputs,
-    multiply_expanded,
-    packed_order,
-)
+from agent.worker.transformer.kernels.int4_tiles import can_expand, in_order_of_outputs, multiply_expanded, packed_order
 from agent.worker.transformer.kernels.plain import WholeMatrix
 
 INT4_GROUP_SIZE = 32  # inputs that share a scale; grain borders of shards are multiples of it

@@ -16,12 +16,7 @@ from hearth.plan.plan import GraphPlan
 
 # Rank 0 splits x into a and b; rank 1 computes c from a, rank 0 d from b, rank 1 y from c, d and x itself.
 DIAMOND = make_graph_plan(
-    [
-        (0, ("x",), ("a", "b")),
-        (1, ("a",), ("c",)),
-        (0, ("b",), ("d",)),
-        (1, ("c", "d", "x"), ("y",)),
-    ],
+    [(0, ("x",), ("a", "b")), (1, ("a",), ("c",)), (0, ("b",), ("d",)), (1, ("c", "d", "x"), ("y",))],
     inputs=("x",),
     outputs=("y", "d"),
 )

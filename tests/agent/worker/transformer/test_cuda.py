@@ -1,13 +1,18 @@
-"""The worker on a CUDA device; where there is none, on its double (`support.cuda_double`), which refuses what CUDA refuses."""
+"""The worker on a CUDA device; where there is none, on its double (`support.cuda_double`), which refuses what CUDA refuses.
+
+The normal run takes one family, strategy and format of each kind of test; all others are `slow`.
+"""
 
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.cases import mostly_slow
 from support.models import FAMILIES, FORMAT_ERRORS, decoder_maker, save_random_model, small_bert, small_decoder
 from support.plans import make_plan, with_generation
 
@@ -70,8 +75,13 @@ def prompts_of(spec: ModelSpec, *lengths: int) -> list[list[int]]:
 # ---- encoders -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split", [(1,), (2, 1), (1, 0, 2)], ids=str)
-@pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
+@pytest.mark.parametrize(
+    ("strategy", "split"),
+    mostly_slow(
+        product(["hmp", "sp", "megatron-tp"], [(1,), (2, 1), (1, 0, 2)]), lambda *case: case == ("hmp", (2, 1))
+    ),
+    ids=str,
+)
 def test_encoder_of_every_strategy_equals_transformers(
     strategy: Strategy, split: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -114,7 +124,7 @@ def test_bert_base_shape_is_exact_and_repeatable(tmp_path: Path) -> None:
 # ---- decoders -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, lambda family: family == "llama"))
 def test_greedy_tokens_of_every_family_equal_transformers(family: str, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir)
@@ -123,6 +133,7 @@ def test_greedy_tokens_of_every_family_equal_transformers(family: str, models: A
     assert answers(model_dir, generating_plan(spec, "hmp", (2, 1)), prompts)[0] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "split"), [("local", (1,)), ("megatron-tp", (1, 2)), ("sp", (1, 1)), ("pipeline", (1, 1))], ids=str
 )
@@ -178,7 +189,7 @@ def test_constrained_answers_are_valid(tmp_path: Path) -> None:
     assert bytes(home.answers[request][:-1]) in (b'"kitchen"', b'"bath"')
 
 
-@pytest.mark.parametrize("kv_cache", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kv_cache", mostly_slow(["bfloat16", "int8"], lambda kind: kind == "int8"))
 def test_keys_and_values_in_other_formats_stay_close(kv_cache: KvFormat, models: Any) -> None:
     """The sampled tokens' log probabilities, against those of a cache in float32."""
     model_dir = models("llama")
@@ -229,7 +240,10 @@ def test_int4_kernels_multiply_the_same_quantised_values(shape: tuple[int, int])
 
 
 @pytest.mark.parametrize(
-    ("weights", "tolerance"), [("float16", 0.01), ("bfloat16", 0.03), ("int8", 0.04), ("int4", 0.3)]
+    ("weights", "tolerance"),
+    mostly_slow(
+        [("float16", 0.01), ("bfloat16", 0.03), ("int8", 0.04), ("int4", 0.3)], lambda weights, _: weights == "int8"
+    ),
 )
 def test_models_with_quantised_weights_stay_close(weights: WeightFormat, tolerance: float, models: Any) -> None:
     model_dir = models("llama")

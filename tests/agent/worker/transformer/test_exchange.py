@@ -208,10 +208,7 @@ def test_broadcast_rows_are_converted_once_per_format(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     "wait",
-    [
-        lambda each, key: each.receive([key]),
-        lambda each, key: each.receive_inline({key.source: key}, (1, HIDDEN)),
-    ],
+    [lambda each, key: each.receive([key]), lambda each, key: each.receive_inline({key.source: key}, (1, HIDDEN))],
     ids=["any tile", "sums"],
 )
 @pytest.mark.parametrize("transport", ["memory", "sockets"])

@@ -118,7 +118,7 @@ def test_an_empty_part_that_comes_last_changes_nothing(weights: WeightFormat) ->
         assert torch.equal(matrix.matmul(torch.eye(512)), before)
 
 
-@pytest.mark.parametrize("instructions", ["default", "avx2"])
+@pytest.mark.parametrize("instructions", [pytest.param("default", marks=pytest.mark.slow), "avx2"])
 def test_bfloat16_is_not_used_where_torch_may_not_use_its_instructions(instructions: str) -> None:
     program = "from agent.worker.transformer.kernels.base import multiplies_bfloat16 as b; print(b())"
     environment = os.environ | {"ATEN_CPU_CAPABILITY": instructions}

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("psutil")
 
 import pytest
+from support.cases import mostly_slow
 from support.plans import BERT_LARGE, LLAMA_1B
 
 from hearth.plan.kernels import choose_kernels
@@ -42,7 +43,7 @@ LEARNED = SMALL.model_copy(
 HEAD_NORMS = SMALL.model_copy(update={"qk_norm": True, "sliding_window": 8})
 
 
-@pytest.mark.parametrize("spec", [SMALL, LEARNED, HEAD_NORMS])
+@pytest.mark.parametrize("spec", mostly_slow([SMALL, LEARNED, HEAD_NORMS], lambda spec: spec == SMALL))
 def test_decoder_blocks_and_decoding_are_profiled(spec: ModelSpec) -> None:
     blocks = profile_blocks(spec, 32, 1, "cpu")
     assert (blocks.seq_len, blocks.qkv.sizes[-1], blocks.up.sizes[-1]) == (32, 8, 320)
@@ -63,11 +64,7 @@ def test_times_of_decoding_are_slopes_and_intercept_of_three_layers() -> None:
         (25 << 20, seconds(25 << 20)), (12 << 20, seconds(12 << 20)), (1000, seconds(25 << 20, 1000))
     )
     assert found == pytest.approx(
-        {
-            "decode_seconds_per_byte": 4e-11,
-            "decode_layer_seconds": 3e-4,
-            "decode_seconds_per_cached_value": 5e-10,
-        }
+        {"decode_seconds_per_byte": 4e-11, "decode_layer_seconds": 3e-4, "decode_seconds_per_cached_value": 5e-10}
     )
     assert set(found) == set(DECODING_TIMES)
     # Noise: the share seems slower than the layer, and the longer KV cache faster. All weights cost something, and so do calls.
@@ -235,7 +232,7 @@ def test_profiler_measures_every_curve_of_a_model() -> None:
     assert set(blocks.wire.convert_seconds_per_value) == {"exact", "bf16", "fp16", "int8"}
 
 
-@pytest.mark.parametrize("spec", [SMALL, LEARNED])
+@pytest.mark.parametrize("spec", [SMALL, LEARNED, HEAD_NORMS])
 def test_quick_profile_is_scaled_up_from_few_rows(spec: ModelSpec) -> None:
     blocks = profile_blocks(spec, 256, 1, "cpu", quick=True)
     assert (blocks.seq_len, blocks.kernels, blocks.qkv.sizes[-1], blocks.mlp_rows.sizes[-1]) == (256, (), 8, 256)

@@ -140,18 +140,12 @@ FIRST = "embeddings.LayerNorm.bias"
         (lambda p: p.write_bytes(p.read_bytes() + b"x"), "appended"),
         (lambda p: p.write_bytes(b"abc"), "too short"),
         (lambda p: p.write_bytes(b""), "cannot be read"),
-        (
-            lambda p: p.write_bytes((1 << 60).to_bytes(8, "little") + bytes(50)),
-            "cut short, or is not a safetensors",
-        ),
+        (lambda p: p.write_bytes((1 << 60).to_bytes(8, "little") + bytes(50)), "cut short, or is not a safetensors"),
         (lambda p: p.write_bytes((4).to_bytes(8, "little") + b"nope"), "header cannot be read"),
         (lambda p: rewrite_header(p, lambda h: h[FIRST].update(shape=[7])), f"{FIRST} has"),
         (lambda p: rewrite_header(p, lambda h: h[FIRST].update(shape=[-1])), FIRST),
         (lambda p: rewrite_header(p, lambda h: h[FIRST].update(dtype="F99")), FIRST),
-        (
-            lambda p: rewrite_header(p, lambda h: h[FIRST].update(data_offsets=[8, 104])),
-            "overlap or leave gaps",
-        ),
+        (lambda p: rewrite_header(p, lambda h: h[FIRST].update(data_offsets=[8, 104])), "overlap or leave gaps"),
     ],
 )
 def test_malformed_files_are_named(harm: Callable[[Path], None], match: str, tmp_path: Path) -> None:
@@ -172,10 +166,7 @@ def test_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=f"{name} is missing"):
         build_manifest(checkpoint, read_spec(tmp_path))
     save_file({**tensors, name: np.zeros((3, 4), np.float32)}, tmp_path / "model.safetensors")
-    with (
-        Checkpoint(tmp_path) as checkpoint,
-        pytest.raises(BadCheckpoint, match=rf"{name} has the shape \[3, 4\]"),
-    ):
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=rf"{name} has the shape \[3, 4\]"):
         build_manifest(checkpoint, read_spec(tmp_path))
     integers = {**tensors, name: np.zeros((24, 130), np.int32)}
     save_file(integers, tmp_path / "model.safetensors")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
+from support.cases import mostly_slow
 from support.graphs import cluster_of
 from support.onnx_models import random_inputs, run_segments, run_whole
 
@@ -37,7 +39,7 @@ def exported(name: str, folder: Path) -> Path:
     return export(build(name, tiny=True), folder / f"{name}-to-plan.onnx")
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", mostly_slow(NETWORKS, lambda name: name == "mobilenet_v2"))
 def test_plans_of_every_planner_equal_one_session(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = exported(name, tmp_path_factory.getbasetemp())
     model = read_onnx(path)
@@ -67,11 +69,7 @@ def test_plans_of_every_planner_equal_one_session(name: str, tmp_path_factory: p
 
 @pytest.mark.parametrize(
     ("name", "num_devices"),
-    [
-        pytest.param(name, num_devices, marks=[] if (index + num_devices) % 3 == 0 else pytest.mark.slow)
-        for index, name in enumerate(NETWORKS)
-        for num_devices in (2, 3, 4)
-    ],
+    mostly_slow(product(NETWORKS, (2, 3, 4)), lambda *case: case in (("resnet50", 3), ("bert", 2))),
 )
 def test_tiles_on_several_devices_equal_one_session(
     name: str, num_devices: int, tmp_path_factory: pytest.TempPathFactory

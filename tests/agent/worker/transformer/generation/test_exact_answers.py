@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.cases import mostly_slow
 from support.models import save_random_model, small_decoder
 from support.plans import make_plan, with_generation
 from support.proposers import Never
@@ -63,10 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def answers(
-    models: tuple[Path, Path],
-    plan: TransformerPlan,
-    mode: Mode,
-    kernels: Sequence[KernelChoice] = (),
+    models: tuple[Path, Path], plan: TransformerPlan, mode: Mode, kernels: Sequence[KernelChoice] = ()
 ) -> tuple[list[list[int]], dict[str, int]]:
     """The answers to all prompts, and how often what is on was used."""
     model_dir, draft_dir = models
@@ -152,7 +150,7 @@ def test_eight_chats_hold_their_common_prompt_once(models: tuple[Path, Path]) ->
 ONE_KERNEL = KernelChoice(num_outputs=96, num_inputs=96, layout="torch", rows=(1,), kernels=("expand-float32",))
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", mostly_slow(["int8", "int4"], lambda weights: weights == "int8"))
 def test_deterministic_answers_are_the_same_in_all_modes(weights: WeightFormat, models: tuple[Path, Path]) -> None:
     spec = read_spec(models[0]).model_copy(update={"weights": weights})
     plan = make_plan(spec, "local", (1,))
@@ -180,9 +178,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], np.ndarray[
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "int4", "bfloat16"])
 def test_first_different_token_lies_within_the_kernels_error(
-    weights: WeightFormat,
-    models: tuple[Path, Path],
-    logits: dict[tuple[int, ...], np.ndarray[Any, Any]],
+    weights: WeightFormat, models: tuple[Path, Path], logits: dict[tuple[int, ...], np.ndarray[Any, Any]]
 ) -> None:
     """With the fastest kernels, a row's values depend on the rows beside it.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.cases import mostly_slow
 from support.models import save_random_model, small_decoder
 from support.plans import make_plan, with_generation
 from support.proposers import Never
@@ -71,9 +73,13 @@ def answers(
         )
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("split", [(1,), (1, 1)], ids=str)
-@pytest.mark.parametrize("draft", ["itself", "another"])
+@pytest.mark.parametrize(
+    ("draft", "split", "sampling"),
+    mostly_slow(
+        product(["itself", "another"], [(1,), (1, 1)], [GREEDY, SAMPLED]),
+        lambda *case: case in (("itself", (1, 1), SAMPLED), ("another", (1,), GREEDY)),
+    ),
+)
 def test_answers_are_the_same_with_a_draft_model(
     draft: str, split: tuple[float, ...], sampling: Sampling, models: dict[str, Path]
 ) -> None:
@@ -87,7 +93,7 @@ def test_answers_are_the_same_with_a_draft_model(
         assert num_accepted == num_drafted
 
 
-@pytest.mark.parametrize("draft", ["itself", "another"])
+@pytest.mark.parametrize("draft", mostly_slow(["itself", "another"], lambda draft: draft == "another"))
 def test_answers_are_the_same_when_sequences_are_preempted_and_the_draft_has_little_room(
     draft: str, models: dict[str, Path]
 ) -> None:
