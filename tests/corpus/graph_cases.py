@@ -15,8 +15,8 @@ from corpus.cases import Case, Writer, rounded
 
 KIB, MIB = 1 << 10, 1 << 20
 NUM_CLUSTERS = 48
-LATENCY = ("auto", "moirai", "m-sct", "getf", "heft", "critical-path", "local")
-THROUGHPUT = ("auto", "pipeline-exact", "pipeline", "random", "joint", "local")
+LATENCY = ("auto", "moirai", "heft", "critical-path", "local")
+THROUGHPUT = ("auto", "pipeline-exact", "pipeline", "local")
 NUM_INSTANCES = 4
 TIME_LIMIT = 60.0
 HARD = (44, 45, 46, 47)  # numbers of clusters of six devices that can hold a larger graph only together

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +29,6 @@ from tools.bench.results import (
     measured_ago,
     today,
 )
-from tools.bench.tensor.graphs import GRAPHS
-from tools.bench.tensor.homes import HOMES
 
 _FILE_WIDTH = 160  # columns of tables, if the output is not a terminal
 screen = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
@@ -100,40 +97,6 @@ def run(
     if summary.failure:
         err.print(f"[red]error:[/] {summary.failure}", soft_wrap=True)
         raise typer.Exit(1)
-
-
-@app.command()
-@handles_errors
-def doppler(
-    graphs: Annotated[
-        str, typer.Option(help=f"`paper`: all four; or some of {', '.join(GRAPHS)}.", metavar="paper|NAME,...")
-    ] = "paper",
-    devices: Annotated[int, typer.Option(help="4, or 8 in two halves.")] = 4,
-    home: Annotated[str, typer.Option(help=f"One of {', '.join(HOMES)}.")] = "gigabit",
-    episodes: Annotated[int | None, typer.Option(help="Of stage II of each training.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Processor time of a search.")] = None,
-    seeds: Annotated[int | None, typer.Option(help="Of ChainMM.")] = None,
-    transfer: Annotated[bool, typer.Option("--transfer", help="Also policies of other graphs.")] = False,
-    ablation: Annotated[bool, typer.Option("--ablation", help="Also message passing per step.")] = False,
-    stages: Annotated[bool, typer.Option("--stages", help="Also each stage alone.")] = False,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Change another setting.", metavar="KEY=VALUE")
-    ] = None,
-    path: Annotated[
-        Path | None, typer.Option("--out", help="Default: docs/results/doppler.json.", metavar="FILE.json")
-    ] = None,
-) -> None:
-    """Print the tables of Doppler's paper beside ours: all rows of the result file, and those that it lacks.
-
-    The same as `run doppler --resume` with the settings that the options stand for.
-    """
-    chosen = GRAPHS if graphs == "paper" else tuple(graphs.split(","))
-    settings = {
-        "graphs": list(chosen), "homes": [home], "devices": devices, "episodes": episodes, "seconds": seconds,
-        "seeds": seeds, "transfer": transfer or None, "ablation": ablation or None, "stages": stages or None,
-    }  # fmt: skip
-    given = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
-    run("doppler", [*given, *(changes or ())], path, resume=True)
 
 
 @app.command()

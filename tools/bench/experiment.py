@@ -22,8 +22,8 @@ MODULES = (
     "tools.bench.strategies", "tools.bench.scenarios", "tools.bench.generation", "tools.bench.speculation",
     "tools.bench.prefix_cache", "tools.bench.graphs", "tools.bench.faults", "tools.bench.idle_cost",
     "tools.bench.http.overhead", "tools.bench.http.turns", "tools.bench.versions", "tools.bench.one_core",
-    "tools.bench.kernel_speed", "tools.bench.partition", "tools.bench.moirai", "tools.bench.coarsening",
-    "tools.bench.doppler.evaluation", "tools.bench.doppler.policy", "tools.bench.doppler.loss", "tools.bench.doppler.real",
+    "tools.bench.kernel_speed", "tools.research.partition", "tools.research.points", "tools.research.moirai",
+    "tools.research.coarsening", "tools.research.doppler",
 )  # fmt: skip
 
 

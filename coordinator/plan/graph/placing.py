@@ -102,10 +102,6 @@ def solve_placement(
 
         starts = repaired(problem, held) if held else ()
         solution = policy.solve(problem, options, starts) if policy else solve_doppler(problem, options, starts)
-    elif strategy == "placeto":
-        from coordinator.plan.graph.latency.placeto import solve_placeto
-
-        solution = solve_placeto(problem, options)
     else:
         from coordinator.plan.graph.latency.baselines import solve_baseline
 

@@ -14,8 +14,7 @@ from coordinator.models.cache_files import read_cached, write_cached
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.latency import doppler
 from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
-from coordinator.plan.graph.latency.doppler.policy import Policy
-from coordinator.plan.graph.latency.doppler.weights import policy_bytes, policy_from_bytes
+from coordinator.plan.graph.latency.doppler.policy import Policy, policy_bytes, policy_from_bytes
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import PlanningResult
 from hearth.errors import BadPolicy

@@ -46,9 +46,9 @@ def list_schedules(
 ) -> Iterator[Schedule]:
     """The schedules of all baselines, and that of HEFT with contention: the starts of a search, which is called `strategy`.
 
-    `is_short`: the critical path is run a few times only, and linear programs are left out; together they take most of the time
-    of all baselines. Those that run out of memory run again, and keep room for an assignment that fits, for which `seconds`
-    are left. Raises ModelDoesNotFit with the missing bytes, or NoPlacement if it is not decided in time whether the graph fits.
+    `is_short`: the critical path is run a few times only; otherwise it takes most of the time of all baselines. Those that run
+    out of memory run again, and keep room for an assignment that fits, for which `seconds` are left. Raises ModelDoesNotFit
+    with the missing bytes, or NoPlacement if it is not decided in time whether the graph fits.
     """
     baselines = _SHORT_BASELINES if is_short else tuple(BASELINES.values())
     failed = []
@@ -77,24 +77,10 @@ def _short_critical_path(problem: PlacementProblem) -> Schedule:
     return critical_path(problem, Random(_TIE_BREAK_SEED), _SHORT_RUNS)
 
 
-def _m_sct(problem: PlacementProblem) -> Schedule:
-    from coordinator.plan.graph.latency.sct import m_sct  # imports HiGHS, which plans after a loss do without
-
-    return m_sct(problem)
-
-
-def _getf(problem: PlacementProblem) -> Schedule:
-    from coordinator.plan.graph.latency.getf import getf  # imports HiGHS
-
-    return getf(problem)
-
-
 BASELINES: Mapping[str, Baseline] = {
     "local": local,
     "heft": heft,
     "critical-path": lambda problem: critical_path(problem, Random(_TIE_BREAK_SEED)),
-    "m-sct": _m_sct,
-    "getf": _getf,
     "enumerative": enumerative,
 }
 _SHORT_BASELINES: tuple[Baseline, ...] = (local, heft, _short_critical_path, enumerative)

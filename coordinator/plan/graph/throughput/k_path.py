@@ -5,12 +5,14 @@ colours finds such paths. A path that is found is correct; the result "no path" 
 tests come first: a short depth-first search for a path, and checks that a walk of this length and a component of this
 size exist.
 
-A graph is a list of bit masks: bit b of `graph[a]` is set if there is an edge from vertex a to vertex b.
+A graph is a list of bit masks: bit b of `graph[a]` is set if there is an edge from vertex a to vertex b. `Links` makes them
+of the links of a problem that are fast enough.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import combinations
@@ -21,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.plan.graph.bits import set_bits
+from coordinator.plan.graph.throughput.problem import PipelineProblem
 
 T = TypeVar("T")
 AdjacencyMasks = Sequence[int]
@@ -36,6 +39,29 @@ _COLOURS_PER_VERTEX = 1.3
 _MAX_TABLE_ENTRIES = 1 << 24
 # Steps of the depth-first search, per vertex of the path: enough for a path that is easy to find; colour coding comes after it.
 _STEPS_PER_VERTEX = 40
+
+
+class Links:
+    """The communication graph of some devices. `thresholds` are its distinct rates in bytes per second, fastest first."""
+
+    def __init__(self, problem: PipelineProblem, devices: Sequence[int]) -> None:
+        self.devices = sum(1 << device for device in devices)
+        self._rates = problem.link_rates
+        chosen = problem.link_rates[np.ix_(devices, devices)]
+        self.thresholds: list[float] = sorted(set(chosen[chosen > 0].tolist()), reverse=True)
+        self._graphs: dict[int, AdjacencyMasks] = {}
+
+    def graph_at_threshold(self, index: int) -> AdjacencyMasks:
+        """Links at least as fast as the threshold of this index; -1: no link at all."""
+        if index not in self._graphs:
+            fast = self._rates >= self.thresholds[index] if index >= 0 else np.zeros_like(self._rates, dtype=bool)
+            rows = np.packbits(fast, axis=1, bitorder="little")
+            self._graphs[index] = [int.from_bytes(row.tobytes(), "little") & self.devices for row in rows]
+        return self._graphs[index]
+
+    def slowest_threshold_within(self, num_bytes: float, seconds: float) -> int:
+        """Index of the slowest threshold at which `num_bytes` take at most `seconds`; -1 if none is fast enough."""
+        return bisect_right(self.thresholds, seconds, key=lambda rate: num_bytes / rate) - 1
 
 
 def k_path(

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.plan.graph.bits import set_bits
-from coordinator.plan.graph.throughput.k_path import AdjacencyMasks, depth_first_search, successors_of
-from coordinator.plan.graph.throughput.links import Links
+from coordinator.plan.graph.throughput.k_path import AdjacencyMasks, Links, depth_first_search, successors_of
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
 
 # A pipeline that is easy to find takes few steps; it must cost less than a dynamic program.

@@ -335,7 +335,7 @@ def test_planner_process_equals_in_process_planning() -> None:
     assert there.chosen.solution is not None
     assert here.chosen.solution is not None
     assert replace(there.chosen.solution, seconds=0) == replace(here.chosen.solution, seconds=0)
-    assert seen == ["pipeline-exact", "pipeline", "joint"]
+    assert seen == ["pipeline-exact", "pipeline"]
 
 
 def test_planner_process_errors_keep_their_type() -> None:
@@ -416,7 +416,7 @@ def test_pipelines_have_few_cuts_over_a_medium_and_the_value_of_the_simulator(
     media = [{"devices": list(on_air), "mbit_per_second": 128e-6}] if on_air else []
     path.write_text(json.dumps({"mbit_per_second": 64e-6, "devices": devices, "media": media}))
     cluster = read_cluster(path, spec)
-    for strategy in ("pipeline-exact", "joint"):
+    for strategy in ("pipeline-exact", "pipeline"):
         found = plan_pipeline(
             spec, cluster.seconds, [100] * 3, cluster.bytes_per_second, strategy,
             SearchOptions(5.0, 0, time.monotonic), cluster.media_crossed,

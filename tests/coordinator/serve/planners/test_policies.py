@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("ortools")
 
 from support.graphs import chain, cluster_of
+from support.policies import random_policy
 from support.step_clock import StepClock
 
-from coordinator.plan.graph.latency.doppler.policy import Policy, random_policy
-from coordinator.plan.graph.latency.doppler.weights import policy_bytes, policy_from_bytes
+from coordinator.plan.graph.latency.doppler.policy import Policy, policy_bytes, policy_from_bytes
 from coordinator.plan.graph.request import POLICIES_FOLDER, GraphRequest
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.planners import policies

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.policies import random_policy
 
-from coordinator.plan.graph.latency.doppler.policy import random_policy
-from coordinator.plan.graph.latency.doppler.weights import policy_bytes
+from coordinator.plan.graph.latency.doppler.policy import policy_bytes
 from coordinator.serve.planners.policies import SHIPPED_POLICY, usable_policy
 
 POLICY = random_policy(np.random.default_rng(0))

@@ -21,59 +21,42 @@ Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class FeatureSet:
-    """The names of the features that a policy reads, in the order of its weights' columns."""
-
-    vertex: tuple[str, ...]
-    edge: tuple[str, ...]
-    device: tuple[str, ...]
-
-
+# The names of the features, in the order of the columns of a policy's weights.
 # Logarithms are log(1 + x), with x in units of the mean operator: they tell large values apart and ignore tiny ones.
-HOME = FeatureSet(
-    vertex=(
-        "log_compute",  # mean over devices
-        "log_incoming",  # transfers of its inputs, mean over pairs of devices
-        "log_outgoing",
-        "b_level",  # longest path from its start to an exit; this and the next two as fractions of the critical path
-        "t_level",  # longest path from an entry to its start
-        "path",  # longest path through it
-        "log_in_degree",
-        "log_out_degree",
-        "fastest",  # least time of a device over the mean of all
-        "deviation",  # of its times over devices, relative to their mean
-        "memory",  # its weights, in mean budgets
-        "graph_memory",  # all weights over all budgets
-        "devices",  # 1 / K
-        "log_transfer",  # mean transfer of the graph
-        "congestion",  # 1 if transfers contend
-        "incumbent_start",  # in the incumbent schedule, as a fraction of its makespan; 0 without one
-    ),
-    edge=("log_transfer", "log_consumers"),
-    device=(
-        "log_free",  # end of all that is placed there; this and the next five relative to the least of the devices with room
-        "log_load",  # compute placed there
-        "log_start",  # earliest start of the operator there
-        "log_finish",
-        "log_sent",  # booked on its sending side
-        "log_received",
-        "log_seconds",  # of the operator there
-        "log_missing",  # transfers that the operator needs there
-        "log_inputs_compute",  # of the operator's predecessors there
-        "log_first_age",  # from the start of the first predecessor there to the earliest start
-        "log_last_age",  # from the end of the last predecessor there to the earliest start
-        "inputs",  # share of the operator's predecessors that are there
-        "memory_left",  # after placing the operator there, over the budget
-        "incumbent",  # 1 if the incumbent schedule has the operator there
-    ),
+VERTEX_FEATURES = (
+    "log_compute",  # mean over devices
+    "log_incoming",  # transfers of its inputs, mean over pairs of devices
+    "log_outgoing",
+    "b_level",  # longest path from its start to an exit; this and the next two as fractions of the critical path
+    "t_level",  # longest path from an entry to its start
+    "path",  # longest path through it
+    "log_in_degree",
+    "log_out_degree",
+    "fastest",  # least time of a device over the mean of all
+    "deviation",  # of its times over devices, relative to their mean
+    "memory",  # its weights, in mean budgets
+    "graph_memory",  # all weights over all budgets
+    "devices",  # 1 / K
+    "log_transfer",  # mean transfer of the graph
+    "congestion",  # 1 if transfers contend
+    "incumbent_start",  # in the incumbent schedule, as a fraction of its makespan; 0 without one
 )
-
-# The paper's features (Doppler, arXiv 2505.23131, 5.2 and appendix D), standardised over operators, edges or devices.
-PUBLISHED = FeatureSet(
-    vertex=("compute", "incoming", "outgoing", "t_level", "b_level"),
-    edge=("transfer",),
-    device=("load", "inputs_compute", "first_input", "last_input", "start"),
+EDGE_FEATURES = ("log_transfer", "log_consumers")
+DEVICE_FEATURES = (
+    "log_free",  # end of all that is placed there; this and the next five relative to the least of the devices with room
+    "log_load",  # compute placed there
+    "log_start",  # earliest start of the operator there
+    "log_finish",
+    "log_sent",  # booked on its sending side
+    "log_received",
+    "log_seconds",  # of the operator there
+    "log_missing",  # transfers that the operator needs there
+    "log_inputs_compute",  # of the operator's predecessors there
+    "log_first_age",  # from the start of the first predecessor there to the earliest start
+    "log_last_age",  # from the end of the last predecessor there to the earliest start
+    "inputs",  # share of the operator's predecessors that are there
+    "memory_left",  # after placing the operator there, over the budget
+    "incumbent",  # 1 if the incumbent schedule has the operator there
 )
 
 # What the clock observes for an operator on each device, in ticks except for the number of inputs.
@@ -91,7 +74,6 @@ class ProblemFeatures:
     """The static part: what the encoder reads of a problem. Computed once per problem."""
 
     problem: PlacementProblem
-    features: FeatureSet
     vertices: Floats  # [n, V], float32
     edges: Floats  # [m, E], float32; one edge for each consumer of each flow
     sources: Ints  # [m], the producer
@@ -101,15 +83,15 @@ class ProblemFeatures:
     incumbent: Floats  # [n, K], 1 on the device of each operator in the incumbent schedule; all 0 without one
 
     def with_incumbent(self, schedule: Schedule) -> ProblemFeatures:
-        """These features, of a policy that improves a schedule. Policies that read no such features ignore it."""
-        if self.features == PUBLISHED:
-            return self
+        """These features, for a policy that improves a schedule."""
         vertices = self.vertices.copy()
-        vertices[:, HOME.vertex.index("incumbent_start")] = np.array(schedule.starts) / max(schedule.makespan, _TINY)
+        vertices[:, VERTEX_FEATURES.index("incumbent_start")] = np.array(schedule.starts) / max(
+            schedule.makespan, _TINY
+        )
         return replace(self, vertices=vertices, incumbent=np.eye(self.problem.num_devices)[list(schedule.assignment)])
 
 
-def problem_features(problem: PlacementProblem, features: FeatureSet = HOME) -> ProblemFeatures:
+def problem_features(problem: PlacementProblem) -> ProblemFeatures:
     """The features of a problem's operators and edges, and its longest paths."""
     n = problem.num_operators
     seconds, carried = np.array(mean_seconds(problem)), np.array(mean_transfer_seconds(problem))
@@ -120,30 +102,25 @@ def problem_features(problem: PlacementProblem, features: FeatureSet = HOME) -> 
     compute, transfers = seconds / unit, carried / unit
     incoming, outgoing = np.bincount(targets, transfers[flows], n), np.bincount(producers, transfers, n)
     b_level, t_level, following, preceding = _longest_paths(problem, compute, transfers)
-    if features == PUBLISHED:
-        vertices = _standardised(np.stack([compute, incoming, outgoing, t_level, b_level], axis=1))
-        edge_columns = _standardised(transfers[flows][:, None])
-    else:
-        critical = max(float(b_level.max()), _TINY)
-        vertices = np.stack(
-            [
-                *np.log1p([compute, incoming, outgoing]),
-                *(np.array([b_level, t_level, b_level + t_level]) / critical),
-                *np.log1p([np.bincount(targets, minlength=n), np.bincount(sources, minlength=n)]),
-                *_differences(problem, seconds),
-                *_memory_shares(problem),
-                np.full(n, 1 / problem.num_devices),
-                np.full(n, np.log1p(transfers.mean()) if len(transfers) else 0.0),
-                np.full(n, float(problem.congestion)),
-                np.zeros(n),
-            ],
-            axis=1,
-        )
-        consumers = np.array([len(problem.flows[flow].targets) for flow in flows])
-        edge_columns = np.log1p(np.stack([transfers[flows], consumers], axis=1))
+    critical = max(float(b_level.max()), _TINY)
+    vertices = np.stack(
+        [
+            *np.log1p([compute, incoming, outgoing]),
+            *(np.array([b_level, t_level, b_level + t_level]) / critical),
+            *np.log1p([np.bincount(targets, minlength=n), np.bincount(sources, minlength=n)]),
+            *_differences(problem, seconds),
+            *_memory_shares(problem),
+            np.full(n, 1 / problem.num_devices),
+            np.full(n, np.log1p(transfers.mean()) if len(transfers) else 0.0),
+            np.full(n, float(problem.congestion)),
+            np.zeros(n),
+        ],
+        axis=1,
+    )
+    consumers = np.array([len(problem.flows[flow].targets) for flow in flows])
+    edge_columns = np.log1p(np.stack([transfers[flows], consumers], axis=1))
     return ProblemFeatures(
         problem,
-        features,
         vertices.astype(np.float32),
         edge_columns.astype(np.float32),
         sources,
@@ -154,14 +131,11 @@ def problem_features(problem: PlacementProblem, features: FeatureSet = HOME) -> 
     )
 
 
-def device_features(features: FeatureSet, raw_BRK: Floats, allowed_BK: Bools, ticks_per_mean: float) -> Floats:
+def device_features(raw_BRK: Floats, allowed_BK: Bools, ticks_per_mean: float) -> Floats:
     """The features of every device for one operator of each episode, float32 [B, K, F].
 
     Values of devices that are not allowed have no meaning.
     """
-    if features == PUBLISHED:
-        chosen = raw_BRK[:, [_RAW[name] for name in PUBLISHED.device]].transpose(0, 2, 1)
-        return _standardised(chosen, axis=1).astype(np.float32)
     relative = np.concatenate(
         [raw_BRK[:, _RELATIVE], raw_BRK[:, _RAW["start"]][:, None] + raw_BRK[:, _RAW["seconds"]][:, None]], axis=1
     )
@@ -176,7 +150,7 @@ def device_features(features: FeatureSet, raw_BRK: Floats, allowed_BK: Bools, ti
     times[:, 8] = raw_BRK[:, _RAW["inputs_compute"]]
     times[:, 9] = (start - raw_BRK[:, _RAW["first_input"]]) * has_inputs
     times[:, 10] = (start - raw_BRK[:, _RAW["last_input"]]) * has_inputs
-    found = np.empty((B, K, len(HOME.device)), np.float32)
+    found = np.empty((B, K, len(DEVICE_FEATURES)), np.float32)
     found[:, :, :11] = np.log1p(np.maximum(times, 0) / ticks_per_mean).transpose(0, 2, 1)
     found[:, :, 11] = num_inputs / np.maximum(num_inputs.sum(axis=1, keepdims=True), 1)
     found[:, :, 12] = raw_BRK[:, _RAW["memory_left"]]
@@ -222,12 +196,3 @@ def _longest_paths(
         t_level[i], source = max(((t_level[u] + compute[u] + each, -u) for u, each in sources), default=(0.0, -n))
         preceding[i] = -source
     return np.array(b_level), np.array(t_level), following, preceding
-
-
-def _standardised(columns: Floats, axis: int = 0) -> Floats:
-    """Mean 0 and deviation 1 along an axis; 0 where all values are equal."""
-    if not columns.shape[axis]:
-        return columns
-    deviation = columns.std(axis=axis, keepdims=True)
-    close = deviation <= 1e-9 * np.abs(columns).max(axis=axis, keepdims=True)
-    return np.where(close, 0.0, (columns - columns.mean(axis=axis, keepdims=True)) / np.where(close, 1.0, deviation))

@@ -1,4 +1,4 @@
-"""Gradients of the heads of Doppler's policies by hand, for episodes that are finished. Pure.
+"""REINFORCE with gradients that are written out: of logits, of the heads of Doppler's policies, and Adam. Pure.
 
 The heads are the layers after the encoder (`policy.HEADS`); what they read of a graph is computed once. The loss is minus
 the sum over episodes of weight * log pi(all choices) + entropy weight * entropy of all steps: REINFORCE where weights are
@@ -9,12 +9,68 @@ Shape letters: n operators, which are also the steps of an episode, K devices, F
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.plan.graph.latency.doppler.features import Floats, Ints, ProblemFeatures
 from coordinator.plan.graph.latency.doppler.policy import HEADS, HIDDEN, Encoding, Policy, act, act_slopes
 from coordinator.plan.graph.latency.doppler.rollout import MAX_LOGIT_SPREAD, Rollouts, candidates_by_step
-from coordinator.plan.graph.latency.policy_gradient import Weights, loss_gradients
+
+Array = NDArray[np.floating[Any]]
+Weights = dict[str, Array]
+
+
+def softmax(logits_SK: Array) -> Array:
+    """Probabilities; each row sums to 1."""
+    powers: Array = np.exp(logits_SK - logits_SK.max(axis=-1, keepdims=True))
+    powers /= powers.sum(axis=-1, keepdims=True)
+    return powers
+
+
+def loss_gradients(logits_SK: Array, chosen_S: NDArray[np.intp], advantages_S: Array, entropy_weight: float) -> Array:
+    """Gradients by the logits of the sum over steps of -advantage * log pi(chosen) - entropy_weight * entropy.
+
+    Choices with a logit of minus infinity are impossible.
+    """
+    probabilities = softmax(logits_SK)
+    logs = np.log(np.maximum(probabilities, 1e-12))
+    entropies = -(probabilities * logs).sum(axis=1, keepdims=True)
+    d_logits = probabilities.copy()
+    d_logits[np.arange(len(chosen_S)), chosen_S] -= 1.0
+    result: Array = advantages_S[:, None] * d_logits + entropy_weight * probabilities * (logs + entropies)
+    return result
+
+
+def advantages(seconds_B: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How much shorter than the mean of the batch each time is, in deviations; 0 if all are equal."""
+    deviation = seconds_B.std()
+    if deviation <= 1e-9 * seconds_B.mean():
+        return np.zeros_like(seconds_B)
+    found: NDArray[np.float64] = (seconds_B.mean() - seconds_B) / deviation
+    return found
+
+
+class Adam:
+    """Adam (Kingma and Ba, 2015) with its published constants."""
+
+    def __init__(self, weights: Mapping[str, Array]) -> None:
+        self._weights = weights
+        self._means = {name: np.zeros_like(each) for name, each in weights.items()}
+        self._squares = {name: np.zeros_like(each) for name, each in weights.items()}
+        self._num_updates = 0
+
+    def update(self, found: Mapping[str, Array], learning_rate: float) -> None:
+        """Move the weights, in place, against the gradients."""
+        self._num_updates += 1
+        mean_weight, square_weight = 1 - 0.9**self._num_updates, 1 - 0.999**self._num_updates
+        for name, weight in self._weights.items():
+            gradient, mean, square = found[name], self._means[name], self._squares[name]
+            mean += 0.1 * (gradient - mean)
+            square += 0.001 * (gradient**2 - square)
+            weight -= learning_rate * (mean / mean_weight) / (np.sqrt(square / square_weight) + 1e-8)
 
 
 def head_weights(policy: Policy) -> Weights:

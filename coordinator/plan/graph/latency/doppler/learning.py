@@ -19,11 +19,10 @@ from numpy.random import Generator
 
 from coordinator.plan.graph.latency.annealing import improve
 from coordinator.plan.graph.latency.doppler.features import Floats, ProblemFeatures
-from coordinator.plan.graph.latency.doppler.gradients import HeadGradients, head_weights
+from coordinator.plan.graph.latency.doppler.gradients import Adam, HeadGradients, advantages, head_weights
 from coordinator.plan.graph.latency.doppler.policy import Policy
 from coordinator.plan.graph.latency.doppler.rollout import Rollouts, orders_by_start, repeat, roll_out, sampling_noise
 from coordinator.plan.graph.latency.evaluator import Evaluator
-from coordinator.plan.graph.latency.policy_gradient import Adam, advantages
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 from hearth.errors import NoPlacement
 
@@ -77,7 +76,7 @@ class _Elite:
 
 class _Learning:
     def __init__(self, problem: ProblemFeatures, policy: Policy, starts: Sequence[Schedule], rng: Generator) -> None:
-        self.policy = Policy(policy.features, {name: each.copy() for name, each in policy.weights.items()})
+        self.policy = Policy({name: each.copy() for name, each in policy.weights.items()})
         self.elites: list[_Elite] = []  # with different assignments, by increasing makespan
         self._problem, self._rng = problem, rng
         self._embedded = policy.embed(problem)

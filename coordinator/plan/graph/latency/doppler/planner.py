@@ -61,8 +61,7 @@ def solve_doppler(
 ) -> Solution[Schedule]:
     """The best schedule found within the time limit, with a lower bound; never worse than a list schedule or a start.
 
-    With less than two seconds, lists that solve linear programs are left out. `sample` returns further starts, given the
-    best one. It is called once, within the time limit.
+    `sample` returns further starts, given the best one. It is called once, within the time limit.
     A run repeats for equal seeds unless the clock ends it. Raises ModelDoesNotFit with the missing bytes, or NoPlacement
     if the search could not decide in time whether the graph fits.
     """
@@ -96,7 +95,7 @@ def solve_doppler(
 
 
 def is_short_search(options: SearchOptions) -> bool:
-    """Whether the time is too short for CP-SAT, linear programs and several runs: requests wait for such a plan."""
+    """Whether the time is too short for CP-SAT and several runs: requests wait for such a plan."""
     return options.time_limit_seconds < _MIN_SOLVER_SECONDS
 
 

@@ -1,6 +1,7 @@
-"""The network of Doppler's two policies for a home: which operator next (SEL), and on which device (PLC). Pure.
+"""The network of Doppler's two policies for a home: which operator next (SEL), and on which device (PLC); its file. Pure.
 
-The definition of the network, in numpy; `parameter_shapes` lists its weights. Shape letters: n operators, m edges,
+The definition of the network, in numpy; `parameter_shapes` lists its weights. A policy's file is a safetensors file with the
+format's version and the features' names in its metadata. Shape letters: n operators, m edges,
 B episodes, K devices, h hidden width; V, E and F features of an operator, an edge and a device. Every linear layer is
 y = x W^T + b with W [out, in], as in torch; [a, b] concatenates features; act is LeakyReLU with slope 0.1.
 
@@ -19,30 +20,37 @@ mean of H over the operators on d (0 without any), and Y[d] = act(device x_d).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.random import Generator
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
-from coordinator.plan.graph.latency.doppler.features import HOME, FeatureSet, Floats, Ints, ProblemFeatures
+from coordinator.plan.graph.latency.doppler.features import (
+    DEVICE_FEATURES,
+    EDGE_FEATURES,
+    VERTEX_FEATURES,
+    Floats,
+    Ints,
+    ProblemFeatures,
+)
+from hearth.errors import BadPolicy
 
 HIDDEN = 64
 NUM_ROUNDS = 4
 HEADS = ("select", "device", "place")  # the layers after the encoder, by the first part of their names
 _SLOPE = 0.1
 _NORM_EPSILON = 1e-5
-# Of `heft_policy`: by how much SEL's logit rises with the b-level and falls with the start in the incumbent, and PLC's falls
-# with log_finish and rises on the incumbent's device. Untrained, three rounds of 32 samples find 0.972 of the best list
-# schedule, and one round 0.981 (20 instances).
-_B_LEVEL_LOGIT, _START_LOGIT = 15.0, 15.0
-_FINISH_LOGIT, _INCUMBENT_LOGIT = 20.0, 20.0
+FORMAT_VERSION = "1"  # of the network and of what its features mean
+_VERSION_KEY, _FEATURES_KEY = "policy_version", "policy_features"
 
 
-def parameter_shapes(features: FeatureSet) -> dict[str, tuple[int, ...]]:
+def parameter_shapes() -> dict[str, tuple[int, ...]]:
     """Names and shapes of all weights."""
-    h, V, E, F = HIDDEN, len(features.vertex), len(features.edge), len(features.device)
+    h, V, E, F = HIDDEN, len(VERTEX_FEATURES), len(EDGE_FEATURES), len(DEVICE_FEATURES)
     shapes: dict[str, tuple[int, ...]] = {}
 
     def linear(name: str, inputs: int, outputs: int = h, bias: bool = True) -> None:
@@ -77,7 +85,6 @@ class Encoding(NamedTuple):
 class Policy:
     """Both policies: weights by name, float32, with the shapes of `parameter_shapes`."""
 
-    features: FeatureSet
     weights: Mapping[str, Floats]
 
     @property
@@ -144,42 +151,6 @@ class Policy:
         return y
 
 
-def random_policy(rng: Generator, features: FeatureSet = HOME) -> Policy:
-    """Initial weights: orthogonal matrices, biases of 0, normalisation of scale 1."""
-    weights: dict[str, Floats] = {}
-    for name, shape in parameter_shapes(features).items():
-        if len(shape) == 2:
-            weights[name] = _orthogonal(rng, *shape)
-        else:
-            weights[name] = np.full(shape, float(name.endswith("norm.weight")), np.float32)
-    return Policy(features, weights)
-
-
-def heft_policy(rng: Generator, other_logits: float = 0.3) -> Policy:
-    """Initial weights of training: the greedy policy nearly keeps the incumbent; without one it is HEFT with contention.
-
-    Two units of each layer carry features past the others: SEL prefers operators with a great b-level that start early in the
-    incumbent, and PLC the incumbent's device and one with an early finish. `other_logits` scales the random rest; with 0 the
-    policy reads only these four features.
-    """
-    policy = random_policy(rng)
-    weights = policy.weights
-    vertex, device = HOME.vertex.index, HOME.device.index
-    carried = {
-        "vertex": (vertex("b_level"), vertex("incumbent_start")),
-        "select.hidden": (0, 1),
-        "device": (device("log_finish"), device("incumbent")),
-        "place.hidden": (3 * HIDDEN, 3 * HIDDEN + 1),
-    }
-    for name, columns in carried.items():
-        weights[f"{name}.weight"][:2] = np.eye(weights[f"{name}.weight"].shape[1])[list(columns)]
-    for name, scales in (("select", (_B_LEVEL_LOGIT, -_START_LOGIT)), ("place", (-_FINISH_LOGIT, _INCUMBENT_LOGIT))):
-        output = weights[f"{name}.output.weight"]
-        output *= other_logits
-        output[0, :2] = scales
-    return policy
-
-
 def path_means(hidden_nh: Floats, path_n: Ints) -> Floats:
     """Mean of H over the path from each operator; `path_n[v]` is the operator after v, or n at the path's end.
 
@@ -225,8 +196,47 @@ def act_slopes(y: Floats) -> Floats:
     return slopes
 
 
-def _orthogonal(rng: Generator, outputs: int, inputs: int) -> Floats:
-    """A random matrix [outputs, inputs] with orthonormal rows or columns, whichever are fewer."""
-    q, r = np.linalg.qr(rng.standard_normal((max(outputs, inputs), min(outputs, inputs))))
-    q *= np.sign(np.diag(r))
-    return np.ascontiguousarray(q if outputs >= inputs else q.T, dtype=np.float32)
+# ---- its file -----------------------------------------------------------------------------------------------------------
+
+
+def policy_bytes(policy: Policy, notes: Mapping[str, str] | None = None) -> bytes:
+    """The file of a policy. `notes` are added to the metadata: how it was trained, for example."""
+    metadata = {**(notes or {}), _VERSION_KEY: FORMAT_VERSION, _FEATURES_KEY: _feature_list()}
+    data: bytes = save({name: np.ascontiguousarray(weight) for name, weight in policy.weights.items()}, metadata)
+    return data
+
+
+def policy_from_bytes(data: bytes, path: str) -> Policy:
+    """Read a policy's file. `path` names it in errors. Raises BadPolicy."""
+    try:
+        tensors, metadata = load(data), _metadata(data)
+    except (SafetensorError, ValueError, KeyError, TypeError):
+        raise BadPolicy(path=path, reason="it was cut short, or is not a safetensors file") from None
+    if metadata.get(_VERSION_KEY) != FORMAT_VERSION:
+        found = metadata.get(_VERSION_KEY, "none")
+        raise BadPolicy(path=path, reason=f"its version is {found:.20}, this Hearth reads version {FORMAT_VERSION}")
+    if metadata.get(_FEATURES_KEY) != _feature_list():
+        raise BadPolicy(path=path, reason="it reads other features than this Hearth computes")
+    expected = parameter_shapes()
+    if tensors.keys() != expected.keys():
+        odd = min(tensors.keys() ^ expected.keys())
+        raise BadPolicy(path=path, reason=f"the tensor {odd:.80} is {'missing' if odd in expected else 'unknown'}")
+    for name, shape in expected.items():
+        tensor = tensors[name]
+        if tensor.shape != shape or tensor.dtype != np.float32:
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise BadPolicy(path=path, reason=f"the tensor {name} is {found}, not float32 {list(shape)}")
+        if not np.isfinite(tensor).all():
+            raise BadPolicy(path=path, reason=f"the tensor {name} holds values that are not finite")
+    return Policy(tensors)
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """The metadata of a valid safetensors file; the library's `load` leaves it out."""
+    header_bytes = int.from_bytes(data[:8], "little")
+    found: dict[str, str] = json.loads(data[8 : 8 + header_bytes]).get("__metadata__") or {}
+    return found
+
+
+def _feature_list() -> str:
+    return json.dumps({"vertex": VERTEX_FEATURES, "edge": EDGE_FEATURES, "device": DEVICE_FEATURES})

@@ -16,6 +16,7 @@ from numpy.random import Generator
 from coordinator.plan.graph.latency.doppler.clock import TICKS_PER_MEAN_OPERATOR, ClockTimes, EpisodeClock
 from coordinator.plan.graph.latency.doppler.features import (
     CLOCK_COLUMNS,
+    DEVICE_FEATURES,
     RAW_COLUMNS,
     Bools,
     Floats,
@@ -95,7 +96,7 @@ def roll_out(problem: ProblemFeatures, policy: Policy, noise: Noise, embedded: F
         makespans=np.zeros(B),
         probabilities=np.zeros((B, n, K), np.float32),
         allowed=np.zeros((B, n, K), bool),
-        features=np.zeros((B, n, K, len(problem.features.device)), np.float32),
+        features=np.zeros((B, n, K, len(DEVICE_FEATURES)), np.float32),
     )
     rows: Ints = np.arange(B)  # of the episodes that go on
     for step in range(n):
@@ -115,7 +116,7 @@ def roll_out(problem: ProblemFeatures, policy: Policy, noise: Noise, embedded: F
         raw[:, -3] = ticks_nK[operators]
         raw[:, -2] = left / memory.budgets_K
         raw[:, -1] = problem.incumbent[operators]
-        features = device_features(problem.features, raw, allowed, TICKS_PER_MEAN_OPERATOR)
+        features = device_features(raw, allowed, TICKS_PER_MEAN_OPERATOR)
         placed = sums_BKh[rows] / np.maximum(counts_BK[rows], 1)[:, :, None]
         logits = np.where(allowed, policy.place_logits(encoding.static[operators], placed, features), -np.inf)
         noisy = logits + np.where(noise.greedy[rows, None], 0.0, noise.gumbel[rows, operators])
@@ -166,8 +167,7 @@ def repeat(problem: ProblemFeatures, order: Sequence[int], assignment: Sequence[
     n, K = problem.problem.num_operators, problem.problem.num_devices
     position = np.argsort(np.array(order))
     latest = [max((position[u] for u in before), default=0) for before in problem.problem.predecessors]
-    shapes = parameter_shapes(problem.features)
-    indifferent = Policy(problem.features, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+    indifferent = Policy({name: np.zeros(shape, np.float32) for name, shape in parameter_shapes().items()})
     noise = Noise((position - latest)[None], np.eye(K)[np.array(assignment)][None], np.zeros(1, bool))
     return roll_out(problem, indifferent, noise, np.zeros((n, 4 * HIDDEN), np.float32))
 

@@ -21,7 +21,8 @@ from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.schedule import best_schedule
 from hearth.errors import BadSetting
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
-from tools.bench.coarsening import (
+from tools.bench.experiment import Context, make_experiment, read_settings
+from tools.research.coarsening import (
     SLOWDOWNS,
     Coarsening,
     CoarseningRow,
@@ -29,7 +30,6 @@ from tools.bench.coarsening import (
     problem_on_devices,
     refined_schedule,
 )
-from tools.bench.experiment import Context, make_experiment, read_settings
 
 KINDS = ["Pad", "Conv", "BatchNormalization", "Relu", "Add", "MatMul", "Div", "Erf", "Mul", "Sigmoid"]
 

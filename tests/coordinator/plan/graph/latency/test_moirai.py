@@ -30,8 +30,8 @@ from coordinator.plan.graph.latency.paths import segment_patterns, shortest_path
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, in_ticks
 from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule, schedule, with_required_sends
 from hearth.errors import BadGraph, ModelDoesNotFit, NoPlacement
-from tools.bench.tensor.graphs import tensor_graph
-from tools.bench.tensor.homes import HOMES
+from tools.research.graphs import tensor_graph
+from tools.research.homes import HOMES
 
 
 def brute_force(problem: PlacementProblem) -> float | None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import chain, from_edges, two_branches
-from support.published_points import published_points
 
 from coordinator.plan.graph.throughput.points import candidate_chain, candidate_points, fine_chain
 from hearth.plan.graph_spec import GraphSpec, Operator, Tensor
+from tools.research.points import published_points
 
 
 def graph(num_operators: int, edges: list[tuple[int, int]]) -> GraphSpec:

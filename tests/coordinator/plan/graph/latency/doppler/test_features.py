@@ -9,10 +9,10 @@ from support.placement_problems import in_other_unit, on_media, random_problem
 from coordinator.plan.graph.latency.doppler.clock import TICKS_PER_MEAN_OPERATOR, ClockTimes, EpisodeClock
 from coordinator.plan.graph.latency.doppler.features import (
     CLOCK_COLUMNS,
-    HOME,
-    PUBLISHED,
+    DEVICE_FEATURES,
+    EDGE_FEATURES,
     RAW_COLUMNS,
-    FeatureSet,
+    VERTEX_FEATURES,
     device_features,
     problem_features,
 )
@@ -37,9 +37,9 @@ DIAMOND = PlacementProblem(
 )
 
 
-def test_home_features_of_a_diamond() -> None:
+def test_features_of_a_diamond() -> None:
     found = problem_features(DIAMOND)
-    columns = dict(zip(HOME.vertex, found.vertices.T.tolist(), strict=True))
+    columns = dict(zip(VERTEX_FEATURES, found.vertices.T.tolist(), strict=True))
     third = 1 / 3
     for name, expected in {
         "log_compute": np.log1p([4 * third, 2 * third, 4 * third, 2 * third]),
@@ -72,17 +72,8 @@ def test_incumbent_is_a_feature_of_operators_and_devices() -> None:
     incumbent = best_schedule(DIAMOND, [0, 1, 0, 0], range(4))
     found = problem_features(DIAMOND).with_incumbent(incumbent)
     starts = np.array(incumbent.starts) / incumbent.makespan
-    assert found.vertices[:, HOME.vertex.index("incumbent_start")] == pytest.approx(starts)
+    assert found.vertices[:, VERTEX_FEATURES.index("incumbent_start")] == pytest.approx(starts)
     assert found.incumbent.tolist() == [[1, 0], [0, 1], [1, 0], [1, 0]]
-    published = problem_features(DIAMOND, PUBLISHED)
-    assert published.with_incumbent(incumbent) is published
-
-
-def test_published_features_are_standardised_costs_and_levels() -> None:
-    found = problem_features(DIAMOND, PUBLISHED)
-    raw = np.array([[4, 0, 1.5, 0, 14.5], [2, 1.5, 3, 5.5, 7], [4, 1.5, 3, 5.5, 9], [2, 6, 0, 12.5, 2]])
-    assert found.vertices == pytest.approx((raw - raw.mean(axis=0)) / raw.std(axis=0), rel=1e-5, abs=1e-6)
-    assert found.edges[:, 0].tolist() == pytest.approx([-1, -1, 1, 1])
 
 
 def test_device_features_of_a_diamond() -> None:
@@ -109,7 +100,7 @@ def test_device_features_of_a_diamond() -> None:
     assert columns == {}
     raw = np.concatenate([observed, [[[2, 6], [0.5, 0.25], [0, 1]]]], axis=1)
     raw[:, RAW_COLUMNS.index("num_inputs")] /= ticks_of_one
-    found = device_features(HOME, raw, np.array([[True, True]]), 3.0)[0]
+    found = device_features(raw, np.array([[True, True]]), 3.0)[0]
     expected = {
         "log_free": np.log1p([0, 1.5]),
         "log_load": np.log1p([0, 1 / 3]),
@@ -126,31 +117,27 @@ def test_device_features_of_a_diamond() -> None:
         "memory_left": [0.5, 0.25],
         "incumbent": [0, 1],
     }
-    assert tuple(expected) == HOME.device
+    assert tuple(expected) == DEVICE_FEATURES
     assert pytest.approx(np.array([*expected.values()]), abs=1e-5) == found.T
-    only_second = device_features(HOME, raw, np.array([[False, True]]), 3.0)[0, 1]
+    only_second = device_features(raw, np.array([[False, True]]), 3.0)[0, 1]
     assert only_second[:4] == pytest.approx([0, 0, 0, 0])  # the best among the devices with room
-    published = device_features(PUBLISHED, raw, np.array([[True, True]]), 3.0)[0]
-    assert published.T.tolist() == [[-1, 1], [1, -1], [0, 0], [1, -1], [-1, 1]]
 
 
-@pytest.mark.parametrize("features", [HOME, PUBLISHED])
-def test_features_do_not_depend_on_the_unit_of_time(features: FeatureSet) -> None:
+def test_features_do_not_depend_on_the_unit_of_time() -> None:
     problem = random_problem(np.random.default_rng(0))
-    ours, scaled = (problem_features(each, features) for each in (problem, in_other_unit(problem, 1000)))
-    assert ours.vertices.shape == (problem.num_operators, len(features.vertex))
-    assert ours.edges.shape == (len(ours.sources), len(features.edge))
+    ours, scaled = (problem_features(each) for each in (problem, in_other_unit(problem, 1000)))
+    assert ours.vertices.shape == (problem.num_operators, len(VERTEX_FEATURES))
+    assert ours.edges.shape == (len(ours.sources), len(EDGE_FEATURES))
     assert ours.vertices == pytest.approx(scaled.vertices, rel=1e-5, abs=1e-6)
     assert ours.edges == pytest.approx(scaled.edges, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("features", [HOME, PUBLISHED])
-def test_features_of_one_operator_without_time_or_memory_are_finite(features: FeatureSet) -> None:
+def test_features_of_one_operator_without_time_or_memory_are_finite() -> None:
     nothing = PlacementProblem("one", ("a",), ("d",), ((0.0,),), (0,), (0,), (), ((0.0,),))
-    found = problem_features(nothing, features)
+    found = problem_features(nothing)
     assert np.isfinite(found.vertices).all()
     raw = np.array([*EpisodeClock(ClockTimes(nothing)).observe(0), 0.0, 0.0, 0.0]).reshape(1, len(RAW_COLUMNS), 1)
-    assert np.isfinite(device_features(features, raw, np.array([[True]]), TICKS_PER_MEAN_OPERATOR)).all()
+    assert np.isfinite(device_features(raw, np.array([[True]]), TICKS_PER_MEAN_OPERATOR)).all()
 
 
 @pytest.mark.parametrize("congestion", [True, False])

@@ -5,21 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.placement_problems import random_problem, relabelled
-from support.policy_loss import loss
+from support.policies import loss, shaken_policy
 
-from coordinator.plan.graph.latency.doppler.features import HOME, PUBLISHED, Floats, ProblemFeatures, problem_features
-from coordinator.plan.graph.latency.doppler.gradients import HeadGradients, head_weights
-from coordinator.plan.graph.latency.doppler.policy import HEADS, FeatureSet, Policy, random_policy
+from coordinator.plan.graph.latency.doppler.features import Floats, ProblemFeatures, problem_features
+from coordinator.plan.graph.latency.doppler.gradients import HeadGradients, Weights, head_weights
+from coordinator.plan.graph.latency.doppler.policy import HEADS, Policy
 from coordinator.plan.graph.latency.doppler.rollout import Rollouts, repeat, roll_out, sampling_noise
-from coordinator.plan.graph.latency.policy_gradient import Weights
 from coordinator.plan.graph.latency.problem import PlacementProblem
 
-
-def shaken_policy(features: FeatureSet = HOME) -> Policy:
-    """Random weights and biases in double precision."""
-    rng = np.random.default_rng(7)
-    weights = random_policy(rng, features).weights
-    return Policy(features, {name: each + rng.normal(0, 0.1, each.shape) for name, each in weights.items()})
+POLICY = shaken_policy(7)
 
 
 def sampled(problem: ProblemFeatures, policy: Policy, B: int = 3) -> Rollouts:
@@ -32,10 +26,9 @@ def gradients(
     return HeadGradients(problem, policy, policy.embed(problem)).of(episodes, weights_B, entropy_weight)
 
 
-@pytest.mark.parametrize("features", [HOME, PUBLISHED])
-def test_gradients_are_those_of_the_loss(features: FeatureSet) -> None:
-    problem = problem_features(random_problem(np.random.default_rng(2), spare_memory=0.25), features)
-    policy = shaken_policy(features)
+def test_gradients_are_those_of_the_loss() -> None:
+    problem = problem_features(random_problem(np.random.default_rng(2), spare_memory=0.25))
+    policy = shaken_policy(7)
     episodes = sampled(problem, policy, 6)
     assert 0 < episodes.complete.sum() < 6
     assert not episodes.allowed[episodes.complete].all()
@@ -54,13 +47,13 @@ def test_gradients_are_those_of_the_loss(features: FeatureSet) -> None:
 
 
 def test_heads_are_all_layers_after_the_encoder() -> None:
-    names = {name.split(".")[0] for name in shaken_policy().weights}
+    names = {name.split(".")[0] for name in POLICY.weights}
     assert names - set(HEADS) == {"input", "rounds", "vertex"}
 
 
 def test_a_plan_is_repeated_as_the_episode_that_made_it() -> None:
     problem = problem_features(random_problem(np.random.default_rng(5), 16, 3, spare_memory=0.5))
-    episodes = sampled(problem, shaken_policy(), 4)
+    episodes = sampled(problem, POLICY, 4)
     (b, *_) = np.flatnonzero(episodes.complete).tolist()
     found = repeat(problem, episodes.orders[b].tolist(), episodes.assignments[b].tolist())
     for name in ("orders", "assignments", "starts", "makespans", "allowed", "features"):
@@ -82,7 +75,7 @@ def test_a_plan_with_equal_devices_renamed_teaches_the_same() -> None:
     placement = with_equal_devices(3, 4)
     renaming = [2, 0, 1, 3]
     assert relabelled(placement, range(12), renaming).seconds == placement.seconds
-    problem, policy = problem_features(placement), shaken_policy()
+    problem, policy = problem_features(placement), POLICY
     episodes = sampled(problem, policy, 1)
     assignment = episodes.assignments[0].tolist()
     assert len(set(assignment) - {3}) > 1

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("ortools")
 
 from support.placement_problems import problems, random_problem
+from support.policies import random_policy
 from support.schedule_checker import violations
 from support.step_clock import StepClock
 
@@ -22,7 +23,6 @@ from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.doppler import home_policy, learning, planner
 from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
 from coordinator.plan.graph.latency.doppler.learning import BATCH
-from coordinator.plan.graph.latency.doppler.policy import random_policy
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.solution import SearchOptions

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.placement_problems import problems, random_problem
+from support.policies import random_policy
 from support.schedule_checker import violations
 from support.step_clock import StepClock
 
@@ -18,7 +19,7 @@ from coordinator.plan.graph.latency.doppler import learning
 from coordinator.plan.graph.latency.doppler.features import problem_features
 from coordinator.plan.graph.latency.doppler.gradients import head_weights
 from coordinator.plan.graph.latency.doppler.learning import BATCH, Learnt, learn
-from coordinator.plan.graph.latency.doppler.policy import Policy, random_policy
+from coordinator.plan.graph.latency.doppler.policy import Policy
 from coordinator.plan.graph.latency.doppler.rollout import draw_noise, roll_out
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule

@@ -9,36 +9,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 from support.placement_problems import random_problem
+from support.policies import random_policy, shaken_policy
 
-from coordinator.plan.graph.latency.doppler.features import (
-    HOME,
-    PUBLISHED,
-    FeatureSet,
-    ProblemFeatures,
-    problem_features,
-)
+from coordinator.plan.graph.latency.doppler.features import ProblemFeatures, problem_features
 from coordinator.plan.graph.latency.doppler.policy import (
     NUM_ROUNDS,
     Policy,
-    heft_policy,
-    parameter_shapes,
     path_means,
-    random_policy,
+    policy_bytes,
+    policy_from_bytes,
 )
 from coordinator.plan.graph.latency.doppler.rollout import draw_noise, roll_out
-from coordinator.plan.graph.latency.doppler.weights import policy_bytes, policy_from_bytes
-from coordinator.plan.graph.latency.list_scheduling import contended_heft
-from coordinator.plan.graph.latency.schedule import best_schedule
 from hearth.errors import BadPolicy
 
-
-def shaken_policy(features: FeatureSet = HOME) -> Policy:
-    """Random weights whose biases and normalisations are random too."""
-    rng = np.random.default_rng(5)
-    weights = random_policy(rng, features).weights
-    return Policy(
-        features, {name: (each + rng.normal(0, 0.1, each.shape)).astype(np.float32) for name, each in weights.items()}
-    )
+SHAKEN = Policy({name: each.astype(np.float32) for name, each in shaken_policy(5).weights.items()})
 
 
 class ByDefinition:
@@ -86,10 +70,9 @@ class ByDefinition:
         return self.H[visited].mean(axis=0)
 
 
-@pytest.mark.parametrize("features", [HOME, PUBLISHED])
-def test_rollouts_follow_the_definition_of_the_network(features: FeatureSet) -> None:
-    problem = problem_features(random_problem(np.random.default_rng(2), spare_memory=0.3), features)
-    policy = shaken_policy(features)
+def test_rollouts_follow_the_definition_of_the_network() -> None:
+    problem = problem_features(random_problem(np.random.default_rng(2), spare_memory=0.3))
+    policy = SHAKEN
     reference = ByDefinition(policy, problem)
     assert policy.encode(problem).select_logits == pytest.approx(np.array(reference.select), abs=1e-5)
     found = roll_out(problem, policy, draw_noise(problem.problem, 3, np.random.default_rng(0)))
@@ -109,37 +92,15 @@ def test_path_means_of_long_and_short_paths() -> None:
     assert path_means(values, path)[:, 0] == pytest.approx([14 / 5, 3, 14 / 4, 4, 4.5, 5, 6])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_training_begins_as_heft_with_contention(seed: int) -> None:
-    problem = random_problem(np.random.default_rng(seed))
-    noise = draw_noise(problem, 0, np.random.default_rng(0))
-    greedy = roll_out(problem_features(problem), heft_policy(np.random.default_rng(seed), 0.0), noise)
-    assert tuple(greedy.assignments[0].tolist()) == contended_heft(problem).assignment
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_training_begins_near_the_incumbent(seed: int) -> None:
-    problem = random_problem(np.random.default_rng(seed))
-    rng = np.random.default_rng(seed)
-    devices = rng.integers(problem.num_devices, size=problem.num_operators).tolist()
-    incumbent = best_schedule(problem, devices, range(problem.num_operators))
-    features, policy = problem_features(problem), heft_policy(rng, 0.0)
-    noise = draw_noise(problem, 0, rng)
-    without, found = (roll_out(each, policy, noise) for each in (features, features.with_incumbent(incumbent)))
-    assert (found.assignments[0] == devices).mean() > (without.assignments[0] == devices).mean()
-
-
 def test_the_policy_is_small() -> None:
     policy = random_policy(np.random.default_rng(0))
     assert policy.num_parameters == 120_384
     assert len(policy_bytes(policy)) < 600_000
 
 
-@pytest.mark.parametrize("features", [HOME, PUBLISHED])
-def test_a_policy_survives_its_file(features: FeatureSet) -> None:
-    policy = shaken_policy(features)
+def test_a_policy_survives_its_file() -> None:
+    policy = SHAKEN
     found = policy_from_bytes(policy_bytes(policy, {"episodes": "4000"}), "a file")
-    assert found.features == features
     assert found.weights.keys() == policy.weights.keys()
     for name, weight in policy.weights.items():
         assert np.array_equal(found.weights[name], weight)
@@ -175,14 +136,3 @@ def test_a_bad_file_is_one_error_that_names_the_fault(make: Callable[[], bytes],
     with pytest.raises(BadPolicy, match=reason) as caught:
         policy_from_bytes(make(), "policy.safetensors")
     assert caught.value.path == "policy.safetensors"
-
-
-def test_parameter_names_depend_on_no_features() -> None:
-    ours, published = parameter_shapes(HOME), parameter_shapes(PUBLISHED)
-    assert ours.keys() == published.keys()
-    assert {name for name in ours if ours[name] != published[name]} == {
-        "input.weight",
-        "vertex.weight",
-        "device.weight",
-        *(f"rounds.{r}.{way}.weight" for r in range(NUM_ROUNDS) for way in ("incoming", "outgoing")),
-    }

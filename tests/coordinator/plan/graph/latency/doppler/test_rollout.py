@@ -7,31 +7,30 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.placement_problems import in_other_unit, random_problem, relabelled
+from support.policies import random_policy
 from support.schedule_checker import violations
 
 from coordinator.models.ordering import topological_order
-from coordinator.plan.graph.latency.doppler.features import HOME, PUBLISHED, FeatureSet, problem_features
-from coordinator.plan.graph.latency.doppler.policy import random_policy
+from coordinator.plan.graph.latency.doppler.features import problem_features
 from coordinator.plan.graph.latency.doppler.rollout import Noise, Rollouts, draw_noise, roll_out
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import best_schedule
 from hearth.errors import NoPlacement
 
 
-def rollouts(problem: PlacementProblem, noise: Noise, features: FeatureSet = HOME) -> Rollouts:
-    return roll_out(problem_features(problem, features), random_policy(np.random.default_rng(1), features), noise)
+def rollouts(problem: PlacementProblem, noise: Noise) -> Rollouts:
+    return roll_out(problem_features(problem), random_policy(np.random.default_rng(1)), noise)
 
 
 def some_noise(problem: PlacementProblem, num_sampled: int = 5, seed: int = 0) -> Noise:
     return draw_noise(problem, num_sampled, np.random.default_rng(seed))
 
 
-@pytest.mark.parametrize("features", [HOME, PUBLISHED])
 @pytest.mark.parametrize("seed", range(10))
-def test_random_policies_give_valid_schedules(seed: int, features: FeatureSet) -> None:
+def test_random_policies_give_valid_schedules(seed: int) -> None:
     rng = np.random.default_rng(seed)
     problem = random_problem(rng, int(rng.integers(3, 30)), int(rng.integers(1, 5)), congestion=bool(seed % 2))
-    found = rollouts(problem, some_noise(problem), features)
+    found = rollouts(problem, some_noise(problem))
     assert found.complete.all()
     for b, (assignment, order) in enumerate(zip(found.assignments.tolist(), found.orders.tolist(), strict=True)):
         assert sorted(order) == list(range(problem.num_operators))
@@ -117,9 +116,8 @@ def test_episodes_in_lockstep_equal_single_ones() -> None:
         assert alone.probabilities[0] == pytest.approx(together.probabilities[b], abs=1e-5)
 
 
-@pytest.mark.parametrize("features", [HOME, PUBLISHED])
 @pytest.mark.parametrize("seed", range(3))
-def test_other_labels_of_operators_and_devices_change_nothing_else(seed: int, features: FeatureSet) -> None:
+def test_other_labels_of_operators_and_devices_change_nothing_else(seed: int) -> None:
     rng = np.random.default_rng(seed)
     problem = random_problem(rng, 18, 4, spare_memory=1.0)
     noise = some_noise(problem)
@@ -129,21 +127,17 @@ def test_other_labels_of_operators_and_devices_change_nothing_else(seed: int, fe
     renamed = rollouts(
         relabelled(problem, operators, devices),
         Noise(noise.clocks[:, operators], noise.gumbel[:, operators][:, :, devices], noise.greedy),
-        features,
     )
-    found = rollouts(problem, noise, features)
+    found = rollouts(problem, noise)
     assert operators != sorted(operators)
-    # the published features do not tell empty devices apart, so there the greedy episode breaks a tie by index
-    rows = slice(1 if features == PUBLISHED else 0, None)
     assert np.array_equal(np.array(operators)[renamed.orders], found.orders)
-    assert np.array_equal(np.array(devices)[renamed.assignments][rows], found.assignments[:, operators][rows])
-    assert renamed.starts[rows] == pytest.approx(found.starts[:, operators][rows], rel=1e-5)
+    assert np.array_equal(np.array(devices)[renamed.assignments], found.assignments[:, operators])
+    assert renamed.starts == pytest.approx(found.starts[:, operators], rel=1e-5)
 
 
-@pytest.mark.parametrize("features", [HOME, PUBLISHED])
-def test_another_unit_of_time_changes_nothing_else(features: FeatureSet) -> None:
+def test_another_unit_of_time_changes_nothing_else() -> None:
     problem = random_problem(np.random.default_rng(8), 18, 4)
-    found, scaled = (rollouts(each, some_noise(problem), features) for each in (problem, in_other_unit(problem, 1000)))
+    found, scaled = (rollouts(each, some_noise(problem)) for each in (problem, in_other_unit(problem, 1000)))
     assert np.array_equal(found.orders, scaled.orders)
     assert np.array_equal(found.assignments, scaled.assignments)
     assert scaled.makespans == pytest.approx(1000 * found.makespans, rel=1e-9)

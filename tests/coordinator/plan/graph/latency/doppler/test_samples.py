@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.placement_problems import random_problem
+from support.policies import random_policy
 from support.schedule_checker import violations
 
-from coordinator.plan.graph.latency.doppler import samples as samples_module
+from coordinator.plan.graph.latency.doppler import home_policy
 from coordinator.plan.graph.latency.doppler.features import problem_features
-from coordinator.plan.graph.latency.doppler.policy import random_policy
+from coordinator.plan.graph.latency.doppler.home_policy import few_samples, policy_samples
 from coordinator.plan.graph.latency.doppler.rollout import draw_noise, orders_by_start, roll_out
-from coordinator.plan.graph.latency.doppler.samples import few_samples, policy_samples
 from coordinator.plan.graph.latency.doppler.starts import Start
 from coordinator.plan.graph.latency.evaluator import Evaluator
 from coordinator.plan.graph.latency.list_scheduling import contended_heft
@@ -63,7 +63,7 @@ def test_later_rounds_improve_the_best_of_earlier_ones() -> None:
 def test_short_searches_draw_few_samples(
     num_placements: int, num_samples: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples_module, "_SHORT_NUM_PLACEMENTS", num_placements)
+    monkeypatch.setattr(home_policy, "_SHORT_NUM_PLACEMENTS", num_placements)
     found = few_samples(PROBLEM, POLICY, INCUMBENT, 0)
     assert found == ([] if num_samples is None else samples(num_samples=num_samples))
 

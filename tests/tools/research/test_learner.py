@@ -1,0 +1,236 @@
+"""Doppler as published: probabilities, gradients, the teacher, memory, and that a small graph is learnt."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+import torch
+
+from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, upward_ranks
+from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
+from coordinator.plan.graph.latency.schedule import best_schedule, schedule
+from tools.research.episodes import Placement, run_episodes
+from tools.research.instance import make_instance
+from tools.research.networks import DualPolicy, PolicyChooser, Rules, Shape, graph_tensors, log_probabilities
+from tools.research.training import Trainer, entropy, reinforcement_loss
+
+SMALL = Shape(width=8, num_rounds=2)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> PlacementProblem:
+    """Graphs of up to 6 operators with whole times, on up to 3 devices; many choices tie."""
+    n, k = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+
+    def square(most: int) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(0.0 if a == b else float(draw(st.integers(0, most))) for b in range(k)) for a in range(k))
+
+    flows = []
+    for source in range(n - 1):
+        targets = draw(st.sets(st.integers(source + 1, n - 1), max_size=3))
+        if targets:
+            flows.append(Flow(source, tuple(sorted(targets)), square(5)))
+    seconds = tuple(tuple(float(draw(st.integers(1, 6))) for _ in range(k)) for _ in range(n))
+    return problem_of(seconds, flows, k, latency=square(2), shared=draw(st.booleans()) and n > 1)
+
+
+def problem_of(
+    seconds: tuple[tuple[float, ...], ...], flows: list[Flow], k: int,
+    latency: tuple[tuple[float, ...], ...] | None = None, shared: bool = False, budget: int = 100,
+) -> PlacementProblem:  # fmt: skip
+    n = len(seconds)
+    return PlacementProblem(
+        "random", tuple(f"op{i}" for i in range(n)), tuple(f"device{d}" for d in range(k)), seconds, (1,) * n,
+        (budget,) * k, tuple(flows), latency or ((0.0,) * k,) * k, shared=(SharedWeights(2, (0, n - 1)),) if shared else (),
+    )  # fmt: skip
+
+
+def policy(seed: int = 0, shape: Shape = SMALL) -> DualPolicy:
+    torch.manual_seed(seed)
+    return DualPolicy(shape)
+
+
+def trainer(problem: PlacementProblem, seed: int = 0, shape: Shape = SMALL, rules: Rules | None = None) -> Trainer:
+    return Trainer(make_instance(problem), policy(seed, shape), np.random.default_rng(seed), rules or Rules())
+
+
+def forked(costs: tuple[float, ...] = (1.0,) * 5) -> PlacementProblem:
+    """Two chains of unequal work and a join, with the cost of sending the result of each operator but the last."""
+    works = (1.0, 2.0, 3.0, 2.0, 4.0, 1.0)
+    edges = {0: (1, 2), 1: (3,), 2: (4,), 3: (5,), 4: (5,)}
+    return problem_of(
+        tuple((w, w) for w in works), [Flow(s, t, ((0.0, costs[s]), (costs[s], 0.0))) for s, t in edges.items()], 2
+    )
+
+
+@settings(max_examples=6)
+@given(problems(), st.integers(0, 2**16))
+def test_teacher_ties_are_those_of_critical_path_in_every_state(problem: PlacementProblem, seed: int) -> None:
+    trace = trainer(problem, seed)._sample(2)[0]
+    ranks = upward_ranks(problem)
+    for b in range(2):
+        partial_schedule = PartialSchedule(problem, "critical-path")
+        for t, (operator, device) in enumerate(zip(trace.operators_TB[:, b], trace.devices_TB[:, b], strict=True)):
+            ready = partial_schedule.ready
+            assert set(np.flatnonzero(trace.candidates_TBN[t, b])) == ready
+            longest = max(ranks[i] for i in ready)
+            assert set(np.flatnonzero(trace.taught_operators_TBN[t, b])) == {i for i in ready if ranks[i] == longest}
+            starts = {d: partial_schedule.earliest_start(operator, d) for d in partial_schedule.candidates(operator)}
+            earliest = {d for d, start in starts.items() if start == min(starts.values())}
+            assert set(np.flatnonzero(trace.taught_devices_TBK[t, b])) == earliest
+            partial_schedule.place(operator, device, starts[device])
+
+
+def test_probabilities_sum_to_one_over_candidates_and_devices_with_room() -> None:
+    found = trainer(problem_of(((1.0, 2.0, 1.0),) * 5, [Flow(0, (2, 3), ((0.0,) * 3,) * 3)], 3, budget=2))
+    trace, encoding = found._sample(4)
+    assert not trace.allowed_TBK.all()
+    operators, devices = log_probabilities(found.policy, encoding, trace)
+    for logs, allowed in ((operators, trace.candidates_TBN), (devices, trace.allowed_TBK)):
+        probabilities = logs.exp().detach().numpy()
+        np.testing.assert_allclose(probabilities.sum(-1), 1.0, rtol=1e-5)
+        assert ((probabilities > 0) == allowed).all()
+
+
+def test_greedy_episodes_take_the_most_probable_choices_of_training() -> None:
+    found = trainer(forked())
+    trace = found.greedy()
+    operators, devices = log_probabilities(found.policy, found.policy.encode(found._graph), trace)
+    assert (operators.argmax(-1).numpy() == trace.operators_TB).all()
+    assert (devices.argmax(-1).numpy() == trace.devices_TB).all()
+
+
+def test_gradients_reach_every_parameter() -> None:
+    found = trainer(forked((1.0, 2.0, 3.0, 4.0, 5.0)))
+    trace, encoding = found._sample(8)
+    logs = log_probabilities(found.policy, encoding, trace)
+    reinforcement_loss(logs, trace, np.linspace(-1, 1, 8), 0.01, Rules()).backward()
+    # A shift of all logits changes no probability.
+    exempt = {"select.score.bias", "place.score.bias"}
+    dead = {n for n, p in found.policy.named_parameters() if p.grad is None or not p.grad.any()} - exempt
+    assert not dead
+
+
+def test_messages_are_sums_over_edges_of_the_edges_matrix_times_the_sender() -> None:
+    instance, encoder = make_instance(forked((1.0, 2.0, 2.0, 4.0, 5.0))), policy().place.encoder
+    graph = graph_tensors(instance)
+    with torch.no_grad():
+        hidden = torch.relu(encoder.embed(graph.static_NX))
+        for _ in range(SMALL.num_rounds):
+            sums = torch.zeros_like(hidden)
+            edges = zip(instance.edge_sources_M, instance.edge_targets_M, instance.edge_values_M, strict=True)
+            for source, target, value in edges:
+                matrix = encoder.edge(torch.tensor([value])).view(8, 8)
+                sums[target] += hidden[source] @ matrix
+            hidden = encoder.gru(torch.relu(sums + encoder.bias), hidden)
+        found = encoder(graph)
+    torch.testing.assert_close(found, torch.nn.functional.leaky_relu(hidden, 0.1))
+
+
+def test_paths_lead_along_the_longest_remaining_and_preceding_work() -> None:
+    instance = make_instance(forked())
+    assert [set(np.flatnonzero(row)) for row in instance.b_paths_NN] == [
+        {0, 2, 4, 5}, {1, 3, 5}, {2, 4, 5}, {3, 5}, {4, 5}, {5}
+    ]  # fmt: skip
+    assert [set(np.flatnonzero(row)) for row in instance.t_paths_NN] == [
+        {0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 2, 4}, {0, 2, 4, 5}
+    ]  # fmt: skip
+    assert instance.b_levels_N.tolist() == [12.0, 7.0, 10.0, 4.0, 6.0, 1.0]
+
+
+@settings(max_examples=10)
+@given(problems())
+def test_static_features_do_not_depend_on_the_unit_of_time(problem: PlacementProblem) -> None:
+    def scaled(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(1000 * value for value in row) for row in table)
+
+    flows = [Flow(f.source, f.targets, scaled(f.seconds)) for f in problem.flows]
+    slower = problem_of(scaled(problem.seconds), flows, problem.num_devices, latency=scaled(problem.latency))
+    one, other = make_instance(problem), make_instance(slower)
+    np.testing.assert_allclose(one.static_NX, other.static_NX, atol=1e-5)
+    np.testing.assert_allclose(one.edge_values_M, other.edge_values_M, atol=1e-5)
+
+
+def test_devices_without_room_are_never_chosen() -> None:
+    problem = problem_of(((1.0, 9.0),) * 6, [], 2, shared=True, budget=5)
+    trace = trainer(problem)._sample(32)[0]
+    fits = [problem.overflow_bytes(placement.assignment) == 0 for placement in trace.placements()]
+    assert fits == trace.fits_B.tolist()
+    assert any(fits)
+    assert not trace.allowed_TBK.all()
+
+
+def test_a_placement_that_exceeds_memory_is_never_the_best() -> None:
+    found = trainer(problem_of(((1.0,),) * 3, [], 1, budget=2))
+    found.reinforce(4)
+    assert found.best is None
+
+
+def test_same_seed_gives_the_same_weights_and_plan() -> None:
+    def run(seed: int) -> tuple[list[float], Placement]:
+        found = trainer(forked(), seed)
+        found.imitate(32)
+        found.reinforce(64)
+        assert found.best is not None
+        return [float(p.detach().sum()) for p in found.policy.parameters()], found.best.placement
+
+    assert run(1) == run(1)
+    assert run(1)[0] != run(2)[0]
+
+
+def optimum(problem: PlacementProblem) -> float:
+    n, k = problem.num_operators, problem.num_devices
+    return min(schedule(problem, where, range(n)).makespan for where in itertools.product(range(k), repeat=n))
+
+
+def test_a_small_graph_is_learnt_to_its_optimum() -> None:
+    problem = forked()
+    found = trainer(problem, shape=Shape(width=16, num_rounds=2))
+    found.reinforce(800)
+    (greedy,) = found.greedy().placements()
+    assert best_schedule(problem, *greedy).makespan == optimum(problem)
+
+
+def test_imitation_makes_the_greedy_policy_a_critical_path_schedule() -> None:
+    found = trainer(forked(), shape=Shape(width=16, num_rounds=2))
+    before = taught_share(found)
+    found.imitate(480)
+    assert before < taught_share(found) == 1.0
+
+
+def taught_share(found: Trainer) -> float:
+    """The share of greedy choices that are the teacher's."""
+    trace = found.greedy()
+    rows = np.arange(len(trace.operators_TB))
+    right = trace.taught_operators_TBN[rows, 0, trace.operators_TB[:, 0]]
+    return float(np.mean([right, trace.taught_devices_TBK[rows, 0, trace.devices_TB[:, 0]]]))
+
+
+def test_ablations_leave_the_other_decision_to_critical_path() -> None:
+    operators_only = trainer(forked(), rules=Rules(learns_devices=False))._sample(8)[0]
+    devices_only = trainer(forked(), rules=Rules(learns_operators=False))._sample(8)[0]
+    for trace, taught, chosen in (
+        (operators_only, operators_only.taught_devices_TBK, operators_only.devices_TB),
+        (devices_only, devices_only.taught_operators_TBN, devices_only.operators_TB),
+    ):
+        assert np.take_along_axis(taught, chosen[..., None], axis=-1).all(), trace
+
+
+def test_sampled_choices_have_the_probabilities_of_the_softmax() -> None:
+    instance, dual = make_instance(problem_of(((1.0, 1.0),) * 4, [], 2)), policy(3)
+    encoding = dual.encode(graph_tensors(instance))._replace(operator_logits_N=torch.tensor([0.0, 1.0, 2.0, -1.0]))
+    trace = run_episodes(instance, PolicyChooser(dual, encoding, np.random.default_rng(0), Rules()), 4000)
+    expected = torch.tensor([0.0, 1.0, 2.0, -1.0]).softmax(0).numpy()
+    np.testing.assert_allclose(np.bincount(trace.operators_TB[0], minlength=4) / 4000, expected, atol=0.03)
+
+
+def test_entropy_ignores_impossible_choices() -> None:
+    logs = torch.tensor([0.0, 0.0, -torch.inf]).log_softmax(-1)
+    assert float(entropy(logs)) == pytest.approx(np.log(2))

@@ -1,0 +1,308 @@
+"""Experiment `doppler`: the main tables of Doppler's paper (arXiv 2505.23131, section 6) on simulated homes, and its figures.
+
+A row is a method on a graph and a home. All plans are priced by one simulator, and limits are processor seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+from numpy.random import default_rng
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from coordinator.plan.graph.latency.baselines import solve_baseline
+from coordinator.plan.graph.latency.doppler.planner import solve_doppler
+from coordinator.plan.graph.latency.moirai import solve_moirai
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import best_schedule
+from coordinator.plan.solution import SearchOptions
+from hearth.errors import ModelDoesNotFit, NoPlacement
+from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.results import Summary, Table
+from tools.research.graphs import GRAPHS, GraphName, tensor_graph
+from tools.research.homes import HOMES
+
+# `doppler` and `moirai` are this project's planners, the others the paper's.
+Method = Literal[
+    "local", "critical-path", "best-list", "enumerative", "placeto", "doppler-sim", "sel-only", "plc-only", "doppler", "moirai"
+]  # fmt: skip
+HomeName = Literal["gigabit", "wifi", "unequal", "unequal-wifi"]
+_STAGE_III = "doppler-sys"  # Doppler with stage III, of the paper only
+HEADINGS = {
+    "local": "1 device", "critical-path": "Critical Path", "placeto": "Placeto", "enumerative": "EnumOpt",
+    "doppler-sim": "Doppler-sim", _STAGE_III: "Doppler-sys", "sel-only": "SEL only", "plc-only": "PLC only",
+    "best-list": "best list", "moirai": "moirai", "doppler": "doppler",
+}  # fmt: skip
+_FITTING_SECONDS = 10.0  # for list schedules that run out of memory: to find an assignment that fits, which takes less
+_ROUNDING = 1e-9  # relative: sums of floats in another order
+
+
+class Setting(NamedTuple):
+    """What the problems of a table share."""
+
+    home: str
+    devices: int
+    memory: float
+
+    def __str__(self) -> str:
+        memory = "" if self.memory >= 1 else f", each with memory for {self.memory:.0%} of the weights"
+        return f"{self.home}, {self.devices} devices{memory}"
+
+
+class DopplerRow(BaseModel):
+    """What a method found: makespans in seconds, None without a plan that fits."""
+
+    model_config = ConfigDict(frozen=True)
+
+    method: Method
+    graph: GraphName
+    home: HomeName
+    devices: Literal[4, 8]
+    memory: float  # of each device, as a share of all weights
+    makespan: float | None = None  # of the best plan; of a learnt method, the best one of training
+    greedy: float | None = None  # of the most probable choices of a learnt method's final policy
+    bound: float = 0.0  # lower bound of any makespan; 0: unknown
+    proven: bool = False
+    num_episodes: int = 0  # run in all, imitation included
+    processor_seconds: float = 0.0
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.home, self.devices, self.memory)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.method, self.graph, self.setting
+
+    @property
+    def best(self) -> float | None:
+        """The shorter one of both makespans."""
+        return min((each for each in (self.makespan, self.greedy) if each is not None), default=None)
+
+    def problem(self) -> PlacementProblem:
+        home = HOMES[self.home] if self.devices == 4 else HOMES[self.home].doubled()
+        return home.problem(tensor_graph(self.graph, devices=self.devices), self.memory)
+
+
+class Doppler(Experiment):
+    """Every method on every graph and home."""
+
+    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(DopplerRow)
+    PAGE = "doppler"
+    NAMED: ClassVar[Named] = {
+        "doppler": {
+            "title": "Doppler's tables: placements of its four task graphs, simulated", "source": "Doppler, arXiv 2505.23131",
+            "homes": ["gigabit", "wifi"],
+        }
+    }  # fmt: skip
+
+    graphs: tuple[GraphName, ...] = GRAPHS
+    homes: tuple[HomeName, ...] = ("gigabit",)
+    devices: Literal[4, 8] = 4
+    memory: tuple[float, ...] = (1.0, 0.3)  # of each device, as shares of all weights; the paper halves it
+    methods: tuple[Method, ...] = get_args(Method)
+    seconds: float = Field(60.0, gt=0)  # processor time of a search
+    training_seconds: float = Field(150.0, gt=0)  # processor time of a training, Placeto's included, at most
+    imitation: int = Field(400, ge=0)  # episodes of stage I
+    episodes: int = Field(4000, ge=0)  # of stage II, and of Placeto
+    batch: int = Field(16, ge=1)  # episodes of one message passing and one gradient step
+    seed: int = 0
+
+    def measure(self, context: Context) -> Iterator[DopplerRow]:
+        known = {row.key: row for row in context.known}
+        for memory in self.memory:
+            for home in self.homes:
+                for graph in self.graphs:
+                    for method in self.methods:
+                        row = DopplerRow(
+                            method=method, graph=graph, home=home, devices=self.devices, memory=memory
+                        )  # fmt: skip
+                        context.report(f"{method} on {graph}, {row.setting}")
+                        yield known.get(row.key) or row.model_copy(update=self._found(method, row.problem()))
+
+    def summary(self, rows: Sequence[DopplerRow]) -> Summary:
+        by_setting: dict[Setting, list[DopplerRow]] = {}
+        for row in rows:
+            by_setting.setdefault(row.setting, []).append(row)
+        worse = [f"{graph}, {setting}" for setting, found in by_setting.items() for graph in _worse(found)]
+        return Summary(
+            conclusions=tuple(line for setting, found in by_setting.items() for line in _gains(setting, found)),
+            tables=(
+                *(_main_table(setting, found) for setting, found in by_setting.items()),
+                Table.of_columns("All rows", _COLUMNS, rows),
+            ),
+            failure=f"doppler is worse than a list schedule: {'; '.join(worse)}" if worse else "",
+        )
+
+    def _found(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
+        """The fields of a row that are measured."""
+        measure = {
+            "best-list": self._best_list, "placeto": self._placeto, "moirai": self._search, "doppler": self._search,
+            "doppler-sim": self._train, "sel-only": self._train, "plc-only": self._train,
+        }.get(method, self._baseline)  # fmt: skip
+        began = time.process_time()
+        try:
+            found = measure(method, problem)
+        except (NoPlacement, ModelDoesNotFit):
+            found = {}
+        return {**found, "processor_seconds": time.process_time() - began}
+
+    def _baseline(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
+        options = SearchOptions(_FITTING_SECONDS, self.seed, time.process_time)
+        return {"makespan": solve_baseline(method, problem, options).value}
+
+    def _search(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
+        if method == "moirai":
+            found = solve_moirai(problem, self.seconds, time.process_time)
+        else:
+            found = solve_doppler(problem, SearchOptions(self.seconds, self.seed, time.process_time))
+        return {"makespan": found.value, "bound": found.bound, "proven": found.proven}
+
+    def _best_list(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
+        from tools.research.placeto import best_list_schedule  # imports torch, which planners do not
+
+        return {"makespan": best_list_schedule(problem, _FITTING_SECONDS).makespan}
+
+    def _placeto(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
+        """Placeto, from the best list schedule on."""
+        from tools.research.placeto import Placeto, best_list_schedule
+
+        start = best_list_schedule(problem, _FITTING_SECONDS)
+        placeto = Placeto(problem, start, default_rng(self.seed), time.process_time)
+        found = placeto.run(time.process_time() + self.training_seconds, self.episodes)
+        greedy = found.greedy and found.greedy.makespan
+        return {"makespan": found.best.makespan, "greedy": greedy, "num_episodes": found.num_episodes}
+
+    def _train(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
+        """Train Doppler's policy; its ablations learn only operators or only devices."""
+        from tools.research.networks import Rules
+        from tools.research.training import make_trainer
+
+        rules = Rules(learns_operators=method != "plc-only", learns_devices=method != "sel-only")
+        trainer = make_trainer(problem, self.seed, rules, self.batch)
+        deadline = time.process_time() + self.training_seconds
+        trainer.imitate(self.imitation)
+        trainer.reinforce(self.episodes, lambda: time.process_time() >= deadline)
+        greedy, best = trainer.greedy(), trainer.best
+        placements = {
+            "makespan": best and best.placement, "greedy": greedy.placements()[0] if greedy.fits_B.all() else None
+        }  # fmt: skip
+        return {
+            "num_episodes": trainer.num_episodes,
+            **{name: each and best_schedule(problem, *each).makespan for name, each in placements.items()},
+        }
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------------
+
+_NOTES = (
+    "best list, moirai, doppler: this project's list schedules and planners. Placeto starts from the best list schedule",
+    "two times: the best plan of training, and that of the final policy's most probable choices",
+    "Doppler-sys has stage III, on devices, which a simulation has not. The paper halves the memory of its devices",
+)
+
+
+def _main_table(setting: Setting, rows: Sequence[DopplerRow]) -> Table:
+    lines: list[list[str]] = []
+    paper = _EIGHT if setting.devices == 8 else _FOUR if setting.memory >= 1 else _HALVED
+    for graph in dict.fromkeys(row.graph for row in rows):
+        found = {row.method: row for row in rows if row.graph == graph}
+        bound = max(row.bound for row in found.values())
+        cells = [_makespans(found[name]) if name in found else "" for name in HEADINGS]
+        lines.append([f"{graph}, s", *cells, f"{bound:.4f}" if bound else ""])
+        ours = {name: row.best for name, row in found.items()}
+        lines.append(["over doppler", *_ratios(ours, "doppler"), ""])
+        if setting.devices == 4 or setting.memory >= 1:
+            theirs = paper[graph]
+            lines.append(["paper, ms", *(f"{theirs[name]:.1f}" if name in theirs else "" for name in HEADINGS), ""])
+            lines.append(["over Doppler-sys", *_ratios(theirs, _STAGE_III), ""])
+    return Table.of(f"Makespans: {setting}", ["", *HEADINGS.values(), "bound"], lines, _NOTES)
+
+
+def _makespans(row: DopplerRow) -> str:
+    texts = ["-" if each is None else f"{each:.4f}" for each in (row.makespan, row.greedy)]
+    return " / ".join(texts) if row.num_episodes else texts[0]
+
+
+def _ratios(times: Mapping[Any, float | None], unit: str) -> list[str]:
+    """The time of each method over that of one of them; empty where one is missing."""
+    least = times.get(unit)
+    return [f"{theirs / least:.2f}" if least and (theirs := times.get(name)) else "" for name in HEADINGS]
+
+
+def _gains(setting: Setting, rows: Sequence[DopplerRow]) -> list[str]:
+    """The factors of other methods over the planner, from the smallest to the largest of the graphs."""
+    ours = {row.graph: row.best for row in rows if row.method == "doppler" and row.best}
+    said = []
+    for name in ("critical-path", "placeto", "enumerative", "doppler-sim", "moirai"):
+        factors = [row.best / ours[row.graph] for row in rows if row.method == name and row.best and row.graph in ours]
+        if factors:
+            said.append(f"{HEADINGS[name]} {min(factors):.2f} to {max(factors):.2f}")
+    return [f"{setting}: makespans over those of doppler: {', '.join(said)}"] if said else []
+
+
+def _worse(rows: Sequence[DopplerRow]) -> list[GraphName]:
+    """The graphs on which the planner is worse than a list schedule, from which it starts."""
+    lists = ("best-list", "critical-path", "enumerative", "local")
+    found = []
+    for ours in (row for row in rows if row.method == "doppler"):
+        theirs = [row.best for row in rows if row.graph == ours.graph and row.method in lists and row.best]
+        if ours.best and theirs and ours.best > min(theirs) * (1 + _ROUNDING):
+            found.append(ours.graph)
+    return found
+
+
+_COLUMNS: Mapping[str, Callable[[DopplerRow], object]] = {
+    "setting": lambda row: row.setting,
+    "graph": lambda row: row.graph,
+    "method": lambda row: row.method,
+    "best / greedy (s)": _makespans,
+    "bound (s)": lambda row: f"{row.bound:.4f}{' proven' if row.proven else ''}" if row.bound else "-",
+    "episodes run": lambda row: row.num_episodes or "-",
+    "processor seconds": lambda row: f"{row.processor_seconds:.1f}",
+}
+
+# ---- the paper's figures: milliseconds, the mean of ten runs of the best assignment that each method found --------------
+
+_Figures = Mapping[GraphName, Mapping[str, float]]
+# Four P100 with 16 GB each.
+_FOUR: _Figures = {
+    "chain-mm": {
+        "local": 439.9, "critical-path": 230.4, "placeto": 137.1, "enumerative": 139.0, "doppler-sim": 122.5,
+        "doppler-sys": 123.4, "sel-only": 127.0, "plc-only": 121.6,
+    },
+    "ffnn": {
+        "local": 148.5, "critical-path": 217.8, "placeto": 126.3, "enumerative": 50.2, "doppler-sim": 49.9,
+        "doppler-sys": 47.4, "sel-only": 59.1, "plc-only": 63.2,
+    },
+    "llama-block": {
+        "local": 462.8, "critical-path": 230.9, "placeto": 411.5, "enumerative": 172.7, "doppler-sim": 191.5,
+        "doppler-sys": 160.3, "sel-only": 175.6, "plc-only": 172.9,
+    },
+    "llama-layer": {
+        "local": 483.2, "critical-path": 292.6, "placeto": 295.1, "enumerative": 174.8, "doppler-sim": 167.0,
+        "doppler-sys": 150.6, "sel-only": 161.7, "plc-only": 159.5,
+    },
+}  # fmt: skip
+# The same with 8 GB each.
+_HALVED: _Figures = {
+    "chain-mm": {
+        "local": 439.8, "critical-path": 310.0, "placeto": 243.5, "enumerative": 133.5, "doppler-sys": 122.6
+    },
+    "ffnn": {"local": 148.2, "critical-path": 225.8, "placeto": 126.8, "enumerative": 49.2, "doppler-sys": 46.0},
+    "llama-block": {
+        "local": 465.1, "critical-path": 216.8, "placeto": 433.5, "enumerative": 233.8, "doppler-sys": 190.2
+    },
+    "llama-layer": {
+        "local": 482.6, "critical-path": 292.5, "placeto": 302.1, "enumerative": 172.8, "doppler-sys": 154.0
+    },
+}  # fmt: skip
+# Eight V100 with 32 GB each, in two meshes with four links between them.
+_EIGHT: _Figures = {
+    "chain-mm": {"local": 83.5, "critical-path": 69.6, "enumerative": 33.5, "doppler-sys": 32.1},
+    "ffnn": {"local": 51.4, "critical-path": 50.0, "enumerative": 20.0, "doppler-sys": 16.2},
+    "llama-block": {"local": 154.4, "critical-path": 117.6, "enumerative": 109.6, "doppler-sys": 109.7},
+    "llama-layer": {"local": 105.0, "critical-path": 105.4, "enumerative": 97.5, "doppler-sys": 90.6},
+}

@@ -1,0 +1,301 @@
+"""Experiment `partition`: bottlenecks of the throughput planners in random clusters, as in the paper's Figures 7 to 10.
+
+Every run draws its own communication graph, seeded by the seed, the setting and the run's number, and gives it to all
+planners. So a single run can be repeated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from coordinator.plan.graph.throughput.planners import best_stages
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
+from coordinator.plan.graph.throughput.published import (
+    NUM_CLASSES,
+    Partitioning,
+    equal_partitions,
+    published_stages,
+)
+from hearth.errors import ModelDoesNotFit
+from hearth.plan.graph_spec import GraphSpec
+from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.graph_files import read_graphs
+from tools.bench.results import Summary, Table
+from tools.research.pipelines import (
+    Accounting,
+    draw_links,
+    fastest_neighbour,
+    joint_stages_from,
+    problem_of,
+    random_stages,
+)
+
+PIPELINE, EXACT, RANDOM, JOINT, ONE_START = "pipeline", "pipeline-exact", "random", "joint", "joint, one start"
+SAME_CUTS = "joint, same partitions"  # with the partitions of `pipeline`
+THEOREM, BOUND = "Theorem 1", "proven bound"
+_PLANNERS = (PIPELINE, EXACT, JOINT, SAME_CUTS, ONE_START, RANDOM)
+
+_FEWER_CLASSES = (2, 5, 8, 11, 14, 17)  # of Figure 7, besides NUM_CLASSES, which `pipeline` has elsewhere
+RATIO_NODES, RATIO_MEMORY_MIB = 50, 64  # of Figure 10
+_JOINT_NODES = 50  # number of nodes at which the paper compares with joint
+_PAPER_RATIO = 1.092  # the paper's mean bottleneck of `pipeline` over Theorem 1's bound
+_WITHIN = 1.09  # the same, rounded
+
+Nodes = Annotated[int, Field(ge=1, le=256)]  # the planners' time grows with the nodes; the paper has up to 50
+Count = Annotated[int, Field(ge=1)]
+
+
+class PartitionRow(BaseModel):
+    """All runs of one setting. `seconds`: bottleneck or bound, by column and run; `planning_seconds`: by planner and run."""
+
+    model_config = ConfigDict(frozen=True)
+
+    figures: Literal["7 to 9", "10"]
+    model: str
+    num_nodes: int
+    memory_mib: int
+    outcome: Literal["measured", "fits on one node", "does not fit"] = "does not fit"
+    num_stages: int = 0  # of the published planner
+    seconds: dict[str, tuple[float, ...]] = {}
+    planning_seconds: dict[str, tuple[float, ...]] = {}
+
+    @property
+    def setting(self) -> tuple[object, ...]:
+        return self.figures, self.model, self.num_nodes, self.memory_mib
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.seconds.get(PIPELINE, ()))
+
+    @property
+    def num_proven(self) -> int:
+        return sum(bound >= exact for exact, bound in zip(self.seconds[EXACT], self.seconds[BOUND], strict=True))
+
+    def mean(self, column: str) -> float:
+        return fmean(self.seconds[column])
+
+    def ratios(self, over: str, under: str) -> list[float]:
+        """Ratio of two columns, by run."""
+        return [a / b for a, b in zip(self.seconds[over], self.seconds[under], strict=True)]
+
+
+class Partition(Experiment):
+    """Partitioning and placement in random clusters. Nothing runs on devices, as in the paper; only planning takes time."""
+
+    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(PartitionRow)
+    # `graphs`: a folder of Keras models exported as JSON, one file a model: {"name", "nodes": [{"id", "op", "name",
+    # "out_bytes", "param_bytes", "flops"}], "edges"}, as coordinator/models/onnx/json_reader.py reads it. It is not in
+    # this repository: export the models of keras.applications, or name a folder of other graphs with --set graphs=DIR.
+    PAGE = "partition"
+    NAMED: ClassVar[Named] = {
+        "partition": {
+            "title": "Partitioning and placement for throughput, as the paper counts",
+            "source": "Parthasarathy and Krishnamachari, Figures 7 to 10", "graphs": "keras",
+        },
+        "partition-notebooks": {
+            "title": "Partitioning and placement for throughput, as the authors' notebooks count",
+            "source": "Parthasarathy and Krishnamachari, Figures 7 to 10; github.com/ANRGUSC/SEIFER", "graphs": "keras",
+            "accounting": "notebooks", "nodes": [50], "memory_mib": [64, 128, 256], "ratio_runs": 100, "time_limit": 0.5,
+        },
+    }  # fmt: skip
+
+    graphs: Path  # folder of graphs, JSON or ONNX
+    models: tuple[str, ...] = ("MobileNetV2", "EfficientNetB1", "ResNet50", "InceptionResNetV2")  # of Figures 7 to 9
+    runs: int = Field(50, ge=0)  # of each setting of Figures 7 to 9; 0 leaves them out
+    ratio_runs: int = Field(1000, ge=0)  # of each graph in the folder, for Figure 10; 0 leaves it out
+    nodes: tuple[Nodes, ...] = (5, 10, 15, 20, 50)
+    memory_mib: tuple[Count, ...] = (64, 128, 256, 512)  # of each node
+    accounting: Accounting = "paper"
+    seed: int = 1
+    time_limit: float = Field(10.0, gt=0)  # seconds, of pipeline-exact in each run
+
+    def measure(self, context: Context) -> Iterator[PartitionRow]:
+        known = {row.setting: row for row in context.known}
+        for row, spec in self._settings():
+            yield known.get(row.setting) or self._measure(row, spec, context.report)
+
+    def _settings(self) -> Iterator[tuple[PartitionRow, GraphSpec]]:
+        """Rows without results, and their graphs."""
+        compared = read_graphs(self.graphs, self.models) if self.runs else []
+        bounded = read_graphs(self.graphs) if self.ratio_runs else []
+        for spec, memory, count in product(compared, self.memory_mib, self.nodes):
+            yield PartitionRow(figures="7 to 9", model=spec.name, num_nodes=count, memory_mib=memory), spec
+        for spec in bounded:
+            yield PartitionRow(figures="10", model=spec.name, num_nodes=RATIO_NODES, memory_mib=RATIO_MEMORY_MIB), spec
+
+    def _measure(self, row: PartitionRow, spec: GraphSpec, report: Callable[[str], None]) -> PartitionRow:
+        problem = problem_of(spec, self.accounting, row.memory_mib << 20, row.num_nodes)
+        try:
+            partitioning, _ = equal_partitions(problem)
+        except ModelDoesNotFit:
+            return row
+        if not partitioning.transfers:
+            return row.model_copy(update={"outcome": "fits on one node", "num_stages": 1})
+        compared = row.figures == "7 to 9"
+        classes, num_runs = (_FEWER_CLASSES, self.runs) if compared else ((), self.ratio_runs)
+        runs = []
+        for number in range(num_runs):
+            report(f"{row.model}, {row.num_nodes} nodes of {row.memory_mib} MiB, run {number + 1} of {num_runs}")
+            rng = Random(f"{self.seed} {row.model} {row.num_nodes} {row.memory_mib} {number}")
+            drawn = draw_links(problem, self.accounting, rng)
+            runs.append(_run(drawn, partitioning, classes, self.time_limit, rng))
+        return row.model_copy(update={
+            "outcome": "measured",
+            "num_stages": len(partitioning.last),
+            "seconds": _by_column([seconds for seconds, _ in runs]),
+            "planning_seconds": _by_column([planning for _, planning in runs]),
+        })  # fmt: skip
+
+    def summary(self, rows: Sequence[PartitionRow]) -> Summary:
+        compared, bounded = ([row for row in rows if row.figures == figures] for figures in ("7 to 9", "10"))
+        tables = (
+            _table("Mean bottleneck of pipeline, and of the others relative to it (Figures 8 and 9)", _COMPARISON, compared),
+            _table("Mean bottleneck of pipeline by number of transfer classes (Figure 7)", _BY_CLASSES, compared),
+            _table("Over the bound, mean over runs (Figure 10)", _OVER_BOUND, bounded),
+        )  # fmt: skip
+        said = tuple(conclusions(_measured(compared), _measured(bounded)))
+        return Summary(conclusions=said, tables=tuple(table for table in tables if table.rows or table.notes))
+
+
+def _measured(rows: Sequence[PartitionRow]) -> list[PartitionRow]:
+    return [row for row in rows if row.num_runs]
+
+
+# ---- one run ----------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    problem: PipelineProblem, partitioning: Partitioning, classes: Sequence[int], time_limit: float, rng: Random
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Bottlenecks and bounds by column, and planning times by planner, in seconds."""
+    devices = range(problem.num_devices)
+    stages = {_with_classes(number): published_stages(problem, rng, number) for number in classes}
+    began = time.perf_counter()
+    stages[PIPELINE] = published_stages(problem, rng, NUM_CLASSES)
+    published = time.perf_counter()
+    exact = best_stages(problem, rng, lambda: time.perf_counter() > published + time_limit, [stages[PIPELINE]])
+    planning = {PIPELINE: published - began, EXACT: time.perf_counter() - published}
+    stages[EXACT] = exact.assignment
+    stages[RANDOM] = random_stages(problem, rng)
+    joint = [found for device in devices if (found := joint_stages_from(problem, device))]
+    stages[JOINT], stages[ONE_START] = min(joint, key=problem.bottleneck_seconds), rng.choice(joint)
+    stages[SAME_CUTS] = nearest_stages(problem, partitioning, devices)
+    seconds = {column: problem.bottleneck_seconds(each) for column, each in stages.items()}
+    return {**seconds, THEOREM: theorem_bound(problem, partitioning), BOUND: exact.bound}, planning
+
+
+def _by_column(runs: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, ...]]:
+    return {column: tuple(run[column] for run in runs) for column in runs[0]}
+
+
+def _with_classes(num_classes: int) -> str:
+    return f"pipeline, {num_classes} classes"
+
+
+def nearest_stages(problem: PipelineProblem, partitioning: Partitioning, devices: Sequence[int]) -> Stages:
+    """The joint baseline: place these partitions along a greedy path, which always takes the fastest link to an unused device.
+
+    Tries every start device and returns the placement with the lowest bottleneck. Each of `devices` must be able to hold any
+    partition, and there must be at least as many as partitions. In the paper (section IV), joint chooses its partitions
+    greedily; in the authors' notebook it uses those of Algorithm 1.
+    """
+    found = []
+    for start in devices:
+        path, unused = [start], set(devices) - {start}
+        while len(path) < len(partitioning.last):
+            path.append(fastest_neighbour(problem, path[-1], unused))
+            unused.remove(path[-1])
+        found.append(stages_from(partitioning.last, path))
+    return min(found, key=problem.bottleneck_seconds)
+
+
+def theorem_bound(problem: PipelineProblem, partitioning: Partitioning) -> float:
+    """Theorem 1: the largest transfer over the fastest link; 0 for one partition.
+
+    A lower bound for placements of these partitions, but not for other partitions.
+    """
+    return max(partitioning.transfers) / float(problem.link_rates.max()) if partitioning.transfers else 0.0
+
+
+# ---- tables and conclusions -------------------------------------------------------------------------------------------
+
+Columns = Mapping[str, Callable[[PartitionRow], object]]
+
+
+def _seconds_cell(column: str) -> Callable[[PartitionRow], object]:
+    return lambda row: f"{row.mean(column):.4g} s"
+
+
+def _relative_cell(column: str) -> Callable[[PartitionRow], object]:
+    return lambda row: f"{row.mean(column) / row.mean(PIPELINE):.3f}"
+
+
+def _ratio_cell(over: str, under: str) -> Callable[[PartitionRow], object]:
+    return lambda row: f"{fmean(row.ratios(over, under)):.3f}"
+
+
+_PROVEN: Columns = {"proven": lambda row: f"{row.num_proven} of {row.num_runs}"}
+_BOUNDED = tuple(product((PIPELINE, EXACT), (THEOREM, BOUND)))
+_BY_CLASSES: Columns = {
+    **{str(number): _seconds_cell(_with_classes(number)) for number in _FEWER_CLASSES},
+    str(NUM_CLASSES): _seconds_cell(PIPELINE),
+}
+_OVER_BOUND: Columns = {
+    **{f"{over} / {under}": _ratio_cell(over, under) for over, under in _BOUNDED},
+    **{f"{over} / {PIPELINE}": _ratio_cell(over, PIPELINE) for over in (JOINT, ONE_START, RANDOM)},
+    **_PROVEN,
+}
+_COMPARISON: Columns = {
+    PIPELINE: _seconds_cell(PIPELINE),
+    **{column: _relative_cell(column) for column in _PLANNERS[1:]},
+    **_PROVEN,
+}
+
+
+def _table(title: str, columns: Columns, rows: Sequence[PartitionRow]) -> Table:
+    """A table of the measured rows; notes name the settings that have no results."""
+    setting: Columns = {
+        "model": lambda row: row.model,
+        "memory": lambda row: f"{row.memory_mib} MiB",
+        "nodes": lambda row: row.num_nodes,
+        "stages": lambda row: row.num_stages,
+    }
+    omitted: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.num_runs:
+            omitted.setdefault(row.outcome, []).append(f"{row.model} ({row.num_nodes} x {row.memory_mib} MiB)")
+    notes = [f"{outcome}: {', '.join(settings)}" for outcome, settings in omitted.items()]
+    return Table.of_columns(title, {**setting, **columns}, _measured(rows), notes)
+
+
+def conclusions(compared: Sequence[PartitionRow], bounded: Sequence[PartitionRow]) -> Iterator[str]:
+    """The measured figures, beside the paper's where it has them."""
+    rows, large = [*compared, *bounded], [row for row in compared if row.num_nodes == _JOINT_NODES]
+    over_bound = {pair: [fmean(row.ratios(*pair)) for row in bounded] for pair in _BOUNDED}
+    papers = {JOINT: " (paper: 35 %)", SAME_CUTS: "", ONE_START: ""}
+    figures: dict[str, tuple[str, list[float]]] = {
+        "random / pipeline (paper: about 10)": (".1f", [row.mean(RANDOM) / row.mean(PIPELINE) for row in compared]),
+        **{f"pipeline below {column}, {_JOINT_NODES} nodes{paper}":
+               (".0%", [1 - row.mean(PIPELINE) / row.mean(column) for row in large]) for column, paper in papers.items()},
+        **{f"{planner} / {bound}": (".4f", ratios) for (planner, bound), ratios in over_bound.items()},
+        f"graphs on which pipeline / {THEOREM} is at most {_WITHIN} (paper: about 75 %; {_PAPER_RATIO} on average)":
+            (".0%", [ratio <= _WITHIN for ratio in over_bound[PIPELINE, THEOREM]]),
+    }  # fmt: skip
+    for planner in (PIPELINE, EXACT):
+        times = [1e3 * seconds for row in rows for seconds in row.planning_seconds[planner]]
+        figures[f"planning with {planner}, in ms"] = ".3g", times
+    for figure, (form, values) in figures.items():
+        if values:
+            yield f"{figure}: {fmean(values):{form}} ({min(values):{form}} to {max(values):{form}}, {len(values)} values)"
+    ratios = [ratio for row in rows for ratio in row.ratios(EXACT, PIPELINE)]
+    worse, better = sum(ratio > 1 for ratio in ratios), sum(ratio < 1 for ratio in ratios)
+    proven = sum(row.num_proven for row in rows)
+    yield f"pipeline-exact in {len(ratios)} runs: {worse} worse than pipeline, {better} better, {proven} proven optimal"

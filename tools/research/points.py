@@ -1,0 +1,153 @@
+"""Experiment `partition-points`: where graphs can be cut into a pipeline (Parthasarathy and Krishnamachari, III-A).
+
+The points of Hearth (`candidate_chain`) next to those of the paper's rule. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from coordinator.plan.graph.throughput.points import Chain, candidate_chain, fine_chain
+from hearth.plan.graph_spec import GraphSpec
+from hearth.platform.units import format_bytes
+from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.graph_files import read_graphs
+from tools.bench.results import Summary, Table
+
+
+class PointsRow(BaseModel):
+    """One graph. The points exclude the source and include the sink."""
+
+    model_config = ConfigDict(frozen=True)
+
+    graph: str
+    num_operators: int
+    num_points: int
+    equals_rule: bool | None  # whether the points are those of the paper's rule; None: it is for one source
+    largest_block: int  # operators between two points
+    largest_block_bytes: int  # the most weights of a block
+    num_carried: int  # tensors that cross a cut besides the output of its point, at most
+    carried_bytes: int
+    larger_part_at_points: float  # fraction of the FLOPs when the graph is cut in two as evenly as possible
+    larger_part_at_any_cut: float
+
+    @classmethod
+    def of(cls, spec: GraphSpec) -> PointsRow:
+        """The row of a graph."""
+        found = candidate_chain(spec)
+        carried = [
+            [spec.tensors[index].num_bytes for index in crossing if spec.tensors[index].source != point]
+            for point, crossing in zip(found.points, found.crossing, strict=False)
+        ]
+        has_one_source = sum(not before for before in spec.predecessors) == 1
+        return cls(
+            graph=spec.name,
+            num_operators=spec.num_operators,
+            num_points=len(found.points) - 1,
+            equals_rule=found.points == published_points(spec) if has_one_source else None,
+            largest_block=max(map(len, found.blocks)),
+            largest_block_bytes=max(map(spec.parameter_bytes, found.blocks)),
+            num_carried=max(map(len, carried), default=0),
+            carried_bytes=max(map(sum, carried), default=0),
+            larger_part_at_points=_larger_part(spec, found),
+            larger_part_at_any_cut=_larger_part(spec, fine_chain(spec)),
+        )
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether no block has more than half of the operators."""
+        return 2 * self.largest_block <= self.num_operators
+
+
+class PartitionPoints(Experiment):
+    """The points of every graph of a folder. Does not hold if they are not those of the paper's rule."""
+
+    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(PointsRow)
+    # `graphs`: a folder of Keras models as JSON (see partition.py), ONNX files (`python -m tools.graph_models`) or both.
+    PAGE = "partition"
+    NAMED: ClassVar[Named] = {
+        "partition-points": {
+            "title": "Where graphs can be cut into a pipeline",
+            "source": "Parthasarathy and Krishnamachari, III-A", "graphs": "keras",
+        }
+    }  # fmt: skip
+
+    graphs: Path  # folder of graphs, JSON or ONNX
+
+    def measure(self, context: Context) -> Iterator[PointsRow]:
+        yield from map(PointsRow.of, read_graphs(self.graphs))
+
+    def summary(self, rows: Sequence[PointsRow]) -> Summary:
+        usable, other = sum(row.is_usable for row in rows), [row.graph for row in rows if row.equals_rule is False]
+        said = f"{usable} of {len(rows)} graphs have usable points: no block has more than half of the operators"
+        return Summary(
+            conclusions=(f"{said} (paper: 64 of 66)",),
+            tables=(Table.of_columns("Partition points", COLUMNS, rows),),
+            failure=f"points are not those of the paper's rule: {', '.join(other)}" if other else "",
+        )
+
+
+COLUMNS: Mapping[str, Callable[[PointsRow], object]] = {
+    "graph": lambda row: row.graph,
+    "operators": lambda row: row.num_operators,
+    "points": lambda row: row.num_points,
+    "as the rule": lambda row: {True: "yes", False: "no", None: "-"}[row.equals_rule],
+    "largest block": lambda row: row.largest_block,
+    "its weights": lambda row: format_bytes(row.largest_block_bytes),
+    "carried along": lambda row: row.num_carried,
+    "their bytes": lambda row: format_bytes(row.carried_bytes),
+    "usable": lambda row: "yes" if row.is_usable else "no",
+    "larger part at points": lambda row: f"{row.larger_part_at_points:.0%}",
+    "at any cut": lambda row: f"{row.larger_part_at_any_cut:.0%}",
+}
+
+
+def _larger_part(spec: GraphSpec, cut_points: Chain) -> float:
+    """Fraction of the FLOPs in the larger part when the chain is cut in two as evenly as possible."""
+    flops = [sum(spec.operators[operator].flops for operator in block) for block in cut_points.blocks]
+    before = [0.0, *accumulate(flops)]
+    return min(max(each, before[-1] - each) for each in before) / before[-1]
+
+
+# ---- the paper's rule -------------------------------------------------------------------------------------------------
+
+
+def published_points(spec: GraphSpec) -> tuple[int, ...]:
+    """Partition points by the paper's rule, for a graph with one source. Several sinks get a virtual one.
+
+    u is the next point if no other operator has the same longest path length from the source (LP) and every path from the
+    previous point goes through u (AP). Raises ValueError for several sources.
+    """
+    sources = [index for index, before in enumerate(spec.predecessors) if not before]
+    if len(sources) != 1:
+        raise ValueError(f"the rule is for one source; {spec.name} has {len(sources)}")
+    virtual = spec.num_operators
+    successors = [after or (virtual,) for after in spec.successors] + [()]
+    longest = [0] * (virtual + 1)
+    for operator, after in enumerate(successors):
+        for each in after:
+            longest[each] = max(longest[each], longest[operator] + 1)
+    alone = {each for each in range(virtual) if longest.count(longest[each]) == 1}
+    points = sources
+    for operator in sorted(range(virtual), key=lambda each: (longest[each], each)):
+        if operator in alone and operator not in points and _all_pass(successors, longest, points[-1], operator):
+            points = [*points, operator]
+    return tuple(points)
+
+
+def _all_pass(successors: Sequence[Sequence[int]], longest: Sequence[int], start: int, goal: int) -> bool:
+    """The paper's AP: depth first from `start`, no operator deeper than `goal` is reached before `goal`."""
+    todo, seen = [start], {start}
+    while todo:
+        for each in successors[todo.pop()]:
+            if each != goal and longest[each] > longest[goal]:
+                return False
+            if each != goal and each not in seen:
+                seen.add(each)
+                todo.append(each)
+    return True
