@@ -19,9 +19,13 @@ from tools.research.points import COLUMNS, PointsRow
 RECORDED = {row.graph: row for row in map(PointsRow.model_validate, load_result(RESULTS / "partition-points.json").raw)}
 
 
+def cells(row: PointsRow) -> list[str]:
+    return [str(cell(row)) for cell in COLUMNS.values()]
+
+
 def check(path: Path) -> None:
     found = PointsRow.of(read_graph_file(path, {}).spec)
-    assert found == RECORDED[found.graph]
+    assert cells(found) == cells(RECORDED[found.graph])
     assert found.equals_rule is not False
 
 
@@ -45,7 +49,6 @@ def test_points_of_onnx_exports_equal_the_recorded_table(name: str, tmp_path: Pa
 
 
 def test_row_of_a_chain() -> None:
-    row = PointsRow.of(chain(1, [10, 20, 30], [1000] * 3))
-    assert [str(cell(row)) for cell in COLUMNS.values()] == [
+    assert cells(PointsRow.of(chain(1, [10, 20, 30], [1000] * 3))) == [
         "chain", "3", "2", "yes", "1", "0.98 KiB", "0", "0 B", "yes", "67%", "67%"
     ]  # fmt: skip
