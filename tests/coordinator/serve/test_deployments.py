@@ -128,10 +128,13 @@ def test_start_with_a_model_that_cannot_be_read_forgets_nothing(tmp_path: Path) 
     scenario(main)
 
 
-def test_saved_settings_that_no_longer_exist_are_reported_and_plans_are_made_by_auto(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["placeto", "random", "joint", "getf", "m-sct"])
+def test_saved_settings_that_no_longer_exist_are_reported_and_plans_are_made_by_auto(
+    strategy: str, tmp_path: Path
+) -> None:
     goal = {"kind": "graph", "model_file": str(save_two_branch_model(tmp_path / "graph.onnx")), "learn_seconds": 30.0}
     deployments = {
-        "policy": {"goal": {**goal, "strategy": "policy-of-the-past"}},
+        "policy": {"goal": {**goal, "strategy": strategy}},
         "plain": {"goal": {**goal, "learn_seconds": 0.0}, "plan": None},
     }
     (tmp_path / "state").mkdir()
@@ -143,7 +146,7 @@ def test_saved_settings_that_no_longer_exist_are_reported_and_plans_are_made_by_
         await home.restore()
         assert lines == [
             "policy: the saved setting learn_seconds no longer exists and is ignored",
-            "policy: the strategy policy-of-the-past no longer exists; plans are made by auto",
+            f"policy: the strategy {strategy} no longer exists; plans are made by auto",
         ]
         assert [each.goal.strategy for each in home.controllers.values()] == ["auto", "auto"]
         # What is saved from now on has no such setting.

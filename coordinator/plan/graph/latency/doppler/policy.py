@@ -87,10 +87,6 @@ class Policy:
 
     weights: Mapping[str, Floats]
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(weight.size for weight in self.weights.values())
-
     def encode(self, problem: ProblemFeatures) -> Encoding:
         """Embed all operators, and compute SEL's logits."""
         return self.read(self.embed(problem))

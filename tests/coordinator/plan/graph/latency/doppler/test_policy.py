@@ -94,7 +94,7 @@ def test_path_means_of_long_and_short_paths() -> None:
 
 def test_the_policy_is_small() -> None:
     policy = random_policy(np.random.default_rng(0))
-    assert policy.num_parameters == 120_384
+    assert sum(weight.size for weight in policy.weights.values()) == 120_384
     assert len(policy_bytes(policy)) < 600_000
 
 
