@@ -6,34 +6,35 @@ A row is a method on a graph and a home. All plans are priced by one simulator, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from numpy.random import default_rng
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.plan.graph.latency.baselines import solve_baseline
+from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
 from coordinator.plan.graph.latency.doppler.planner import solve_doppler
 from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import best_schedule
 from coordinator.plan.solution import SearchOptions
+from coordinator.serve.planners.policies import usable_policy
 from hearth.errors import ModelDoesNotFit, NoPlacement
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.results import Summary, Table
-from tools.research.graphs import GRAPHS, GraphName, tensor_graph
-from tools.research.homes import HOMES
+from tools.research.graphs import GRAPHS, HOMES, GraphName, tensor_graph
 
-# `doppler` and `moirai` are this project's planners, the others the paper's.
-Method = Literal[
-    "local", "critical-path", "best-list", "enumerative", "placeto", "doppler-sim", "sel-only", "plc-only", "doppler", "moirai"
-]  # fmt: skip
+# `doppler`, with a policy that learns at home (`policy`), and `moirai` are planners of Hearth, the others the paper's.
+Search = Literal["doppler", "policy", "moirai"]
+Trained = Literal["doppler-sim", "sel-only", "plc-only"]
+Method = Literal["local", "critical-path", "best-list", "enumerative", "placeto", Trained, Search]
 HomeName = Literal["gigabit", "wifi", "unequal", "unequal-wifi"]
 _STAGE_III = "doppler-sys"  # Doppler with stage III, of the paper only
 HEADINGS = {
     "local": "1 device", "critical-path": "Critical Path", "placeto": "Placeto", "enumerative": "EnumOpt",
     "doppler-sim": "Doppler-sim", _STAGE_III: "Doppler-sys", "sel-only": "SEL only", "plc-only": "PLC only",
-    "best-list": "best list", "moirai": "moirai", "doppler": "doppler",
+    "best-list": "best list", "moirai": "moirai", "policy": "doppler --learn", "doppler": "doppler",
 }  # fmt: skip
 _FITTING_SECONDS = 10.0  # for list schedules that run out of memory: to find an assignment that fits, which takes less
 _ROUNDING = 1e-9  # relative: sums of floats in another order
@@ -129,19 +130,15 @@ class Doppler(Experiment):
         worse = [f"{graph}, {setting}" for setting, found in by_setting.items() for graph in _worse(found)]
         return Summary(
             conclusions=tuple(line for setting, found in by_setting.items() for line in _gains(setting, found)),
-            tables=(
-                *(_main_table(setting, found) for setting, found in by_setting.items()),
-                Table.of_columns("All rows", _COLUMNS, rows),
-            ),
+            tables=tuple(_main_table(setting, found) for setting, found in by_setting.items()),
             failure=f"doppler is worse than a list schedule: {'; '.join(worse)}" if worse else "",
         )
 
     def _found(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
         """The fields of a row that are measured."""
-        measure = {
-            "best-list": self._best_list, "placeto": self._placeto, "moirai": self._search, "doppler": self._search,
-            "doppler-sim": self._train, "sel-only": self._train, "plc-only": self._train,
-        }.get(method, self._baseline)  # fmt: skip
+        special = {"best-list": self._best_list, "placeto": self._placeto}
+        special |= dict.fromkeys(get_args(Search), self._search) | dict.fromkeys(get_args(Trained), self._train)
+        measure = special.get(method, self._baseline)
         began = time.process_time()
         try:
             found = measure(method, problem)
@@ -154,10 +151,13 @@ class Doppler(Experiment):
         return {"makespan": solve_baseline(method, problem, options).value}
 
     def _search(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
+        options = SearchOptions(self.seconds, self.seed, time.process_time)
         if method == "moirai":
             found = solve_moirai(problem, self.seconds, time.process_time)
+        elif method == "doppler":
+            found = solve_doppler(problem, options)
         else:
-            found = solve_doppler(problem, SearchOptions(self.seconds, self.seed, time.process_time))
+            found = HomePolicy(usable_policy(), self.training_seconds).solve(problem, options)
         return {"makespan": found.value, "bound": found.bound, "proven": found.proven}
 
     def _best_list(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class Doppler(Experiment):
 # ---- tables -----------------------------------------------------------------------------------------------------------
 
 _NOTES = (
-    "best list, moirai, doppler: this project's list schedules and planners. Placeto starts from the best list schedule",
+    "best list, moirai, doppler: list schedules and planners of Hearth. Placeto starts from the best list schedule",
     "two times: the best plan of training, and that of the final policy's most probable choices",
     "Doppler-sys has stage III, on devices, which a simulation has not. The paper halves the memory of its devices",
 )
@@ -253,16 +253,6 @@ def _worse(rows: Sequence[DopplerRow]) -> list[GraphName]:
             found.append(ours.graph)
     return found
 
-
-_COLUMNS: Mapping[str, Callable[[DopplerRow], object]] = {
-    "setting": lambda row: row.setting,
-    "graph": lambda row: row.graph,
-    "method": lambda row: row.method,
-    "best / greedy (s)": _makespans,
-    "bound (s)": lambda row: f"{row.bound:.4f}{' proven' if row.proven else ''}" if row.bound else "-",
-    "episodes run": lambda row: row.num_episodes or "-",
-    "processor seconds": lambda row: f"{row.processor_seconds:.1f}",
-}
 
 # ---- the paper's figures: milliseconds, the mean of ten runs of the best assignment that each method found --------------
 

@@ -62,19 +62,19 @@ class PlacetoNetwork(nn.Module):  # type: ignore[misc]
                 )  # all devices start equal
                 nn.init.zeros_(each.bias)
         n = problem.num_operators
-        senders = torch.zeros(2, n, n)  # by direction and receiver, 1 for its senders
         ancestors = torch.eye(n, dtype=torch.bool)
         for operator, before in enumerate(problem.predecessors):
-            senders[0, operator, list(before)] = 1.0
             for each in before:
                 ancestors[operator] |= ancestors[each]
         ancestors &= ~torch.eye(n, dtype=torch.bool)
-        senders[1] = senders[0].T
         pools = torch.stack(
             [ancestors, ancestors.T, ~(ancestors | ancestors.T | torch.eye(n, dtype=torch.bool))]
         ).float()
-        self._means = senders / senders.sum(2, keepdim=True).clamp(min=1)
-        self._receives = senders.any(2)[..., None]  # by direction and operator, whether it has senders
+        edges = [(a, b) for b, before in enumerate(problem.predecessors) for a in before]
+        down = torch.tensor(edges, dtype=torch.int64).reshape(-1, 2).T
+        self._ways = (down, down.flip(0))  # by direction, [senders, receivers]
+        counts = torch.stack([torch.bincount(receivers, minlength=n) for _, receivers in self._ways])[..., None]
+        self._shares, self._receives = 1 / counts.clamp(min=1), counts > 0  # [2, N, 1]
         self._pools = pools / pools.sum(2, keepdim=True).clamp(min=1)  # [3, current operator, member]
 
     def forward(self, features_SNF: Tensor, current_S: Tensor) -> Tensor:
@@ -82,9 +82,10 @@ class PlacetoNetwork(nn.Module):  # type: ignore[misc]
         nodes = self.node(self.embed(features_SNF).relu())
         ways = []
         for direction in range(2):
-            states = nodes
+            states, (senders, receivers) = nodes, self._ways[direction]
             for _ in range(_NUM_ROUNDS):
-                means = self._means[direction] @ self.send[direction](states).relu()
+                messages = self.send[direction](states).relu()[:, senders]
+                means = torch.zeros_like(nodes).index_add(1, receivers, messages) * self._shares[direction]
                 states = nodes + self.receive[direction](means).relu() * self._receives[direction]
             ways.append(states)
         both = torch.cat(ways, dim=-1)
@@ -128,6 +129,7 @@ class Placeto:
         self._order = start.operator_order
         self._static_NF = _static_features(problem)
         torch.manual_seed(int(generator.integers(1 << 32)))
+        torch.set_num_threads(1)
         self._network = PlacetoNetwork(problem, _NUM_STATIC + problem.num_devices + 2)
         self._adam = torch.optim.Adam(self._network.parameters())
         self._returns: deque[Floats] = deque(maxlen=_BASELINE_EPISODES)

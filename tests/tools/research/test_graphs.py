@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.plan.graph.latency.baselines import local
 from coordinator.plan.graph.latency.list_scheduling import contended_heft, heft
-from tools.research.graphs import GRAPHS, HOME, PAPER, GraphName, chain_mm, tensor_graph
-from tools.research.homes import HOMES, TensorHome
+from tools.research.graphs import GRAPHS, HOME, HOMES, PAPER, GraphName, TensorHome, chain_mm, tensor_graph
 from tools.research.sharding import ShardedGraph
 
 _WL_ROUNDS = 14

@@ -18,8 +18,7 @@ from coordinator.plan.graph.latency.list_scheduling import contended_heft
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.solution import SearchOptions
 from hearth.errors import NoPlacement
-from tools.research.graphs import tensor_graph
-from tools.research.homes import HOMES
+from tools.research.graphs import HOMES, tensor_graph
 from tools.research.moirai import LISTS
 
 SCHEDULERS = {name: each for name, each in LISTS.items() if name != "local"} | {"contended-heft": contended_heft}

@@ -30,8 +30,7 @@ from coordinator.plan.graph.latency.paths import segment_patterns, shortest_path
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, in_ticks
 from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule, schedule, with_required_sends
 from hearth.errors import BadGraph, ModelDoesNotFit, NoPlacement
-from tools.research.graphs import tensor_graph
-from tools.research.homes import HOMES
+from tools.research.graphs import HOMES, tensor_graph
 
 
 def brute_force(problem: PlacementProblem) -> float | None:

@@ -28,8 +28,7 @@ from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 from coordinator.plan.graph.latency.windows import WindowSearch
 from coordinator.plan.solution import SearchOptions
 from hearth.errors import ModelDoesNotFit, NoPlacement
-from tools.research.graphs import tensor_graph
-from tools.research.homes import HOMES
+from tools.research.graphs import HOMES, tensor_graph
 
 NEVER = float("inf")
 
