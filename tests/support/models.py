@@ -11,9 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hearth.plan.model_spec import WeightFormat
+from hearth.plan.model_spec import ModelSpec, WeightFormat
 
 FAMILIES = ("gpt2", "opt", "llama", "qwen2", "qwen3", "mistral")  # of decoders
 # Largest relative errors of products, in the Euclidean norm, by weight format. bfloat16 has 8 significant bits; int8 has 7 bits
@@ -105,3 +106,9 @@ def minilm() -> Path:
     if not (path / "model.safetensors").exists():
         pytest.skip("the model of `make test` is not here (.models/minilm)")
     return path
+
+
+def prompts_of(spec: ModelSpec, *lengths: int) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    rng = np.random.default_rng(sum(lengths))
+    return [rng.integers(3, spec.vocab_size, length).tolist() for length in lengths]

@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cases import mostly_slow
-from support.models import FAMILIES, FORMAT_ERRORS, decoder_maker, save_random_model, small_bert, small_decoder
+from support.models import (
+    FAMILIES,
+    FORMAT_ERRORS,
+    decoder_maker,
+    prompts_of,
+    save_random_model,
+    small_bert,
+    small_decoder,
+)
 from support.plans import make_plan, with_generation
 
 from coordinator.models.checkpoint.families import read_spec
@@ -26,7 +34,7 @@ torch = pytest.importorskip("torch", reason="torch has no wheel for this Python 
 pytest.importorskip("transformers")
 
 from support.cuda_double import CUDA, gpu  # noqa: E402 (needs torch)
-from support.engines import EngineCluster, FreeRows, GenerationCluster  # noqa: E402
+from support.engines import EngineCluster, GenerationCluster, free_speculation  # noqa: E402
 from support.reference import decoder, greedy, hidden_states  # noqa: E402
 from transformers import BertConfig  # noqa: E402
 
@@ -65,11 +73,6 @@ def answers(
         requests = [home.submit(prompt, count, **fields) for prompt in prompts]
         home.run()
     return [home.answers[request] for request in requests], home
-
-
-def prompts_of(spec: ModelSpec, *lengths: int) -> list[list[int]]:
-    rng = np.random.default_rng(sum(lengths))
-    return [rng.integers(3, spec.vocab_size, length).tolist() for length in lengths]
 
 
 # ---- encoders -------------------------------------------------------------------------------------------------------
@@ -168,8 +171,7 @@ def test_speculation_changes_nothing(models: Any) -> None:
     spec = read_spec(model_dir)
     prompts = [[5, 9, 11] * 6, [7, 8, 21, 40, 8]]
     expected = [greedy(model_dir, prompt, 16) for prompt in prompts]
-    speculation = Speculation()
-    speculation.times = FreeRows()
+    speculation = free_speculation()
     found, home = answers(model_dir, generating_plan(spec, "hmp", (1, 1)), prompts, 16, speculation, max_drafted=6)
     assert found == expected
     assert sum(end.num_drafted for end in home.ended.values()) > 0

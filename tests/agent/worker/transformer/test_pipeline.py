@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.models import save_random_model, small_bert, small_decoder
+from support.models import prompts_of, save_random_model, small_bert, small_decoder
 from support.plans import make_plan, with_generation, with_seq_len
 
 from agent.worker.transformer.generation.scheduler import Scheduler
@@ -45,11 +45,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return model
 
 
-def prompts_of(spec: ModelSpec, lengths: list[int]) -> list[list[int]]:
-    rng = np.random.default_rng(sum(lengths))
-    return [rng.integers(3, spec.vocab_size, n).tolist() for n in lengths]
-
-
 def staged(spec: ModelSpec, layers: tuple[int, ...], prefill_rows: int = 512, kv_tokens: int = 4096) -> TransformerPlan:
     plan = make_plan(spec, "pipeline", layers)
     assert plan.body.layers == layers
@@ -78,8 +73,8 @@ def test_greedy_tokens_equal_transformers(family: str, layers: tuple[int, ...], 
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, layers, prefill_rows)) as cluster:
         home = GenerationCluster(cluster)
-        prompts = prompts_of(spec, [1, 7, 61, 130])
-        found = answers_of(home, [home.submit(prompt, 12) for prompt in prompts])
+        prompts = prompts_of(spec, 1, 7, 61, 130)
+        found = home.answer(prompts, 12)
         assert found == [greedy(model_dir, prompt, 12) for prompt in prompts]
         assert cluster.executors[0].num_sequences == 0
         assert cluster.executors[0].num_in_flight == 0
@@ -89,25 +84,23 @@ def test_long_prompts_and_long_answers(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, (2, 3), 100)) as cluster:
-        home = GenerationCluster(cluster)
-        (prompt,) = prompts_of(spec, [500])
-        assert answers_of(home, [home.submit(prompt, 64)]) == [greedy(model_dir, prompt, 64)]
+        (prompt,) = prompts_of(spec, 500)
+        assert GenerationCluster(cluster).answer([prompt], 64) == [greedy(model_dir, prompt, 64)]
 
 
 def test_single_stage_equals_transformers(models: Any) -> None:
     model_dir = models("gpt2")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, (5,), 32)) as cluster:
-        home = GenerationCluster(cluster)
-        (prompt,) = prompts_of(spec, [70])
-        assert answers_of(home, [home.submit(prompt, 8)]) == [greedy(model_dir, prompt, 8)]
+        (prompt,) = prompts_of(spec, 70)
+        assert GenerationCluster(cluster).answer([prompt], 8) == [greedy(model_dir, prompt, 8)]
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_logits_equal_transformers(family: str, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir)
-    sequences = prompts_of(spec, [1, 29, 130])
+    sequences = prompts_of(spec, 1, 29, 130)
     with EngineCluster(model_dir, staged(spec, (2, 1, 2))) as cluster:
         hidden, _ = cluster.run(sequences)
     assert cluster.rows_by_rank == [160, 0, 0]
@@ -143,7 +136,7 @@ def test_encoder_output_is_on_the_last_stage(tmp_path: Path) -> None:
 def test_lossy_wire_format_stays_close(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    sequences = prompts_of(spec, [60])
+    sequences = prompts_of(spec, 60)
     rows = []
     for values in ("exact", "fp16"):
         plan = staged(spec, (2, 2, 1)).model_copy(update={"wire": WireFormat(values=values, lz4="on")})
@@ -164,7 +157,7 @@ def test_stage_memory_covers_its_layers_only(models: Any) -> None:
         plan = staged(spec, (1, 3, 1), kv_tokens=200)
         with EngineCluster(model_dir, plan) as cluster:
             home = GenerationCluster(cluster)
-            request = home.submit(prompts_of(spec, [20])[0], 30)
+            request = home.submit(prompts_of(spec, 20)[0], 30)
             for _ in range(6):
                 home.step()
             planned = [rank_memory(spec, with_seq_len(plan.body, 64, plan.body.generation), rank) for rank in range(3)]
@@ -190,7 +183,7 @@ def test_chunks_and_decode_groups_are_in_flight_concurrently(models: Any) -> Non
     with EngineCluster(model_dir, staged(spec, (2, 1, 2), prefill_rows=10)) as cluster:
         home, generation = GenerationCluster(cluster), cluster.executors[0]
         cluster.hub.latency_seconds = 0.03  # far longer than a chunk takes: none returns before the next starts
-        (prompt,) = prompts_of(spec, [100])
+        (prompt,) = prompts_of(spec, 100)
         request = home.submit(prompt, 6)
         most = 0
         while not home.answers[request]:
@@ -199,7 +192,7 @@ def test_chunks_and_decode_groups_are_in_flight_concurrently(models: Any) -> Non
         assert most == 4  # of 5 allowed: the leader waits for the oldest once the last has started
         home.run()
         assert home.answers[request] == greedy(model_dir, prompt, 6)
-        prompts = prompts_of(spec, [5, 6, 7, 4])
+        prompts = prompts_of(spec, 5, 6, 7, 4)
         requests = [home.submit(prompt, 20) for prompt in prompts]
         orders: list[int] = []
         while not home.leader.idle:
@@ -212,7 +205,7 @@ def test_chunks_and_decode_groups_are_in_flight_concurrently(models: Any) -> Non
 def test_requests_start_and_end_during_steps_in_flight(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    prompts = prompts_of(spec, [30, 40, 10, 25, 5])
+    prompts = prompts_of(spec, 30, 40, 10, 25, 5)
     with EngineCluster(model_dir, staged(spec, (1, 2, 2), 16, kv_tokens=120)) as cluster:
         home = GenerationCluster(cluster)
         first = [home.submit(prompt, 20) for prompt in prompts[:3]]
@@ -234,7 +227,7 @@ def test_generation_resumes_on_another_plan_with_equal_tokens(models: Any) -> No
     """With sampling, only the seed decides. From three stages to two, to tensor parallel, to one device."""
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    (prompt,) = prompts_of(spec, [20])
+    (prompt,) = prompts_of(spec, 20)
     sampling = Sampling(temperature=1.2, top_p=0.9, repetition_penalty=1.2, seed=11)
     plans = [
         staged(spec, (2, 1, 2)), staged(spec, (4, 1)), make_plan(spec, "hmp", (1, 2)), make_plan(spec, "local", (1,)),

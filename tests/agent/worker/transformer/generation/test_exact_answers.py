@@ -23,11 +23,11 @@ from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, FreeRows, GenerationCluster, local_draft  # noqa: E402 (needs torch)
+from support.engines import EngineCluster, GenerationCluster, free_speculation, local_draft  # noqa: E402 (needs torch)
 
 from agent.worker.transformer.generation import sampling  # noqa: E402
 from agent.worker.transformer.generation.drafting import NgramProposer, Proposer  # noqa: E402
-from agent.worker.transformer.generation.speculation import DraftModel, Speculation  # noqa: E402
+from agent.worker.transformer.generation.speculation import DraftModel  # noqa: E402
 
 SYSTEM = np.random.default_rng(1).integers(3, 2000, 3 * KV_BLOCK_TOKENS).tolist()
 PROMPTS = [[*SYSTEM, *np.random.default_rng(seed).integers(3, 2000, 1 + 5 * seed).tolist()] for seed in range(2, 6)]
@@ -80,8 +80,7 @@ def answers(
     def make_proposer() -> Proposer:
         return NgramProposer() if mode.guesses == "lookup" else Never()
 
-    speculation = Speculation(make_proposer, draft)
-    speculation.times = FreeRows()
+    speculation = free_speculation(make_proposer, draft)
     preempted: list[int] = []
     with EngineCluster(model_dir, plan, kernels=kernels) as cluster:
         home = GenerationCluster(cluster, speculation)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.models import FAMILIES, decoder_maker, save_random_model, small_decoder
+from support.models import FAMILIES, decoder_maker, prompts_of, save_random_model, small_decoder
 from support.plans import make_plan, with_generation
 from support.waiting import wait_for
 
@@ -35,11 +35,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return decoder_maker(tmp_path_factory)
 
 
-def prompts_of(spec: ModelSpec, lengths: list[int]) -> list[list[int]]:
-    rng = np.random.default_rng(sum(lengths))
-    return [rng.integers(3, spec.vocab_size, n).tolist() for n in lengths]
-
-
 def generating_plan(
     spec: ModelSpec,
     strategy: str,
@@ -55,12 +50,9 @@ def generating_plan(
 
 def check_answers(cluster: EngineCluster, model_dir: Path, lengths: list[int], num_tokens: int) -> None:
     """Answer random prompts of these lengths, all at once, and compare the answers with those of `transformers`."""
-    home = GenerationCluster(cluster)
-    prompts = prompts_of(cluster.plan.model, lengths)
-    requests = [home.submit(prompt, num_tokens) for prompt in prompts]
-    home.run()
-    for request, prompt in zip(requests, prompts, strict=True):
-        assert home.answers[request] == greedy(model_dir, prompt, num_tokens), len(prompt)
+    prompts = prompts_of(cluster.plan.model, *lengths)
+    expected = [greedy(model_dir, prompt, num_tokens) for prompt in prompts]
+    assert GenerationCluster(cluster).answer(prompts, num_tokens) == expected
 
 
 @pytest.mark.parametrize(("strategy", "split"), [("hmp", (2, 1, 1)), ("pipeline", (1, 1))])
@@ -69,7 +61,7 @@ def test_logits_in_another_format_are_compared_with_exact_ones(
 ) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    prompt, other = prompts_of(spec, [30, 20])
+    prompt, other = prompts_of(spec, 30, 20)
     all_logits = {"sampling": Sampling(temperature=1.0, top_p=0.999999, seed=5)}
     with EngineCluster(model_dir, generating_plan(spec, strategy, split)) as cluster:
         home = GenerationCluster(cluster)
@@ -131,14 +123,12 @@ def test_tokens_with_a_replicated_embedding_equal_transformers(
 def test_replicated_embedding_changes_no_token_in_other_weight_formats(weights: str, family: str, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir).model_copy(update={"weights": weights})
-    (prompt,) = prompts_of(spec, [21])
+    (prompt,) = prompts_of(spec, 21)
     answers = []
     for embedding in ("sharded", "replicated"):
         with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 2), embedding=embedding)) as cluster:
             home = GenerationCluster(cluster)
-            request = home.submit(prompt, 8)
-            home.run()
-            answers.append(home.answers[request])
+            answers += home.answer([prompt], 8)
     assert answers[0] == answers[1]
 
 
@@ -149,11 +139,8 @@ def test_tiles_that_arrive_twice_change_no_token(strategy: str, models: Any) -> 
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 1))) as cluster:
         cluster.hub.repeats = True
-        home = GenerationCluster(cluster)
-        prompts = prompts_of(spec, [1, 7, 61])
-        requests = [home.submit(prompt, 12) for prompt in prompts]
-        home.run()
-        assert [home.answers[request] for request in requests] == [greedy(model_dir, each, 12) for each in prompts]
+        prompts = prompts_of(spec, 1, 7, 61)
+        assert GenerationCluster(cluster).answer(prompts, 12) == [greedy(model_dir, each, 12) for each in prompts]
 
 
 MODES = [LayerMode(qkv=R), LayerMode(out=R, mlp=R), LayerMode(qkv=R, out=R, mlp=R), SEQUENCE]
@@ -166,11 +153,8 @@ def test_replicated_groups_decode_with_their_share(family: str, mode: LayerMode,
     spec = read_spec(model_dir)
     plan = generating_plan(spec, "hmp", (2, 1, 3), modes=[mode, LayerMode(), mode])
     with EngineCluster(model_dir, plan) as cluster:
-        home = GenerationCluster(cluster)
-        (prompt,) = prompts_of(spec, [37])
-        request = home.submit(prompt, 16)
-        home.run()
-        assert home.answers[request] == greedy(model_dir, prompt, 16)
+        (prompt,) = prompts_of(spec, 37)
+        assert GenerationCluster(cluster).answer([prompt], 16) == [greedy(model_dir, prompt, 16)]
 
 
 @pytest.mark.parametrize(("family", "prefill_rows"), [*((family, 32) for family in FAMILIES), ("llama", 5)])
@@ -198,7 +182,7 @@ def test_micro_batches_equal_transformers(family: str, strategy: str, mode: Laye
     plan = plan.model_copy(update={"body": plan.body.model_copy(update={"micro_batches": 2})})
     with EngineCluster(model_dir, plan) as cluster:
         home = GenerationCluster(cluster)
-        prompts = prompts_of(spec, [150, 211, 3, 40])
+        prompts = prompts_of(spec, 150, 211, 3, 40)
         requests = [home.submit(prompt, 8) for prompt in prompts]
         home.run()
         for request, prompt in zip(requests, prompts, strict=True):
@@ -210,18 +194,15 @@ def test_long_prompts_and_long_answers(family: str, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 2, 1))) as cluster:
-        home = GenerationCluster(cluster)
-        (prompt,) = prompts_of(spec, [500])
-        request = home.submit(prompt, 40)
-        home.run()
-        assert home.answers[request] == greedy(model_dir, prompt, 40)
+        (prompt,) = prompts_of(spec, 500)
+        assert GenerationCluster(cluster).answer([prompt], 40) == [greedy(model_dir, prompt, 40)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(family: str, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir)
-    sequences = prompts_of(spec, [1, 29, 130])
+    sequences = prompts_of(spec, 1, 29, 130)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1, 1))) as cluster:
         hidden, _ = cluster.run(sequences)
     model = decoder(model_dir)
@@ -246,11 +227,8 @@ def test_rotary_scalings_equal_transformers(scaling: dict[str, Any], tmp_path: P
     model_dir = save_random_model(tmp_path / "model", config, generates=True)
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1))) as cluster:
-        home = GenerationCluster(cluster)
-        (prompt,) = prompts_of(spec, [200])
-        request = home.submit(prompt, 16)
-        home.run()
-        assert home.answers[request] == greedy(model_dir, prompt, 16)
+        (prompt,) = prompts_of(spec, 200)
+        assert GenerationCluster(cluster).answer([prompt], 16) == [greedy(model_dir, prompt, 16)]
 
 
 @pytest.mark.parametrize(
@@ -266,15 +244,13 @@ def test_rotary_scalings_equal_transformers(scaling: dict[str, Any], tmp_path: P
 def test_seed_gives_equal_tokens_on_any_number_of_devices(sampling: Sampling, models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    (prompt,) = prompts_of(spec, [20])
+    (prompt,) = prompts_of(spec, 20)
     answers = []
     for split in ((1,), (1, 1), (2, 1, 3)):
         plan = generating_plan(spec, "local" if len(split) == 1 else "hmp", split)
         with EngineCluster(model_dir, plan) as cluster:
             home = GenerationCluster(cluster)
-            request = home.submit(prompt, 20, sampling)
-            home.run()
-            answers.append(home.answers[request])
+            answers += home.answer([prompt], 20, sampling)
             # Resume, as after a device loss.
             rest = home.submit([*prompt, *answers[0][:7]], 13, sampling, first_index=7)
             home.run()
@@ -288,7 +264,7 @@ def test_continuous_batching_and_cancellation(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     plan = generating_plan(spec, "hmp", (1, 2), kv_tokens=112)
-    prompts = prompts_of(spec, [30, 40, 10, 25, 5])
+    prompts = prompts_of(spec, 30, 40, 10, 25, 5)
     with EngineCluster(model_dir, plan) as cluster:
         home = GenerationCluster(cluster)
         first = [home.submit(prompt, 20) for prompt in prompts[:3]]
@@ -308,7 +284,7 @@ def test_continuous_batching_and_cancellation(models: Any) -> None:
 @pytest.mark.parametrize("final", [True, False])
 def test_cancelled_stream_keeps_its_blocks_only_if_it_may_return(final: bool, models: Any) -> None:
     model_dir = models("llama")
-    (prompt,) = prompts_of(read_spec(model_dir), [40])
+    (prompt,) = prompts_of(read_spec(model_dir), 40)
     with EngineCluster(model_dir, generating_plan(read_spec(model_dir), "hmp", (1, 2))) as cluster:
         home = GenerationCluster(cluster)
         num_free = home.leader._scheduler.num_free_blocks
@@ -327,7 +303,7 @@ def test_preempted_and_shared_sequences_equal_transformers(strategy: str, models
     """Answers outgrow the KV cache, so that sequences are computed again; later ones take the rows of equal prefixes."""
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    prefix, *rest = prompts_of(spec, [40, 3, 9, 20])
+    prefix, *rest = prompts_of(spec, 40, 3, 9, 20)
     prompts = [prefix, *(prefix + each for each in rest)]
     with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 2), kv_tokens=112, prefill_rows=100)) as cluster:
         home = GenerationCluster(cluster)
@@ -348,7 +324,7 @@ def test_stream_goes_on_for_the_next_coordinator(strategy: str, cancelled: bool,
     """It asks again for a stream that the one before has begun: equal tokens, and no row is computed again."""
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    (prompt,) = prompts_of(spec, [30])
+    (prompt,) = prompts_of(spec, 30)
     sampling = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=11)
     with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 2))) as cluster:
         home = GenerationCluster(cluster)
@@ -393,7 +369,7 @@ def test_slow_rank_without_heads_and_columns_gets_every_order(rows: tuple[int, .
 
         slow.execute_next = execute_slowly  # type: ignore[method-assign]
         home = GenerationCluster(cluster)
-        (prompt,) = prompts_of(spec, [20])
+        (prompt,) = prompts_of(spec, 20)
         request = home.submit(prompt, 80)
         home.run()
         ended.set()
@@ -424,15 +400,14 @@ def test_late_rank_gets_every_order_without_rows(models: Any) -> None:
 def test_stop_tokens_end_a_sequence(models: Any) -> None:
     model_dir = models("gpt2")
     spec = read_spec(model_dir)
-    (prompt,) = prompts_of(spec, [12])
+    (prompt,) = prompts_of(spec, 12)
     expected = greedy(model_dir, prompt, 20)
     stop = expected[5]
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 1))) as cluster:
         home = GenerationCluster(cluster)
-        request = home.submit(prompt, 20, stop_ids=(stop,))
-        home.run()
-        assert home.answers[request] == expected[: expected.index(stop) + 1]
-        assert home.ended[request].reason == "stop"
+        assert home.answer([prompt], 20, stop_ids=(stop,)) == [expected[: expected.index(stop) + 1]]
+        (end,) = home.ended.values()
+        assert end.reason == "stop"
 
 
 def test_invalid_requests_are_rejected(models: Any) -> None:
@@ -487,7 +462,7 @@ def test_frame_too_large_ends_the_plan(models: Any) -> None:
 def test_quantised_weights_stay_close(family: str, weights: str, tolerance: float, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir).model_copy(update={"weights": weights})
-    (prompt,) = prompts_of(spec, [60])
+    (prompt,) = prompts_of(spec, 60)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1))) as cluster:
         hidden, _ = cluster.run([prompt])
         request = (home := GenerationCluster(cluster)).submit(prompt, 12)

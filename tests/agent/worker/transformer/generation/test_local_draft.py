@@ -21,10 +21,9 @@ from hearth.wire.messages import Sampling
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, FreeRows, GenerationCluster, local_draft  # noqa: E402 (needs torch)
+from support.engines import EngineCluster, GenerationCluster, free_speculation, local_draft  # noqa: E402 (needs torch)
 
 from agent.worker.transformer.generation.local_draft import LocalDraft  # noqa: E402
-from agent.worker.transformer.generation.speculation import Speculation  # noqa: E402
 
 # The last one is prefilled in parts.
 PROMPTS = [[5, 9, 11] * 6, [7, 8, 21, 40, 8], [3], np.random.default_rng(2).integers(3, 2000, 70).tolist()]
@@ -57,8 +56,7 @@ def answers(
     models: dict[str, Path], plan: TransformerPlan, draft: LocalDraft | None, sampling: Sampling, max_drafted: int
 ) -> tuple[list[list[int]], int, int]:
     """The answers to all prompts at once, and the number of drafted and of accepted tokens."""
-    speculation = Speculation(Never, draft)
-    speculation.times = FreeRows()
+    speculation = free_speculation(Never, draft)
     with EngineCluster(models["itself"], plan) as cluster:
         home = GenerationCluster(cluster, speculation)
         requests = [
@@ -107,8 +105,7 @@ def test_answers_are_the_same_when_sequences_are_preempted_and_the_draft_has_lit
 def test_next_turn_of_a_chat_takes_the_rows_of_the_first(models: dict[str, Path]) -> None:
     plan = plan_with_draft(models, (1,), "itself")
     draft = local_draft(models["itself"], plan)
-    speculation = Speculation(Never, draft)
-    speculation.times = FreeRows()
+    speculation = free_speculation(Never, draft)
     prompt = PROMPTS[3]
     with EngineCluster(models["itself"], plan) as cluster:
         home = GenerationCluster(cluster, speculation)

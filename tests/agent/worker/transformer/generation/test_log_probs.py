@@ -15,7 +15,6 @@ from support.plans import make_plan, with_generation
 from support.proposers import Remembered
 
 from agent.worker.transformer.generation.log_probs import MergedShares, share
-from agent.worker.transformer.generation.speculation import Speculation
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import BadMessage
 from hearth.plan.transformer import GenerationLimits
@@ -24,7 +23,7 @@ from hearth.wire.messages import Sampling
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 transformers = pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, FreeRows, GenerationCluster  # noqa: E402 (needs torch)
+from support.engines import EngineCluster, GenerationCluster, free_speculation  # noqa: E402 (needs torch)
 
 PROMPT = [5, 9, 11] * 6
 PENALISED = Sampling(temperature=1.5, repetition_penalty=1.3, top_k=9, seed=4)
@@ -78,8 +77,7 @@ def test_log_probs_are_those_of_transformers(
     plan = with_generation(make_plan(read_spec(model_dir), strategy, split), limits)
     answer: list[int] = []
     for drafted in (0, 6):
-        speculation = Speculation(partial(Remembered, [PROMPT + answer]))
-        speculation.times = FreeRows()
+        speculation = free_speculation(partial(Remembered, [PROMPT + answer]))
         with EngineCluster(model_dir, plan) as cluster:
             home = GenerationCluster(cluster, speculation)
             request = home.submit(PROMPT, 16, sampling, max_drafted=drafted, top_log_probs=5)

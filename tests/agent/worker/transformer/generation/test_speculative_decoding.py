@@ -12,7 +12,6 @@ from support.plans import make_plan, with_generation
 from support.proposers import Remembered
 
 from agent.worker.transformer.generation.drafting import NgramProposer, Proposer
-from agent.worker.transformer.generation.speculation import Speculation
 from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits
@@ -21,7 +20,7 @@ from hearth.wire.messages import Sampling
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, FreeRows, GenerationCluster  # noqa: E402 (needs torch)
+from support.engines import EngineCluster, GenerationCluster, free_speculation  # noqa: E402 (needs torch)
 
 PROMPTS = [[5, 9, 11] * 6, [7, 8, 21, 40, 8], [5, 9, 11] * 6 + [33], [3]]
 SAMPLED = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=4)
@@ -40,8 +39,7 @@ def answers(
     **fields: Any,
 ) -> tuple[list[list[int]], int, int]:
     """The answers to all prompts at once, and the number of drafted and of accepted tokens."""
-    speculation = Speculation(make_proposer)
-    speculation.times = FreeRows()
+    speculation = free_speculation(make_proposer)
     with EngineCluster(model_dir, plan) as cluster:
         home = GenerationCluster(cluster, speculation)
         requests = [home.submit(prompt, 20, sampling, prefix_scope="app", **fields) for prompt in PROMPTS]
