@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 
 FAMILIES = ("gpt2", "opt", "llama", "qwen2", "qwen3", "mistral")  # of decoders
@@ -85,12 +86,16 @@ def small_decoder(family: str, **changes: Any) -> Any:
     return AutoConfig.for_model(family, **{**shapes[family], **changes})
 
 
-def decoder_maker(factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes a small decoder of a family, once."""
+def decoder_maker(
+    factory: pytest.TempPathFactory, num_layers: int | None = None
+) -> Callable[[str], tuple[Path, ModelSpec]]:
+    """Makes a small decoder of a family, once: its directory and its spec."""
 
     @cache
-    def model(family: str) -> Path:
-        return save_random_model(factory.mktemp(family), small_decoder(family), generates=True)
+    def model(family: str) -> tuple[Path, ModelSpec]:
+        depth = {} if num_layers is None else {"n_layer" if family == "gpt2" else "num_hidden_layers": num_layers}
+        directory = save_random_model(factory.mktemp(family), small_decoder(family, **depth), generates=True)
+        return directory, read_spec(directory)
 
     return model
 

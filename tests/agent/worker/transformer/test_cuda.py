@@ -129,8 +129,7 @@ def test_bert_base_shape_is_exact_and_repeatable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, lambda family: family == "llama"))
 def test_greedy_tokens_of_every_family_equal_transformers(family: str, models: Any) -> None:
-    model_dir = models(family)
-    spec = read_spec(model_dir)
+    model_dir, spec = models(family)
     prompts = prompts_of(spec, 1, 40, 77)
     expected = [greedy(model_dir, prompt, 8) for prompt in prompts]
     assert answers(model_dir, generating_plan(spec, "hmp", (2, 1)), prompts)[0] == expected
@@ -143,16 +142,14 @@ def test_greedy_tokens_of_every_family_equal_transformers(family: str, models: A
 def test_greedy_tokens_of_every_strategy_equal_transformers(
     strategy: Strategy, split: tuple[int, ...], models: Any
 ) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     prompts = prompts_of(spec, 3, 50)
     expected = [greedy(model_dir, prompt, 8) for prompt in prompts]
     assert answers(model_dir, generating_plan(spec, strategy, split), prompts)[0] == expected
 
 
 def test_prefix_cache_is_used_and_changes_nothing(models: Any) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     prompts = [[*SHARED, *prompt] for prompt in prompts_of(spec, 5, 9, 30)]
     expected = [greedy(model_dir, prompt, 8) for prompt in prompts]
     plan = generating_plan(spec, "hmp", (1, 1))
@@ -167,8 +164,7 @@ def test_prefix_cache_is_used_and_changes_nothing(models: Any) -> None:
 
 
 def test_speculation_changes_nothing(models: Any) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     prompts = [[5, 9, 11] * 6, [7, 8, 21, 40, 8]]
     expected = [greedy(model_dir, prompt, 16) for prompt in prompts]
     speculation = free_speculation()
@@ -194,8 +190,7 @@ def test_constrained_answers_are_valid(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kv_cache", mostly_slow(["bfloat16", "int8"], lambda kind: kind == "int8"))
 def test_keys_and_values_in_other_formats_stay_close(kv_cache: KvFormat, models: Any) -> None:
     """The sampled tokens' log probabilities, against those of a cache in float32."""
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     prompts = prompts_of(spec, 70)
     chosen = []
     for kind in ("float32", kv_cache):
@@ -248,8 +243,8 @@ def test_int4_kernels_multiply_the_same_quantised_values(shape: tuple[int, int])
     ),
 )
 def test_models_with_quantised_weights_stay_close(weights: WeightFormat, tolerance: float, models: Any) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir).model_copy(update={"weights": weights})
+    model_dir, spec = models("llama")
+    spec = spec.model_copy(update={"weights": weights})
     (prompt,) = prompts_of(spec, 60)
     with torch.inference_mode():
         expected = decoder(model_dir).base_model(torch.tensor([prompt])).last_hidden_state[0].numpy()
@@ -265,7 +260,7 @@ def test_models_with_quantised_weights_stay_close(weights: WeightFormat, toleran
 @needs_gpu
 @pytest.mark.parametrize("weights", FORMAT_ERRORS)
 def test_profiler_measures_every_format(weights: WeightFormat, models: Any) -> None:
-    spec = read_spec(models("llama")).model_copy(update={"weights": weights})
+    spec = models("llama")[1].model_copy(update={"weights": weights})
     profile = profile_blocks(spec, 64, 1, "cuda")
     assert profile.attention(spec.num_heads) > 0
     assert profile.decode_seconds_per_byte > 0

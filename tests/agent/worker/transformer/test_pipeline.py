@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.models import prompts_of, save_random_model, small_bert, small_decoder
+from support.models import decoder_maker, prompts_of, save_random_model, small_bert
 from support.plans import make_plan, with_generation, with_seq_len
 
 from agent.worker.transformer.generation.scheduler import Scheduler
@@ -36,13 +35,7 @@ LOGIT_TOLERANCE = 1e-3
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def model(family: str) -> Path:
-        layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
-        config = small_decoder(family, **{layers: LAYERS})
-        return save_random_model(tmp_path_factory.mktemp(family), config, generates=True)
-
-    return model
+    return decoder_maker(tmp_path_factory, LAYERS)
 
 
 def staged(spec: ModelSpec, layers: tuple[int, ...], prefill_rows: int = 512, kv_tokens: int = 4096) -> TransformerPlan:
@@ -69,8 +62,7 @@ def answers_of(home: GenerationCluster, requests: list[bytes]) -> list[list[int]
 @pytest.mark.parametrize("prefill_rows", [512, 24])
 def test_greedy_tokens_equal_transformers(family: str, layers: tuple[int, ...], prefill_rows: int, models: Any) -> None:
     """A mixed batch; prompts in one step, or in chunks of which several are in flight."""
-    model_dir = models(family)
-    spec = read_spec(model_dir)
+    model_dir, spec = models(family)
     with EngineCluster(model_dir, staged(spec, layers, prefill_rows)) as cluster:
         home = GenerationCluster(cluster)
         prompts = prompts_of(spec, 1, 7, 61, 130)
@@ -81,16 +73,14 @@ def test_greedy_tokens_equal_transformers(family: str, layers: tuple[int, ...], 
 
 
 def test_long_prompts_and_long_answers(models: Any) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     with EngineCluster(model_dir, staged(spec, (2, 3), 100)) as cluster:
         (prompt,) = prompts_of(spec, 500)
         assert GenerationCluster(cluster).answer([prompt], 64) == [greedy(model_dir, prompt, 64)]
 
 
 def test_single_stage_equals_transformers(models: Any) -> None:
-    model_dir = models("gpt2")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("gpt2")
     with EngineCluster(model_dir, staged(spec, (5,), 32)) as cluster:
         (prompt,) = prompts_of(spec, 70)
         assert GenerationCluster(cluster).answer([prompt], 8) == [greedy(model_dir, prompt, 8)]
@@ -98,8 +88,7 @@ def test_single_stage_equals_transformers(models: Any) -> None:
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_logits_equal_transformers(family: str, models: Any) -> None:
-    model_dir = models(family)
-    spec = read_spec(model_dir)
+    model_dir, spec = models(family)
     sequences = prompts_of(spec, 1, 29, 130)
     with EngineCluster(model_dir, staged(spec, (2, 1, 2))) as cluster:
         hidden, _ = cluster.run(sequences)
@@ -134,8 +123,7 @@ def test_encoder_output_is_on_the_last_stage(tmp_path: Path) -> None:
 
 
 def test_lossy_wire_format_stays_close(models: Any) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     sequences = prompts_of(spec, 60)
     rows = []
     for values in ("exact", "fp16"):
@@ -152,8 +140,7 @@ def test_stage_memory_covers_its_layers_only(models: Any) -> None:
     from coordinator.plan.transformer.strategies import rank_memory
 
     for family in ("gpt2", "llama"):  # tied, and with a separate output head
-        model_dir = models(family)
-        spec = read_spec(model_dir)
+        model_dir, spec = models(family)
         plan = staged(spec, (1, 3, 1), kv_tokens=200)
         with EngineCluster(model_dir, plan) as cluster:
             home = GenerationCluster(cluster)
@@ -178,8 +165,7 @@ def test_stage_memory_covers_its_layers_only(models: Any) -> None:
 
 
 def test_chunks_and_decode_groups_are_in_flight_concurrently(models: Any) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     with EngineCluster(model_dir, staged(spec, (2, 1, 2), prefill_rows=10)) as cluster:
         home, generation = GenerationCluster(cluster), cluster.executors[0]
         cluster.hub.latency_seconds = 0.03  # far longer than a chunk takes: none returns before the next starts
@@ -203,8 +189,7 @@ def test_chunks_and_decode_groups_are_in_flight_concurrently(models: Any) -> Non
 
 
 def test_requests_start_and_end_during_steps_in_flight(models: Any) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     prompts = prompts_of(spec, 30, 40, 10, 25, 5)
     with EngineCluster(model_dir, staged(spec, (1, 2, 2), 16, kv_tokens=120)) as cluster:
         home = GenerationCluster(cluster)
@@ -225,8 +210,7 @@ def test_requests_start_and_end_during_steps_in_flight(models: Any) -> None:
 
 def test_generation_resumes_on_another_plan_with_equal_tokens(models: Any) -> None:
     """With sampling, only the seed decides. From three stages to two, to tensor parallel, to one device."""
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     (prompt,) = prompts_of(spec, 20)
     sampling = Sampling(temperature=1.2, top_p=0.9, repetition_penalty=1.2, seed=11)
     plans = [
@@ -248,8 +232,7 @@ def test_generation_resumes_on_another_plan_with_equal_tokens(models: Any) -> No
 
 
 def test_silent_stage_times_out(models: Any) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     plan = staged(spec, (2, 2, 1))
     with EngineCluster(model_dir, plan) as cluster:
         home = GenerationCluster(cluster)
@@ -340,7 +323,7 @@ def test_decode_groups_alternate() -> None:
 
 
 def test_stages_are_consecutive_layers(models: Any) -> None:
-    spec = read_spec(models("llama"))
+    spec = models("llama")[1]
     body = Pipeline.of(spec, (2, 1, 2), 64)
     assert [body.layers_of(rank, LAYERS) for rank in range(3)] == list(spans((2, 1, 2)))
     held = [[rank for rank in range(3) if body.layer_share(rank, layer).qkv.size] for layer in range(LAYERS)]

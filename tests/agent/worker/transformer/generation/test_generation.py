@@ -59,8 +59,7 @@ def check_answers(cluster: EngineCluster, model_dir: Path, lengths: list[int], n
 def test_logits_in_another_format_are_compared_with_exact_ones(
     strategy: str, split: tuple[int, ...], models: Any
 ) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     prompt, other = prompts_of(spec, 30, 20)
     all_logits = {"sampling": Sampling(temperature=1.0, top_p=0.999999, seed=5)}
     with EngineCluster(model_dir, generating_plan(spec, strategy, split)) as cluster:
@@ -91,8 +90,7 @@ CASES += [(family, *case) for family in ("gpt2", "llama") for case in FURTHER]
 @pytest.mark.parametrize(("family", "strategy", "split"), CASES, ids=str)
 def test_greedy_tokens_equal_transformers(family: str, strategy: str, split: tuple[int, ...], models: Any) -> None:
     rows = tuple(max(share, 0.5) for share in split) if strategy == "sp" else None
-    model_dir = models(family)
-    spec = read_spec(model_dir)
+    model_dir, spec = models(family)
     plan = generating_plan(spec, strategy, split, row_weights=rows)
     with EngineCluster(model_dir, plan) as cluster:
         check_answers(cluster, model_dir, [1, 7, 61, 100], 16)
@@ -104,8 +102,7 @@ def test_greedy_tokens_equal_transformers(family: str, strategy: str, split: tup
 def test_tokens_with_a_replicated_embedding_equal_transformers(
     family: str, strategy: str, split: tuple[int, ...], rows: tuple[int, ...] | None, models: Any
 ) -> None:
-    model_dir = models(family)
-    spec = read_spec(model_dir)
+    model_dir, spec = models(family)
     plan = generating_plan(spec, strategy, split, row_weights=rows, embedding="replicated")
     with EngineCluster(model_dir, plan) as cluster:
         check_answers(cluster, model_dir, [1, 61], 8)
@@ -121,8 +118,8 @@ def test_tokens_with_a_replicated_embedding_equal_transformers(
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
 def test_replicated_embedding_changes_no_token_in_other_weight_formats(weights: str, family: str, models: Any) -> None:
-    model_dir = models(family)
-    spec = read_spec(model_dir).model_copy(update={"weights": weights})
+    model_dir, spec = models(family)
+    spec = spec.model_copy(update={"weights": weights})
     (prompt,) = prompts_of(spec, 21)
     answers = []
     for embedding in ("sharded", "replicated"):
@@ -135,8 +132,7 @@ def test_replicated_embedding_changes_no_token_in_other_weight_formats(weights: 
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp", "pipeline"])
 def test_tiles_that_arrive_twice_change_no_token(strategy: str, models: Any) -> None:
     """After a connection broke, the newest tiles are sent again."""
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 1))) as cluster:
         cluster.hub.repeats = True
         prompts = prompts_of(spec, 1, 7, 61)
@@ -149,8 +145,7 @@ MODES = [LayerMode(qkv=R), LayerMode(out=R, mlp=R), LayerMode(qkv=R, out=R, mlp=
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_replicated_groups_decode_with_their_share(family: str, mode: LayerMode, models: Any) -> None:
-    model_dir = models(family)
-    spec = read_spec(model_dir)
+    model_dir, spec = models(family)
     plan = generating_plan(spec, "hmp", (2, 1, 3), modes=[mode, LayerMode(), mode])
     with EngineCluster(model_dir, plan) as cluster:
         (prompt,) = prompts_of(spec, 37)
@@ -159,8 +154,7 @@ def test_replicated_groups_decode_with_their_share(family: str, mode: LayerMode,
 
 @pytest.mark.parametrize(("family", "prefill_rows"), [*((family, 32) for family in FAMILIES), ("llama", 5)])
 def test_chunked_prompts_equal_transformers(family: str, prefill_rows: int, models: Any) -> None:
-    model_dir = models(family)
-    spec = read_spec(model_dir)
+    model_dir, spec = models(family)
     plan = generating_plan(spec, "hmp", (2, 1), prefill_rows=prefill_rows)
     with EngineCluster(model_dir, plan) as cluster:
         check_answers(cluster, model_dir, [150, 3], 8)
@@ -176,8 +170,7 @@ def test_chunked_prompts_equal_transformers(family: str, prefill_rows: int, mode
 )  # fmt: skip
 def test_micro_batches_equal_transformers(family: str, strategy: str, mode: LayerMode | None, models: Any) -> None:
     """Prompts that cross the cut between micro-batches, that have a cached chunk, or that are too short to split."""
-    model_dir = models(family)
-    spec = read_spec(model_dir)
+    model_dir, spec = models(family)
     plan = generating_plan(spec, strategy, (2, 1), prefill_rows=300, modes=[mode] * 3 if mode else ())
     plan = plan.model_copy(update={"body": plan.body.model_copy(update={"micro_batches": 2})})
     with EngineCluster(model_dir, plan) as cluster:
@@ -191,8 +184,7 @@ def test_micro_batches_equal_transformers(family: str, strategy: str, mode: Laye
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_long_prompts_and_long_answers(family: str, models: Any) -> None:
-    model_dir = models(family)
-    spec = read_spec(model_dir)
+    model_dir, spec = models(family)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 2, 1))) as cluster:
         (prompt,) = prompts_of(spec, 500)
         assert GenerationCluster(cluster).answer([prompt], 40) == [greedy(model_dir, prompt, 40)]
@@ -200,8 +192,7 @@ def test_long_prompts_and_long_answers(family: str, models: Any) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(family: str, models: Any) -> None:
-    model_dir = models(family)
-    spec = read_spec(model_dir)
+    model_dir, spec = models(family)
     sequences = prompts_of(spec, 1, 29, 130)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1, 1))) as cluster:
         hidden, _ = cluster.run(sequences)
@@ -242,8 +233,7 @@ def test_rotary_scalings_equal_transformers(scaling: dict[str, Any], tmp_path: P
     ids=str,
 )
 def test_seed_gives_equal_tokens_on_any_number_of_devices(sampling: Sampling, models: Any) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     (prompt,) = prompts_of(spec, 20)
     answers = []
     for split in ((1,), (1, 1), (2, 1, 3)):
@@ -261,8 +251,7 @@ def test_seed_gives_equal_tokens_on_any_number_of_devices(sampling: Sampling, mo
 
 def test_continuous_batching_and_cancellation(models: Any) -> None:
     """Under a KV budget each request gets the same tokens as alone, and cancelling frees memory immediately."""
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     plan = generating_plan(spec, "hmp", (1, 2), kv_tokens=112)
     prompts = prompts_of(spec, 30, 40, 10, 25, 5)
     with EngineCluster(model_dir, plan) as cluster:
@@ -283,7 +272,7 @@ def test_continuous_batching_and_cancellation(models: Any) -> None:
 
 @pytest.mark.parametrize("final", [True, False])
 def test_cancelled_stream_keeps_its_blocks_only_if_it_may_return(final: bool, models: Any) -> None:
-    model_dir = models("llama")
+    model_dir, _ = models("llama")
     (prompt,) = prompts_of(read_spec(model_dir), 40)
     with EngineCluster(model_dir, generating_plan(read_spec(model_dir), "hmp", (1, 2))) as cluster:
         home = GenerationCluster(cluster)
@@ -301,8 +290,7 @@ def test_cancelled_stream_keeps_its_blocks_only_if_it_may_return(final: bool, mo
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "pipeline"])
 def test_preempted_and_shared_sequences_equal_transformers(strategy: str, models: Any) -> None:
     """Answers outgrow the KV cache, so that sequences are computed again; later ones take the rows of equal prefixes."""
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     prefix, *rest = prompts_of(spec, 40, 3, 9, 20)
     prompts = [prefix, *(prefix + each for each in rest)]
     with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 2), kv_tokens=112, prefill_rows=100)) as cluster:
@@ -322,8 +310,7 @@ def test_preempted_and_shared_sequences_equal_transformers(strategy: str, models
 @pytest.mark.parametrize("strategy", ["hmp", "pipeline"])
 def test_stream_goes_on_for_the_next_coordinator(strategy: str, cancelled: bool, models: Any) -> None:
     """It asks again for a stream that the one before has begun: equal tokens, and no row is computed again."""
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     (prompt,) = prompts_of(spec, 30)
     sampling = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=11)
     with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 2))) as cluster:
@@ -356,8 +343,7 @@ def test_stream_goes_on_for_the_next_coordinator(strategy: str, cancelled: bool,
 @pytest.mark.parametrize("rows", [None, (1, 1)], ids=["no rows", "rows"])
 def test_slow_rank_without_heads_and_columns_gets_every_order(rows: tuple[int, ...] | None, models: Any) -> None:
     """Rank 0 needs nothing that this rank computes, and yet must not be further ahead than tiles are kept."""
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 0), row_weights=rows)) as cluster:
         slow, ended, pauses = cluster.executors[1], threading.Event(), iter([1.0])
         execute = slow.execute_next
@@ -380,7 +366,7 @@ def test_slow_rank_without_heads_and_columns_gets_every_order(rows: tuple[int, .
 
 def test_late_rank_gets_every_order_without_rows(models: Any) -> None:
     """Rank 0 waits for nobody after such an order, and sends it only once."""
-    model_dir = models("llama")
+    model_dir, _ = models("llama")
     orders = [StepOrder(kind="decode", rows=(), freed=(number,)) for number in range(1, 33)]
     executed: list[StepOrder] = []
     with EngineCluster(model_dir, generating_plan(read_spec(model_dir), "hmp", (1, 1))) as cluster:
@@ -398,8 +384,7 @@ def test_late_rank_gets_every_order_without_rows(models: Any) -> None:
 
 
 def test_stop_tokens_end_a_sequence(models: Any) -> None:
-    model_dir = models("gpt2")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("gpt2")
     (prompt,) = prompts_of(spec, 12)
     expected = greedy(model_dir, prompt, 20)
     stop = expected[5]
@@ -411,8 +396,7 @@ def test_stop_tokens_end_a_sequence(models: Any) -> None:
 
 
 def test_invalid_requests_are_rejected(models: Any) -> None:
-    model_dir = models("gpt2")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("gpt2")
     with EngineCluster(model_dir, generating_plan(spec, "local", (1,), kv_tokens=64)) as cluster:
         home = GenerationCluster(cluster)
         with pytest.raises(BadRequest, match="non-empty"):
@@ -427,8 +411,7 @@ def test_invalid_requests_are_rejected(models: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["hmp", "pipeline"])
 def test_lost_peer_fails_running_and_later_requests(strategy: str, models: Any) -> None:
-    model_dir = models("llama")
-    spec = read_spec(model_dir)
+    model_dir, spec = models("llama")
     with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 1))) as cluster:
         home = GenerationCluster(cluster)
         home.submit([5, 6, 7], 50)
@@ -444,7 +427,7 @@ def test_lost_peer_fails_running_and_later_requests(strategy: str, models: Any) 
 
 def test_frame_too_large_ends_the_plan(models: Any) -> None:
     """The other ranks wait for that step, so the coordinator must deploy again: the scope must not be `request`."""
-    model_dir = models("llama")
+    model_dir, _ = models("llama")
     with EngineCluster(model_dir, generating_plan(read_spec(model_dir), "hmp", (1, 1))) as cluster:
         home = GenerationCluster(cluster)
         home.submit([5, 6, 7], 50)
@@ -460,8 +443,8 @@ def test_frame_too_large_ends_the_plan(models: Any) -> None:
 )
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_quantised_weights_stay_close(family: str, weights: str, tolerance: float, models: Any) -> None:
-    model_dir = models(family)
-    spec = read_spec(model_dir).model_copy(update={"weights": weights})
+    model_dir, spec = models(family)
+    spec = spec.model_copy(update={"weights": weights})
     (prompt,) = prompts_of(spec, 60)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1))) as cluster:
         hidden, _ = cluster.run([prompt])
