@@ -67,8 +67,8 @@ from hearth.wire.rpc import RpcClient
 pytestmark = pytest.mark.processes
 
 TOKENS = list(range(5, 45))
-# Written by the last commit with version 1 of plans and messages (ab74c37), serving `small_bert` as a pipeline.
-SERVING_V1 = Path(__file__).parent / "serving_v1.json"
+# As commit 44e070d writes it, serving `small_bert` as a pipeline.
+SERVING_EARLIER = Path(__file__).parent / "serving_earlier.json"
 
 
 @pytest.fixture(scope="module")
@@ -224,17 +224,18 @@ def test_hung_worker_is_replaced_and_no_request_is_lost(pair: TestHome) -> None:
         assert "no sign of life" in pair.log("b")
 
 
-def test_v1_state_is_served_without_a_command(pair: TestHome) -> None:
-    """After an upgrade. The names of the chunks are those of version 1, too; `test_sharding` checks their hashes."""
+def test_state_of_an_earlier_commit_is_served_without_a_command(pair: TestHome) -> None:
+    """After an upgrade. Chunks keep their names; `test_sharding` checks their hashes."""
     with pair.ready() as home:
         before = home.hidden_states(TOKENS)
         ids = {device.name: device.device_id for device in home.devices().devices}
     assert pair.stop("coordinator", 60.0) == 0
 
-    saved = json.loads(SERVING_V1.read_text())
-    saved["goal"]["model_dir"] = str(pair.model_dir)
-    saved["plan"]["model"]["name"] = pair.model_dir.name
-    for device in saved["plan"]["devices"]:
+    saved = json.loads(SERVING_EARLIER.read_text())
+    deployment = saved["deployments"]["default"]
+    deployment["goal"]["model_dir"] = str(pair.model_dir)
+    deployment["plan"]["model"]["name"] = pair.model_dir.name
+    for device in deployment["plan"]["devices"]:
         device["device_id"] = ids[device["name"]]
     state = pair.folder / "coordinator" / "serving.json"
     saved["last_epoch"] = json.loads(state.read_text())["last_epoch"]
@@ -246,8 +247,8 @@ def test_v1_state_is_served_without_a_command(pair: TestHome) -> None:
     assert "planning" not in pair.log_of_run("coordinator")
     assert plan is not None
     assert isinstance(plan.body, Pipeline)
-    assert plan.body.layers == tuple(saved["plan"]["body"]["layers"])
-    assert [device.name for device in plan.devices] == [device["name"] for device in saved["plan"]["devices"]]
+    assert plan.body.layers == tuple(deployment["plan"]["body"]["layers"])
+    assert [device.name for device in plan.devices] == [device["name"] for device in deployment["plan"]["devices"]]
     assert np.abs(after - before).max() < 1e-5
 
 
