@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -202,8 +202,15 @@ class RecordedHead:
         return y_sn
 
 
-def differences(model: Model, cluster: EngineCluster) -> list[str]:
-    """Descriptions of all answers whose tokens differ, or whose logits differ by the tolerance or more."""
+class Comparison(NamedTuple):
+    """The answers of a plan against those of `transformers`."""
+
+    num_equal: int  # tokens before the first one that differs, of all prompts
+    largest: float  # difference of a logit up to there
+    differences: list[str]  # answers whose tokens differ, or whose logits differ by the tolerance or more
+
+
+def compare(model: Model, cluster: EngineCluster) -> Comparison:
     heads = []
     for shard in cluster.shards:
         if shard.embedding.head is not None and shard.embedding.head_rows.size:
@@ -214,7 +221,7 @@ def differences(model: Model, cluster: EngineCluster) -> list[str]:
     home.run()
     assert all(len(head.logits) == len(home.chosen) for head in heads)
 
-    found = []
+    found, num_equal, most = list[str](), 0, 0.0
     for each, request in zip(model.expected, requests, strict=True):
         tokens, name = home.answers[request], f"prompt of {len(each.prompt)} tokens"
         rows = [row for row, chosen in enumerate(home.chosen) if chosen == request]
@@ -228,7 +235,8 @@ def differences(model: Model, cluster: EngineCluster) -> list[str]:
         largest = float((logits_TV[:compared] - each.logits[:compared]).abs().max())
         if not largest < LOGIT_TOLERANCE:
             found.append(f"{name}: a logit differs by {largest:.1e}")
-    return found
+        num_equal, most = num_equal + (NEW_TOKENS if first is None else first), max(most, largest)
+    return Comparison(num_equal, most, found)
 
 
 def plan_of(spec: ModelSpec, case: Case) -> TransformerPlan:
@@ -248,25 +256,40 @@ def plan_of(spec: ModelSpec, case: Case) -> TransformerPlan:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def model(request: pytest.FixtureRequest) -> Iterator[Model]:
-    with made(FAMILIES[request.param].shortened) as found:
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(family: str) -> Iterator[Model]:
+    with made(FAMILIES[family].shortened) as found:
         yield found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tokens_and_logits_equal_transformers_at_published_widths(model: Model, case: Case) -> None:
+def test_tokens_and_logits_equal_transformers_at_published_widths(
+    model: Model, case: Case, family: str, record_property: Callable[[str, object], None]
+) -> None:
+    """The properties are the rows of `python -m tools.bench run exactness`."""
     if case.strategy == "pipeline" and len(case.split) > model.spec.num_layers:
         pytest.skip(f"{len(case.split)} stages are more than {model.spec.num_layers} layers")
     with EngineCluster(model.directory, plan_of(model.spec, case), chunks=model.chunks) as cluster:
-        assert differences(model, cluster) == []
+        found = compare(model, cluster)
+    row = {
+        "family": family, "case": case, "num_tokens": NEW_TOKENS * len(model.expected), "num_equal": found.num_equal,
+        "largest_difference": found.largest,
+    }  # fmt: skip
+    for name, value in row.items():
+        record_property(name, value)
+    assert found.differences == []
 
 
 def test_comparison_detects_a_wrong_weight() -> None:
     case = Case("hmp", (2, 1), chunked=True)
     with made(small_decoder("llama")) as model:
         with EngineCluster(model.directory, plan_of(model.spec, case), chunks=model.chunks) as right:
-            assert differences(model, right) == []
+            assert compare(model, right).differences == []
         with EngineCluster(model.directory, plan_of(model.spec, case), chunks=model.chunks) as wrong:
             wrong.shards[0].layers[0].norms["norm1"].weight += 1.0
-            assert any("a logit differs" in each for each in differences(model, wrong))
+            assert any("a logit differs" in each for each in compare(model, wrong).differences)
