@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ _Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 
 class GraphClients(HomeClients):
-    """Every request has the same inputs; all answers are compared with those of an example, or with the first one."""
+    """Every request has the same inputs; all answers are compared with the first one."""
 
     def __init__(self, key: Path, address: str) -> None:
         super().__init__(key, address)
@@ -39,13 +39,12 @@ class GraphClients(HomeClients):
         seconds: float = 0.0,
         count: int = 1,
         trace_every: int | None = None,
-        example: str | None = None,
     ) -> dict[str, Any]:
         """Keep `at_once` requests running for `seconds`, and until `count` answers after the first `warm_up` ones.
 
         Of these answers: `seconds`: the median latency of requests one by one, or the interval between answers of several
         at once; `compute`: by device, median seconds of its segments over the traced ones, one in `trace_every`. Raises
-        InternalError if there are too few. `example`: a file of `save_example`, instead of random inputs.
+        InternalError if there are too few.
         """
         loop = asyncio.get_running_loop()
         done: list[float] = []
@@ -70,10 +69,7 @@ class GraphClients(HomeClients):
                     traces.append({trace.device: _compute_seconds(trace) for trace in result.traces})
 
         async with await self.connected() as home:
-            if example is None:
-                inputs = random_inputs((await home.model_info()).inputs)
-            else:
-                inputs, self._reference = _read_example(Path(example))
+            inputs = random_inputs((await home.model_info()).inputs)
             await asyncio.gather(*(ask(home, inputs) for _ in range(at_once)))
         if len(done) < warm_up + count:
             raise InternalError(where="the requests", reason=errors[0])
@@ -92,20 +88,6 @@ class GraphClients(HomeClients):
             float(np.abs(outputs[name] - expected).max() / max(float(np.abs(expected).max()), 1e-30))
             for name, expected in self._reference.items()
         )
-
-
-def save_example(path: Path, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Path:
-    """Save a request and the right answer to it."""
-    sides = {"inputs": inputs, "outputs": outputs}
-    np.savez(path, **{f"{side}/{name}": array for side, arrays in sides.items() for name, array in arrays.items()})
-    return path
-
-
-def _read_example(path: Path) -> tuple[_Arrays, _Arrays]:
-    with np.load(path, allow_pickle=False) as saved:
-        arrays = {name.partition("/")[::2]: saved[name] for name in saved.files}
-    inputs, outputs = ({name: each for (of, name), each in arrays.items() if of == s} for s in ("inputs", "outputs"))
-    return inputs, outputs
 
 
 def interval_seconds(done: Sequence[float]) -> float:
