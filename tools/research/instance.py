@@ -6,13 +6,14 @@ P most inputs of an operator, S most successors, G shared weights, X static feat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.plan.graph.latency.list_scheduling import mean_seconds, mean_transfer_seconds, upward_ranks
+from coordinator.plan.graph.latency.doppler.features import longest_paths
+from coordinator.plan.graph.latency.list_scheduling import mean_seconds, mean_transfer_seconds
 from coordinator.plan.graph.latency.problem import PlacementProblem
 
 Floats = NDArray[np.float64]
@@ -57,24 +58,14 @@ def make_instance(problem: PlacementProblem) -> Instance:
     """The arrays of a problem. Costs of devices and links that differ enter the static features as means."""
     n, num_devices, num_flows = problem.num_operators, problem.num_devices, len(problem.flows)
     compute, carried = mean_seconds(problem), mean_transfer_seconds(problem)
-    b_levels, t_levels = upward_ranks(problem), _t_levels(problem, compute, carried)
+    b_levels, t_levels, following, preceding = longest_paths(problem, np.array(compute), np.array(carried))
     flow_of_edge = [f for f, flow in enumerate(problem.flows) for _ in flow.targets]
     sources = np.array([problem.flows[f].source for f in flow_of_edge], np.int64)
     targets = np.array([target for flow in problem.flows for target in flow.targets], np.int64)
     values = np.array([carried[f] for f in flow_of_edge], np.float64)
     received = np.bincount(targets, values, n)
     sent = np.bincount(sources, values, n)
-    static = np.stack([np.array(compute), received, sent, np.array(t_levels), np.array(b_levels)], axis=1)
-    after = [
-        max(((carried[f] + b_levels[t], t) for f in flows for t in problem.flows[f].targets), default=None)
-        for flows in problem.outgoing
-    ]
-    before = [
-        max(
-            ((t_levels[s] + compute[s] + carried[f], s) for f in flows for s in [problem.flows[f].source]), default=None
-        )
-        for flows in problem.incoming
-    ]
+    static = np.stack([np.array(compute), received, sent, t_levels, b_levels], axis=1)
     transfer = np.zeros((num_flows + 1, num_devices + 1, num_devices))
     for f, flow in enumerate(problem.flows):
         transfer[f, :num_devices] = np.array(flow.seconds) + np.array(problem.latency)
@@ -88,9 +79,9 @@ def make_instance(problem: PlacementProblem) -> Instance:
         edge_sources_M=np.concatenate([sources, targets]),
         edge_targets_M=np.concatenate([targets, sources]),
         edge_values_M=edge_values.astype(np.float32),
-        b_levels_N=np.array(b_levels),
-        b_paths_NN=_paths([found and found[1] for found in after], list(reversed(range(n)))),
-        t_paths_NN=_paths([found and found[1] for found in before], list(range(n))),
+        b_levels_N=np.asarray(b_levels, np.float64),
+        b_paths_NN=_paths(following, reversed(range(n))),
+        t_paths_NN=_paths(preceding, range(n)),
         seconds_NK=np.array(problem.seconds, np.float64),
         inputs_NP=_padded([[problem.flows[f].source for f in flows] for flows in problem.incoming], n),
         input_flows_NP=_padded(problem.incoming, num_flows),
@@ -114,22 +105,12 @@ def standardised(values: Floats, axis: int) -> Floats:
     return np.where(varied, centred / np.where(varied, deviation, 1.0), 0.0)
 
 
-def _t_levels(problem: PlacementProblem, compute: Sequence[float], carried: Sequence[float]) -> list[float]:
-    """By operator, the longest path from the start of the graph to its start, with mean times."""
-    levels: list[float] = []
-    for flows in problem.incoming:
-        sources = [(problem.flows[f].source, carried[f]) for f in flows]
-        levels.append(max((levels[s] + compute[s] + seconds for s, seconds in sources), default=0.0))
-    return levels
-
-
-def _paths(following: Sequence[int | None], order: Sequence[int]) -> Singles:
-    """Row v marks v and all that follow; `order` lists an operator after the one that follows it."""
+def _paths(following: Sequence[int], order: Iterable[int]) -> Singles:
+    """Row v marks v and all that follow; `order` lists an operator after the one that follows it, if any."""
     marks = np.eye(len(following), dtype=np.float32)
     for operator in order:
-        successor = following[operator]
-        if successor is not None:
-            marks[operator] += marks[successor]
+        if following[operator] < len(following):
+            marks[operator] += marks[following[operator]]
     return marks
 
 

@@ -56,7 +56,7 @@ class MoiraiRow(BaseModel):
 
 
 class Moirai(Experiment):
-    """Latency-optimal placement beside the paper's baselines."""
+    """Latency-optimal placement and the paper's baselines."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(MoiraiRow)
     # `graphs`: a folder of the placement problems that Moirai's authors published (sample-data of

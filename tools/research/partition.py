@@ -277,7 +277,7 @@ def _table(title: str, columns: Columns, rows: Sequence[PartitionRow]) -> Table:
 
 
 def conclusions(compared: Sequence[PartitionRow], bounded: Sequence[PartitionRow]) -> Iterator[str]:
-    """The measured figures, beside the paper's where it has them."""
+    """The measured figures, with the paper's where it has them."""
     rows, large = [*compared, *bounded], [row for row in compared if row.num_nodes == _JOINT_NODES]
     over_bound = {pair: [fmean(row.ratios(*pair)) for row in bounded] for pair in _BOUNDED}
     papers = {JOINT: " (paper: 35 %)", SAME_CUTS: "", ONE_START: ""}

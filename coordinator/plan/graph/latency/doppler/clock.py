@@ -165,7 +165,7 @@ class EpisodeClock:
     def _common_gap(
         self, ready: float, ticks: float, source: int, device: int, reserved: list[tuple[int, int, float, float]]
     ) -> float:
-        """The first time that is free on all that the transfer occupies, beside the operator's others to the device."""
+        """The first time that is free on all that the transfer occupies, and of the operator's other transfers there."""
         occupied = self._occupied(source, device)
         while True:
             start = ready

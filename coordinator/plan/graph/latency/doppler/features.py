@@ -101,7 +101,7 @@ def problem_features(problem: PlacementProblem) -> ProblemFeatures:
     unit = mean_operator_seconds(problem)
     compute, transfers = seconds / unit, carried / unit
     incoming, outgoing = np.bincount(targets, transfers[flows], n), np.bincount(producers, transfers, n)
-    b_level, t_level, following, preceding = _longest_paths(problem, compute, transfers)
+    b_level, t_level, following, preceding = longest_paths(problem, compute, transfers)
     critical = max(float(b_level.max()), _TINY)
     vertices = np.stack(
         [
@@ -177,7 +177,7 @@ def _memory_shares(problem: PlacementProblem) -> tuple[Floats, Floats]:
     return own * (problem.num_devices / budget), np.full(len(own), (own.sum() + shared) / budget)
 
 
-def _longest_paths(
+def longest_paths(
     problem: PlacementProblem, compute: Floats, transfers: Floats
 ) -> tuple[Floats, Floats, list[int], list[int]]:
     """By operator: b-level, t-level, and the next operator on the longest path to an exit and to an entry (or n).
