@@ -14,10 +14,10 @@ WALL_CLOCK = {
     "coordinator/cli/doctor_checks.py",
     "coordinator/cli/render/events.py",  # shows when an event happened
     "coordinator/cli/watching.py",  # shows the time of day
-    "coordinator/http/own_tls.py",  # when a certificate ends
+    "coordinator/http/certificates.py",  # when a certificate ends
     "coordinator/devices/profile_cache.py",  # age of measured links: tests/coordinator/devices/test_profiling.py
-    "coordinator/http/ollama/lines.py",  # when an answer was made, as Ollama's API shows it
-    "coordinator/http/openai/sampling.py",  # the same in OpenAI's
+    "coordinator/http/ollama/common.py",  # when an answer was made, as Ollama's API shows it
+    "coordinator/http/openai/common.py",  # the same in OpenAI's
     "coordinator/serve/events/stream.py",  # when an event happened, for people: events are ordered by their numbers
     "coordinator/serve/text/prompts.py",  # today's date in a chat template
     "hearth/platform/socket_folder.py",  # age of a folder whose lock is free: the lock decides, a wrong clock only delays

@@ -17,12 +17,12 @@ from agent.daemon.config import PREFIX as AGENT_PREFIX
 from agent.daemon.config import AgentSettings
 from coordinator.serve.config import ENVIRONMENT_PREFIX as COORDINATOR_PREFIX
 from coordinator.serve.config import CoordinatorSettings
-from hearth.client.answers import AsyncGeneration, Generation, SamplingSettings, Token, Usage
+from hearth.client.answers import AsyncGeneration, Generation, Token, Usage
 from hearth.client.home import AsyncHome, Result, connect_async
 from hearth.client.sync import Home, connect
 from hearth.errors import ERROR_TYPES, HearthError
 from hearth.plan.phases import Phase
-from hearth.wire.messages import MESSAGE_TYPES
+from hearth.wire.messages import MESSAGE_TYPES, SamplingChoice
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -115,7 +115,7 @@ def test_client_reference_has_a_section_for_each_call(name: str) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        SamplingSettings.__annotations__,
+        SamplingChoice.model_fields,
         Token._fields,
         Result._fields,
         [*Usage._fields, "tokens_per_second"],

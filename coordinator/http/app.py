@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -17,8 +19,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from coordinator.http import hosts, watching
-from coordinator.http.call import Call, EventStream, Handler
+from coordinator.http import watching
+from coordinator.http.answer_stream import while_connected
 from coordinator.http.failures import Failure, failure
 from coordinator.http.homes import Homes
 from coordinator.http.ollama import embeddings as ollama_embeddings
@@ -28,7 +30,8 @@ from coordinator.http.openai.chat import chat_completion
 from coordinator.http.openai.completions import completion
 from coordinator.http.openai.embeddings import embeddings
 from coordinator.http.openai.responses import response
-from coordinator.http.parts import while_connected
+from coordinator.http.request import Call, EventStream, Handler
+from coordinator.http.settings import LOCAL_SUFFIXES
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import with_timeout
 
@@ -109,7 +112,7 @@ class _Guard:
             return
         request = Request(scope)
         try:
-            if not hosts.is_allowed(request.headers.get("host", ""), self._allowed_hosts):
+            if not is_allowed_host(request.headers.get("host", ""), self._allowed_hosts):
                 reason = "This gateway does not know the name under which it was asked. Allow it with --allow-host."
                 raise Failure(403, reason, "permission_error")
             if scope["path"] in _OPEN_PATHS:
@@ -120,6 +123,28 @@ class _Guard:
                 await self._app(scope, receive, send)
         except (Failure, HearthError) as error:
             await _failed(request, error)(scope, receive, send)
+
+
+def is_allowed_host(host_header: str, more: Sequence[str] = ()) -> bool:
+    """Whether a `Host` header names an address, this computer, a name of the local network, or one of `more`.
+
+    A page on the Internet whose name resolves to this gateway (DNS rebinding) is refused.
+    """
+    host = _without_port(host_header).lower().rstrip(".")
+    if not host or host in ("localhost", socket.gethostname().lower()) or host in more:
+        return True
+    try:
+        ipaddress.ip_address(host)
+        return True
+    except ValueError:
+        return host.endswith(LOCAL_SUFFIXES)
+
+
+def _without_port(host_header: str) -> str:
+    if host_header.startswith("["):
+        return host_header[1:].partition("]")[0]
+    name, _, port = host_header.rpartition(":")
+    return name if name and port.isdigit() else host_header
 
 
 def _token(request: Request) -> str:

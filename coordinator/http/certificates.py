@@ -1,4 +1,4 @@
-"""A self-made certificate of the gateway, of an authority that is made once and that clients are told to trust.
+"""A self-made certificate of the gateway, of an authority that is made once and that clients have to trust.
 
 The authority's key could vouch for any site to those who trust it, so that its certificate limits it to the names of a home
 (name constraints, RFC 5280, section 4.2.1.10). Only a gateway that makes its certificate imports this module: `cryptography`
@@ -7,10 +7,13 @@ takes 9 MB.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import secrets
 import socket
-from collections.abc import Sequence
+import ssl
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from ipaddress import ip_address
 from pathlib import Path
@@ -26,10 +29,12 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from coordinator.http.hosts import LOCAL_SUFFIXES
+from coordinator.http.settings import LOCAL_SUFFIXES
 from hearth.errors import BadSetting
 from hearth.files import write_atomically
 from hearth.platform.network import all_addresses
+
+log = logging.getLogger(__name__)
 
 AUTHORITY_FILE = "authority.pem"  # what clients are given
 _AUTHORITY_KEY_FILE = "authority.key"  # its key and its certificate
@@ -40,6 +45,7 @@ _AUTHORITY_BEGINS = datetime(2020, 1, 1, tzinfo=timezone.utc)
 _AUTHORITY_ENDS = datetime(2049, 12, 31, tzinfo=timezone.utc)
 _VALID = timedelta(days=90)
 _RENEWED_BEFORE_END = timedelta(days=30)
+_LOOK_SECONDS = 60.0  # an address that a router has changed is certified after this
 _CLOCK_TOLERANCE = timedelta(days=1)  # by which the clock of a client may be late
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _DNS_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
@@ -182,3 +188,46 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class OwnTls:
+    """The certificate of a running gateway, which listens on the address `listen`, and is asked under the names `more`, too.
+
+    It is renewed before it ends, and when the addresses change.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        listen: str,
+        more: Sequence[str],
+        now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
+    ) -> None:
+        """Make the certificate, or take that of earlier runs. Raises BadSetting."""
+        self._now = now
+        self._folder = folder
+        self._listen = listen
+        self._more = more
+        made = self._current()
+        self.chain, self.authority, self.fingerprint = made.chain, made.authority, made.fingerprint
+
+    async def keep(self, context: ssl.SSLContext, interval_seconds: float = _LOOK_SECONDS) -> None:
+        """Renew the certificate in time, for connections that begin from then on, until cancelled."""
+        while True:
+            await asyncio.sleep(interval_seconds)
+            try:
+                made = self._current()
+            except BadSetting as error:
+                log.warning("%s", error)
+                continue
+            if made.is_new:
+                context.load_cert_chain(made.chain)
+            if made.fingerprint != self.fingerprint:
+                self.fingerprint = made.fingerprint
+                log.warning(
+                    "clients have to trust another authority now: %s, SHA-256 %s", made.authority, made.fingerprint
+                )
+
+    def _current(self) -> OwnCertificate:
+        names = certified_names(self._listen, self._more)
+        return own_certificate(self._folder, names, self._now())

@@ -1,4 +1,8 @@
-"""Runs the application in uvicorn: listens, serves, and closes its connections to the coordinator at the end."""
+"""Runs the application in uvicorn: listens, serves, and closes its connections to the coordinator at the end.
+
+uvicorn closes a connection without a request only after an answer. A client that sends half a request, or nothing, or that
+does not read its answer, would keep one of the gateway's connections for ever, so that they have deadlines here.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.http.app import http_app
-from coordinator.http.connections import BoundedProtocol
 from coordinator.http.homes import Homes
 from coordinator.http.settings import HttpSettings
 from hearth.errors import HearthError
@@ -21,10 +26,12 @@ from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import HTTP_SERVICE, advertised
 from hearth.platform.network import bracketed, listening_socket
 
+ARRIVAL_SECONDS = 30.0  # for a whole request, from the connection or from its first byte on: 8 MiB at 2.2 Mbit/s
+UNREAD_SECONDS = 60.0  # for which a client may leave 64 KiB of its answer unread, besides what the kernel holds
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _MAX_CONNECTIONS = 512  # then requests are refused with 503
-_IDLE_SECONDS = 30  # after an answer, for the next request to begin; the first one: see `connections`
+_IDLE_SECONDS = 30  # after an answer, for the next request to begin; the first one has ARRIVAL_SECONDS
 _BACKLOG = 128  # connections that the kernel accepts while the process is busy
 _DRAIN_SECONDS = 5  # for answers in progress at the end
 _MAX_HEADER_BYTES = 32 << 10
@@ -49,7 +56,7 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
         stack.push_async_callback(homes.close)
         certificate = None
         if settings.tls_folder is not None:
-            from coordinator.http.own_tls import OwnTls  # with `cryptography`, which takes 9 MB
+            from coordinator.http.certificates import OwnTls  # with `cryptography`, which takes 9 MB
 
             certificate = OwnTls(settings.tls_folder, listening.getsockname()[0], settings.allowed_hosts)
         files = (settings.certificate, settings.private_key) if certificate is None else (certificate.chain, None)
@@ -87,3 +94,53 @@ def _advertised(
     host, port = listening.getsockname()[:2]
     interfaces = settings.interfaces if host in _ALL_ADDRESSES else (host,)
     return advertised(HTTP_SERVICE, port, fingerprint, secrets.token_hex(8), lambda: interfaces, fields)
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection. It is closed if a request takes too long to arrive, or an answer to be read."""
+
+    _arrival: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_arrival()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_arrival()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:  # the next request has begun
+            self._watch_arrival()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_arrival()
+        self._stop_unread()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_unread()
+        super().resume_writing()
+
+    def _watch_arrival(self) -> None:
+        """Keep a deadline while a part of a request is missing."""
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._stop_arrival()
+        elif self._arrival is None:
+            self._arrival = self.loop.call_later(ARRIVAL_SECONDS, self.transport.abort)
+
+    def _stop_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None

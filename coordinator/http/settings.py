@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from hearth.errors import BadSetting
 
 HTTP_PORT = 47880  # default
+LOCAL_SUFFIXES = (".local", ".localhost", ".lan", ".home", ".home.arpa", ".internal")  # of names in a home's network
 
 
 class HttpSettings(BaseModel, frozen=True):
@@ -20,7 +21,7 @@ class HttpSettings(BaseModel, frozen=True):
     key: str = Field(repr=False)
     address: str | None = None
     interfaces: tuple[str, ...] | None = None
-    allowed_hosts: tuple[str, ...] = ()  # names under which browsers may ask for it, besides those of `hosts`
+    allowed_hosts: tuple[str, ...] = ()  # names under which browsers may ask for it, besides local ones
     advertise: bool = True  # over mDNS, unless it listens on loopback only
     certificate: str | None = None  # PEM files: with both, the gateway speaks TLS
     private_key: str | None = None

@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from coordinator.http.call import EventStream
+from coordinator.http.answer_stream import SILENCE_SECONDS
 from coordinator.http.failures import Failure
 from coordinator.http.homes import Served
-from coordinator.http.openai.sampling import failed_event
-from coordinator.http.parts import SILENCE_SECONDS
+from coordinator.http.openai.common import failed_event
+from coordinator.http.request import EventStream
 from hearth.client.events import AsyncEvents
 from hearth.platform.asyncio_tools import with_timeout
 from hearth.wire.messages import RecordedEvent

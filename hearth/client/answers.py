@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -35,19 +35,6 @@ _M = TypeVar("_M", bound=BaseModel)
 
 Chat = Sequence[ChatMessage | Mapping[str, Any]]  # {"role": "user", "content": "..."}
 RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
-
-
-class SamplingSettings(TypedDict, total=False):
-    """Sampling settings of `generate`. `SamplingChoice` declares their limits."""
-
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    seed: int | None
 
 
 class Token(NamedTuple):

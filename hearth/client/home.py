@@ -144,13 +144,13 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         top_logprobs: int = 0,
         timeout_seconds: float = 600.0,
         model: str | None = None,
-        **sampling: Unpack[answers.SamplingSettings],
+        **sampling: Unpack[wire.SamplingSettings],
     ) -> answers.AsyncGeneration:
         """Continue a prompt, answer a chat, or continue token ids; `async for token in home.generate("Once")`.
 
         Give exactly one of `prompt`, `messages` and `token_ids`. Settings that are left out come from the model's
         generation_config.json; settings that it lacks default to greedy decoding (temperature 0) and at most 512 tokens.
-        `sampling` takes temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty and seed.
+        `sampling` takes the fields of `SamplingSettings`: temperature, top_k, seed, ...
         `timeout_seconds` bounds the whole answer.
 
         `tools`, as in OpenAI's API, go to the chat template with `template_options` (such as enable_thinking). With tools or

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from coordinator.http.connections import BoundedProtocol
 from coordinator.http.homes import Served
+from coordinator.http.server import BoundedProtocol
 from hearth.client.answers import AsyncGeneration, Token, Usage
 from hearth.client.home import Result
 from hearth.errors import AppRevoked, HearthError

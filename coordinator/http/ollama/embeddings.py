@@ -8,11 +8,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from coordinator.http.call import Answer, Call
-from coordinator.http.fields import Body, Texts
-from coordinator.http.ollama.keep_alive import KeepAlive, keep_loaded
+from coordinator.http.answer_stream import while_connected
+from coordinator.http.ollama.common import KeepAlive, keep_loaded
 from coordinator.http.openai.embeddings import shortened
-from coordinator.http.parts import while_connected
+from coordinator.http.request import Answer, Body, Call, Texts
 
 _EMBED_SECONDS = 600.0
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, ClassVar
 
-from coordinator.http.call import Answer, Call, EventStream
 from coordinator.http.failures import unknown_model
-from coordinator.http.fields import Body
 from coordinator.http.homes import Served, shown_name
-from coordinator.http.ollama.lines import NDJSON, failed_line, line
+from coordinator.http.ollama.common import NDJSON, failed_line, line
+from coordinator.http.request import Answer, Body, Call, EventStream
 from hearth.wire.messages import ServedModel
 
 # The version of Ollama whose API this is. Clients refuse versions that they think too old.

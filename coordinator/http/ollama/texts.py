@@ -9,24 +9,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from coordinator.http.call import Answer, Call, EventStream
+from coordinator.http.answer_stream import entries, of_token, parts_of, while_connected, whole
 from coordinator.http.failures import unsupported
-from coordinator.http.fields import Body, Seed, Temperature, Texts, seed_of
 from coordinator.http.homes import Asked
-from coordinator.http.log_probs import NumTop, entries, of_token
-from coordinator.http.ollama.keep_alive import KeepAlive, keep_loaded
-from coordinator.http.ollama.lines import NDJSON, end, failed_line, head, line
-from coordinator.http.parts import parts_of, while_connected, whole
+from coordinator.http.ollama.common import NDJSON, KeepAlive, end, failed_line, head, keep_loaded, line
+from coordinator.http.request import Answer, Body, Call, EventStream, NumTop, Sampled
 from hearth.client.answers import AsyncGeneration
-from hearth.client.home import AsyncHome
+from hearth.wire import messages as wire
 from hearth.wire.messages import TokenLogProbs, ToolCall
 
-_ANSWER_SECONDS = 3600.0  # longest answer; a client that goes away ends it
 _Fields = Callable[..., dict[str, Any]]  # from a text, reasoning and calls of tools to the fields that hold them
 
 
-class Options(Body):
-    """Settings of sampling."""
+class Options(Sampled):
+    """Settings of sampling and the length of the answer."""
 
     # Memory and speed are the planner's business.
     ignored: ClassVar[frozenset[str]] = frozenset(
@@ -39,28 +35,15 @@ class Options(Body):
         "mirostat": (0,), "tfs_z": (1,), "typical_p": (1,),
     }  # fmt: skip
 
-    temperature: Temperature | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Seed | None = None
+    repetition_penalty: wire.RepetitionPenalty | None = Field(default=None, alias="repeat_penalty")
     num_predict: Annotated[int, Field(ge=-2)] | None = None  # -1 and -2: without a limit
-    stop: Annotated[Texts, Field(max_length=16)] = ()
 
-    def generate(self, home: AsyncHome, **prompt: Any) -> AsyncGeneration:
-        """Begin an answer."""
+    @property
+    def max_tokens(self) -> int | None:
         most = self.num_predict
-        if most is not None and most <= 0:
-            most = _NO_LIMIT if most < 0 else 1
-        return home.generate(
-            **prompt, max_tokens=most, stop=self.stop, timeout_seconds=_ANSWER_SECONDS, temperature=self.temperature,
-            top_k=max(self.top_k, 0) if self.top_k is not None else None, top_p=self.top_p, min_p=self.min_p,
-            repetition_penalty=self.repeat_penalty, presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty, seed=seed_of(self.seed),
-        )  # fmt: skip
+        if most is None or most > 0:
+            return most
+        return _NO_LIMIT if most < 0 else 1
 
 
 _NO_LIMIT = 1 << 24  # tokens: the coordinator ends an answer where the context ends
@@ -195,7 +178,7 @@ async def _answer(call: Call, asked: _Asked, fields: _Fields, prompt: dict[str, 
         reason = "unload" if asked.keep_alive == 0 else "load"
         return {**head(asked.model), **fields(""), "done": True, "done_reason": reason}
     prompt |= {"logprobs": bool(asked.logprobs), "top_logprobs": asked.top_logprobs or 0}
-    generation = settings.generate(served.home, model=served.deployment, **prompt)
+    generation = settings.generate(served.home, settings.max_tokens, model=served.deployment, **prompt)
     if asked.stream is False:
         answer = await while_connected(call.receive, _whole(asked.model, generation, fields))
         await keep_loaded(served, asked.keep_alive)

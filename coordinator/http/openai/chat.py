@@ -7,21 +7,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from coordinator.http.call import Answer, Call, EventStream
+from coordinator.http.answer_stream import entries, of_token, parts_of, while_connected, whole
 from coordinator.http.failures import Failure, unsupported
-from coordinator.http.fields import Body, TextPart
-from coordinator.http.log_probs import NumTop, entries, of_token
-from coordinator.http.openai.sampling import (
+from coordinator.http.openai.common import (
     DONE,
     SIGN_OF_LIFE,
-    Sampled,
+    TextRequest,
     event,
     failed_event,
     new_id,
     now,
     usage_fields,
 )
-from coordinator.http.parts import parts_of, while_connected, whole
+from coordinator.http.request import Answer, Body, Call, EventStream, NumTop, TextPart
 from hearth.client.answers import AsyncGeneration, Token
 from hearth.wire.messages import TokenLogProbs, ToolCall
 
@@ -52,12 +50,11 @@ class Message(Body):
         return "".join(part.text for part in self.content)
 
 
-class ChatCompletion(Sampled):
+class ChatCompletion(TextRequest):
     """The body of the request."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "functions": ([],), "function_call": ("none", "auto"),
-        "logit_bias": ({},),
+        **TextRequest.neutral, "functions": ([],), "function_call": ("none", "auto"),
         "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": ("none",), "verbosity": (),
         "web_search_options": (),
     }  # fmt: skip
@@ -168,7 +165,7 @@ async def chat_completion(call: Call) -> Answer:
     served = await call.ready(asked.model)
     most = asked.max_completion_tokens or asked.max_tokens
     generations = [
-        asked.generate(served.home, number, most, model=served.deployment, **prompt) for number in range(asked.n or 1)
+        asked.generate(served.home, most, number, model=served.deployment, **prompt) for number in range(asked.n or 1)
     ]
     head = {"id": new_id("chatcmpl"), "created": now(), "model": served.model}
     if asked.stream:

@@ -6,30 +6,29 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from coordinator.http.call import Answer, Call, EventStream
+from coordinator.http.answer_stream import of_token, parts_of, token_text, while_connected, whole
 from coordinator.http.failures import Failure
-from coordinator.http.log_probs import NumTop, of_token, token_text
-from coordinator.http.openai.sampling import (
+from coordinator.http.openai.common import (
     DONE,
     MAX_CHOICES,
     SIGN_OF_LIFE,
-    Sampled,
+    TextRequest,
     event,
     failed_event,
     new_id,
     now,
     usage_fields,
 )
-from coordinator.http.parts import parts_of, while_connected, whole
+from coordinator.http.request import Answer, Call, EventStream, NumTop
 from hearth.client.answers import AsyncGeneration, Usage
 from hearth.wire.messages import TokenLogProbs
 
 
-class Completion(Sampled):
+class Completion(TextRequest):
     """The body of the request."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "echo": (False,), "suffix": ("",), "best_of": (1,), "logit_bias": ({},),
+        **TextRequest.neutral, "echo": (False,), "suffix": ("",), "best_of": (1,),
     }  # fmt: skip
 
     logprobs: NumTop | None = None
@@ -56,8 +55,8 @@ async def completion(call: Call) -> Answer:
     generations = [
         asked.generate(
             served.home,
-            number,
             asked.max_tokens,
+            number,
             model=served.deployment,
             logprobs=asked.logprobs is not None,
             top_logprobs=asked.logprobs or 0,

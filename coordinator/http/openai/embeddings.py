@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from coordinator.http.call import Answer, Call
+from coordinator.http.answer_stream import while_connected
 from coordinator.http.failures import Failure, unsupported
-from coordinator.http.fields import Body
-from coordinator.http.parts import while_connected
+from coordinator.http.request import Answer, Body, Call
 
 _EMBED_SECONDS = 600.0
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.http.call import Answer, Call
 from coordinator.http.failures import unknown_model
 from coordinator.http.homes import shown_name
+from coordinator.http.request import Answer, Call
 
 
 async def models(call: Call) -> Answer:

@@ -24,6 +24,7 @@ from hearth.wire.messages.base import *  # noqa: F403
 from hearth.wire.messages.base import MAX_LIST_ITEMS, MESSAGE_TYPES, Message
 from hearth.wire.messages.client import *  # noqa: F403
 from hearth.wire.messages.events import *  # noqa: F403
+from hearth.wire.messages.sampling import *  # noqa: F403
 from hearth.wire.messages.standby import *  # noqa: F403
 from hearth.wire.messages.worker import *  # noqa: F403
 

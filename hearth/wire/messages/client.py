@@ -21,6 +21,7 @@ from hearth.wire.messages.base import (
     Text,
     WireModel,
 )
+from hearth.wire.messages.sampling import SamplingChoice
 from hearth.wire.messages.worker import MAX_TOP_LOG_PROBS, FinishReason, TokenLogProbs, TraceEvent, WireStats
 
 
@@ -152,19 +153,6 @@ class ChatMessage(WireModel):
     tool_calls: tuple[ToolCall, ...] = Field(default=(), max_length=128)
     tool_call_id: Name = ""
     name: Name = ""  # of the tool that answers
-
-
-class SamplingChoice(WireModel):
-    """A client's sampling settings. A setting that is None comes from the model's generation_config.json, else `Sampling`."""
-
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=1 << 24)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # None: a random seed
 
 
 class AnswerConstraint(WireModel):

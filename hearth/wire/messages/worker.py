@@ -31,6 +31,7 @@ from hearth.wire.messages.base import (
     Text,
     WireModel,
 )
+from hearth.wire.messages.sampling import Sampling
 
 # Of the KV caches that a worker reports after a change of plan, all together: 1 MiB in a message of at most 4 MiB.
 MAX_KEPT_TOKENS = 1 << 18
@@ -279,24 +280,6 @@ class Abort(PlanCommand):
 
 
 # ---- generation ---------------------------------------------------------------------------------------------------
-
-
-class Sampling(WireModel):
-    """Sampling settings. With temperature 0 decoding is greedy, and of the others only the penalties apply.
-
-    Applied in the order of `transformers`: repetition penalty, then presence and frequency penalty, temperature, top-k, top-p,
-    min-p.
-    """
-
-    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
-    top_k: Annotated[int, Field(ge=0, le=1 << 24)] = 0  # sample from the k most likely tokens; 0 disables
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
-    # Of the answer's tokens alone, as in OpenAI's API: subtracted once, and as often as the token occurs.
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
 
 
 MAX_TOP_LOG_PROBS = 20  # as in OpenAI's API

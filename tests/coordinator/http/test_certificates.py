@@ -16,7 +16,7 @@ from support.waiting import until
 
 pytest.importorskip("cryptography")
 
-from coordinator.http import own_tls
+from coordinator.http import certificates
 from coordinator.http.certificates import certified_names, own_certificate
 from hearth.errors import BadSetting
 from hearth.platform.asyncio_tools import cancel_all
@@ -138,7 +138,7 @@ def test_running_gateway_renews_its_certificate(tmp_path: Path) -> None:
 
     async def renewed() -> None:
         clock = [NOW - timedelta(days=100)]
-        keeper = own_tls.OwnTls(tmp_path, "127.0.0.1", (), lambda: clock[0])
+        keeper = certificates.OwnTls(tmp_path, "127.0.0.1", (), lambda: clock[0])
         context, of_client = server(keeper.chain), client(keeper.authority)
         with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
             handshake("127.0.0.1", of_client, context)

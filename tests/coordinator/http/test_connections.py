@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn")
 
 from support.http_servers import served
 
-from coordinator.http import connections
+from coordinator.http import server
 
 LIMIT_SECONDS = 30.0  # that only failures reach
 GONE: list[str] = []  # how endless answers ended
@@ -66,7 +66,7 @@ async def received(port: int, *pieces: bytes) -> bytes:
 def test_request_that_does_not_arrive_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...], num_answers: int
 ) -> None:
-    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.2)
+    monkeypatch.setattr(server, "ARRIVAL_SECONDS", 0.2)
 
     async def run() -> None:
         async with served(app) as port:
@@ -76,7 +76,7 @@ def test_request_that_does_not_arrive_ends_its_connection(
 
 
 def test_slow_but_whole_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", LIMIT_SECONDS)
+    monkeypatch.setattr(server, "ARRIVAL_SECONDS", LIMIT_SECONDS)
 
     async def run() -> None:
         async with served(app) as port:
@@ -92,7 +92,7 @@ def test_slow_but_whole_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_answer_that_nobody_reads_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(server, "UNREAD_SECONDS", 0.2)
     GONE.clear()
 
     async def run() -> None:

@@ -1,35 +1,33 @@
-"""The fields that chat completions and completions share."""
+"""What the paths of OpenAI's API share: fields of requests for texts, server-sent events, ids and token counts."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from coordinator.http.failures import Failure
-from coordinator.http.fields import Body, Seed, Temperature, Texts, seed_of
-from hearth.client.answers import AsyncGeneration, Usage
-from hearth.client.home import AsyncHome
+from coordinator.http.request import Body, Sampled
+from hearth.client.answers import Usage
 
 DONE = b"data: [DONE]\n\n"
 SIGN_OF_LIFE = b": the prompt is being processed\n\n"
 MAX_CHOICES = 16
-_ANSWER_SECONDS = 3600.0  # longest answer; a client that goes away ends it
 
 
 class StreamOptions(Body):
-    """What a stream tells besides the answer."""
+    """What a stream reports in addition to the answer."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
     include_usage: bool | None = None
 
 
-class Sampled(Body):
-    """Fields of sampling and of the form of the answer."""
+class TextRequest(Sampled):
+    """Fields of a request for texts: sampling, and the form of the answer."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
@@ -38,18 +36,11 @@ class Sampled(Body):
         }
     )  # fmt: skip
 
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"logit_bias": ({},)}
+
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Annotated[Texts, Field(max_length=16)] = ()
-    seed: Seed | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
@@ -57,15 +48,6 @@ class Sampled(Body):
     def shows_usage(self) -> bool:
         """Whether the stream ends with a chunk of token counts. Raises Failure."""
         return bool(self.stream_options and StreamOptions.read(self.stream_options).include_usage)
-
-    def generate(self, home: AsyncHome, number: int, max_tokens: int | None, **prompt: Any) -> AsyncGeneration:
-        """Begin the answer with this number."""
-        return home.generate(
-            **prompt, max_tokens=max_tokens, stop=self.stop, timeout_seconds=_ANSWER_SECONDS,
-            temperature=self.temperature, top_k=max(self.top_k, 0) if self.top_k is not None else None, top_p=self.top_p,
-            min_p=self.min_p, repetition_penalty=self.repetition_penalty, presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty, seed=seed_of(self.seed, number),
-        )  # fmt: skip
 
 
 def new_id(prefix: str) -> str:

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from coordinator.http.answer_stream import Part, parts_of
+from coordinator.http.app import is_allowed_host
 from coordinator.http.failures import failure
-from coordinator.http.hosts import is_allowed
-from coordinator.http.parts import Part, parts_of
 from hearth.client.answers import AsyncGeneration, Token, Usage
 from hearth.errors import ERROR_TYPES, error_from_wire
 
@@ -61,7 +61,7 @@ def test_closing_cancels_all_answers() -> None:
     ],
 )  # fmt: skip
 def test_host_names(header: str, allowed: bool) -> None:
-    assert is_allowed(header, ("hearth.example.org",)) is allowed
+    assert is_allowed_host(header, ("hearth.example.org",)) is allowed
 
 
 def test_every_error_has_a_status_and_its_advice() -> None:

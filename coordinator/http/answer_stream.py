@@ -1,4 +1,4 @@
-"""The parts of answers as they arrive, with a sign of life while none does."""
+"""Answers as they arrive, with a sign of life while nothing does, and the log-probabilities of their tokens as JSON."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 
 from hearth.client.answers import AsyncGeneration, Token, Usage
 from hearth.platform.asyncio_tools import cancel_all
+from hearth.wire.messages import LogProb, TokenLogProbs
 
 SILENCE_SECONDS = 5.0  # after which a stream gets a sign of life: clients give up on silent ones after 30 s or more
 
@@ -86,3 +87,25 @@ async def while_connected(receive: Receive, work: Awaitable[_T]) -> _T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+# ---- log-probabilities of tokens, as OpenAI's chats and Ollama's API show them ---------------------------------------------
+
+
+def entries(log_probs: Sequence[TokenLogProbs]) -> list[dict[str, Any]]:
+    """One object per token, with those of the most likely tokens in its place."""
+    return [{**_entry(each.chosen), "top_logprobs": [_entry(top) for top in each.top]} for each in log_probs]
+
+
+def of_token(token: Token) -> list[TokenLogProbs]:
+    """The log-probabilities of a part of an answer; empty if it has none."""
+    return [] if token.log_probs is None else [token.log_probs]
+
+
+def token_text(log_prob: LogProb) -> str:
+    """The text of a token; bytes that are no text by themselves become the replacement character."""
+    return log_prob.piece.decode(errors="replace")
+
+
+def _entry(log_prob: LogProb) -> dict[str, Any]:
+    return {"token": token_text(log_prob), "logprob": log_prob.value, "bytes": list(log_prob.piece)}
