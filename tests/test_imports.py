@@ -66,7 +66,7 @@ PURE_MODULES = (
     "hearth.wire.envelope",
     "hearth.wire.framing",
     "hearth.wire.messages",
-    "hearth.wire.quota",
+    "hearth.wire.intake",
 )
 IMPURE_LIBRARIES = {
     "asyncio", "concurrent", "ctypes", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "psutil", "secrets",

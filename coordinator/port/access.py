@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hearth.errors import AppRevoked, NotAuthorised
-from hearth.wire.quota import Limits
+from hearth.errors import AppRevoked, HearthError, NotAuthorised, UnknownMessage
+from hearth.wire.intake import Limits, Pool, Rules
 
 
 class MessageRule(NamedTuple):
@@ -46,3 +46,29 @@ class Access(NamedTuple):
     def limits(self, public_key: str) -> Limits:
         """The limits of a key that is admitted."""
         return self.admin_limits if public_key in self.admins else self.app_limits
+
+
+class PortRules(Rules):
+    """The rules of the client port, by tag of the messages. `access` changes while the port serves."""
+
+    def __init__(self, messages: Mapping[str, MessageRule], access: Access) -> None:
+        self.access = access
+        self.any_version = frozenset(tag for tag, rule in messages.items() if rule.any_version)
+        self._messages = messages
+
+    def check(self, public_key: str, tag: str) -> None:
+        """See `Rules.check`."""
+        if (rule := self._messages.get(tag)) is None:
+            raise UnknownMessage(tag=tag[:64])
+        self.access.authorise(public_key, rule)
+
+    def limits_of(self, public_key: str) -> Limits:
+        return self.access.limits(public_key)
+
+    def revocation(self, public_key: str) -> HearthError | None:
+        app = self.access.revoked.get(public_key)
+        return AppRevoked(app=app) if app is not None else None
+
+    def pool_of(self, public_key: str) -> Pool | None:
+        """All apps share one pool."""
+        return None if public_key in self.access.admins else Pool(self.access.app_bytes, len(self.access.apps))

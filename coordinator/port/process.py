@@ -60,7 +60,7 @@ class PortProcess:
         self._outbox = Outbox(self._try_to_send, self._left, self._gone)
         self._authenticator = PolledAuthenticator(self._context)
         self._gatekeeper = Gatekeeper(self._authenticator)
-        self._gatekeeper.admit(_ZAP_DOMAIN, lambda public_key: self._requests.access.admits(public_key))
+        self._gatekeeper.admit(_ZAP_DOMAIN, self._requests.admits)
         self._gatekeeper.start()
         self._coordinator = direct_socket(self._context, zmq.DEALER)
         self._coordinator.sndhwm = self._coordinator.rcvhwm = (

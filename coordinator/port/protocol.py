@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from coordinator.port.access import Access, MessageRule
-from hearth.wire.quota import Limits
+from hearth.wire.intake import Limits
 
 # From the process.
 REQUEST = b"R"  # number, public key, body, payload...

@@ -12,12 +12,12 @@ import errno
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import zmq
@@ -49,8 +49,10 @@ from hearth.platform.curve import (
 )
 from hearth.platform.network import bracketed
 from hearth.platform.security import Access
-from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
+from hearth.protocol import PROTOCOL_VERSION
+from hearth.wire.intake import ID_BYTES, Begin, End, Intake, Limits, Refuse, Rules
 from hearth.wire.messages import (
+    ANY_VERSION_TAGS,
     MESSAGE_TYPES,
     PEER_SIZES,
     Cancel,
@@ -62,14 +64,11 @@ from hearth.wire.messages import (
     decode,
     encode,
     expect_message,
-    message_type,
 )
-from hearth.wire.quota import EndedConnections, Limits, Quota
 from hearth.wire.zmq_sockets import end_connection_of, loop_socket
 
 log = logging.getLogger(__name__)
 
-ID_BYTES = 8  # length of a request id, a counter from 1 on that never wraps
 _NO_REQUEST = bytes(ID_BYTES)  # the id of no request
 _RECONNECT_MS = 100  # first reconnection interval; it grows, so that a lost peer costs little, up to the next value
 _RECONNECT_MAX_MS = 1000  # a server that has restarted is reached again within a second
@@ -115,17 +114,29 @@ Response: TypeAlias = Message | Reply | AsyncGenerator[Message | Reply, None]  #
 Handler = Callable[[Caller, Message, Sequence[Any]], Awaitable[Response]]
 
 
-class Policy(NamedTuple):
+@dataclass(frozen=True)
+class Policy(Rules):
     """What a server accepts, from whom, and how much. The default: every message of every caller that was admitted.
 
     `authorise(public_key, kind)` raises the error that answers a request that this key may not send. It is called before the
     message is decoded.
     """
 
-    accepts: Mapping[str, type[Message]] = MappingProxyType(MESSAGE_TYPES)  # keyed by tag
+    accepts: Mapping[str, type[Message]] = field(default_factory=lambda: MESSAGE_TYPES)  # keyed by tag
     authorise: Callable[[str, type[Message]], None] = lambda public_key, kind: None
     limits: Callable[[str], Limits] = lambda public_key: Limits()
     sizes: Sizes = PEER_SIZES
+    any_version = ANY_VERSION_TAGS
+
+    def check(self, public_key: str, tag: str) -> None:
+        """See `Rules.check`."""
+        if tag not in self.accepts:
+            raise UnknownMessage(tag=tag[:64])
+        self.authorise(public_key, self.accepts[tag])
+
+    def limits_of(self, public_key: str) -> Limits:
+        """See `Rules.limits_of`."""
+        return self.limits(public_key)
 
 
 ACCEPT_ALL = Policy()
@@ -263,8 +274,7 @@ class RpcServer(RequestServer):
         super().__init__(handler, policy)
         self._num_turns = 0  # of the receive loop
         self._num_turns_seen = 0  # by `has_worked`
-        self._quotas: defaultdict[str, Quota] = defaultdict(Quota)  # keyed by public key; only admitted ones get here
-        self._ended_connections = EndedConnections()
+        self._intake = Intake(policy, self._requests)
         self._socket = loop_socket(context, zmq.ROUTER)
         secure_server(self._socket, keypair, domain)
         limit_connections(self._socket)
@@ -308,48 +318,21 @@ class RpcServer(RequestServer):
 
     async def _receive(self, frames: list[zmq.Frame]) -> None:
         """Handle one message: start its request, cancel one, or refuse it."""
-        if not frames or self._ended_connections.has(frames[0].bytes, loop_time()):
-            return
         public_key = user_id(frames[-1])
-        if len(frames) < 3 or len(frames[1]) != ID_BYTES:
-            self.refusals.note(f"a message that is no request, by {fingerprint(public_key)}")
-            if not self._quotas[public_key].answers_refusal(loop_time()):
-                self._end_connection(frames)
-            return
-        identity, request_id = frames[0].bytes, frames[1].bytes
-        caller = Caller(public_key, partial(self._is_connected, identity))
-        try:
-            kind = self._kind_of(frames)
-            if kind is Cancel:
-                cancel = expect_message(decode(frames[2].buffer, Cancel), Cancel, "a caller")
-                self._cancel(identity, cancel.request, cancel.final)
-                return
-            self._policy.authorise(caller.public_key, kind)
-            num_bytes = sum(map(len, frames))
-            delay_seconds = self._quotas[caller.public_key].enter(
-                self._policy.limits(caller.public_key), num_bytes, len(frames[2]), loop_time()
-            )
-        except HearthError as error:
-            self.refusals.note(f"{error.code} for {fingerprint(caller.public_key)}")
-            if self._quotas[caller.public_key].answers_refusal(loop_time()):
-                await self._send_frames([identity, request_id, encode(Failed.of(error))], 0.0)
-            else:
-                self._end_connection(frames)
-            return
-        self._begin(Request(identity, request_id, caller, kind, num_bytes), frames[2], frames[3:], delay_seconds)
-
-    def _end_connection(self, frames: list[zmq.Frame]) -> None:
-        """End the connection of a flood: ZeroMQ would hold all that we do not read in time."""
-        self._ended_connections.add(frames[0].bytes, loop_time())
-        end_connection_of(frames[-1])
-
-    def _kind_of(self, frames: list[zmq.Frame]) -> type[Message]:
-        if len(frames) - 3 > MAX_PAYLOAD_FRAMES:
-            raise BadMessage(reason=f"{len(frames) - 3} payload frames, at most {MAX_PAYLOAD_FRAMES} are allowed")
-        kind = message_type(frames[2].buffer)
-        if kind is not Cancel and kind.tag not in self._policy.accepts:
-            raise UnknownMessage(tag=kind.tag)
-        return kind
+        match self._intake.receive(frames, public_key, loop_time()):
+            case Begin(identity, request_id, tag, num_bytes, delay_seconds):
+                caller = Caller(public_key, partial(self._is_connected, identity))
+                request = Request(identity, request_id, caller, self._policy.accepts[tag], num_bytes)
+                self._begin(request, frames[2], frames[3:], delay_seconds)
+            case End(identity, request_id, is_final):
+                self._cancel(identity, request_id, is_final)
+            case Refuse(reason, error, ends_connection):
+                if reason:
+                    self.refusals.note(f"{reason}, of {fingerprint(public_key)}")
+                if ends_connection:
+                    end_connection_of(frames[-1])
+                elif error is not None:
+                    await self._send_frames([*frames[:2], encode(Failed.of(error))], 0.0)
 
     async def _send(
         self, request: Request, answer: Message | Reply, is_last: bool, timeout_seconds: float = 0.0
@@ -383,7 +366,7 @@ class RpcServer(RequestServer):
         return True
 
     def _ended(self, request: Request) -> None:
-        self._quotas[request.caller.public_key].leave(request.num_bytes)
+        self._intake.leave(request.caller.public_key, request.num_bytes)
 
 
 class _Answers:

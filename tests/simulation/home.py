@@ -38,6 +38,7 @@ import coordinator.serve.roles
 import coordinator.serve.service
 import coordinator.serve.standby.standby
 import coordinator.serve.state
+import hearth.wire.intake
 import hearth.wire.rpc
 from agent.daemon.config import AgentSettings
 from agent.daemon.daemon import AgentDaemon
@@ -64,6 +65,7 @@ from hearth.platform.security import (
     new_home_key,
 )
 from hearth.wire import messages as wire
+from hearth.wire.envelope import message_tag
 from hearth.wire.rpc import Caller, Policy, RpcServer
 
 CONTROL_PORT, LINK_PORT, COORDINATOR_PORT = 47800, 47801, 47830
@@ -295,7 +297,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (transformer, "shard_weights", model.shard_weights),
         (transformer, "transformer_files", lambda directory: []),
         (hearth.wire.rpc, "decode", _decode),
-        (hearth.wire.rpc, "message_type", _message_type),
+        (hearth.wire.intake, "message_tag", _message_tag),
     ]
 
 
@@ -330,13 +332,13 @@ def _decode(data: bytes | memoryview, *_: Any) -> wire.Message:
 
 
 @lru_cache(maxsize=4096)
-def _known_type(data: bytes) -> type[wire.Message]:
-    return wire.message_type(data)
+def _known_tag(data: bytes, any_version: frozenset[str]) -> str:
+    return message_tag(data, any_version)
 
 
-def _message_type(data: bytes | memoryview) -> type[wire.Message]:
+def _message_tag(data: bytes | memoryview, any_version: frozenset[str]) -> str:
     """The real function, called once for equal messages."""
-    return _known_type(bytes(data))
+    return _known_tag(bytes(data), any_version)
 
 
 def _load_credential(path: Path) -> HomeKey | DeviceKey:

@@ -17,7 +17,7 @@ from coordinator.serve.config import CoordinatorSettings
 from hearth.errors import HearthError
 from hearth.platform.security import HomeKey, derive_keypair
 from hearth.wire import messages as wire
-from hearth.wire.quota import Limits
+from hearth.wire.intake import Limits
 from hearth.wire.rpc import Reply, Response
 
 # Bytes of all requests of one app that wait or run: they stay in memory until they have been answered. That of one request

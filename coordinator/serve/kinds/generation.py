@@ -39,7 +39,7 @@ from hearth.platform.asyncio_tools import cancel_all
 from hearth.protocol import REPLY_MARGIN_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.codec import Array
-from hearth.wire.quota import MAX_REQUESTS_PER_CALLER
+from hearth.wire.intake import MAX_REQUESTS_PER_CALLER
 from hearth.wire.rpc import caller_may_return
 
 _MAX_CONCURRENT = MAX_REQUESTS_PER_CALLER // 2  # the rest of rank 0's limit per caller is left for heartbeats

@@ -40,6 +40,7 @@ from hearth.platform.machine import raise_file_limit
 from hearth.platform.security import Access
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire import rpc
+from hearth.wire.intake import Limits
 from hearth.wire.messages import (
     CLIENT_SIZES,
     AgentWelcome,
@@ -57,7 +58,6 @@ from hearth.wire.messages import (
     TextGenerated,
     encode,
 )
-from hearth.wire.quota import Limits
 from hearth.wire.rpc import ACCEPT_ALL, Caller, Policy, Reply, Response, RpcClient, RpcServer
 
 SERVER, CLIENT = new_keypair(), new_keypair()
@@ -288,8 +288,8 @@ def test_flood_of_messages_leaves_time_for_other_tasks() -> None:
 
 
 def test_flood_of_refused_messages_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hearth.wire.quota._REFUSAL_BURST", 20.0)
-    monkeypatch.setattr("hearth.wire.quota._REFUSALS_PER_SECOND", 0.1)
+    monkeypatch.setattr("hearth.wire.intake._REFUSAL_BURST", 20.0)
+    monkeypatch.setattr("hearth.wire.intake._REFUSALS_PER_SECOND", 0.1)
 
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
         await client.call(Done(), timeout_seconds=30)
