@@ -63,7 +63,7 @@ class PlanOptions:
             help=f"(graph) Time limit of each planner's search in seconds (default {DEFAULT_TIME_LIMIT_SECONDS:g}).",
             min=0.1,
             max=86400,
-            metavar="SECONDS",
+            metavar="S",
         ),
         GRAPH | INSTANCE,
     ] = None
@@ -83,7 +83,9 @@ class PlanOptions:
     ] = "off"
     seq_len: Annotated[
         int | None,
-        typer.Option(help="Maximum number of tokens in one step. Default: the model's limit, at most 512.", min=1),
+        typer.Option(
+            help="Maximum number of tokens in one step. Default: the model's limit, at most 512.", min=1, metavar="N"
+        ),
         TRANSFORMER,
     ] = None
     context: Annotated[
@@ -91,6 +93,7 @@ class PlanOptions:
         typer.Option(
             help="(decoder) Maximum number of tokens of prompt and answer together. Default: the model's limit, at most 2048.",
             min=1,
+            metavar="N",
         ),
         TRANSFORMER,
     ] = None
@@ -100,6 +103,7 @@ class PlanOptions:
             help="(decoder) Concurrent sequences of --context tokens to reserve KV cache for. Default: 4.",
             min=1,
             max=4096,
+            metavar="N",
         ),
         TRANSFORMER,
     ] = None
@@ -204,7 +208,8 @@ class ServeOptions(PlanOptions):
         str,
         typer.Option(
             help="(decoder) Guess the next tokens of an answer where it repeats the prompt or itself, and verify them in one "
-            "step (speculative decoding): auto (default), off, or at most N tokens. As many as pay by measured times and hits.",
+            "step (speculative decoding): auto (default), off, or at most N tokens. "
+            "Hearth guesses as many as save time, by measured times and hits.",
             metavar="auto|off|N",
         ),
         TRANSFORMER,

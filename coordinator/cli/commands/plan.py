@@ -41,8 +41,8 @@ def plan(
     learn: Annotated[
         str | None,
         typer.Option(
-            help="(graph) Let the policy of --strategy doppler learn on this graph and these devices for 30s or 5min, say, "
-            "before the search. It is kept for the next plans, also those of `hearth serve`.",
+            help="(graph) Let the policy of --strategy doppler learn on this graph and these devices before the search, for "
+            "30s or 5min, for example. It is kept for the next plans, also those of `hearth serve`.",
             metavar="TIME",
         ),
         GRAPH,

@@ -52,7 +52,7 @@ class CoordinatorOptions:
     http: Annotated[
         str | None,
         typer.Option(
-            help="Also answer OpenAI's and Ollama's APIs over HTTP at this address, say 127.0.0.1 (port 47880).",
+            help="Also answer OpenAI's and Ollama's APIs over HTTP at this address, for example 127.0.0.1 (port 47880).",
             metavar="HOST[:PORT]",
         ),
     ] = None

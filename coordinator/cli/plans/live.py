@@ -32,7 +32,7 @@ class ConnectionOptions:
     """How to find the devices, and with which key."""
 
     wait: Annotated[
-        float, typer.Option(help="Start planning after this many seconds without a new device.", min=0.1)
+        float, typer.Option(help="Start planning after this many seconds without a new device.", min=0.1, metavar="S")
     ] = 1.5
     devices: DevicesOption = None
     mdns_interfaces: InterfacesOption = None

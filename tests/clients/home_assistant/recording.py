@@ -1,6 +1,6 @@
 """Record what Home Assistant's integration `llama_cpp` sends for a house with 61 lights: three requests, as JSON.
 
-Run by hand with the pytest of Home Assistant's environment (docs/contributing.md); it writes `turn.json` beside this file. The
+Run by hand with the pytest of Home Assistant's environment (docs/contributing.md); it writes `turn.json` next to this file. The
 server is a stand-in that calls intent__HassTurnOn once and then answers, because only the requests matter here.
 """
 

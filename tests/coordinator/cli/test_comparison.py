@@ -1,4 +1,4 @@
-"""Explanations of a plan, planning from a saved profile, and plans measured beside their predictions."""
+"""Explanations of a plan, planning from a saved profile, and plans measured and compared with their predictions."""
 
 from __future__ import annotations
 
