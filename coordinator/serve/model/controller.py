@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +13,17 @@ from coordinator.deploy.graph import GraphDeployment
 from coordinator.deploy.warm_workers import one_of_each_machine, warm_workers
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
-from coordinator.plan.limits import limit_violation, unknown_names
-from coordinator.serve.goal import TransformerModel, allowed_devices
+from coordinator.serve.goal import TransformerModel
 from coordinator.serve.kinds.graph import GraphKind
 from coordinator.serve.kinds.kind import ModelKind, SharedServices
 from coordinator.serve.kinds.transformer import TransformerKind
 from coordinator.serve.model import lifecycle as cycle
+from coordinator.serve.model.bring_up import MAKE_ROOM_SECONDS, BringUp, Neighbour
+from coordinator.serve.model.idle import KeepAlive
 from coordinator.serve.model.lifecycle_text import describe_cause, describe_state, history_entries, lifecycle_events
 from coordinator.serve.recovery.late_links import LateLinks
-from coordinator.serve.recovery.preparation import PreparedPlan, prepared_losses
 from coordinator.serve.recovery.preparation import describe as describe_preparation
+from coordinator.serve.recovery.preparation import prepared_losses
 from coordinator.serve.recovery.preparer import Preparer
 from coordinator.serve.replan.calibrated import CalibratedReplanner
 from coordinator.serve.replan.drift import DriftMonitor
@@ -36,35 +36,22 @@ from hearth.errors import (
     HearthError,
     LeaseLost,
     LinkLost,
-    MemoryTaken,
     ModelDoesNotFit,
-    NoDevices,
     NoPlacement,
     NotServing,
     StepFailed,
 )
-from hearth.plan.plan import Plan, plan_hash
+from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import cancel_all, first_result, loop_time, with_timeout
 from hearth.platform.units import format_bytes
 from hearth.wire.messages import PhaseEntered, PreparedLoss, WorkerLibrary
 
 log = logging.getLogger(__name__)
 
-# Wait for all devices of a saved plan after a restart, and for the first device: long enough for mDNS discovery and for
-# agents that start at the same time; then the coordinator plans with the devices that are there.
-_WAIT_FOR_DEVICES_SECONDS = 10.0
-# Wait for all devices of the running plan after a restart: agents are found within a second, and requests wait meanwhile.
-_TAKE_OVER_SECONDS = 3.0
-_POLL_SECONDS = 0.02  # interval of looking for them, or at others: short against the pause that a restart causes
-_LONGEST_IDLE_WAIT_SECONDS = 5.0
-_IDLE_POLL_SECONDS = 0.2  # interval of looking whether a model is idle, while a request runs
-# For deployments that are not pinned to end their workers, and for those that are pinned to plan first. A deadline only:
-# workers end within a second or two, and plans are made in seconds.
-_MAKE_ROOM_SECONDS = 30.0
+_POLL_SECONDS = 0.02  # interval of looking whether the workers have ended
 # Timeout of the small request after a failed step: clients wait, and the workers of a plan that does not work are kept anyway.
 _PROBE_SECONDS = 1.5  # and
 _PROBE_FACTOR = 3.0  # times the predicted duration of a whole step
-_MAX_PLAN_ATTEMPTS = 3  # while other deployments are planned at the same time, and take the memory first
 # Actions without I/O: executed inside `handle`, before any task is started.
 _IMMEDIATE_ACTIONS: tuple[cycle.Action, ...] = ("stop_admitting", "refuse_requests", "record_loss")
 
@@ -91,7 +78,7 @@ class Controller:
         running: Plan | None = None,
         unloaded: bool = False,
         added: bool = False,
-        others: Callable[[], Iterable[Controller]] = tuple,
+        others: Callable[[], Iterable[Neighbour]] = tuple,
     ) -> None:
         services = replace(services, deployment=name)
         self.name = name
@@ -110,15 +97,10 @@ class Controller:
         self.plan: Plan | None = None  # of the current deployment, or of the last one
         self.deployment: Deployment | None = None  # the current one; None once it is retired or its workers are stopped
         self._retired: list[Deployment] = []  # previous ones, oldest first, whose workers the next plan may keep
-        # By a client, until the next request: seconds, and how many requests had been admitted.
-        self._asked_keep_alive: tuple[float, int] | None = None
-        self._keep_alive_changed = asyncio.Event()
         self._monitored: tuple[Deployment, DriftMonitor] | None = None  # the current deployment
         self._background: set[asyncio.Task[None]] = set()  # awaited at the end: each takes seconds
         self.keep_workers = False  # whether to leave the workers to another coordinator at the end
         self._goal_set = cycle.GoalSet(plan, running, unloaded)
-        self._others = others
-        self._claimed_in_vain: frozenset[str] = frozenset()  # devices on which a claim has not made enough room
         if running is not None and not unloaded:
             services.fleet.running_epochs[name] = running.epoch
         self._services = services
@@ -129,7 +111,8 @@ class Controller:
         self._calibrated_replanner = _calibrated_replanner(self.kind, services, self._replanner, clock)
         self._late_links = LateLinks(services.fleet, services.profiler, self._report_loss)
         self._preparer = Preparer(self.kind, services, self.requests.admission)
-        self._prepared: PreparedPlan | None = None  # the plan that is deployed next, if it was made ahead
+        self._bring_up = BringUp(goal, self.kind, services, self._replanner, self._preparer, others)
+        self._keep_alive = KeepAlive(goal, self.requests.admission)
         self._action_task: asyncio.Task[None] | None = None  # executes the actions of the current phase
         self._has_ended = False  # whether `run` ends: a request that fails meanwhile must not start another deployment
         self._finished: asyncio.Future[HearthError | None] = asyncio.get_running_loop().create_future()
@@ -204,8 +187,7 @@ class Controller:
 
     def keep_loaded(self, seconds: float) -> None:
         """Unload the model once it has been idle for that long (below 0: never), until the next request."""
-        self._asked_keep_alive = seconds, self.requests.admission.num_admitted
-        self._keep_alive_changed.set()
+        self._keep_alive.keep_loaded(seconds)
 
     def lose_deployment(self, error: HearthError) -> None:
         """Report the deployment as lost, if there is one."""
@@ -216,7 +198,7 @@ class Controller:
         """End the workers, because a pinned deployment needs their memory; plan again with what it leaves."""
         if self.lifecycle.may_make_room:
             self.handle(cycle.RoomClaimed(claimant))
-        deadline = loop_time() + _MAKE_ROOM_SECONDS
+        deadline = loop_time() + MAKE_ROOM_SECONDS
         while self._services.resources.held_bytes(self.name) and loop_time() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -320,23 +302,24 @@ class Controller:
             case "take_over" if plan is not None:
                 return await self._take_over(plan)
             case "await_devices" if state.saved_plan is not None:
-                await self._let_pinned_plan_first()
-                event = await self._await_devices(state.saved_plan, state.has_served)
+                event = await self._bring_up.await_devices(state.saved_plan, state.has_served)
                 if isinstance(event, cycle.SavedPlanRejected):
                     services.report(describe_cause(event))
                 return event
             case "settle":
                 if not state.has_served:
                     services.spare_planners.keep(self.kind.planner, at_once=True)
-                await self._let_pinned_plan_first()
-                return await self._settle(state.has_served, state.error)
+                settled = await self._bring_up.settle(state.has_served, state.error)
+                if isinstance(settled, cycle.DevicesSettled):  # no plan was given, or it cannot be used
+                    self.goal = self.goal.model_copy(update={"keep_plan": False})
+                return settled
             case "profile":
                 cluster = await self.kind.profile(state.devices, self._held_plan)
                 if not state.has_served:  # later, workers run, and `prepared` has others prepare for theirs
                     self._warm_workers(device.device_id for device in one_of_each_machine(state.devices))
                 return cycle.DevicesProfiled(cluster)
             case "make_plan":
-                plan = await self._make_plan(state)
+                plan = await self._bring_up.make_plan(state, self._held_plan)
                 self._replanner.record_best_plan(state.devices, plan)
                 if summary := self.kind.summary(plan):
                     services.report(summary)
@@ -347,9 +330,8 @@ class Controller:
                 self.deployment = deployment = self.kind.deployment(plan, self.name)
                 if not state.has_served:
                     self._warm_workers(device.device_id for device in plan.devices)
-                prepared, self._prepared = self._prepared, None
-                if prepared is not None and prepared.parts and prepared.plan.with_epoch(plan.epoch) == plan:
-                    deployment.parts = prepared.parts
+                if parts := self._bring_up.take_prepared(plan):
+                    deployment.parts = parts
                     return cycle.ChunksPushed(plan.epoch)
                 await deployment.push(self.kind.weights(plan), services.progress)
                 services.report(
@@ -401,64 +383,6 @@ class Controller:
                 raise AssertionError(f"cannot {action} in {state}")
         return None
 
-    async def _make_plan(self, state: cycle.Lifecycle) -> Plan:
-        """A plan for the memory that other deployments leave.
-
-        If it is pinned, others that are not make room. Raises MemoryTaken if it fits only without them, and as
-        `ModelKind.plan`.
-        """
-        resources, cluster = self._services.resources, state.cluster
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                plan = await self.kind.plan(cluster, state.has_served, self._held_plan)
-            except ModelDoesNotFit as error:
-                if not (holders := resources.holders(self.name)):
-                    raise
-                if not await self._claim_room(error.missing_bytes, state.devices):
-                    raise MemoryTaken(model=error.model, missing_bytes=error.missing_bytes, holders=holders) from None
-            else:
-                try:
-                    resources.check(self.name, plan, self._services.fleet.devices)
-                    self._claimed_in_vain = frozenset()
-                    return plan
-                except MemoryTaken as error:  # another deployment was planned at the same time
-                    claimed = await self._claim_room(error.missing_bytes, state.devices)
-                    if not claimed and attempt >= _MAX_PLAN_ATTEMPTS:
-                        raise
-            cluster = await self.kind.profile(state.devices, self._held_plan)
-
-    async def _claim_room(self, missing_bytes: int, devices: Iterable[Device]) -> bool:
-        """Have others make room for this deployment, if it is pinned: the newest first, none that is pinned.
-
-        Returns whether any did. None does if all together would not be enough, or were not on these devices before.
-        """
-        held_bytes = self._services.resources.held_bytes
-        ids = frozenset(device.device_id for device in devices)
-        others = [each for each in self._others() if not each.goal.pinned and held_bytes(each.name)]
-        if not self.goal.pinned or ids == self._claimed_in_vain or not others:
-            return False
-        if sum(held_bytes(each.name) for each in others) < missing_bytes:
-            return False
-        claimed: list[Controller] = []
-        while missing_bytes > 0:
-            claimed.append(others.pop())
-            missing_bytes -= held_bytes(claimed[-1].name)
-        if not others:  # if this is not enough, nothing is
-            self._claimed_in_vain = ids
-        self._services.report(f"{self.name} is pinned: {', '.join(each.name for each in claimed)} make room for it")
-        await asyncio.gather(*(each.make_room(self.name) for each in claimed))
-        return True
-
-    async def _let_pinned_plan_first(self) -> None:
-        """Wait until pinned deployments know what memory they need, so that this one does not take it meanwhile."""
-        deadline = loop_time() + _MAKE_ROOM_SECONDS
-        while not self.goal.pinned and loop_time() < deadline:
-            if not any(each.goal.pinned and each.lifecycle.phase in cycle.UNPLANNED for each in self._others()):
-                return
-            await asyncio.sleep(_POLL_SECONDS)
-
     def _save(self, plan: Plan | None, epoch: int, unloaded: bool = False) -> None:
         saved = SavedDeployment(goal=self.goal, plan=plan, unloaded=unloaded, added=self._added)
         self._services.state.save(self.name, saved, epoch)
@@ -498,105 +422,23 @@ class Controller:
         if not task.cancelled() and (error := task.exception()) is not None and not self._finished.done():
             self._finished.set_exception(error)
 
-    # ---- devices of a plan ----------------------------------------------------------------------------------------
-
     async def _take_over(self, plan: Plan) -> cycle.WorkersTakenOver | cycle.TakeOverFailed:
         """Take over the workers of the plan, if all of them run."""
         try:
-            self.kind.check(plan)
+            running = await self._bring_up.running_workers(plan)
         except BadPlan as error:
             return cycle.TakeOverFailed(error.reason)
-        expected = {device.device_id: (plan_hash(plan), rank) for rank, device in enumerate(plan.devices)}
-        deadline = loop_time() + _TAKE_OVER_SECONDS
-        while True:
-            here = [device for device in self._services.fleet.usable() if device.device_id in expected]
-            running = [device for device in here if _runs(device, self.name, *expected[device.device_id])]
-            if (len(here) == len(expected) and self._services.fleet.may_compute()) or loop_time() >= deadline:
-                break
-            await asyncio.sleep(_POLL_SECONDS)
         deployment = self.kind.deployment(plan, self.name)
         if running:
             self.plan, self.deployment = plan, deployment
         else:
             self._retired.append(deployment)  # workers that had not loaded when their coordinator ended
-        if missing := [each.name for each in plan.devices if each.device_id not in {one.device_id for one in running}]:
+        found = {device.device_id for device in running}
+        if missing := [each.name for each in plan.devices if each.device_id not in found]:
             return cycle.TakeOverFailed(f"they do not run on {', '.join(missing)}", any_runs=bool(running))
-        assert self.deployment is not None
-        await self.deployment.take_over(max(device.taken_over[self.name].last_step for device in running))
+        await deployment.take_over(max(device.taken_over[self.name].last_step for device in running))
         self._replanner.record_restored_plan(plan)
         return cycle.WorkersTakenOver(plan.epoch)
-
-    async def _await_devices(self, plan: Plan, has_served: bool) -> cycle.SavedPlanAccepted | cycle.SavedPlanRejected:
-        """Wait for all devices of a saved plan and measure their links. The plan must also respect the user's limits.
-
-        `has_served`: the devices have been there before, and none is waited for that is known to be gone.
-        """
-        try:
-            self.kind.check(plan)
-        except BadPlan as error:
-            return cycle.SavedPlanRejected(error.reason)
-        if not await self._devices_available(plan, has_served):
-            return cycle.SavedPlanRejected("not all of its devices are available")
-        usable = self._services.fleet.usable()
-        offered = {device.device_id: device.telemetry.memory_budget_bytes for device in usable if device.telemetry}
-        if violation := limit_violation(plan, self.goal.limits, self.goal.exclude, offered):
-            return cycle.SavedPlanRejected(violation)
-        if not self._has_room(plan):
-            return cycle.SavedPlanRejected("other models hold the memory")
-        self._replanner.record_restored_plan(plan)
-        return cycle.SavedPlanAccepted(self._services.fleet.last_epoch)
-
-    async def _devices_available(self, plan: Plan, has_served: bool) -> bool:
-        needed = {device.device_id for device in plan.devices}
-        known = self._services.fleet.devices
-        deadline = loop_time() + _WAIT_FOR_DEVICES_SECONDS
-        while loop_time() < deadline:
-            if has_served and any(each in known and known[each].health == "dead" for each in needed):
-                return False
-            usable = [device for device in self._services.fleet.usable() if device.device_id in needed]
-            if len(usable) == len(needed):
-                links = await self._services.profiler.measure_links(usable, self._services.taken.traffic)
-                return len(links) == len(needed) * (len(needed) - 1)
-            await asyncio.sleep(0.1)
-        return False
-
-    async def _settle(
-        self, recovering: bool, error: HearthError | None
-    ) -> cycle.DevicesSettled | cycle.PreparedPlanFound:
-        """Wait for the fleet to settle, unless there is a plan for the devices that are left.
-
-        `recovering`: skip the quiet period and the minimum number of devices. `error`: what ended the deployment, if one did.
-        """
-        settings, fleet = self._services.settings, self._services.fleet
-        if recovering:
-            found = self._preparer.take(allowed_devices(self.goal, fleet.usable()), error)
-            if found.reason:
-                self._services.report(found.reason)
-            if (prepared := found.plan) is not None and self._has_room(prepared.plan):
-                self._prepared = prepared
-                if not found.is_same:
-                    considered = {*prepared.made_for, found.left_out} & fleet.devices.keys()
-                    self._replanner.record_best_plan([fleet.devices[each] for each in considered], prepared.plan)
-                return cycle.PreparedPlanFound(prepared.plan, fleet.last_epoch, found.is_same)
-        quiet_seconds, min_devices = (0.0, 1) if recovering else (settings.settle_seconds, settings.min_devices)
-        await fleet.settle(quiet_seconds, min_devices, _WAIT_FOR_DEVICES_SECONDS)
-        devices = allowed_devices(self.goal, fleet.usable())
-        if not devices:
-            raise NoDevices(seconds=_WAIT_FOR_DEVICES_SECONDS)
-        self.goal = self.goal.model_copy(update={"keep_plan": False})  # no plan was given, or it cannot be used
-        names = [*(limit.device for limit in self.goal.limits), *self.goal.exclude]
-        for name in unknown_names(names, fleet.devices.values()):  # mistyped, or the device joins later
-            self._services.report(f"warning: no device here is called {name} yet; its limit applies once it joins")
-        return cycle.DevicesSettled(tuple(devices))
-
-    def _has_room(self, plan: Plan) -> bool:
-        """Whether other deployments leave the memory for a plan that was made before."""
-        try:
-            self._services.resources.check(self.name, plan, self._services.fleet.devices)
-        except MemoryTaken as error:
-            self._services.report(f"that plan is not used: {error.explanation()}")
-            return False
-        return True
 
     # ---- serving --------------------------------------------------------------------------------------------------
 
@@ -617,7 +459,7 @@ class Controller:
                 if self._calibrated_replanner is not None:
                     assert isinstance(deployment, GraphDeployment)
                     searches.append(self._calibrated_replanner.run(self.goal, deployment))
-            searches.append(self._wait_until_idle())
+            searches.append(self._keep_alive.wait_until_idle())
             better_plan = await first_result(searches)
         except Exception as error:
             failure = as_hearth_error(error)
@@ -628,36 +470,6 @@ class Controller:
         if better_plan is None:
             return cycle.WentIdle(deployment.epoch)
         return cycle.BetterPlanMade(better_plan, deployment.epoch, self._services.fleet.last_epoch)
-
-    async def _wait_until_idle(self) -> None:
-        """Wait until no request has come for as long as the model stays loaded, and admit none from then on."""
-        admission = self.requests.admission
-        while True:
-            self._keep_alive_changed.clear()
-            keep_alive_seconds, idle_seconds = self._keep_alive_seconds, admission.idle_seconds
-            wait_seconds = None  # until that changes
-            if keep_alive_seconds is not None:
-                if idle_seconds is not None and idle_seconds >= keep_alive_seconds:
-                    break
-                wait_seconds = _IDLE_POLL_SECONDS
-                if (
-                    idle_seconds is not None
-                ):  # a request may come and go meanwhile, and take back what a client has asked for
-                    wait_seconds = min(keep_alive_seconds - idle_seconds, _LONGEST_IDLE_WAIT_SECONDS)
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._keep_alive_changed.wait(), wait_seconds)
-        admission.close()
-
-    @property
-    def _keep_alive_seconds(self) -> float | None:
-        """How long the model stays loaded without a request; None: for ever."""
-        if self.goal.pinned:
-            return None
-        if self._asked_keep_alive is not None:
-            seconds, num_admitted = self._asked_keep_alive
-            if num_admitted == self.requests.admission.num_admitted:
-                return seconds if seconds >= 0 else None
-        return self.goal.keep_alive_seconds
 
     def _observe(
         self,
@@ -681,12 +493,6 @@ def _suspect_pair(error: HearthError, plan: Plan) -> list[str]:
         return []
     ids = {device.name: device.device_id for device in plan.devices}
     return [ids[error.device], ids[error.peer]] if {error.device, error.peer} <= ids.keys() else []
-
-
-def _runs(device: Device, deployment: str, expected_hash: str, rank: int) -> bool:
-    """Whether this coordinator took its lease on a device with the worker of this rank of this plan running."""
-    worker = device.taken_over.get(deployment)
-    return worker is not None and (worker.plan_hash, worker.rank) == (expected_hash, rank)
 
 
 def _kind_of(
