@@ -35,6 +35,7 @@ PURE_MODULES = (
     "agent.worker.transformer.generation.speculation",
     "coordinator.deploy.chunk_scheduler",
     "coordinator.deploy.kept_caches",
+    "coordinator.devices.leases",
     "coordinator.devices.profile_smoothing",
     "coordinator.devices.quorum",
     "coordinator.devices.quarantine",

@@ -8,13 +8,13 @@ import math
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import zmq.asyncio
-
 from coordinator.devices import registry
+from coordinator.devices.connections import Connection, Connections
+from coordinator.devices.leases import Leases
 from coordinator.devices.registry import Device
 from hearth.errors import (
     AgentBusy,
@@ -28,13 +28,9 @@ from hearth.errors import (
     Unreachable,
 )
 from hearth.plan.common import PlannedDevice
-from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervised
-from hearth.platform.curve import fingerprint
-from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers
+from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.platform.security import Access
 from hearth.protocol import (
-    CLOSED_LEASE_COUNTED_SECONDS,
-    LEASE_MARGIN_SECONDS,
     LEASE_SECONDS,
     LINK_OPEN_MARGIN_SECONDS,
     REPLY_MARGIN_SECONDS,
@@ -55,31 +51,9 @@ _ANSWER_AGAIN_SECONDS = 0.4
 _AT_ONCE_SECONDS = 0.3
 _ANSWER_POLL_SECONDS = 0.02  # interval at which `answers_again` checks: short against the pause
 LATE_SECONDS = 0.05  # a timer of this process that fires later than this shows that the process itself is too busy
-# Connections to agents found by mDNS that do not answer, at most. Anyone on the network can advertise agents; each connection
-# takes three of ZeroMQ's 1023 sockets. A home has fewer devices.
-_MAX_SILENT_CONNECTIONS = 64
-_MAX_WAITING = 256  # addresses that wait for such a connection, at most: bounds the memory
-_TURN_SECONDS = 30.0  # how long one of them may try before another discovered address takes its place: several hellos
-_TURN_CHECK_SECONDS = 1.0  # interval at which places are given to waiting addresses
-_LEASE_STEP_SECONDS = 0.5  # a lease that should be longer or shorter by this much is acquired anew
 _SETTLE_POLL_SECONDS = 0.05  # interval at which `settle` checks: no user notices the delay, and checks are cheap
 
 _T = TypeVar("_T")
-
-
-@dataclass
-class _Connection:
-    """The connection to one agent, and the task that maintains it."""
-
-    address: tuple[str, int]
-    client: RpcClient
-    server_keys: list[str]  # possible public keys of the agent; the first one is tried now
-    is_static: bool  # named by the user: never closed
-    opened_at: float  # loop time
-    task: asyncio.Task[None] | None = None
-    bulk: set[RpcClient] = field(default_factory=set)  # further connections to the same agent
-    broken: Signal = field(default_factory=Signal)  # a call lost the connection: send a heartbeat now
-    closed_at: float = -math.inf  # loop time at which the connection was closed last
 
 
 class Fleet(AbstractAsyncContextManager["Fleet"]):
@@ -106,51 +80,26 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self.on_granted: Callable[[str, wire.Configuration | None], None] = lambda device_id, configuration: None
         self.keep_workers = False  # whether to leave the workers to another coordinator at the end
         self.lease_seconds = LEASE_SECONDS  # with a standby, the shortest; see `registry.lease_seconds`
-        self._granted_seconds: dict[str, float] = {}  # for how long each renewal of a lease lasts, by device
-        self._leased_until: dict[str, float] = {}  # loop time at which the leases surely still held, by device
         self.devices: dict[str, Device] = {}
         self.last_epoch = 0  # the newest epoch that any agent has seen
-        self._access = access
-        self._device_keys = device_keys
+        self._leases = Leases()
         self._lease_name = lease_name
-        self._interfaces = interfaces
-        # Each address once: a second connection to an agent would outlive the fleet.
-        self._static_addresses = tuple(dict.fromkeys(parse_static_peers(static_devices))) if static_devices else ()
-        self._browse = browse
         self._on_change = on_change or (lambda device: None)
-        self._context = zmq.asyncio.Context()
-        self._connections: dict[tuple[str, int], _Connection] = {}
-        self._by_device: dict[str, _Connection] = {}
+        self._connections = Connections(
+            self, access, lease_name or "hearth", interfaces, static_devices, browse, device_keys
+        )
         self._refusals: dict[tuple[str, int], HearthError] = {}  # by address, until that agent is accepted
-        self._browser: Browser | None = None
-        # Discovered addresses without a connection, by turn: the agent's key.
-        self._waiting: dict[tuple[str, int], str] = {}
-        self._turns_task: asyncio.Task[None] | None = None
         self._last_joined = -math.inf  # loop time
-        self._has_ended = False  # no connection is made from then on
 
     async def __aenter__(self) -> Fleet:
-        if self._browse:
-            self._browser = Browser(AGENT_SERVICE, self._on_discovered, self._interfaces, follow_addresses=True)
-            await self._browser.start()
-            self._turns_task = supervised(self._give_turns(), "the search for agents")
-        for host, port in self._static_addresses:
-            self._connect(host, port, self._server_keys(), is_static=True)
+        await self._connections.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._has_ended = True
-        if self._browser is not None:
-            await self._browser.stop()
-        if self._turns_task is not None:
-            await cancel_all([self._turns_task])
-        # First, since a heartbeat after the release would take the lease again.
-        await cancel_all([connection.task for connection in self._connections.values() if connection.task])
+        await self._connections.stop()  # first, since a heartbeat after the release would take the lease again
         if self._lease_name is not None:
             await self._release_all()
-        for connection in list(self._connections.values()):
-            await connection.client.close()
-        self._context.destroy(linger=0)
+        await self._connections.close()
 
     @property
     def refusals(self) -> list[HearthError]:
@@ -179,13 +128,13 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def acquire_again(self, device_id: str) -> None:
         """Acquire the lease on a device once more: with another duration, or to hear the configuration that it has stored."""
-        if (connection := self._by_device.get(device_id)) is not None:
+        if (connection := self._connections.by_device.get(device_id)) is not None:
             with suppress(HearthError):  # the next heartbeat reports the device
                 await self._acquire_lease(connection, device_id)
 
     def leased(self) -> set[str]:
         """The devices whose leases this coordinator surely holds now."""
-        return {device_id for device_id, until in self._leased_until.items() if loop_time() < until}
+        return self._leases.held(loop_time())
 
     async def settle(self, quiet_seconds: float, min_devices: int, timeout_seconds: float) -> list[Device]:
         """Wait until `min_devices` are usable and none joined for `quiet_seconds`, at most `timeout_seconds`."""
@@ -227,7 +176,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         Connection errors are raised as DeviceLost.
         """
         with self._client_of(device_id) as client:
-            separate, bulk = self._new_client(client.endpoint, client.server_key), self._by_device[device_id].bulk
+            separate = self._connections.new_client(client.endpoint, client.server_key)
+            bulk = self._connections.by_device[device_id].bulk
             bulk.add(separate)
             try:
                 yield separate
@@ -241,7 +191,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
         They take the device out of plans at once; the next heartbeat decides whether it is alive.
         """
-        connection = self._by_device.get(device_id)
+        connection = self._connections.by_device.get(device_id)
         name = self.devices[device_id].name if device_id in self.devices else device_id
         if connection is None:
             raise DeviceLost(device=name, reason="it is not connected")
@@ -267,7 +217,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
         If there is only one witness, the device is asked a second time; others may report it meanwhile.
         """
-        device, connection = self.devices[device_id], self._by_device.get(device_id)
+        device, connection = self.devices[device_id], self._connections.by_device.get(device_id)
         if connection is None or not device.reachable:
             return False  # its loss is known, or its connection broke, and the next heartbeat decides
         waited_seconds = 0.0
@@ -294,7 +244,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """Whether all these devices answer a heartbeat within `_AT_ONCE_SECONDS`."""
 
         async def answers(device_id: str) -> bool:
-            connection = self._by_device.get(device_id)
+            connection = self._connections.by_device.get(device_id)
             if connection is None:
                 return False
             try:
@@ -352,121 +302,19 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     def key_admitted(self, public_key: str) -> None:
         """Try a key that `device_keys` has got at all addresses that may have it."""
-        for connection in self._connections.values():
-            if connection not in self._by_device.values():
-                connection.server_keys = self._server_keys()
-            elif connection.is_static:  # the agent may have it once it restarts; the present key is tried first
-                present = connection.client.server_key
-                others = [key for key in connection.server_keys if key not in (present, public_key)]
-                connection.server_keys = [public_key, present, *others]
-        for service in self._browser.services.values() if self._browser is not None else ():
-            self._on_discovered(service)
+        self._connections.key_admitted(public_key)
 
     async def drop_revoked(self) -> None:
-        """End the connections to agents whose key is no longer admitted, and take them out of plans.
+        """End the connections to agents whose key is no longer admitted, and take them out of plans."""
+        await self._connections.drop_revoked(self._refuse_revoked)
 
-        Addresses that the user has named are tried with the other keys: an agent there may get one that is admitted.
-        """
-        admitted, ended = self._server_keys(), []
-        for connection in list(self._connections.values()):
-            connection.server_keys = [key for key in connection.server_keys if key in admitted]
-            if connection.client.server_key in admitted:
-                continue
-            for device_id in self._devices_at(connection):
-                self._replace(registry.after_refusal(self.devices[device_id], "refused", "its key was revoked"))
-            self._forget(connection)
-            if connection.is_static or connection.server_keys:
-                self._connect(*connection.address, connection.server_keys or list(admitted), connection.is_static)
-            ended.append(connection)
-        await self._end(ended)
+    def _refuse_revoked(self, device_id: str) -> None:
+        self._replace(registry.after_refusal(self.devices[device_id], "refused", "its key was revoked"))
 
     # ---- one agent ------------------------------------------------------------------------------------------------
 
-    def _on_discovered(self, service: DiscoveredService) -> None:
-        keys = {fingerprint(key): key for key in self._server_keys()}
-        if (key := keys.get(service.fingerprint)) is not None:  # None: another home's agent, or a revoked one
-            address = (service.hosts[0], service.port)
-            if (known := self._connections.get(address)) is not None:
-                known.server_keys = [key]  # the agent may have another one since its restart
-            elif len(self._waiting) < _MAX_WAITING:
-                self._waiting[address] = key
-                self._connect_waiting()
-
-    def _connect_waiting(self) -> None:
-        """Connect to waiting addresses in turn, while fewer than `_MAX_SILENT_CONNECTIONS` do not answer."""
-        num_free = _MAX_SILENT_CONNECTIONS - len(self._silent_connections())
-        for host, port in list(self._waiting)[: max(num_free, 0)]:
-            self._connect(host, port, [self._waiting.pop((host, port))])
-
-    def _silent_connections(self) -> list[_Connection]:
-        """Connections by discovery whose agent has never answered, or is dead; oldest first."""
-        dead = {device_id for device_id, device in self.devices.items() if device.health == "dead"}
-        answering = {id(used) for device_id, used in self._by_device.items() if device_id not in dead}
-        return [each for each in self._connections.values() if not each.is_static and id(each) not in answering]
-
-    async def _give_turns(self) -> None:
-        """Let waiting addresses take the places of those that do not answer, until cancelled."""
-        while True:
-            await asyncio.sleep(_TURN_CHECK_SECONDS)
-            if not self._waiting:
-                continue
-            now = loop_time()
-            ended = [each for each in self._silent_connections() if now - each.opened_at >= _TURN_SECONDS]
-            del ended[len(self._waiting) :]
-            for connection in ended:
-                self._forget(connection)
-            await self._end(ended)
-            self._connect_waiting()
-            # Those that had their turn wait for the next one, as long as they are still advertised.
-            for service in self._browser.services.values() if self._browser is not None else ():
-                if (service.hosts[0], service.port) not in self._connections:
-                    self._on_discovered(service)
-
-    def _devices_at(self, connection: _Connection) -> list[str]:
-        """The ids of the devices that are reached over this connection."""
-        return [device_id for device_id, used in self._by_device.items() if used is connection]
-
-    def _forget(self, connection: _Connection) -> None:
-        """Forget the connection to an agent, which is to be ended; what is known of the device stays."""
-        del self._connections[connection.address]
-        self._closed(connection)
-        for device_id in self._devices_at(connection):
-            del self._by_device[device_id]
-
-    async def _end(self, connections: Sequence[_Connection]) -> None:
-        """End connections that have been forgotten."""
-        await cancel_all([each.task for each in connections if each.task is not None])
-        for each in connections:
-            await each.client.close()
-
-    def _server_keys(self) -> list[str]:
-        """Public keys of this home's agents: the one that agents with the home key share, and those of admitted devices."""
-        return [self._access.server_public, *self._device_keys()]
-
-    def _connect(self, host: str, port: int, server_keys: list[str], is_static: bool = False) -> None:
-        """Keep a connection to this address, whose agent has one of these public keys."""
-        if self._has_ended:  # a key was revoked while the leases are released
-            return
-        client = self._new_client(f"tcp://{host}:{port}", server_keys[0])
-        connection = _Connection((host, port), client, server_keys, is_static, loop_time())
-        self._connections[host, port] = connection
-        connection.task = supervised(self._maintain(connection), f"the connection to {host}:{port}")
-
-    def _new_client(self, endpoint: str, server_key: str) -> RpcClient:
-        access = Access(self._access.own, server_key)
-        return RpcClient(self._context, endpoint, access, name=self._lease_name or "hearth")
-
-    async def _try_next_key(self, connection: _Connection) -> None:
-        """Connect with another of the agent's possible keys, if there are several."""
-        if len(connection.server_keys) > 1:
-            connection.server_keys.append(connection.server_keys.pop(0))
-        if connection.client.server_key != connection.server_keys[0]:
-            endpoint = connection.client.endpoint
-            await connection.client.close()
-            connection.client = self._new_client(endpoint, connection.server_keys[0])
-
-    async def _maintain(self, connection: _Connection) -> None:
-        """Say hello until the agent answers, then send heartbeats; start again when it was lost."""
+    async def maintain(self, connection: Connection) -> None:
+        """Say hello until the agent answers, then send heartbeats; start again when it was lost. See `Owner`."""
         while True:
             connection.client.on_disconnect = partial(self._disconnected, connection)
             try:
@@ -483,21 +331,21 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 self._refusals[connection.address] = error
             except Exception:  # a bug must not end the connection to an agent for good
                 log.exception("the connection to %s:%d failed", *connection.address)
-            await self._try_next_key(connection)
+            await self._connections.try_next_key(connection)
             await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _miss_hello(self, connection: _Connection) -> None:
+    async def _miss_hello(self, connection: Connection) -> None:
         """Record that a known device has not answered a hello, or the requests that follow it."""
-        for device_id in self._devices_at(connection):
+        for device_id in self._connections.devices_at(connection):
             if (before := self.devices.get(device_id)) is None:
                 continue
             self._replace(registry.after_missed_heartbeat(before, loop_time()))
             if before.health != "dead" and self.devices[device_id].health == "dead":
                 await self._end_calls(connection)
 
-    async def _register(self, connection: _Connection, welcome: wire.AgentWelcome) -> None:
+    async def _register(self, connection: Connection, welcome: wire.AgentWelcome) -> None:
         previous = self.devices.get(welcome.device_id)
-        self._by_device[welcome.device_id] = connection
+        self._connections.by_device[welcome.device_id] = connection
         self.devices[welcome.device_id] = Device(
             welcome,
             *connection.address,
@@ -514,7 +362,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._last_joined = loop_time()
         self._on_change(self.devices[welcome.device_id])
 
-    async def _acquire_lease(self, connection: _Connection, device_id: str) -> bool:
+    async def _acquire_lease(self, connection: Connection, device_id: str) -> bool:
         request = wire.AcquireLease(
             holder=self.holder, holder_name=self._lease_name or "", seconds=self._wanted_seconds(device_id),
             adopt=self.running_epochs,
@@ -523,11 +371,10 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         try:
             granted = await _ask(connection.client, request, wire.LeaseGranted)
         except AgentBusy as error:
-            self._leased_until.pop(device_id, None)
+            self._leases.lost(device_id)
             self._replace(registry.after_refusal(self.devices[device_id], "busy", error.explanation()))
             return False
-        self._granted_seconds[device_id] = request.seconds
-        self._count_lease(connection, device_id, sent)
+        self._leases.granted(device_id, request.seconds, sent, connection.closed_since)
         self.on_granted(device_id, granted.configuration)
         self.last_epoch = max(self.last_epoch, granted.last_epoch)
         self.devices[device_id] = registry.after_lease(self.devices[device_id], granted.workers)
@@ -537,47 +384,33 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """How long a lease on this device should last."""
         return registry.lease_seconds(self.devices[device_id], self.lease_seconds, loop_time())
 
-    def _lease_should_change(self, device_id: str) -> bool:
-        return abs(self._wanted_seconds(device_id) - self._granted_seconds[device_id]) >= _LEASE_STEP_SECONDS
-
-    async def _change_lease(self, connection: _Connection, device_id: str, timeout_seconds: float) -> None:
+    async def _change_lease(self, connection: Connection, device_id: str, timeout_seconds: float) -> None:
         """Give the lease the duration that it should have; the workers stay as they are. Raises LeaseLost."""
         seconds = self._wanted_seconds(device_id)
         request = wire.AcquireLease(holder=self.holder, holder_name=self._lease_name or "", seconds=seconds)
         sent = loop_time()
-        # Whether the agent has taken the request is not known until it answers: count on the shorter one.
-        self._granted_seconds[device_id] = min(seconds, self._granted_seconds[device_id])
-        self._leased_until[device_id] = min(
-            self._leased_until.get(device_id, sent), sent + self._granted_seconds[device_id] - LEASE_MARGIN_SECONDS
-        )
+        self._leases.changing(device_id, seconds, sent)
         try:
             await _ask(connection.client, request, wire.LeaseGranted, timeout_seconds)
         except AgentBusy:
             raise LeaseLost(device=self.devices[device_id].name) from None
-        self._granted_seconds[device_id] = seconds
-        self._count_lease(connection, device_id, sent)
+        self._leases.granted(device_id, seconds, sent, connection.closed_since)
 
-    def _count_lease(self, connection: _Connection, device_id: str, sent: float) -> None:
-        """Count on a lease that was granted or renewed by a request, sent at the loop time `sent`."""
-        until = sent + self._granted_seconds[device_id] - LEASE_MARGIN_SECONDS
-        if not connection.client.is_connected:  # since the answer
-            until = min(until, connection.closed_at + CLOSED_LEASE_COUNTED_SECONDS)
-        self._leased_until[device_id] = until
-
-    def _disconnected(self, connection: _Connection) -> None:
+    def _disconnected(self, connection: Connection) -> None:
         """Callback of a connection that was closed, or not accepted."""
-        self._closed(connection)
+        self.closed(connection)
         connection.broken.set()
 
-    def _closed(self, connection: _Connection) -> None:
-        """Count no longer on the leases of a connection that was closed: a standby may have them soon."""
+    def closed(self, connection: Connection) -> None:
+        """Count no longer on the leases of a connection that was closed."""
         connection.closed_at = loop_time()
-        for device_id in self._devices_at(connection):
-            if device_id in self._leased_until:
-                until = connection.closed_at + CLOSED_LEASE_COUNTED_SECONDS
-                self._leased_until[device_id] = min(self._leased_until[device_id], until)
+        self._leases.closed(self._connections.devices_at(connection), connection.closed_at)
 
-    async def _watch(self, connection: _Connection, device_id: str) -> None:
+    def is_dead(self, device_id: str) -> bool:
+        """See `Owner`."""
+        return device_id in self.devices and self.devices[device_id].health == "dead"
+
+    async def _watch(self, connection: Connection, device_id: str) -> None:
         """Send heartbeats, and hear about the device's workers meanwhile, until the device is dead."""
         if self._lease_name is None:
             return await self._send_heartbeats(connection, device_id)
@@ -587,7 +420,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         finally:
             await cancel_all([hearing])
 
-    async def _hear_of_workers(self, connection: _Connection, device_id: str) -> None:
+    async def _hear_of_workers(self, connection: Connection, device_id: str) -> None:
         """Take note of changes of the device's workers at once; heartbeats report them as well, but later."""
         request = wire.WatchWorkers(holder=self.holder)
         while True:
@@ -598,7 +431,10 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 async with aclosing(stream) as replies:
                     async for reply in replies:
                         state = reply.message
-                        if isinstance(state, wire.AgentState) and self._by_device.get(device_id) is connection:
+                        if (
+                            isinstance(state, wire.AgentState)
+                            and self._connections.by_device.get(device_id) is connection
+                        ):
                             self._replace(registry.after_report(self.devices[device_id], state))
             except UnknownMessage:  # an older agent
                 return
@@ -608,14 +444,14 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 log.exception("a report of the workers of %s could not be handled", device_id)
             await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _send_heartbeats(self, connection: _Connection, device_id: str) -> None:
+    async def _send_heartbeats(self, connection: Connection, device_id: str) -> None:
         """Send heartbeats until the device is dead. Without a lease, read its telemetry instead."""
         while True:
             pause_seconds, timeout_seconds = registry.next_heartbeat(self.devices[device_id], loop_time())
             began = loop_time()
             await connection.broken.wait(pause_seconds)
             connection.broken.clear()
-            if self._by_device.get(device_id) is not connection:
+            if self._connections.by_device.get(device_id) is not connection:
                 return await self._stand_by(device_id)
             if self.devices[device_id].health == "dead":
                 return
@@ -632,7 +468,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 elif device.health == "busy":
                     if await self._acquire_lease(connection, device_id):
                         self._on_change(self.devices[device_id])
-                elif self._lease_should_change(device_id):
+                elif self._leases.should_change(device_id, self._wanted_seconds(device_id)):
                     await self._change_lease(connection, device_id, timeout_seconds)
                     self._replace(registry.after_answer(self.devices[device_id], loop_time()))
                 else:
@@ -640,17 +476,17 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     state = await _ask(
                         connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, timeout_seconds
                     )
-                    self._count_lease(connection, device_id, sent)
+                    self._leases.renewed(device_id, sent, connection.closed_since)
                     if state.boot_id != device.welcome.boot_id:
                         return  # the agent restarted between two heartbeats: say hello again
                     now = loop_time()
                     self._replace(registry.after_heartbeat(self.devices[device_id], state, now, now - sent))
             except LeaseLost:
-                self._leased_until.pop(device_id, None)
+                self._leases.lost(device_id)
                 if await self._acquire_lease(connection, device_id):
                     log.info("took the lease on %s again", device.name)
             except (Unreachable, ConnectionLost, DeadlineExceeded) as error:
-                if self._by_device.get(device_id) is not connection:
+                if self._connections.by_device.get(device_id) is not connection:
                     continue
                 if self.devices[device_id].health == "dead":  # `is_lost` has found that out
                     return
@@ -677,11 +513,11 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             device = self.devices[device_id]
             self.devices[device_id] = replace(device, last_seen=min(device.last_seen + late_seconds, loop_time()))
 
-    async def _end_calls(self, connection: _Connection) -> None:
+    async def _end_calls(self, connection: Connection) -> None:
         """End all calls to a lost device at once, with DeviceLost, instead of at their deadlines."""
-        self._closed(connection)
+        self.closed(connection)
         lost = connection.client
-        connection.client = self._new_client(lost.endpoint, lost.server_key)
+        connection.client = self._connections.new_client(lost.endpoint, lost.server_key)
         for client in (lost, *connection.bulk):
             client.fail(ConnectionLost(endpoint=client.endpoint))
         await lost.close()
@@ -698,7 +534,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def _release_all(self) -> None:
         release = wire.ReleaseLease(holder=self.holder, keep_workers=self.keep_workers)
-        calls = (each.client.call(release, timeout_seconds=_RELEASE_SECONDS) for each in self._by_device.values())
+        calls = (
+            each.client.call(release, timeout_seconds=_RELEASE_SECONDS) for each in self._connections.by_device.values()
+        )
         await asyncio.gather(*calls, return_exceptions=True)  # the lease of an unreachable agent expires
 
 

@@ -31,7 +31,7 @@ import agent.daemon.links
 import agent.daemon.main
 import agent.daemon.store
 import agent.daemon.supervisor
-import coordinator.devices.fleet
+import coordinator.devices.connections
 import coordinator.serve.deployments
 import coordinator.serve.kinds.transformer
 import coordinator.serve.roles
@@ -254,7 +254,7 @@ def _memory_folder() -> str | None:
 def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
     """What stands for what: modules or classes, names in them, and stand-ins."""
     tokens = Random(random.random())
-    main, service, fleet = agent.daemon.main, coordinator.serve.service, coordinator.devices.fleet
+    main, service = agent.daemon.main, coordinator.serve.service
     transformer = coordinator.serve.kinds.transformer
     return [
         (zmq.asyncio, "Context", Context),
@@ -272,7 +272,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (main, "AgentDaemon", _Daemon),
         (main, "choose_address", lambda interface: "127.0.0.1"),
         (coordinator.serve.state, "locked_folder", lambda folder: nullcontext()),
-        (fleet, "Browser", _Browser),
+        (coordinator.devices.connections, "Browser", _Browser),
         (agent.daemon.daemon, "measure_link", _measure_link),
         (agent.daemon.supervisor, "SocketFolder", _SocketFolder),
         (agent.daemon.supervisor, "_sample", sample),

@@ -13,8 +13,8 @@ from support.devices import ready_device
 from support.servers import rpc_server
 from support.waiting import until
 
+from coordinator.devices import connections, registry
 from coordinator.devices import fleet as fleet_module
-from coordinator.devices import registry
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import MAX_DEAD_SECONDS, RECONNECT_SECONDS, Device
 from hearth.errors import DeviceLost
@@ -257,9 +257,9 @@ def test_device_that_is_silent_when_its_agent_starts_again_is_lost(monkeypatch: 
 
 def test_forged_records_neither_use_up_sockets_nor_keep_a_real_agent_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Anyone on the network can advertise agents with the fingerprint of this home."""
-    monkeypatch.setattr(fleet_module, "_MAX_SILENT_CONNECTIONS", 8)
-    monkeypatch.setattr(fleet_module, "_TURN_SECONDS", 0.2)
-    monkeypatch.setattr(fleet_module, "_TURN_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "_MAX_SILENT_CONNECTIONS", 8)
+    monkeypatch.setattr(connections, "_TURN_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "_TURN_CHECK_SECONDS", 0.05)
     records = [DiscoveredService(f"{n}", ("127.0.0.9",), 10_000 + n, 2, fingerprint(AGENT.public)) for n in range(80)]
     monkeypatch.setattr(Browser, "start", _no_network)
     monkeypatch.setattr(Browser, "stop", _no_network)
@@ -269,14 +269,14 @@ def test_forged_records_neither_use_up_sockets_nor_keep_a_real_agent_out(monkeyp
             access = Access(COORDINATOR, AGENT.public)
             async with Fleet(access, None, static_devices=f"127.0.0.1:{static_port}") as fleet:
                 for record in records:
-                    fleet._on_discovered(record)
+                    fleet._connections.on_discovered(record)
                 real = DiscoveredService("real", ("127.0.0.1",), port, 2, fingerprint(AGENT.public))
-                assert fleet._browser is not None
-                fleet._browser.services["real"] = real
+                assert fleet._connections._browser is not None
+                fleet._connections._browser.services["real"] = real
                 while not any(device.port == port for device in fleet.devices.values()):
-                    assert len(fleet._connections) <= 8 + 2
+                    assert len(fleet._connections.by_address) <= 8 + 2
                     await asyncio.sleep(0.02)
-                assert ("127.0.0.1", static_port) in fleet._connections
+                assert ("127.0.0.1", static_port) in fleet._connections.by_address
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
@@ -293,9 +293,9 @@ def test_agents_are_found_while_another_one_has_only_said_hello() -> None:
     async def scenario(agent: FakeAgent) -> None:
         agent.tells_telemetry.clear()
         async with Fleet(Access(COORDINATOR, AGENT.public), "test", browse=False) as fleet, agent.listening() as port:
-            fleet._on_discovered(found_at(port))
-            await until("it has said hello", lambda: "a" in fleet._by_device)
-            fleet._on_discovered(found_at(port + 1))
+            fleet._connections.on_discovered(found_at(port))
+            await until("it has said hello", lambda: "a" in fleet._connections.by_device)
+            fleet._connections.on_discovered(found_at(port + 1))
             agent.tells_telemetry.set()
             await until("the device is there", fleet.usable)
 
@@ -311,9 +311,9 @@ def test_device_with_a_new_address_is_asked_there_and_its_old_one_no_longer_matt
             agent.listening() as new_port,
         ):
             async with agent.listening() as old_port:
-                fleet._on_discovered(found_at(old_port))
+                fleet._connections.on_discovered(found_at(old_port))
                 await until("the device is there", fleet.usable)
-                fleet._on_discovered(found_at(new_port))
+                fleet._connections.on_discovered(found_at(new_port))
                 await until("its new address is known", lambda: fleet.devices["a"].port == new_port)
                 await asyncio.sleep(HEARTBEAT_SECONDS + 0.1)  # the old address takes its last heartbeat
             await asyncio.sleep(3 * HEARTBEAT_SECONDS)
@@ -333,11 +333,11 @@ def test_key_that_was_revoked_before_its_agent_answered_is_not_tried_again(monke
         access = Access(COORDINATOR, home.public)
         fleet = Fleet(access, "test", static_devices="127.0.0.1:1", browse=False, device_keys=lambda: admitted)
         async with fleet:
-            (connection,) = fleet._connections.values()
+            (connection,) = fleet._connections.by_address.values()
             await until("the device's key to be tried", lambda: connection.client.server_key == AGENT.public)
             admitted.clear()
             await fleet.drop_revoked()
-            (connection,) = fleet._connections.values()
+            (connection,) = fleet._connections.by_address.values()
             assert (connection.client.server_key, connection.server_keys) == (home.public, [home.public])
 
     run(scenario)
