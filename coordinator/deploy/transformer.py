@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -126,6 +127,27 @@ def _refuse_to_read(model_dir: Path, ref: ChunkRef) -> bytes:
     raise BadCheckpoint(path=str(model_dir), reason=reason)
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """How rank 0 continues a prompt; the fields are those of `GenerateTokens`.
+
+    A step guesses `max_drafted` tokens at most. The answer follows `grammar`, unless it is empty. With `top_log_probs`, each
+    token comes with its log-probability and those of this many most likely ones.
+    """
+
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_ids: tuple[int, ...] = ()
+    first_index: int = 0
+    stream: str = ""  # the same when the answer continues on the next deployment
+    prefix_scope: str = ""  # requests of one scope share the KV cache of equal prefixes
+    max_drafted: int = 0
+    grammar: str = ""
+    top_log_probs: int | None = None
+    values: ValueFormatName | None = None  # None: the deployment's
+    logits: Literal["", "keep", "compare"] = ""
+
+
 class TransformerDeployment(Deployment):
     """The caller must run steps one at a time; generations may run concurrently."""
 
@@ -189,46 +211,20 @@ class TransformerDeployment(Deployment):
     async def generate(
         self,
         token_ids: np.ndarray[Any, Any],
-        sampling: Sampling,
-        max_tokens: int,
-        stop_ids: Sequence[int],
-        first_index: int,
+        asked: Continuation,
         timeout_seconds: float,
-        stream_name: str = "",
-        prefix_scope: str = "",
-        max_drafted: int = 0,
-        grammar: str = "",
-        top_log_probs: int | None = None,
-        values: ValueFormatName | None = None,
-        logits: Literal["", "keep", "compare"] = "",
         may_return: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         """Stream rank 0's continuation of a prompt [T] int32: tokens, then the end. Closing early drops the sequence.
 
         If the stream `may_return` then, here or on the next deployment, rank 0 keeps its KV cache for a while.
-
-        `timeout_seconds` bounds the wait for each reply. `stream_name` is the same when the answer continues on the next
-        deployment. Requests of one `prefix_scope` share the KV cache of equal prefixes. A step guesses `max_drafted` tokens at
-        most. The answer follows `grammar`, unless it is empty. With `top_log_probs`, tokens come with theirs, and those of so
-        many most likely ones. `values` and `logits`: see `GenerateTokens`.
+        `timeout_seconds` bounds the wait for each reply.
 
         Raises as `run` does; except for errors of scope `request`, a failure ends all running sequences.
         """
         self.check_may_run()
-        request = GenerateTokens(
-            **self.command_fields,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            stop_ids=tuple(stop_ids),
-            first_index=first_index,
-            stream=stream_name,
-            prefix_scope=prefix_scope,
-            max_drafted=max_drafted,
-            grammar=grammar,
-            top_log_probs=top_log_probs,
-            values=values or self.values,
-            logits=logits,
-        )
+        settings = {**vars(asked), "values": asked.values or self.values}
+        request = GenerateTokens(**self.command_fields, **settings)
         first = self.plan.devices[0].device_id
         stream = self._fleet.stream(first, request, pack_array(token_ids), GenerationEnded, timeout_seconds, may_return)
         async with aclosing(stream) as replies:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from coordinator.deploy.transformer import TransformerDeployment
+from coordinator.deploy.transformer import Continuation, TransformerDeployment
 from coordinator.serve.kinds.accuracy import DECODED_TOKENS
 from coordinator.serve.requests.runner import Requests, Ticket
 from coordinator.serve.text.answer_reader import AnswerReader, Piece, joined
@@ -151,7 +151,7 @@ async def probe(deployment: TransformerDeployment) -> None:
     context = max_context_tokens(deployment.plan)
     prompt = np.zeros(max(min(_PROBE_TOKENS, context - 2), 1), np.int32)
     max_tokens = max(min(2, context - len(prompt)), 1)
-    async with aclosing(deployment.generate(prompt, wire.Sampling(), max_tokens, (), 0, _PROBE_SECONDS)) as answers:
+    async with aclosing(deployment.generate(prompt, Continuation(max_tokens), _PROBE_SECONDS)) as answers:
         async for _ in answers:
             pass
 
@@ -165,10 +165,8 @@ async def decode_prompt(
     """
     # The same noise for all formats leads to the same tokens, as far as their logits agree; top-p brings all of them to rank 0.
     sampling = wire.Sampling(temperature=1.0, top_p=_ALL_LOGITS, seed=1)
-    answers = deployment.generate(
-        token_ids, sampling, DECODED_TOKENS, (), 0, _PROBE_SECONDS, values=values, logits="keep" if keep else "compare"
-    )
-    async with aclosing(answers):
+    asked = Continuation(DECODED_TOKENS, sampling, values=values, logits="keep" if keep else "compare")
+    async with aclosing(deployment.generate(token_ids, asked, _PROBE_SECONDS)) as answers:
         async for answer in answers:
             if isinstance(answer, wire.GenerationEnded):
                 error = 0.0 if keep else answer.logit_error
@@ -401,19 +399,22 @@ class _RunningGeneration:
         self._num_deployments += 1
         if self._num_deployments == 1:
             self._sent_at = self._clock()
-        return deployment.generate(
-            np.asarray([*self._prompt, *self._tokens], np.int32),
-            self._sampling,
+        asked = Continuation(
             max_tokens,
+            self._sampling,
             self.model.defaults.stop_ids,
             first_index=len(self._tokens),
-            timeout_seconds=deadline - self._clock() + REPLY_MARGIN_SECONDS,
-            stream_name=self._stream_name,
+            stream=self._stream_name,
             prefix_scope=self._prefix_scope,
             max_drafted=max_drafted,
             grammar=self._grammar,
             top_log_probs=self.request.top_log_probs,
-            may_return=lambda: self.reason is None and caller_may_return(),
+        )
+        return deployment.generate(
+            np.asarray([*self._prompt, *self._tokens], np.int32),
+            asked,
+            deadline - self._clock() + REPLY_MARGIN_SECONDS,
+            lambda: self.reason is None and caller_may_return(),
         )
 
     def replay(self) -> None:

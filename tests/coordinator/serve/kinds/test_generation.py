@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli.app import app
 from coordinator.cli.commands import chat as chat_command
-from coordinator.deploy.transformer import TransformerDeployment
+from coordinator.deploy.transformer import Continuation, TransformerDeployment
 from coordinator.serve.kinds import generation
 from coordinator.serve.kinds.generation import GenerationRunner, TextModel, max_context_tokens, probe
 from coordinator.serve.replan.drift import MIN_PRESENCE_SECONDS
@@ -137,22 +137,17 @@ class Script:
     async def generate(
         self,
         token_ids: np.ndarray[Any, Any],
-        sampling: Sampling,
-        max_tokens: int,
-        stop_ids: Sequence[int],
-        first_index: int,
+        asked: Continuation | GenerateTokens,
         timeout_seconds: float,
-        stream_name: str = "",
-        prefix_scope: str = "",
-        max_drafted: int = 0,
-        grammar: str = "",
-        top_log_probs: int | None = None,
         may_return: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         assert token_ids.dtype == np.int32
         assert timeout_seconds > 0
         ids, reason = token_ids.tolist(), "length"
-        self.requests.append(Request(list(ids), sampling, max_tokens, tuple(stop_ids), first_index, prefix_scope))
+        max_tokens, stop_ids, first_index, max_drafted = (
+            asked.max_tokens, asked.stop_ids, asked.first_index, asked.max_drafted
+        )  # fmt: skip
+        self.requests.append(Request(list(ids), asked.sampling, max_tokens, stop_ids, first_index, asked.prefix_scope))
         limit, error = self.fails.pop(0) if self.fails else (None, None)
         self.open_now += 1
         count, batch = 0, []
@@ -655,9 +650,7 @@ class Agents:
     ) -> AsyncGenerator[Reply, None]:
         ids = unpack_array([bytes(frame) for frame in payload])
         assert (device_id, message.epoch, last) == ("id0", PLAN.epoch, GenerationEnded)
-        answers = self._script.generate(
-            ids, message.sampling, message.max_tokens, message.stop_ids, message.first_index, timeout_seconds
-        )
+        answers = self._script.generate(ids, message, timeout_seconds)
         async with aclosing(answers):
             async for answer in answers:
                 yield Reply(answer)
@@ -676,7 +669,7 @@ async def deployed(
     agents: Agents,
 ) -> tuple[TransformerDeployment, AsyncGenerator[TokensGenerated | GenerationEnded, None]]:
     deployment = TransformerDeployment(agents, PLAN)  # type: ignore[arg-type]
-    return deployment, deployment.generate(np.asarray([1, 2, 3], np.int32), Sampling(), 9, (), 0, 5.0)
+    return deployment, deployment.generate(np.asarray([1, 2, 3], np.int32), Continuation(9), 5.0)
 
 
 def test_deployment_streams_from_rank_0() -> None:
@@ -716,7 +709,7 @@ def test_device_loss_ends_the_stream_immediately() -> None:
         assert time.monotonic() - began < 10
         assert script.open_now == 0
         with pytest.raises(WorkerDied):
-            await anext(deployment.generate(np.ones(1, np.int32), Sampling(), 1, (), 0, 1.0))
+            await anext(deployment.generate(np.ones(1, np.int32), Continuation(1), 1.0))
 
     asyncio.run(main())
 
@@ -772,9 +765,7 @@ class DecoderFleet(TransformerFleet):
     ) -> AsyncGenerator[Reply, None]:
         assert message.epoch == self.loads[device_id].plan.epoch
         ids = unpack_array([bytes(frame) for frame in payload])
-        answers = self.script.generate(
-            ids, message.sampling, message.max_tokens, message.stop_ids, message.first_index, timeout_seconds
-        )
+        answers = self.script.generate(ids, message, timeout_seconds)
         async with aclosing(answers):
             async for answer in answers:
                 yield Reply(answer)
