@@ -40,7 +40,7 @@ PURE_MODULES = (
     "coordinator.devices.quorum",
     "coordinator.devices.quarantine",
     "coordinator.devices.registry",
-    "coordinator.devices.taken",
+    "coordinator.devices.other_models",
     "coordinator.port.access",
     "coordinator.port.protocol",
     "coordinator.port.outbox",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from coordinator.devices.other_models import NOTHING_TAKEN, TakenByOthers, left_bytes
 from coordinator.devices.profile_smoothing import smooth_profiles
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.devices.taken import NOTHING_TAKEN, TakenByOthers, left_bytes
 from coordinator.devices.workload import Workload
 from hearth.errors import UnsupportedWeights
 from hearth.plan.kernels import KernelChoice, choose_kernels, chosen_bytes_per_weight

@@ -12,9 +12,9 @@ from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
 from typing import Generic, TypeVar
 
+from coordinator.devices.other_models import Taken, TakenByOthers
 from coordinator.devices.registry import Device
 from coordinator.devices.shared_media import Pair
-from coordinator.devices.taken import Taken, TakenByOthers
 from coordinator.plan.stores import with_budgets
 from hearth.errors import MemoryTaken
 from hearth.plan.plan import Plan

@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from coordinator.deploy.deployment import Deployment, Weights
 from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
+from coordinator.devices.other_models import TakenByOthers
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.devices.taken import TakenByOthers
 from coordinator.devices.workload import Workload
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.config import CoordinatorSettings

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
+from coordinator.devices.other_models import NOTHING_TAKEN, TakenByOthers
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.devices.taken import NOTHING_TAKEN, TakenByOthers
 from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.reader import OnnxModel

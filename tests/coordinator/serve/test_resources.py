@@ -8,8 +8,8 @@ import pytest
 from support.devices import ready_device
 from support.plans import BERT_LARGE, make_plan
 
+from coordinator.devices.other_models import left_bytes
 from coordinator.devices.registry import Device
-from coordinator.devices.taken import left_bytes
 from coordinator.serve.resources import Resources
 from hearth.errors import MemoryTaken
 from hearth.plan.common import MemoryUse

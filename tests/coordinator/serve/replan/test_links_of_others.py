@@ -13,9 +13,9 @@ from support.devices import ready_device
 from support.planning import plan_for
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 
+from coordinator.devices.other_models import TakenByOthers
 from coordinator.devices.registry import Device
 from coordinator.devices.shared_media import Pair
-from coordinator.devices.taken import TakenByOthers
 from coordinator.plan.simulator import ResourceKind
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import predict, request_seconds

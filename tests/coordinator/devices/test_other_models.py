@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.devices.other_models import link_alone, links_left
 from coordinator.devices.shared_media import Pair
-from coordinator.devices.taken import link_alone, links_beside
 from hearth.plan.profile import Link, SharedMedium
 
 RATE = 12.5e6  # bytes/s
@@ -25,7 +25,7 @@ def links_of(names: str, rate: float = RATE) -> dict[Pair, Link]:
 
 def shares(traffic: dict[Pair, float], names: str = "abcd", media: tuple[SharedMedium, ...] = ()) -> dict[str, float]:
     """The fraction of its rate that each link has left, of those that have lost any."""
-    left = links_beside(traffic, links_of(names), media)
+    left = links_left(traffic, links_of(names), media)
     fractions = {source + target: link.bytes_per_second / RATE for (source, target), link in left.items()}
     return {pair: pytest.approx(fraction) for pair, fraction in fractions.items() if fraction != 1.0}
 
@@ -42,7 +42,7 @@ def test_link_has_its_rate_less_the_traffic_and_so_has_what_shares_a_side_with_i
 def test_traffic_of_a_slow_link_takes_the_time_of_its_own_rate() -> None:
     links = links_of("abc")
     links["a", "b"] = links["a", "b"].model_copy(update={"bytes_per_second": RATE / 10})
-    left = links_beside({("a", "b"): 0.05 * RATE}, links, ())
+    left = links_left({("a", "b"): 0.05 * RATE}, links, ())
     assert left["a", "b"].bytes_per_second == pytest.approx(0.05 * RATE)
     assert left["a", "c"].bytes_per_second == pytest.approx(0.5 * RATE)
 
@@ -61,7 +61,7 @@ def test_a_tenth_is_left_of_a_full_link() -> None:
 
 def test_traffic_with_unknown_devices_counts_for_nothing() -> None:
     links = links_of("ab")
-    assert links_beside({("a", "x"): RATE, ("x", "y"): RATE}, links, ()) == links
+    assert links_left({("a", "x"): RATE, ("x", "y"): RATE}, links, ()) == links
 
 
 names = st.sampled_from("abcdx")  # `x` has no links
@@ -81,7 +81,7 @@ def test_links_beside_any_traffic_have_a_rate_between_a_tenth_and_all_of_their_o
         pair: Link(source=pair[0], target=pair[1], bytes_per_second=rate, round_trip_seconds=0.0)
         for pair, rate in own.items()
     }
-    left = links_beside(traffic, links, [SharedMedium(device_ids=tuple(each)) for each in media])
+    left = links_left(traffic, links, [SharedMedium(device_ids=tuple(each)) for each in media])
     assert list(left) == list(links)
     for pair, link in left.items():
         assert math.isfinite(link.bytes_per_second)
@@ -99,7 +99,7 @@ def test_link_measured_beside_traffic_has_the_measured_rate_while_that_goes_on(r
     assert measured.bytes_per_second <= alone.bytes_per_second <= 2 * measured.bytes_per_second
     if load <= 0.5:
         assert alone.bytes_per_second == pytest.approx(rate)
-        assert links_beside(traffic, {("a", "b"): alone}, ())["a", "b"].bytes_per_second == pytest.approx(
+        assert links_left(traffic, {("a", "b"): alone}, ())["a", "b"].bytes_per_second == pytest.approx(
             measured.bytes_per_second
         )
 

@@ -48,8 +48,8 @@ class TakenByOthers:
         return self.of_device(device)
 
     def links_left(self, links: Mapping[Pair, Link], media: Sequence[SharedMedium]) -> dict[Pair, Link]:
-        """The links with the rates that a plan may count on; see `links_beside`."""
-        return links_beside(self.traffic(), links, media)
+        """The links with the rates that a plan may count on."""
+        return links_left(self.traffic(), links, media)
 
 
 NOTHING_TAKEN = TakenByOthers()
@@ -60,7 +60,7 @@ def left_bytes(device: Device, taken: TakenByOthers) -> int:
     return max(device.budget_bytes - taken(device).num_bytes, 0)
 
 
-def links_beside(
+def links_left(
     traffic: Mapping[Pair, float], links: Mapping[Pair, Link], media: Sequence[SharedMedium]
 ) -> dict[Pair, Link]:
     """The links beside other `traffic` in bytes/s, each with the rate of the time that is left, at least a tenth.
