@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -33,10 +33,8 @@ from coordinator.serve.events.stream import EventStream
 from coordinator.serve.kinds.kind import SharedServices
 from coordinator.serve.model.controller import Controller
 from coordinator.serve.requests.admission import CALLER
-from coordinator.serve.standby.followers import Followers, HandOver
+from coordinator.serve.standby.followers import Followers, HandOver, Replication
 from coordinator.serve.standby.leadership import AnotherLeads, Leadership
-from coordinator.serve.standby.replica import ReplicaFile, replica_files
-from coordinator.serve.standby.standby import ALIVE_SECONDS
 from coordinator.serve.state import RETRY_SECONDS, Goal, StateFile, goal_from_json
 from hearth.errors import (
     AppRevoked,
@@ -46,10 +44,10 @@ from hearth.errors import (
     ProtocolMismatch,
 )
 from hearth.plan.plan import Plan
-from hearth.platform.asyncio_tools import cancel_all, loop_time
+from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
-from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk
+from hearth.platform.disk import hung_paths
 from hearth.platform.notify import Notifier
 from hearth.platform.security import HomeKey, agent_access
 from hearth.protocol import PROTOCOL_VERSION
@@ -58,8 +56,6 @@ from hearth.wire.rpc import Caller, Reply, Response
 
 log = logging.getLogger(__name__)
 
-# Interval at which files for a standby are compared with those sent; the state itself is sent at once.
-_SCAN_SECONDS = 5.0
 # Messages that change something: repeated by a client, they get the answer of the first one.
 _CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice, wire.ServeModel, wire.StopModel)
 _LEAVES = "it leaves its devices to its standby"
@@ -107,6 +103,17 @@ class Service:
         self._leadership = Leadership(self._fleet, self._state, self.deployments.lose_all)
         self._followers = Followers()
         self._hand_over = HandOver(self._followers)
+        self._replication = Replication(
+            settings, self._state, (self._trust.apps, self._devices), self._leadership, self._followers, self._hand_over,
+            self._model_files,
+        )  # fmt: skip
+        # By type of message, but for requests to a model and changes.
+        self._answers: Mapping[type[wire.Message], Callable[[Any], Awaitable[Response]]] = {
+            wire.Hello: self._welcome, wire.GetReadiness: self._readiness, wire.GetStatus: self._status,
+            wire.ListDevices: self._list_devices, wire.ListModels: self._list_models, wire.ListApps: self._list_apps,
+            wire.GetMetrics: self._read_metrics, wire.WatchEvents: self._events.watch, wire.Follow: self._follow,
+            wire.KeepLoaded: self._keep_loaded,
+        }  # fmt: skip
         self._stopping: asyncio.Task[None] | None = None
 
     @property
@@ -205,50 +212,15 @@ class Service:
         self._fleet.keep_workers = True
         self.deployments.keep_workers()
 
-    async def _replicate(self, standby: str, confirms: bool) -> AsyncGenerator[Reply, None]:
-        """Send the state of this coordinator to a standby, as it changes."""
-        self._services.report(f"{standby} is the standby of this coordinator")
-        self._leadership.add_standby()
-        follower = self._followers.join(standby, confirms)
-        stamps: dict[str, tuple[int, ...]] = {}
-        sent, scan_at = None, 0.0
-        try:
-            while not self._hand_over.accepted.is_set():
-                num_changes = self._followers.num_changes
-                # Keys that could not be written are in memory only, and not in the files.
-                is_saved = self._trust.apps.is_saved and self._devices.is_saved
-                state = self._state.load(), self._trust.apps.current(), self._devices.current()
-                if state != sent or loop_time() >= scan_at:
-                    files = await on_disk(self._settings.state_dir, FILE_SECONDS, self._replica_files)
-                    changed = any(stamps.get(file.path) != file.stamp for file in files)
-                    for file in files:
-                        if stamps.get(file.path) != file.stamp or (changed and file is files[-1]):
-                            parts = file.parts()
-                            while part := await on_disk(self._settings.state_dir, FILE_SECONDS, next, parts, None):
-                                yield Reply(part[0], [part[1]])
-                            stamps[file.path] = file.stamp
-                    sent, scan_at = state, loop_time() + (_SCAN_SECONDS if is_saved else 0.0)
-                yield Reply(
-                    wire.LeaderAlive(
-                        name=self._settings.name,
-                        is_complete=True,
-                        configuration=self._leadership.quorum.current,
-                        is_leaving=self._hand_over.is_offered,
-                        receipt=self._followers.receipt(follower, num_changes) if is_saved else 0,
-                    )
-                )
-                await follower.wait_news(ALIVE_SECONDS)
-        finally:
-            self._followers.leave(follower)
-
-    def _replica_files(self) -> list[ReplicaFile]:
+    def _model_files(self) -> dict[str, Sequence[Path]]:
+        """The files of each deployment's model that a standby needs."""
         models: dict[str, Sequence[Path]] = {}
         for name, controller in self.deployments.controllers.items():
             try:
                 models[name] = controller.kind.files
             except (OSError, HearthError) as error:
                 log.warning("%s cannot be copied to a standby: %s", controller.goal.path, error)
-        return replica_files(self._settings.state_dir, self._state.load(), models)
+        return models
 
     def _device_changed(self, device: Device) -> None:
         self._device_changes.note(device)
@@ -265,68 +237,40 @@ class Service:
             raise error_for_app(error) from error
 
     async def _answer(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
-        if isinstance(message, wire.Hello):
-            if message.protocol != PROTOCOL_VERSION:
-                raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
-            return wire.CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
-        if isinstance(message, wire.GetReadiness):
-            controller = self.deployments.for_request(message)
-            return wire.Readiness(
-                deployment=controller.name,
-                ready=controller.lifecycle.takes_requests,
-                state=controller.state,
-                model=controller.goal.path[-256:],
-                answers=controller.kind.answers,
-                takes_tools=controller.kind.takes_tools,
-                context_tokens=controller.kind.context_tokens,
-            )
         if isinstance(message, wire.ModelRequest):
-            if self._leadership.may_be_replaced:
-                raise NotServing(state=_ASKS_FOR_LEASES)
-            controller = self.deployments.for_request(message)
-            handler = controller.kind.handlers.get(type(message))
-            if handler is None:
-                raise BadRequest(reason=controller.kind.usage)
-            app = self._trust.apps.current().keys.get(caller.public_key, "")
-            return await recorded(message, controller, app, handler(message, payload), self._events.record)
-        if isinstance(message, wire.ListDevices):
-            await self._fleet.refresh_telemetry()
-            return wire.DeviceList(
-                devices=tuple(self._fleet.device_infos()), links=tuple(self._services.profiler.links.values())
-            )
-        if isinstance(message, wire.WatchEvents):
-            return await self._events.watch(message)
-        if isinstance(message, wire.GetMetrics):
-            self._events.note_reader()
-            return Reply(wire.Metrics(content_type=CONTENT_TYPE), [self._metrics.text()])
-        if isinstance(message, wire.GetStatus):
-            return self._status(self.deployments.for_request(message))
-        if isinstance(message, wire.Follow):
-            if message.takes_over:
-                self._hand_over.accept()
-                self._services.report(f"stopping: {message.name} takes over")
-                self._keep_workers()
-                return wire.Done()
-            if message.confirmed:
-                self._followers.confirm(message.confirmed)
-                return wire.Done()
-            if self._hand_over.accepted.is_set():
-                raise NotServing(state=_LEAVES)
-            await self._merge_keys(message)
-            return self._replicate(message.name, message.confirms)
-        if isinstance(message, wire.KeepLoaded):
-            self.deployments.for_request(message).keep_loaded(message.seconds)
-            return wire.Done()
+            return await self._run_model(caller, message, payload)
         if isinstance(message, _CHANGES):
             return await self._repeats.once(caller.public_key, message.request_id, partial(self._change, message))
-        if isinstance(message, wire.ListModels):
-            return wire.ModelList(models=tuple(map(self._model_of, self.deployments.controllers.values())))
-        if isinstance(message, wire.ListApps):
-            apps = self._trust.apps.current()
-            return wire.AppList(
-                names=tuple(sorted(apps.keys.values())), revoked=tuple(sorted(set(apps.revoked.values())))
-            )
-        raise BadRequest(reason=f"the coordinator does not accept {type(message).__name__} messages")
+        answer = self._answers.get(type(message))
+        if answer is None:
+            raise BadRequest(reason=f"the coordinator does not accept {type(message).__name__} messages")
+        return await answer(message)
+
+    async def _run_model(self, caller: Caller, message: wire.ModelRequest, payload: Sequence[Any]) -> Response:
+        if self._leadership.may_be_replaced:
+            raise NotServing(state=_ASKS_FOR_LEASES)
+        controller = self.deployments.for_request(message)
+        handler = controller.kind.handlers.get(type(message))
+        if handler is None:
+            raise BadRequest(reason=controller.kind.usage)
+        app = self._trust.apps.current().keys.get(caller.public_key, "")
+        return await recorded(message, controller, app, handler(message, payload), self._events.record)
+
+    async def _follow(self, message: wire.Follow) -> Response:
+        """A standby follows, has stored what was sent to it, or takes over."""
+        if message.takes_over:
+            self._hand_over.accept()
+            self._services.report(f"stopping: {message.name} takes over")
+            self._keep_workers()
+            return wire.Done()
+        if message.confirmed:
+            self._followers.confirm(message.confirmed)
+            return wire.Done()
+        if self._hand_over.accepted.is_set():
+            raise NotServing(state=_LEAVES)
+        await self._merge_keys(message)
+        self._services.report(f"{message.name} is the standby of this coordinator")
+        return self._replication.to_standby(message.name, message.confirms)
 
     async def _change(self, message: wire.ClientRequest) -> wire.Message:
         """Carry out a change. One of keys waits until the standbys have it; raises NotServing if one takes over without it."""
@@ -390,7 +334,45 @@ class Service:
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
-    def _status(self, controller: Controller) -> wire.Status:
+    async def _welcome(self, message: wire.Hello) -> wire.Message:
+        if message.protocol != PROTOCOL_VERSION:
+            raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
+        return wire.CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
+
+    async def _readiness(self, message: wire.GetReadiness) -> wire.Message:
+        controller = self.deployments.for_request(message)
+        return wire.Readiness(
+            deployment=controller.name,
+            ready=controller.lifecycle.takes_requests,
+            state=controller.state,
+            model=controller.goal.path[-256:],
+            answers=controller.kind.answers,
+            takes_tools=controller.kind.takes_tools,
+            context_tokens=controller.kind.context_tokens,
+        )
+
+    async def _list_devices(self, message: wire.ListDevices) -> wire.Message:
+        await self._fleet.refresh_telemetry()
+        links = tuple(self._services.profiler.links.values())
+        return wire.DeviceList(devices=tuple(self._fleet.device_infos()), links=links)
+
+    async def _read_metrics(self, message: wire.GetMetrics) -> Response:
+        self._events.note_reader()
+        return Reply(wire.Metrics(content_type=CONTENT_TYPE), [self._metrics.text()])
+
+    async def _keep_loaded(self, message: wire.KeepLoaded) -> wire.Message:
+        self.deployments.for_request(message).keep_loaded(message.seconds)
+        return wire.Done()
+
+    async def _list_models(self, message: wire.ListModels) -> wire.Message:
+        return wire.ModelList(models=tuple(map(self._model_of, self.deployments.controllers.values())))
+
+    async def _list_apps(self, message: wire.ListApps) -> wire.Message:
+        apps = self._trust.apps.current()
+        return wire.AppList(names=tuple(sorted(apps.keys.values())), revoked=tuple(sorted(set(apps.revoked.values()))))
+
+    async def _status(self, message: wire.GetStatus) -> wire.Message:
+        controller = self.deployments.for_request(message)
         requests, deployment = controller.requests, controller.deployment
         return wire.Status(
             name=self._settings.name,

@@ -1,16 +1,32 @@
-"""The standbys that follow this coordinator, and which of them have the latest change of keys: its answer waits for them."""
+"""The standbys that follow this coordinator: copies of its state, and the hand-over when it stops.
+
+The answer to a change of keys waits until they have it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
 
+from coordinator.serve.clients.key_registry import KeyRegistry
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.standby.leadership import Leadership
+from coordinator.serve.standby.replica import ReplicaFile, replica_files
+from coordinator.serve.state import StateFile
 from hearth.errors import BadRequest
-from hearth.platform.asyncio_tools import Signal, with_timeout
+from hearth.platform.asyncio_tools import Signal, loop_time, with_timeout
+from hearth.platform.disk import FILE_SECONDS, on_disk
+from hearth.wire import messages as wire
+from hearth.wire.rpc import Reply
 
 log = logging.getLogger(__name__)
 
+_ALIVE_SECONDS = 0.25  # interval of the leader's signs of life: several fit into the silence that a standby waits for
+# Interval at which files for a standby are compared with those sent; the state itself is sent at once.
+_SCAN_SECONDS = 5.0
 # For a standby to confirm a change of keys: several round trips on a slow link, and two small files written to an SD card.
 _CONFIRM_SECONDS = 1.0
 # For a standby to accept, which takes a round trip; without an answer the leader stops as if there were none.
@@ -136,3 +152,65 @@ class HandOver:
         if not self.is_offered:
             raise BadRequest(reason="this coordinator goes on leading")
         self.accepted.set()
+
+
+class Replication:
+    """Sends the state of this coordinator to its standbys. `keys`: of apps and devices; `model_files`: as `replica_files`."""
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        state: StateFile,
+        keys: Sequence[KeyRegistry],
+        leadership: Leadership,
+        followers: Followers,
+        hand_over: HandOver,
+        model_files: Callable[[], Mapping[str, Sequence[Path]]],
+    ) -> None:
+        self._settings = settings
+        self._state = state
+        self._keys = keys
+        self._leadership = leadership
+        self._followers = followers
+        self._hand_over = hand_over
+        self._model_files = model_files
+
+    async def to_standby(self, standby: str, confirms: bool) -> AsyncGenerator[Reply, None]:
+        """Send the state to one standby, as it changes, with signs of life in between."""
+        self._leadership.add_standby()
+        follower = self._followers.join(standby, confirms)
+        state_dir = self._settings.state_dir
+        stamps: dict[str, tuple[int, ...]] = {}
+        sent, scan_at = None, 0.0
+        try:
+            while not self._hand_over.accepted.is_set():
+                num_changes = self._followers.num_changes
+                is_saved = all(
+                    each.is_saved for each in self._keys
+                )  # else keys are in memory only, and not in the files
+                state = self._state.load(), *(each.current() for each in self._keys)
+                if state != sent or loop_time() >= scan_at:
+                    files = await on_disk(state_dir, FILE_SECONDS, self._files)
+                    changed = any(stamps.get(file.path) != file.stamp for file in files)
+                    for file in files:
+                        if stamps.get(file.path) != file.stamp or (changed and file is files[-1]):
+                            parts = file.parts()
+                            while part := await on_disk(state_dir, FILE_SECONDS, next, parts, None):
+                                yield Reply(part[0], [part[1]])
+                            stamps[file.path] = file.stamp
+                    sent, scan_at = state, loop_time() + (_SCAN_SECONDS if is_saved else 0.0)
+                yield Reply(
+                    wire.LeaderAlive(
+                        name=self._settings.name,
+                        is_complete=True,
+                        configuration=self._leadership.quorum.current,
+                        is_leaving=self._hand_over.is_offered,
+                        receipt=self._followers.receipt(follower, num_changes) if is_saved else 0,
+                    )
+                )
+                await follower.wait_news(_ALIVE_SECONDS)
+        finally:
+            self._followers.leave(follower)
+
+    def _files(self) -> list[ReplicaFile]:
+        return replica_files(self._settings.state_dir, self._state.load(), self._model_files())

@@ -44,8 +44,8 @@ from hearth.wire.rpc import Caller, Response, RpcClient
 
 log = logging.getLogger(__name__)
 
-ALIVE_SECONDS = 0.25  # interval of the leader's signs of life: several fit into the silence below
-# Silence of the leader after which the standby asks the devices for its leases, which they refuse while the leader holds them.
+# Silence of the leader, of four signs of life, after which the standby asks the devices for its leases. They refuse while the
+# leader holds them.
 _SILENCE_SECONDS = 1.0
 _CONNECT_SECONDS = 3.0  # timeout of the connection to a leader
 # Coordinators that are greeted at once. Each takes a few sockets, and anybody on the network can advertise some.
