@@ -11,7 +11,7 @@ from unittest import mock
 
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_instance
-from coordinator.plan.transformer.make import plan_transformer
+from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.planners import process, spare
 from coordinator.serve.planners.policies import plan_with_policy

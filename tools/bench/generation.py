@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
-from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from hearth.errors import BadSetting
 from hearth.plan.common import VALUE_FORMATS, ValueFormatName, WireFormat

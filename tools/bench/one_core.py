@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from coordinator.plan.transformer.make import plan_transformer
+from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.plan.common import WireFormat

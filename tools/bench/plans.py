@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from coordinator.plan.transformer.make import plan_transformer
+from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.common import ValueFormatName, WireFormat

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 
 from coordinator.devices.profile_file import read_transformer_profile
 from coordinator.plan.methods import LOCAL
-from coordinator.plan.transformer.make import plan_transformer
+from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset
 from hearth.errors import BadSetting
 from hearth.plan.plan import TransformerPlan

@@ -21,6 +21,7 @@ from coordinator.devices.profile_file import SavedTransformerProfile, read_trans
 from coordinator.plan.redundancy import Loss
 from coordinator.plan.solution import PlanningResult
 from coordinator.plan.stores import lacking
+from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import predicted_step_timeline
 from coordinator.plan.transformer.explain import (
@@ -30,9 +31,7 @@ from coordinator.plan.transformer.explain import (
     seconds_unit,
     why_won,
 )
-from coordinator.plan.transformer.make import plan_transformer
-from coordinator.plan.transformer.request import PlanRequest, on_subset
-from coordinator.plan.transformer.stored import stored_chunks, with_stored
+from coordinator.plan.transformer.request import PlanRequest, on_subset, stored_chunks, with_stored
 from coordinator.serve.goal import open_transformer, plan_request
 from coordinator.serve.kinds.generation import max_context_tokens
 from coordinator.serve.state import TransformerGoal

@@ -1,13 +1,15 @@
-"""The request to every transformer planner, and the plan made from a planner's result."""
+"""The request to every transformer planner, and the plan made from a planner's result. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, permutations
 
+from coordinator.models.checkpoint.chunk_layout import chunk_keys_for_rank, num_chunk_bytes
+from coordinator.plan.stores import Stored, room_after
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import predict, prompt_seconds
-from coordinator.plan.transformer.ring import best_ring
 from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body
 from hearth.plan.common import Alternative, PlannedDevice, WireFormat
 from hearth.plan.model_spec import ModelSpec
@@ -21,6 +23,9 @@ DEFAULT_NEW_TOKENS = 128  # expected length of an answer: a paragraph
 # Sequences that may run at once, per one of full length, as far as the KV cache has room: most are shorter than the context.
 _RUNNING_PER_SEQUENCE = 4
 _MIN_RUNNING, _MAX_RUNNING = 16, 4096
+# If the rates of all links differ by at most 10 %, the order is kept: a new one would follow the noise of the measurements.
+_SIMILAR_RATE_TOLERANCE = 0.10
+_MAX_EXHAUSTIVE_DEVICES = 8  # (8-1)! = 5040 orders; beyond, improve by swaps
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,10 @@ class PlanRequest:
         return self.generation.limits(self.seq_len) if self.generation else None
 
     @property
+    def draft(self) -> ModelSpec | None:
+        return self.generation.draft if self.generation else None
+
+    @property
     def num_cached_tokens(self) -> float:
         """Average number of tokens in the KV cache while the expected request decodes."""
         limits = self.limits
@@ -121,6 +130,46 @@ def with_ring_order(request: PlanRequest) -> PlanRequest:
     return replace(request, cluster=best_ring(request.cluster))
 
 
+def restricted(request: PlanRequest, budgets: Mapping[str, int | None]) -> PlanRequest:
+    """The same request with these budgets in bytes, by device id; without the devices that have None."""
+    devices = tuple(
+        device.model_copy(update={"budget_bytes": budget})
+        for device in request.cluster.devices
+        if (budget := budgets[device.device_id]) is not None
+    )
+    request = on_subset(request, tuple(device.device_id for device in devices))
+    return replace(request, cluster=request.cluster.model_copy(update={"devices": devices}))
+
+
+def best_ring(cluster: ClusterProfile) -> ClusterProfile:
+    """The same devices in the order whose slowest hop is fastest; among equals, the order with the least total time.
+
+    Every rank sends about the same bytes per collective, so the slowest hop sets the pace of the ring. Exhaustive up to 8
+    devices; beyond that, swaps of two devices until none helps.
+    """
+    ids = tuple(device.device_id for device in cluster.devices)
+    cost = {(link.source, link.target): 1.0 / link.bytes_per_second for link in cluster.links}
+    costs = [cost[a, b] for a in ids for b in ids if a != b]
+    if len(ids) < 3 or max(costs) <= (1 + _SIMILAR_RATE_TOLERANCE) * min(costs):
+        return cluster
+
+    def hop_cost(order: tuple[str, ...]) -> tuple[float, float]:
+        hops = [cost[a, b] for a, b in zip(order, (*order[1:], order[0]), strict=True)]
+        return max(hops), sum(hops)
+
+    best = ids
+    if len(ids) <= _MAX_EXHAUSTIVE_DEVICES:
+        best = min(((ids[0], *rest) for rest in permutations(ids[1:])), key=hop_cost)
+    improved = len(ids) > _MAX_EXHAUSTIVE_DEVICES
+    while improved:
+        improved = False
+        for i, j in combinations(range(1, len(best)), 2):
+            swapped = (*best[:i], best[j], *best[i + 1 : j], best[i], *best[j + 1 :])
+            if hop_cost(swapped) < hop_cost(best):
+                best, improved = swapped, True
+    return cluster.subset(best) if hop_cost(best) < hop_cost(ids) else cluster
+
+
 def build_plan(
     request: PlanRequest, body: TransformerBody, planner: str, alternatives: Sequence[Alternative] = ()
 ) -> TransformerPlan:
@@ -160,3 +209,23 @@ def excess_bytes(request: PlanRequest, body: TransformerBody, rank: int) -> int:
 def missing_bytes(request: PlanRequest, body: TransformerBody) -> int:
     """Bytes that all devices together lack for this plan; 0 when it fits."""
     return sum(max(excess_bytes(request, body, rank), 0) for rank in range(len(request.cluster.devices)))
+
+
+def stored_chunks(plan: TransformerPlan | None) -> Stored:
+    """The bytes of the chunks that each device stores, by `(kind, layer, grain)`; nothing without a plan."""
+    if plan is None:
+        return {}
+    return {
+        device.device_id: {
+            (kind, layer, grain): num_chunk_bytes(plan.model, kind, grain)
+            for kind, layer, grain in chunk_keys_for_rank(plan, rank)
+        }
+        for rank, device in enumerate(plan.devices)
+    }
+
+
+def with_stored(cluster: ClusterProfile, stored: Stored) -> ClusterProfile:
+    """The cluster once a plan with these chunks is deployed: its stores have room for less."""
+    rooms = room_after(cluster.devices, stored)
+    devices = (device.model_copy(update={"store_room_bytes": rooms[device.device_id]}) for device in cluster.devices)
+    return cluster.model_copy(update={"devices": tuple(devices)})

@@ -64,7 +64,7 @@ def _plan(kind: PlanKind, request: Any) -> Any:
         print(f"{STRATEGY_PREFIX}{strategy}", file=sys.stderr, flush=True)
 
     if kind == "transformer":
-        from coordinator.plan.transformer.make import plan_transformer
+        from coordinator.plan.transformer.choose import plan_transformer
 
         return plan_transformer(request)
     if kind == "graph":

@@ -9,7 +9,7 @@ import pytest
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 
 from coordinator.plan.methods import REGISTRY, Kind
-from coordinator.plan.transformer.make import plan_transformer
+from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.planners.galaxy import plan_galaxy
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from coordinator.serve.planners.process import solve_transformer

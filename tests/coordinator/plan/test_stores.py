@@ -14,9 +14,8 @@ from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.request import GraphRequest, stored_weights
 from coordinator.plan.stores import Stored, lacking, room_after
-from coordinator.plan.transformer.make import plan_transformer
-from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset
-from coordinator.plan.transformer.stored import stored_chunks
+from coordinator.plan.transformer.choose import plan_transformer
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset, stored_chunks
 from hearth.errors import StoresTooSmall
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import Plan

@@ -23,8 +23,7 @@ from typing import NamedTuple
 from coordinator.plan.transformer.cost.decode import token_head_seconds, token_layer_seconds
 from coordinator.plan.transformer.cost.layout import wire_seconds
 from coordinator.plan.transformer.cost.predict import request_seconds
-from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
-from coordinator.plan.transformer.ring import best_ring
+from coordinator.plan.transformer.request import PlanRequest, best_ring, build_plan, on_subset
 from coordinator.plan.transformer.shares import device_capacity
 from coordinator.plan.transformer.strategies import rank_memory
 from coordinator.plan.transformer.strategies.pipeline import layer_seconds, prompt_chunks

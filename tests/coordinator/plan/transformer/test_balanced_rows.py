@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import BERT_LARGE, cluster, device_profile
 
-from coordinator.plan.transformer.planners.rows import plan_rows
-from coordinator.plan.transformer.refine.replicate import balance_rows
+from coordinator.plan.transformer.replicate import balance_rows
 from coordinator.plan.transformer.request import PlanRequest, build_plan
-from coordinator.plan.transformer.shares import balanced_rows, row_capacity
+from coordinator.plan.transformer.shares import balanced_rows, plan_rows, row_capacity
 from hearth.plan.geometry import ROW_GRAIN, rows_per_rank
 from hearth.plan.profile import DeviceProfile, LatencyCurve
 

@@ -22,14 +22,13 @@ from coordinator.cli.output import out
 from coordinator.cli.render.tables import generation_lines, plan_tables
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.plan.simulator import transfer_resources
-from coordinator.plan.transformer.auto import plan_strategy
+from coordinator.plan.transformer.choose import plan_strategy, plan_transformer
 from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes, token_layer_seconds
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.memory import kv_bytes
 from coordinator.plan.transformer.cost.predict import predict, request_seconds
 from coordinator.plan.transformer.explain import bottleneck, candidate_as_json, rates_by_format, why_lost, why_won
-from coordinator.plan.transformer.make import plan_transformer
-from coordinator.plan.transformer.refine.replicate import replicate
+from coordinator.plan.transformer.replicate import replicate
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, excess_bytes
 from coordinator.plan.transformer.shares import ShareBudget, body_from_grains
 from coordinator.plan.transformer.strategies import STRATEGIES, rank_memory, strategy_of_body

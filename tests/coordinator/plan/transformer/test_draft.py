@@ -9,8 +9,8 @@ import pytest
 from support.plans import LLAMA_1B, cluster, device_profile
 
 from coordinator.cli.render.tables import generation_lines
+from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.cost.predict import request_seconds
-from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset
 from coordinator.plan.transformer.strategies import draft_bytes, rank_memory
 from hearth.plan.plan import TransformerPlan, draft_plan, plan_from_json

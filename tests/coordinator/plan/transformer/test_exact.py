@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from support.planning import plan_for
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 
+from coordinator.plan.transformer.choose import plan_shares
 from coordinator.plan.transformer.cost.predict import request_seconds
-from coordinator.plan.transformer.planners.best_shares import plan_shares
 from coordinator.plan.transformer.planners.exact import best_shares, plan_exact
 from coordinator.plan.transformer.planners.galaxy import plan_galaxy
-from coordinator.plan.transformer.refine.replicate import replicate
-from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, build_plan
-from coordinator.plan.transformer.ring import best_ring
+from coordinator.plan.transformer.replicate import replicate
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, best_ring, build_plan
 from coordinator.plan.transformer.shares import LayerTimes, ShareBudget
 from coordinator.plan.transformer.strategies import rank_memory
 from hearth.errors import ModelDoesNotFit

@@ -9,9 +9,9 @@ import pytest
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 
 from coordinator.models.checkpoint.chunk_layout import all_chunks, chunks_for_rank, num_chunk_weights
+from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.cost.predict import request_seconds
-from coordinator.plan.transformer.make import plan_transformer
-from coordinator.plan.transformer.refine.keep_in_place import loaded_weights
+from coordinator.plan.transformer.refine import loaded_weights
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan, plan_from_json

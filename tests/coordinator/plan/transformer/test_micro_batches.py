@@ -8,10 +8,10 @@ import pytest
 from support.plans import LLAMA_1B, cluster, device_profile
 
 from coordinator.plan.simulator import compute_resources
-from coordinator.plan.transformer.auto import plan_auto, plan_strategy
+from coordinator.plan.transformer.choose import plan_auto, plan_strategy
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import predict, request_seconds
-from coordinator.plan.transformer.refine.micro_batches import split_into_micro_batches
+from coordinator.plan.transformer.refine import split_into_micro_batches
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from coordinator.plan.transformer.strategies.hybrid import HMP
 from hearth.plan.phases import Work

@@ -19,11 +19,10 @@ from typer.testing import CliRunner
 from coordinator.cli.app import app
 from coordinator.models.checkpoint.chunk_layout import all_chunks, chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
-from coordinator.plan.transformer.auto import plan_strategy
+from coordinator.plan.transformer.choose import plan_strategy, plan_transformer
 from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import predict, predicted_step_timeline, request_seconds
-from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.planners.pipeline import Split, best_split, plan_stages
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, build_plan, on_subset
 from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body

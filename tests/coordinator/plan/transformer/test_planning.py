@@ -20,11 +20,11 @@ from coordinator.plan.simulator import (
     simulate,
     transfer_resources,
 )
-from coordinator.plan.transformer.auto import plan_strategy
+from coordinator.plan.transformer.choose import plan_strategy
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import predict, predicted_step_timeline, request_seconds
 from coordinator.plan.transformer.planners.galaxy import balanced_partition, memory_aware_balancing, plan_galaxy
-from coordinator.plan.transformer.refine.replicate import replicate
+from coordinator.plan.transformer.replicate import replicate
 from coordinator.plan.transformer.request import PlanRequest, build_plan, missing_bytes
 from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body
 from hearth.errors import ModelDoesNotFit

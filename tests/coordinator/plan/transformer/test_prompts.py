@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.plans import LLAMA_1B, cluster, device_profile
 
-from coordinator.plan.transformer.auto import plan_strategy
+from coordinator.plan.transformer.choose import plan_strategy
 from coordinator.plan.transformer.cost.layout import PlanLayout, attention_ratio
 from coordinator.plan.transformer.cost.predict import prompt_seconds
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest

@@ -19,7 +19,7 @@ from support.fleets import TransformerFleet
 from support.plans import BERT_LARGE, cluster, device_profile
 from support.waiting import until
 
-from coordinator.plan.transformer.make import plan_transformer
+from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.planners import process, spare
 from coordinator.serve.planners.process import solve_transformer

@@ -1,1 +1,0 @@
-"""Refinements of a plan: plan in, better plan out."""
