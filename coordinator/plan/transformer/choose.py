@@ -49,7 +49,7 @@ _MAX_LEAVE_ONE_OUT = 6  # devices; with more, leaving each one out in turn would
 _DEVICE_COUNT_RATIO = 1.35  # between the numbers of devices that are tried: similar numbers give similar plans
 _NUM_MICRO_BATCH_TRIALS = 2  # plans tried with micro-batches; each costs a simulation of many layers
 _NUM_REPLICATION_TRIALS = 2  # plans tried with replication; each costs about twenty simulations
-_IDLE_SHARE = 0.01  # of the work: a device with less may be left out
+_IDLE_SHARE = 0.01  # of the work: a plan without a device that does less is tried
 
 
 def plan_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:

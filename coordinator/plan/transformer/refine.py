@@ -21,10 +21,9 @@ from coordinator.plan.transformer.cost.decode import token_head_seconds, token_l
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, missing_bytes, on_subset, restricted
 from coordinator.plan.transformer.strategies import draft_bytes, rank_memory
-from hearth.plan.draft import DRAFT_RANK
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, grains_to_items, spans
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.plan import TransformerPlan
+from hearth.plan.plan import DRAFT_RANK, TransformerPlan
 from hearth.plan.profile import DeviceProfile
 from hearth.plan.transformer import LayerShare, Pipeline, TransformerBody
 

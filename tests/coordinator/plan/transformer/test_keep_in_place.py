@@ -53,7 +53,7 @@ def shares_by_device(plan: TransformerPlan) -> dict[str, int]:
     return {device.device_id: plan.body.heads[rank] for rank, device in enumerate(plan.devices)}
 
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("strategy", ["hmp", "pipeline", "sp"])
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_after_a_loss_devices_load_no_more_than_without_the_new_order_and_the_plan_is_about_as_fast(
@@ -61,9 +61,9 @@ def test_after_a_loss_devices_load_no_more_than_without_the_new_order_and_the_pl
 ) -> None:
     if (kind, strategy) == ("decoder", "sp"):
         pytest.skip("sp prefills a whole context in one step")
-    request = request_for(kind, strategy, 4, seed)
+    request = request_for(kind, strategy, 3, seed)
     held = plan_transformer(request).plan
-    for lost in range(4):
+    for lost in range(3):
         left = on_subset(
             request, tuple(each.device_id for each in request.cluster.devices if each.name[-1] != str(lost))
         )

@@ -347,6 +347,25 @@ def test_auto_leaves_out_a_slow_device() -> None:
     assert plan_for(request([1.0, 1.0, 0.02], mbit=1000)).num_ranks < 3
 
 
+@pytest.mark.parametrize("strategy", ["hmp", "exact", "galaxy"])
+def test_device_with_next_to_no_work_is_left_out_where_the_plan_fits_without_it(strategy: str) -> None:
+    """Fifty times slower than the others, it gets no head: the ring would pass it for nothing."""
+    asked = replace(request([1.0, 1.0, 0.02], mbit=1000), spec=SMALL, strategy=strategy)
+    plan = plan_for(asked)
+    assert [device.device_id for device in plan.devices] == ["id0", "id1"]
+    if strategy != "galaxy":  # which gives it the MLP here
+        tight = replace(request([1.0, 1.0, 0.02], [380 << 20] * 3, mbit=1000), spec=SMALL, strategy=strategy)
+        assert plan_for(tight).num_ranks == 3  # for the vocabulary, its memory is needed
+
+
+@pytest.mark.parametrize("strategy", ["auto", "pipeline"])
+def test_whole_model_on_one_device_is_called_local(strategy: str) -> None:
+    """A pipeline has no more stages than the model has layers."""
+    one_layer = SMALL.model_copy(update={"num_layers": 1})
+    plan = plan_for(replace(request([1.0, 2.0], mbit=1), spec=one_layer, strategy=strategy))
+    assert (plan.num_ranks, plan.body.strategy) == (1, "local")
+
+
 def test_auto_splits_a_model_that_fits_no_single_device() -> None:
     plan = plan_for(request([1.0, 1.0], [1200 << 20, 1200 << 20], mbit=5))
     assert plan.num_ranks == 2
