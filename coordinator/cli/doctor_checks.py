@@ -21,8 +21,13 @@ from typing import NamedTuple
 import zmq
 
 import hearth
-from coordinator.cli.doctor_findings import CheckResult
-from coordinator.cli.doctor_libraries import Libraries, check_gpu_in_service, check_libraries, read_libraries
+from coordinator.cli.doctor_libraries import (
+    CheckResult,
+    Libraries,
+    check_gpu_in_service,
+    check_libraries,
+    read_libraries,
+)
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
 from coordinator.serve.config import default_state_dir

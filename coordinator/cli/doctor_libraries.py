@@ -5,14 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from coordinator.cli.doctor_findings import CheckResult
 from hearth.wire.messages import Telemetry
 
 _SECONDS = 120.0  # importing torch and starting CUDA take up to a minute from the SD card of a small board
 _TO_REINSTALL = "Run install.sh or hearth-setup again."
+
+
+class CheckResult(NamedTuple):
+    """One line of the report. `do` is the advice, empty if nothing needs to be done."""
+
+    check: str
+    status: Literal["ok", "warning", "problem"]
+    what: str
+    do: str = ""
 
 
 class Libraries(BaseModel):

@@ -11,10 +11,9 @@ import typer
 from coordinator.cli.comparison import compare_plans, print_comparison, run_interruptibly
 from coordinator.cli.goals import goal_from_options, learn_seconds
 from coordinator.cli.model_options import GRAPH, TRANSFORMER, PlanOptions, ServeOptions, check_kind, reject_options
-from coordinator.cli.plans.flow import OutputOptions, Planning, plan_model
+from coordinator.cli.plans.flow import OutputOptions, Planning, plan_model, plan_problem
 from coordinator.cli.plans.graph import GraphPlanning
 from coordinator.cli.plans.live import ConnectionOptions
-from coordinator.cli.plans.problem import plan_problem
 from coordinator.cli.plans.transformer import TransformerPlanning
 from coordinator.cli.render.picture import check_picture
 from coordinator.plan.graph.request import POLICIES_FOLDER
