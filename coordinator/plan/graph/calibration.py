@@ -19,48 +19,26 @@ from pydantic import BaseModel, Field
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.tasks import lone_transfer_seconds, request_tasks, segment_seconds
 from coordinator.plan.simulator import Resource, Task, Timeline, simulate
+from coordinator.plan.speed_ratio import SpeedRatio
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.phases import Work
 from hearth.plan.plan import GraphPlan
 from hearth.trace import TileTransfer, transfers
 from hearth.wire.messages import DeviceTrace
 
-# Requests that an average remembers: it follows a device that becomes slower within some tens of requests.
-WINDOW = 20.0
 # Weight of what is known of the device in the factor of an operator, and of the profile in that of a link, in requests.
 _PRIOR_WEIGHT = 1.0
-# By which one request may differ from an average of at least so many: a single outlier changes little.
-_MAX_LOG_STEP, _STEADY_COUNT = math.log(2.0), 3
 _SAME_PROFILE = 1e-6  # relative difference up to which two profiles of a device are the same
 # A transfer counts if it is predicted to take at least this many times the error of the clocks at both of its ends.
 _MIN_CLOCK_ERRORS = 4.0
-
-
-class LogAverage(BaseModel):
-    """Average of log(measured / profiled): over all observations at first, then over the latest `WINDOW`."""
-
-    value: float = Field(default=0.0, allow_inf_nan=False)
-    weight: float = Field(default=0.0, ge=0, le=WINDOW)
-    count: int = Field(default=0, ge=0)  # of observations, whatever they weigh
-
-    def add(self, ratio: float, weight: float = 1.0) -> None:
-        """Add an observation of this weight, at most 1. Ignores ratios that no time can have."""
-        if not (0 < ratio < math.inf and weight > 0):
-            return
-        change = math.log(ratio) - self.value
-        if self.count >= _STEADY_COUNT:
-            change = max(-_MAX_LOG_STEP, min(change, _MAX_LOG_STEP))
-        self.count += 1
-        self.weight = min(self.weight + weight, WINDOW)
-        self.value += change * weight / self.weight
 
 
 class DeviceFactors(BaseModel):
     """What is known of one device. `profiled_seconds`: those of the whole graph, which identify the profile."""
 
     profiled_seconds: float
-    device: LogAverage = Field(default_factory=LogAverage)
-    operators: list[LogAverage] = []  # [n]
+    device: SpeedRatio = Field(default_factory=SpeedRatio)
+    operators: list[SpeedRatio] = []  # [n]
 
 
 class LinkFactor(BaseModel):
@@ -68,7 +46,7 @@ class LinkFactor(BaseModel):
 
     source: str
     target: str
-    transfers: LogAverage = Field(default_factory=LogAverage)
+    transfers: SpeedRatio = Field(default_factory=SpeedRatio)
 
 
 class Factors(BaseModel):
@@ -155,7 +133,7 @@ class Calibration:
         device_id, own = profiled.devices[member].device_id, [row[member] for row in profiled.seconds]
         known = self.factors.devices.get(device_id)
         if known is None or not _is_profile(known, own):
-            known = DeviceFactors(profiled_seconds=sum(own), operators=[LogAverage() for _ in own])
+            known = DeviceFactors(profiled_seconds=sum(own), operators=[SpeedRatio() for _ in own])
             self.factors.devices[device_id] = known
         return known
 
@@ -171,7 +149,7 @@ def _is_profile(known: DeviceFactors, seconds: Sequence[float]) -> bool:
     return same_total and len(known.operators) == len(seconds)
 
 
-def _shrunk(average: LogAverage, prior: float) -> float:
+def _shrunk(average: SpeedRatio, prior: float) -> float:
     """The factor of an average, drawn towards exp(prior) as long as it has little weight."""
     weight = average.weight + _PRIOR_WEIGHT
     return math.exp((average.weight * average.value + _PRIOR_WEIGHT * prior) / weight)

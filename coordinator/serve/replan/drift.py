@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from coordinator.plan.speed_ratio import SpeedRatio
 from hearth.plan.plan import Plan
 
 BASELINE_STEPS = 5  # steps whose median is the baseline of this plan: two outliers do not change it much
@@ -24,8 +25,7 @@ RECENT_LOSS_SECONDS = 3600.0  # a loss counts as recent for this long: an unstab
 REMEASURE_SLOW_SECONDS = 600.0  # until a device left out as slow is measured again: measuring takes it some seconds
 
 _MIN_REPORTED_FACTOR = 1.1  # smaller factors are noise; the explanation leaves them out
-_EMA_WEIGHT = 0.3  # of the newest step in the moving average: it follows 88 % of a jump within six steps
-_MAX_LOG_STEP = math.log(2.0)  # change that one step may contribute: a single outlier stays below every threshold
+_WINDOW = 10 / 3  # steps that the moving average remembers: it follows 88 % of a jump within six steps
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class DriftMonitor:
     def reset_baseline(self) -> None:
         """Start a new baseline from the next steps."""
         self.drift = None
-        self._devices = {device.device_id: _LogRatio() for device in self._plan.devices}
-        self._total = _LogRatio()
+        self._devices = {device.device_id: _Change() for device in self._plan.devices}
+        self._total = _Change()
         self._compute_drifted = self._total_drifted = 0  # consecutive steps
 
     def observe(
@@ -101,13 +101,18 @@ class DriftMonitor:
         return None
 
 
-class _LogRatio:
-    """log(measured / predicted) relative to its baseline. In logarithms a doubling and a halving weigh the same."""
+class _Change:
+    """log(measured / predicted) relative to its baseline."""
 
     def __init__(self) -> None:
-        self.average_change = 0.0  # exponentially weighted moving average
+        self._average = SpeedRatio.steady(_WINDOW)
         self._baseline: list[float] = []
         self._recent: deque[float] = deque(maxlen=SUSTAINED_STEPS)
+
+    @property
+    def average_change(self) -> float:
+        """The moving average, in which a single outlier stays below every threshold."""
+        return self._average.value
 
     @property
     def recent_median(self) -> float:
@@ -123,7 +128,7 @@ class _LogRatio:
             return
         change = ratio - median(self._baseline)
         self._recent.append(change)
-        self.average_change += _EMA_WEIGHT * max(-_MAX_LOG_STEP, min(change - self.average_change, _MAX_LOG_STEP))
+        self._average.add(math.exp(change), window=_WINDOW)
 
 
 # ---- when to plan again ---------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from support.graph_plans import placed_plan
 from support.graphs import chain, cluster_of
 
-from coordinator.plan.graph.calibration import WINDOW, Calibration, Factors, LogAverage
+from coordinator.plan.graph.calibration import Calibration, Factors
 from coordinator.plan.graph.cluster import GraphCluster
+from coordinator.plan.speed_ratio import WINDOW, SpeedRatio
 from hearth.plan.plan import GraphPlan
 
 SPEC = chain(1, [100] * 6)
@@ -118,14 +119,14 @@ def test_slow_link_has_a_lower_rate_in_its_direction_only() -> None:
 
 @given(st.lists(st.tuples(st.floats(1e-3, 1e3), st.floats(0.01, 1.0)), min_size=1, max_size=60))
 def test_average_stays_within_what_was_observed(observed: list[tuple[float, float]]) -> None:
-    average = LogAverage()
+    average = SpeedRatio()
     for ratio, weight in observed:
         average.add(ratio, weight)
     assert min(log(r) for r, _ in observed) - 1e-9 <= average.value <= max(log(r) for r, _ in observed) + 1e-9
 
 
 def test_average_ignores_an_outlier_and_follows_a_change() -> None:
-    average = LogAverage()
+    average = SpeedRatio()
     for _ in range(30):
         average.add(1.0)
     average.add(1000.0)
