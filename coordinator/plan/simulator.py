@@ -125,6 +125,9 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
             for resource in task.resources:
                 if resource in held:
                     heapq.heappush(queues[resource], index)
+                    for free in task.resources:  # that it may have been woken for
+                        if free not in held and queues[free]:
+                            heapq.heappush(ready, heapq.heappop(queues[free]))
                     break
             else:
                 held.update(task.resources)
@@ -138,8 +141,8 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
                 for resource in task.resources:
                     held.discard(resource)
                     busy[resource] += task.seconds
-                    for waiting in queues.pop(resource, ()):
-                        heapq.heappush(ready, waiting)
+                    if queues[resource]:  # the others wait on, as long as this one takes the resource
+                        heapq.heappush(ready, heapq.heappop(queues[resource]))
                 ends[index] = now + task.latency_seconds
                 if task.latency_seconds > 0:
                     heapq.heappush(events, (now + task.latency_seconds, 1, index))

@@ -14,8 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.plan.graph.latency.baselines import solve_baseline
 from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
-from coordinator.plan.graph.latency.doppler.planner import solve_doppler
-from coordinator.plan.graph.latency.moirai import solve_moirai
+from coordinator.plan.graph.latency.search import solve_doppler, solve_moirai
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import best_schedule
 from coordinator.plan.solution import SearchOptions
@@ -153,7 +152,7 @@ class Doppler(Experiment):
     def _search(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
         options = SearchOptions(self.seconds, self.seed, time.process_time)
         if method == "moirai":
-            found = solve_moirai(problem, self.seconds, time.process_time)
+            found = solve_moirai(problem, options)
         elif method == "doppler":
             found = solve_doppler(problem, options)
         else:

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES, Baseline
-from coordinator.plan.graph.latency.moirai import solve_moirai
+from coordinator.plan.graph.latency.search import solve_moirai
+from coordinator.plan.solution import SearchOptions
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from hearth.errors import ModelDoesNotFit, NoPlacement
@@ -101,7 +102,7 @@ class Moirai(Experiment):
 
 def plan_with_all(problem: PlacementProblem, time_limit: float) -> tuple[MoiraiRow, Schedule]:
     """Plan with the baselines and moirai; also returns moirai's schedule. Raises NoPlacement, ModelDoesNotFit."""
-    found = solve_moirai(problem, time_limit, time.monotonic)
+    found = solve_moirai(problem, SearchOptions(time_limit, 0, time.monotonic))
     makespans = {MOIRAI: found.value}
     for name, strategy in LISTS.items():
         try:

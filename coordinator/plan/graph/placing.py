@@ -93,12 +93,11 @@ def solve_placement(
     Solvers are imported on first use, since the import takes half a second. Raises ModelDoesNotFit and NoPlacement.
     """
     if strategy == "moirai":
-        from coordinator.plan.graph.latency.moirai import solve_moirai
+        from coordinator.plan.graph.latency.search import solve_moirai
 
-        solution = solve_moirai(problem, options.time_limit_seconds, options.clock)
+        solution = solve_moirai(problem, options)
     elif strategy == "doppler":
-        from coordinator.plan.graph.latency.doppler.planner import solve_doppler
-        from coordinator.plan.graph.latency.doppler.starts import repaired
+        from coordinator.plan.graph.latency.search import repaired, solve_doppler
 
         starts = repaired(problem, held) if held else ()
         solution = policy.solve(problem, options, starts) if policy else solve_doppler(problem, options, starts)

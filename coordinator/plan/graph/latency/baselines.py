@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 from coordinator.plan.graph.latency.enumerative import enumerative
@@ -15,7 +16,7 @@ from coordinator.plan.solution import SearchOptions, Solution
 from hearth.errors import NoPlacement
 
 _TIE_BREAK_SEED = 0  # any fixed value: the same problem gives the same plan
-_SHORT_RUNS = 3  # of the critical path, in a search of less than a second
+Stop = Callable[[], bool]  # whether the time is over
 # Raises NoPlacement.
 Baseline = Callable[[PlacementProblem], Schedule]
 
@@ -32,35 +33,45 @@ def local(problem: PlacementProblem) -> Schedule:
 def solve_baseline(name: str, problem: PlacementProblem, options: SearchOptions) -> Solution[Schedule]:
     """Solve with one of `BASELINES`, which give no bound. Raises NoPlacement, and ModelDoesNotFit with the missing bytes."""
     began = options.clock()
+
+    def stop() -> bool:
+        return options.clock() - began >= options.time_limit_seconds
+
+    baseline = _lists(stop)[name]
     try:
-        schedule = BASELINES[name](problem)
+        schedule = baseline(problem)
     except NoPlacement:
-        if BASELINES[name] is local:
+        if name == "local":
             raise
-        schedule = BASELINES[name](_with_fitting(problem, options.time_limit_seconds, name))
+        schedule = baseline(_with_fitting(problem, options.time_limit_seconds / 2, name))
     return Solution(schedule, schedule.makespan, seconds=options.clock() - began)
 
 
 def list_schedules(
-    problem: PlacementProblem, seconds: float, strategy: str, is_short: bool = False
+    problem: PlacementProblem, seconds: float, strategy: str, stop: Stop = lambda: False
 ) -> Iterator[Schedule]:
-    """The schedules of all baselines, and that of HEFT with contention: the starts of a search, which is called `strategy`.
+    """The schedules of the list schedulers, HEFT's first: the starts of a search, which is called `strategy`.
 
-    `is_short`: the critical path is run a few times only; otherwise it takes most of the time of all baselines. Those that run
-    out of memory run again, and keep room for an assignment that fits, for which `seconds` are left. Raises ModelDoesNotFit
-    with the missing bytes, or NoPlacement if it is not decided in time whether the graph fits.
+    Those that run out of memory run again, and keep room for an assignment that fits, for which `seconds` are left. After the
+    first schedule, no list begins once `stop()` is true. Raises ModelDoesNotFit with the missing bytes, or NoPlacement if it
+    is not decided in time whether the graph fits.
     """
-    baselines = _SHORT_BASELINES if is_short else tuple(BASELINES.values())
-    failed = []
-    for baseline in (*baselines, contended_heft):
+    failed, found = list[Baseline](), False
+    for baseline in _lists(stop).values():
+        if found and stop():
+            return
         try:
             yield baseline(problem)
+            found = True
         except NoPlacement:
             failed.append(baseline)
     failed = [baseline for baseline in failed if baseline is not local]
-    if failed:
+    if failed and not (found and stop()):
         tight = _with_fitting(problem, seconds, strategy)
-        yield from (baseline(tight) for baseline in failed)
+        for baseline in failed:
+            if not (found and stop()):
+                yield baseline(tight)
+                found = True
 
 
 def _with_fitting(problem: PlacementProblem, seconds: float, strategy: str) -> PlacementProblem:
@@ -73,14 +84,34 @@ def _with_fitting(problem: PlacementProblem, seconds: float, strategy: str) -> P
     return with_fitting(problem, seconds, strategy)
 
 
-def _short_critical_path(problem: PlacementProblem) -> Schedule:
-    return critical_path(problem, Random(_TIE_BREAK_SEED), _SHORT_RUNS)
+def _lists(stop: Stop) -> dict[str, Baseline]:
+    """The list schedulers by name, HEFT first, and last the one that takes most time."""
+    return {
+        "heft": heft,
+        "contended-heft": contended_heft,
+        "fewer-devices": partial(_on_fewer_devices, stop=stop),
+        "local": local,
+        "enumerative": enumerative,
+        "critical-path": partial(_critical_path, stop=stop),
+    }
+
+
+def _critical_path(problem: PlacementProblem, stop: Stop) -> Schedule:
+    return critical_path(problem, Random(_TIE_BREAK_SEED), stop=stop)
+
+
+def _on_fewer_devices(problem: PlacementProblem, stop: Stop) -> Schedule:
+    """HEFT with contention on the fastest 2 to K - 1 devices, the best of them: a slow device may cost more than it gives."""
+    order = sorted(range(problem.num_devices), key=lambda device: sum(row[device] for row in problem.seconds))
+    best: Schedule | None = None
+    for count in range(problem.num_devices - 1, 1, -1):
+        if best is not None and stop():
+            break
+        found = contended_heft(problem, devices=order[:count])
+        best = found if best is None or found.makespan < best.makespan else best
+    return best or contended_heft(problem)
 
 
 BASELINES: Mapping[str, Baseline] = {
-    "local": local,
-    "heft": heft,
-    "critical-path": lambda problem: critical_path(problem, Random(_TIE_BREAK_SEED)),
-    "enumerative": enumerative,
+    name: _lists(lambda: False)[name] for name in ("local", "heft", "critical-path", "enumerative")
 }
-_SHORT_BASELINES: tuple[Baseline, ...] = (local, heft, _short_critical_path, enumerative)

@@ -1,6 +1,6 @@
-"""Lower bounds on the makespan: the critical path without contention. Pure. Times are ticks.
+"""Lower bounds on the makespan: the critical path without contention, and the load of the devices. Pure. Times are ticks.
 
-The relaxation lets an operator run on a different device for each successor, and ignores that devices are serial.
+The relaxation of paths lets an operator run on a different device for each successor, and ignores that devices are serial.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from math import ceil
 
 from coordinator.plan.graph.latency.problem import FloatTable, PlacementProblem
 
+_ROUNDING = 1e-12  # of sums of floats, as a fraction of a bound
 TicksByDevice = list[dict[int, float]]  # by operator: device -> ticks
 
 
@@ -62,3 +63,27 @@ def relaxed_makespan(problem: PlacementProblem, pins: Mapping[int, int] | None =
     longest = max(min(ends.values()) for ends in earliest_ends(problem, pins))
     work = sum(row[pins[i]] if i in pins else min(row) for i, row in enumerate(problem.seconds))
     return max(round(longest), ceil(work / problem.num_devices))
+
+
+def fractional_load(problem: PlacementProblem) -> int:
+    """The least M for which fractions x of operators on devices exist with sum_k x_ik = 1 and sum_i p_ik x_ik <= M.
+
+    A lower bound on the makespan that knows how unequal the devices are. Solved in its dual: weights y of the devices that sum
+    to 1 give the bound sum_i min_k p_ik y_k. It is computed from the weights alone, so that the solver's tolerance only
+    weakens it.
+    """
+    import numpy as np
+
+    from coordinator.plan.linear import LinearProgram  # imports HiGHS, which plans after a loss do without
+
+    n, num_devices, times = problem.num_operators, problem.num_devices, np.array(problem.seconds)
+    scale = times.max() or 1.0
+    program = LinearProgram(n + num_devices)  # the least weighted time of each operator, and the weights
+    program.add_equal({n + k: 1.0 for k in range(num_devices)}, 1.0)
+    for i, row in enumerate(times / scale):
+        for k, seconds in enumerate(row):
+            program.add_at_most({i: 1.0, n + k: -seconds}, 0.0)
+    cost, upper = np.repeat([-1.0, 0.0], [n, num_devices]), np.ones(n + num_devices)
+    weights = program.minimise(cost, upper)[n:]
+    bound = float((times * weights).min(axis=1).sum() / weights.sum())
+    return ceil(bound * (1 - _ROUNDING))

@@ -11,8 +11,9 @@ flows are left out, and the path is a lower bound only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from coordinator.plan.graph.bits import reachable_sets, set_bits
@@ -53,13 +54,20 @@ def exact_cuts(problem: PlacementProblem, reachability: Reachability) -> Cuts:
     """All operators to which no other is parallel, and which no transfer bypasses."""
     candidates = [i for i in range(problem.num_operators) if not reachability.parallel_to(i)]
     late = any(map(any, problem.latency))
-    spans = [(f.source, max(f.targets)) for f in problem.flows if late or any(map(any, f.seconds))]
     # Numbers are in topological order: the ancestors of such an operator have lower numbers, its descendants higher ones.
-    return Cuts(tuple(cut for cut in candidates if not any(source < cut < last for source, last in spans)))
+    changes = [0] * (problem.num_operators + 1)  # at each operator, in the number of flows that bypass it
+    for flow in problem.flows:
+        if late or any(map(any, flow.seconds)):
+            changes[flow.source + 1] += 1
+            changes[max(flow.targets)] -= 1
+    bypassing = list(accumulate(changes))
+    return Cuts(tuple(cut for cut in candidates if not bypassing[cut]))
 
 
-def near_cuts(problem: PlacementProblem, reachability: Reachability, cuts: Cuts, max_operators: int) -> Cuts:
-    """Add near cuts until no segment has more than `max_operators`, or no further cut is cheap enough.
+def near_cuts(
+    problem: PlacementProblem, reachability: Reachability, cuts: Cuts, max_operators: int, stop: Callable[[], bool]
+) -> Cuts:
+    """Add near cuts until no segment has more than `max_operators`, no further cut is cheap enough, or `stop()` is true.
 
     Each step takes the vertex of a large segment that has the least parallel work, and drops that work. A transfer that
     bypasses the vertex adds a small cost.
@@ -68,7 +76,7 @@ def near_cuts(problem: PlacementProblem, reachability: Reachability, cuts: Cuts,
     bypassing = _bypassing_flows(problem, reachability)
     chosen, dropped, dropped_flows = set(cuts.operators), 0, 0
     todo = _operators_between(reachability, cuts.operators)
-    while todo:
+    while todo and not stop():
         segment = todo.pop() & ~dropped
         if segment.bit_count() <= max_operators:
             continue
@@ -77,6 +85,8 @@ def near_cuts(problem: PlacementProblem, reachability: Reachability, cuts: Cuts,
         max_parallel = _MAX_PARALLEL_FRACTION * len(inside)
         best = (_MAX_DROPPED_FRACTION, -1)
         for i in inside:
+            if stop():
+                break
             parallel = reachability.parallel_to(i) & segment
             if parallel.bit_count() <= max_parallel:
                 transfers = (bypassing[i] & ~dropped_flows).bit_count() * _TRANSFER_COST

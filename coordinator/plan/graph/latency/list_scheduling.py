@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from math import inf
 from random import Random
 from typing import NamedTuple
@@ -82,7 +83,8 @@ class PartialSchedule:
         """The start of the first gap on the device that is long enough, from `ready` on."""
         return first_gap(self._busy[device], ready, self._problem.seconds[operator][device])
 
-    def place(self, operator: int, device: int, start: float) -> None:
+    def place(self, operator: int, device: int, start: float) -> list[int]:
+        """Place an operator; returns those that are ready by this."""
         end = start + self._problem.seconds[operator][device]
         self._reserve(operator, device)
         self.assignment[operator] = device
@@ -92,8 +94,9 @@ class PartialSchedule:
         self.ready.discard(operator)
         for successor in self._problem.successors[operator]:
             self._waiting_for[successor] -= 1
-            if self._waiting_for[successor] == 0:
-                self.ready.add(successor)
+        new = [each for each in self._problem.successors[operator] if self._waiting_for[each] == 0]
+        self.ready.update(new)
+        return new
 
     @property
     def order(self) -> list[int]:
@@ -186,23 +189,30 @@ def heft(problem: PlacementProblem, pins: Mapping[int, int] | None = None) -> Sc
     return partial.to_schedule()
 
 
-def critical_path(problem: PlacementProblem, rng: Random, runs: int = 50) -> Schedule:
+def critical_path(
+    problem: PlacementProblem, rng: Random, runs: int = 50, stop: Callable[[], bool] = lambda: False
+) -> Schedule:
     """Place the ready operator with the longest path to the end on the device where it can start first.
 
     Doppler's baseline (arXiv 2505.23131, section 6; Kwok and Ahmad 1999). Ties are broken at random; of `runs` runs, return
-    the one with the shortest simulated makespan. Raises NoPlacement.
+    the one with the shortest simulated makespan. After the first, none begins once `stop()` is true. Raises NoPlacement.
     """
     ranks, evaluator = upward_ranks(problem), Evaluator(problem)
     best, best_makespan = None, inf
-    for _ in range(runs):
+    for run in range(runs):
+        if run and stop():
+            break
         partial = PartialSchedule(problem, "critical-path")
-        while partial.ready:
-            operator = max(partial.ready, key=lambda i: (ranks[i], rng.random()))
+        ready = [(-ranks[operator], rng.random(), operator) for operator in sorted(partial.ready)]
+        heapify(ready)
+        while ready:
+            operator = heappop(ready)[2]
             start, _, device = min(
                 (partial.earliest_start(operator, device), rng.random(), device)
                 for device in partial.candidates(operator)
             )
-            partial.place(operator, device, start)
+            for each in partial.place(operator, device, start):
+                heappush(ready, (-ranks[each], rng.random(), each))
         makespan = evaluator.makespan(partial.assignment, partial.order)
         if makespan < best_makespan:
             best, best_makespan = partial, makespan
@@ -226,11 +236,15 @@ class _BookedTransfer(NamedTuple):
 
 
 def contended_heft(
-    problem: PlacementProblem, pins: Mapping[int, int] | None = None, ranks: Sequence[float] | None = None
+    problem: PlacementProblem,
+    pins: Mapping[int, int] | None = None,
+    ranks: Sequence[float] | None = None,
+    devices: Sequence[int] | None = None,
 ) -> Schedule:
     """Place operators by decreasing rank, each on the device where it ends first with the transfers that it needs.
 
-    `pins` bind operators to devices; `ranks` default to HEFT's upward ranks. Raises NoPlacement.
+    `pins` bind operators to devices; `ranks` default to HEFT's upward ranks. Of `devices` (default: all), others take what
+    these have no room for. Raises NoPlacement.
     """
     pins = pins or {}
     partial = PartialSchedule(problem, "contended-heft")
@@ -240,7 +254,7 @@ def contended_heft(
     items: list[tuple[float, float, int, Item]] = []
     for operator in rank_order(problem, ranks):
         options = []
-        for device in partial.candidates(operator, [pins[operator]] if operator in pins else None):
+        for device in partial.candidates(operator, [pins[operator]] if operator in pins else devices):
             transfers, ready = channels.plan_transfers(operator, device, partial)
             start = partial.first_gap_start(operator, device, ready)
             options.append((start + problem.seconds[operator][device], device, start, transfers))

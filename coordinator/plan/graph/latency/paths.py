@@ -207,7 +207,9 @@ def shortest_paths(
 
     Before the last, only paths that are shorter by `_MIN_REPORTED_GAIN` are yielded.
     """
-    arcs = _build_arcs(problem, segments)
+    arcs = _build_arcs(problem, segments, lambda: clock() >= deadline)
+    if len(arcs) < len(segments):
+        return
     reported = _UNKNOWN_TICKS
     while True:
         path, lower = _shortest_path([{pair: arc.lower for pair, arc in layer.items()} for layer in arcs])
@@ -235,37 +237,48 @@ def _make_path(arcs: _ArcLayers, pairs: Sequence[tuple[int, int]], upper: int, l
     return Path(tuple(layer[pair].schedule for layer, pair in zip(arcs, pairs, strict=True)), upper, lower)
 
 
-def _build_arcs(problem: PlacementProblem, segments: Sequence[CutSegment]) -> _ArcLayers:
-    """By segment, its arc for each pair of devices at its entry and exit; equal arcs are one object."""
-    known: dict[tuple[PlacementProblem, tuple[tuple[int, int], ...]], Arc] = {}
+def _build_arcs(problem: PlacementProblem, segments: Sequence[CutSegment], stop: Callable[[], bool]) -> _ArcLayers:
+    """By segment, its arc for each pair of devices at its entry and exit; equal arcs are one object.
 
-    def arc(of: PlacementProblem, pins: dict[int, int], pattern: Arc | None = None) -> Arc:
-        key = of, tuple(pins.items())
-        if key not in known:
-            known[key] = Arc(of, pins, pattern)
-        return known[key]
+    Ends early if `stop()` is true.
+    """
+    known: dict[PlacementProblem, dict[tuple[int, int], Arc]] = {}
 
     arcs: _ArcLayers = []
     ranks = range(problem.num_devices)
     for segment, pattern in zip(segments, segment_patterns([segment.problem for segment in segments]), strict=True):
+        if stop():
+            break
+        ours = known.setdefault(segment.problem, {})
+        theirs = known.setdefault(pattern, {}) if pattern is not None else {}
         entries = ranks if segment.has_entry else (_NO_CUT,)
         exits = ranks if segment.has_exit else (_NO_CUT,)
         arcs.append({})
         for a, b in product(entries, exits):
             pins = segment.pins(a, b)
-            arcs[-1][a, b] = arc(segment.problem, pins, None if pattern is None else arc(pattern, pins))
+            if pattern is not None and (a, b) not in theirs:
+                theirs[a, b] = Arc(pattern, pins)
+            if (a, b) not in ours:
+                ours[a, b] = Arc(segment.problem, pins, theirs.get((a, b)))
+            arcs[-1][a, b] = ours[a, b]
     return arcs
 
 
 def _shortest_path(layers: Sequence[Mapping[tuple[int, int], int]]) -> tuple[list[tuple[int, int]], int]:
     """The arcs of the shortest path through all layers, and its length."""
-    paths_to: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+    lengths: dict[int, int] = {}  # of the shortest path to each device at the end of a layer
+    arcs_to: list[dict[int, tuple[int, int]]] = []  # by layer and device, the last arc of that path
     for index, layer in enumerate(layers):
-        next_paths: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+        next_lengths: dict[int, int] = {}
+        arcs_to.append({})
         for (a, b), cost in layer.items():
-            length, path = paths_to[a] if index else (0, [])
-            if b not in next_paths or length + cost < next_paths[b][0]:
-                next_paths[b] = (length + cost, [*path, (a, b)])
-        paths_to = next_paths
-    length, path = min(paths_to.values(), key=lambda each: each[0])
-    return path, length
+            length = lengths[a] + cost if index else cost
+            if b not in next_lengths or length < next_lengths[b]:
+                next_lengths[b], arcs_to[-1][b] = length, (a, b)
+        lengths = next_lengths
+    end = min(lengths, key=lambda device: lengths[device])
+    path, device = list[tuple[int, int]](), end
+    for arcs in reversed(arcs_to):
+        path.append(arcs[device])
+        device = path[-1][0]
+    return path[::-1], lengths[end]

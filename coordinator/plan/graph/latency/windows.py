@@ -16,47 +16,53 @@ from coordinator.plan.graph.latency.cpsat import SolverLimits, WindowContext, so
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
 
-# CP-SAT's deterministic seconds per window: more would solve larger windows, less lets more windows take part.
+# Operators in the first windows: each is solved in about a second. Larger ones follow once these improve nothing.
+_WINDOW_OPERATORS = 24
+# CP-SAT's deterministic seconds for a window of the first round, doubled in each further one.
 _WINDOW_SECONDS = 2.0
-# Operators in a window; the next size when a sweep finds no improvement. Small windows are solved fast, large ones find more.
-_WINDOW_SIZES = (24, 48, 96)
+# Of a window, about the number of variables: operators times pairs of devices. Building a model of this size takes a second.
+_MAX_WINDOW_CHANNELS = 6000
 
 
 class WindowSearch:
     """Sweeps over a schedule in ticks, window by window; consecutive windows overlap by half.
 
-    After a sweep that improves nothing, the windows get larger.
+    After a sweep that improves nothing, the windows get twice as large, up to the whole graph. After the largest, a round
+    begins with the smallest again, for which the solver takes twice the time; its windows begin elsewhere.
     """
 
     def __init__(self, problem: PlacementProblem, num_workers: int = 1) -> None:
         self._problem, self._num_workers = problem, num_workers
-        self._known: Schedule | None = None  # of the last step
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin again with the smallest windows."""
-        self._sizes = [size for size in _WINDOW_SIZES if size < 2 * self._problem.num_operators]
+        most = max(_WINDOW_OPERATORS, _MAX_WINDOW_CHANNELS // problem.num_devices**2)
+        self._max_size = min(problem.num_operators, most)
+        self._size, self._round = min(_WINDOW_OPERATORS, self._max_size), 0
         self._position = 0  # in the schedule's order, of the next window
         self._improved = False  # in this sweep
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no window of any size improves the schedule of the last step."""
-        return not self._sizes
+        self.bound = 0  # on the makespan: proven by windows of the whole graph
 
     def step(self, known: Schedule, seconds: float) -> Schedule | None:
         """Solve the next window of a schedule within `seconds`. None if it finds nothing better."""
-        self._improved |= self._known is not None and known is not self._known
-        inside = known.operator_order[self._position : self._position + self._sizes[0]]
-        limits = SolverLimits(seconds, _WINDOW_SECONDS, self._num_workers)
-        found = solve_window(self._problem, known, inside, limits)
-        self._known = known
-        self._position += max(1, self._sizes[0] // 2)
+        inside = known.operator_order[self._position : self._position + self._size]
+        limits = SolverLimits(seconds, _WINDOW_SECONDS * 2**self._round, self._num_workers)
+        if len(inside) == self._problem.num_operators:
+            result = solve_placement_model(self._problem, limits, round(known.makespan), hint=known)
+            self.bound, found = max(self.bound, result.bound), result.schedule
+        else:
+            found = solve_window(self._problem, known, inside, limits)
+        better = found if found is not None and found.makespan < known.makespan else None
+        self._improved |= better is not None
+        self._position += max(1, self._size // 2)
         if self._position >= self._problem.num_operators:
-            if not self._improved and (found is None or found.makespan >= known.makespan):
-                self._sizes.pop(0)
-            self._position, self._improved = 0, False
-        return found if found is not None and found.makespan < known.makespan else None
+            self._begin_sweep()
+        return better
+
+    def _begin_sweep(self) -> None:
+        if not self._improved and self._size < self._max_size:
+            self._size = min(2 * self._size, self._max_size)
+        elif not self._improved:
+            self._size, self._round = min(_WINDOW_OPERATORS, self._max_size), self._round + 1
+        shift = self._size // 4 if self._round % 2 and self._size < self._problem.num_operators else 0
+        self._position, self._improved = shift, False
 
 
 class _Window(NamedTuple):
@@ -78,17 +84,17 @@ def solve_window(
     assignment = list(known.assignment)
     for operator, device in zip(window.operators, result.schedule.assignment, strict=True):
         assignment[operator] = device
-    new: list[Item] = []
+    new, inside_set = list[Item](), set(inside)
     for item in result.schedule.order:
         if isinstance(item, Send):
             new.append(Send(window.flows[item.flow], item.device))
-        elif window.operators[item] in inside:
+        elif window.operators[item] in inside_set:
             new.append(window.operators[item])
     old = known.order
-    first = min(old.index(operator) for operator in inside)
-    window_operators, moved = set(inside), set(new)
+    moved = set(new)
+    first = next(index for index, item in enumerate(old) if item in inside_set)
     before = [item for item in old[:first] if item not in moved]
-    after = [item for item in old[first:] if item not in window_operators and item not in moved]
+    after = [item for item in old[first:] if item not in inside_set and item not in moved]
     return best_schedule(problem, assignment, [*before, *new, *after])
 
 

@@ -11,13 +11,12 @@ from numpy.random import default_rng
 from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.doppler.features import problem_features
 from coordinator.plan.graph.latency.doppler.learning import learn
-from coordinator.plan.graph.latency.doppler.planner import is_short_search, solve_doppler
 from coordinator.plan.graph.latency.doppler.policy import Policy
 from coordinator.plan.graph.latency.doppler.rollout import Rollouts, draw_noise, orders_by_start, roll_out
-from coordinator.plan.graph.latency.doppler.starts import Start, best_starts
 from coordinator.plan.graph.latency.evaluator import Evaluator
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
+from coordinator.plan.graph.latency.search import Start, best_starts, is_short_search, solve_doppler
 from coordinator.plan.solution import SearchOptions, Solution
 from hearth.errors import NoPlacement
 

@@ -1,0 +1,325 @@
+"""Search for the placement with the shortest makespan: strategies `moirai` and `doppler`. Pure.
+
+1. Start from the list schedules, HEFT's first, and from others that the caller knows.
+2. Find the shortest path over the segments between cut vertices, which is optimal where memory does not bind
+   (decomposition.py, paths.py). Where segments stay large, near cuts give a bound and an initial placement; list
+   scheduling adds the operators that they leave out.
+3. Solve small graphs as one model (cpsat.py).
+4. In turns, each twice as long as the one before: solve windows of the best schedule (windows.py), and anneal from the best
+   starts and from the best schedule (annealing.py). The better half of the starts takes part in the next turn.
+
+`moirai` (arXiv 2312.04025) is the search without annealing, `doppler` (arXiv 2505.23131) with. Doppler learns a policy that
+places and orders operators; its schedules are among the starts of a caller who has one, and its probabilities are those of the
+moves that annealing proposes. The search ends at its time limit, or when its bound proves the best schedule to be optimal. It
+works in whole ticks; the simulator prices results with the exact times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple
+
+from coordinator.plan.graph.latency.annealing import improve
+from coordinator.plan.graph.latency.baselines import list_schedules
+from coordinator.plan.graph.latency.bounds import fractional_load, relaxed_makespan
+from coordinator.plan.graph.latency.decomposition import (
+    CutSegment,
+    JoinedSchedule,
+    Reachability,
+    cut_segments,
+    exact_cuts,
+    join_schedules,
+    near_cuts,
+)
+from coordinator.plan.graph.latency.list_scheduling import contended_heft, heft, ranks_from_schedule
+from coordinator.plan.graph.latency.problem import PlacementProblem, in_ticks
+from coordinator.plan.graph.latency.schedule import Item, Schedule, best_schedule
+from coordinator.plan.solution import SearchOptions, Solution
+from hearth.errors import NoPlacement
+
+if TYPE_CHECKING:
+    from coordinator.plan.graph.latency.windows import WindowSearch
+
+# Of the time of `doppler`: as much as CP-SAT gets. Annealing gains more on tiled graphs with slow links, windows on those with
+# fast links and on large graphs.
+_ANNEALING_SHARE = 0.5
+# Operators of a graph that is solved as one model, and of a segment that is not cut at near cuts. A model has a variable for
+# each edge and pair of devices; up to this size, a proof takes minutes at most.
+_MAX_MODEL_OPERATORS = 60
+
+# After this share of the time no further list is tried: a list of 3,000 operators takes a second, and what follows improves the
+# best one by more.
+_LISTS_SHARE = 0.25
+_NUM_TURNS = 4  # the first is 1/15 of the time, so that no choice is made late
+_NUM_STARTS = 1 << (_NUM_TURNS - 2)  # half of them in each further turn, and one in the last two
+_UNLIMITED = 1 << 62  # moves of a run, which ends by the clock
+_IDLE_SHARE = 0.01  # of the work: a device with less is left out where that costs nothing
+_MIN_SOLVER_SECONDS = 2.0  # importing CP-SAT and building its first models take most of a shorter limit
+
+
+class Start(NamedTuple):
+    """A schedule within memory, and the probability [n][K] with which moves propose each device (default: uniform)."""
+
+    schedule: Schedule
+    probabilities: Sequence[Sequence[float]] | None = None
+
+    @property
+    def makespan(self) -> float:
+        return self.schedule.makespan
+
+
+def best_starts(starts: Iterable[Start]) -> list[Start]:
+    """Those with different assignments, by increasing makespan; the first of equal ones."""
+    found: dict[tuple[int, ...], Start] = {}
+    for each in sorted(starts, key=lambda each: each.makespan):
+        found.setdefault(each.schedule.assignment, each)
+    return list(found.values())
+
+
+def repaired(problem: PlacementProblem, devices: Mapping[int, int]) -> list[Start]:
+    """A plan of which some devices are gone: operators without a device go where HEFT with contention ends them first."""
+    try:
+        return [Start(contended_heft(problem, devices))]
+    except NoPlacement:
+        return []
+
+
+def is_short_search(options: SearchOptions) -> bool:
+    """Whether the time is too short for CP-SAT, linear programs and several runs: requests wait for such a plan."""
+    return options.time_limit_seconds < _MIN_SOLVER_SECONDS
+
+
+def solve_moirai(problem: PlacementProblem, options: SearchOptions, num_workers: int = 1) -> Solution[Schedule]:
+    """The best placement found within the time limit, with a lower bound; never worse than a list schedule.
+
+    `num_workers` threads search. Proofs hold to the precision of a tick (`in_ticks`). Raises ModelDoesNotFit with the missing
+    bytes, or NoPlacement if the search could not decide in time whether the graph fits.
+    """
+    search = _Search(problem, "moirai", options, num_workers)
+    search.offer_lists()
+    search.use_solver(1.0)
+    search.take_turns(0.0)
+    return search.solution()
+
+
+def solve_doppler(
+    problem: PlacementProblem,
+    options: SearchOptions,
+    starts: Sequence[Start] = (),
+    sample: Callable[[Schedule], Sequence[Start]] | None = None,
+) -> Solution[Schedule]:
+    """As `solve_moirai`, with annealing; never worse than a list schedule or one of `starts`.
+
+    `sample` returns further starts, given the best one. It is called once, within the time limit. With less than two seconds,
+    CP-SAT is left out, and the time is spent on the best start.
+    """
+    search = _Search(problem, "doppler", options)
+    search.offer_lists(starts, sample)
+    if is_short_search(options):
+        search.anneal(search.starts[:1], search.deadline)
+    else:
+        search.use_solver(1.0 - _ANNEALING_SHARE)
+        search.take_turns(_ANNEALING_SHARE)
+    return search.solution()
+
+
+class _Search:
+    """The best schedule so far, and a lower bound. Each step offers schedules or raises the bound, until `deadline`.
+
+    CP-SAT is imported by the first step that uses it, which takes half a second.
+    """
+
+    def __init__(self, problem: PlacementProblem, strategy: str, options: SearchOptions, num_workers: int = 1) -> None:
+        self._clock, self._began = options.clock, options.clock()
+        self.deadline = self._began + options.time_limit_seconds
+        self.starts: list[Start] = []  # by increasing makespan
+        self._problem, self._strategy, self._options = problem, strategy, options
+        self._ticked, self._ticks_per_unit = in_ticks(problem)
+        self._best: Schedule | None = None  # with exact times
+        self._best_ticked: Schedule | None = None
+        self._bound_ticks = relaxed_makespan(self._ticked)
+        self._num_workers, self._random = num_workers, Random(options.seed)
+
+    @property
+    def _incumbent(self) -> Schedule:
+        assert self._best is not None
+        return self._best
+
+    @property
+    def _incumbent_in_ticks(self) -> Schedule:
+        assert self._best_ticked is not None
+        return self._best_ticked
+
+    @property
+    def _seconds_left(self) -> float:
+        return max(0.0, self.deadline - self._clock())
+
+    @property
+    def _is_proven(self) -> bool:
+        return round(self._incumbent_in_ticks.makespan) <= self._bound_ticks
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_proven or self._clock() >= self.deadline
+
+    def solution(self) -> Solution[Schedule]:
+        self._leave_out_idle_devices()
+        best = self._incumbent
+        bound = min(self._bound_ticks / self._ticks_per_unit, best.makespan)
+        return Solution(best, best.makespan, bound, self._is_proven, self._clock() - self._began)
+
+    # ---- steps --------------------------------------------------------------------------------------------------------
+
+    def offer_lists(
+        self, starts: Iterable[Start] = (), sample: Callable[[Schedule], Sequence[Start]] | None = None
+    ) -> None:
+        """Offer the best of `starts`, of all list schedules and of the samples. Raises as `list_schedules`."""
+        seconds = self._options.time_limit_seconds
+        until = self._began + _LISTS_SHARE * seconds
+        lists = list_schedules(self._problem, seconds / 2, self._strategy, lambda: self._clock() >= until)
+        self.starts = best_starts([*starts, *map(Start, lists)])
+        if sample is not None:
+            self.starts = best_starts([*self.starts, *sample(self.starts[0].schedule)])
+        self._offer(self.starts[0].schedule.assignment, self.starts[0].schedule.order)
+
+    def use_solver(self, share: float) -> None:
+        """Raise the bound, and offer optima of small parts. Half of a `share` of the time goes to parts that prove nothing."""
+        if not self._is_over:
+            self._bound_ticks = max(self._bound_ticks, fractional_load(self._ticked))
+        if not self._is_over:  # rounding to ticks may break ties in a better way
+            self._complete_and_offer(JoinedSchedule({}, {}, [], 0.0))
+        if not self._is_over:
+            self._solve_paths(share / 2)
+        if not self._is_over and self._problem.num_operators <= _MAX_MODEL_OPERATORS:
+            self._solve_whole()
+
+    def take_turns(self, annealing_share: float) -> None:
+        """Solve windows and anneal until the time is over, or the best schedule is proven to be optimal."""
+        if self._is_over:
+            return
+        from coordinator.plan.graph.latency.windows import WindowSearch  # imports CP-SAT
+
+        windows = WindowSearch(self._ticked, self._num_workers)
+        starts = self.starts[:_NUM_STARTS]
+        for turn in range(_NUM_TURNS):
+            now, seconds = self._clock(), self._seconds_left / (2 ** (_NUM_TURNS - turn) - 1)
+            self._solve_windows(windows, now + (1.0 - annealing_share) * seconds)
+            if annealing_share:
+                starts = self.anneal(starts, now + seconds)[: max(1, len(starts) // 2)]
+            if self._is_over:
+                return
+            self._leave_out_idle_devices()
+
+    def anneal(self, starts: Sequence[Start], deadline: float) -> list[Start]:
+        """One run from each start and one from the best schedule. Returns the starts by the makespans that they led to.
+
+        Every run begins at its start, not at an earlier result: what cooled down fast is a trap for a longer run.
+        """
+        makespans: list[float] = []
+        for index in range(len(starts) + 1):
+            now = self._clock()
+            if self._is_proven or now >= deadline:
+                break
+            end = now + (deadline - now) / (len(starts) + 1 - index)
+            schedule, probabilities = starts[index] if index < len(starts) else Start(self._incumbent)
+            found = improve(self._problem, schedule, self._random, _UNLIMITED, self._clock, end, probabilities)
+            self._offer(found.assignment, found.order)
+            makespans.append(found.makespan)
+        ranked = sorted(zip(makespans, starts, strict=False), key=lambda each: each[0])
+        return [start for _, start in ranked] or list(starts)
+
+    # -------------------------------------------------------------------------------------------------------------------
+
+    def _offer(self, assignment: Sequence[int], order: Iterable[Item]) -> None:
+        """Keep the schedule if it is the best so far; none that exceeds the memory."""
+        if self._problem.overflow_bytes(assignment) > 0:
+            return
+        items = list(order)
+        exact, ticked = (best_schedule(each, assignment, items) for each in (self._problem, self._ticked))
+        if self._best is None or exact.makespan < self._best.makespan:
+            self._best = exact
+        if self._best_ticked is None or ticked.makespan < self._best_ticked.makespan:
+            self._best_ticked = ticked
+
+    def _solve_paths(self, near_cut_share: float) -> None:
+        """Find the shortest path over the segments between cut vertices: the optimum, if memory does not bind.
+
+        Where segments stay large, near cuts give a bound and an initial placement, in `near_cut_share` of the time left.
+        """
+        from coordinator.plan.graph.latency.paths import shortest_paths
+
+        deadline = self._clock() + near_cut_share * self._seconds_left
+        segments, is_exact = self._segments(deadline)
+        if not segments:
+            return
+        deadline = self.deadline if is_exact else deadline
+        for path in shortest_paths(self._ticked, segments, self._clock, deadline, self._num_workers):
+            self._bound_ticks = max(self._bound_ticks, path.lower)
+            self._complete_and_offer(join_schedules(segments, path.schedules))
+
+    def _segments(self, deadline: float) -> tuple[list[CutSegment], bool]:
+        """The segments between cut vertices, and whether their shortest path is exact; if not, near cuts are among them.
+
+        None if one is still too large for a model.
+        """
+        reachability = Reachability(self._ticked)
+        cuts = exact_cuts(self._ticked, reachability)
+        segments = cut_segments(self._ticked, cuts, reachability)
+        if max(len(segment.operators) for segment in segments) <= _MAX_MODEL_OPERATORS:
+            return segments, True
+        cuts = near_cuts(self._ticked, reachability, cuts, _MAX_MODEL_OPERATORS, lambda: self._clock() >= deadline)
+        segments = cut_segments(self._ticked, cuts, reachability)
+        largest = max(len(segment.operators) for segment in segments)
+        return (segments if largest <= 4 * _MAX_MODEL_OPERATORS else []), False
+
+    def _complete_and_offer(self, part: JoinedSchedule) -> None:
+        """Extend a partial schedule: list scheduling places the other operators. Offer the results."""
+        n = self._problem.num_operators
+        if len(part.assignment) == n:
+            self._offer([part.assignment[i] for i in range(n)], part.order)
+            return
+        ranks = ranks_from_schedule(self._ticked, part.starts, part.makespan)
+        for scheduler in (contended_heft, partial(contended_heft, ranks=ranks), heft):
+            if self._clock() >= self.deadline:
+                return
+            try:
+                found = scheduler(self._ticked, part.assignment)
+            except NoPlacement:
+                continue
+            self._offer(found.assignment, found.order)
+
+    def _solve_whole(self) -> None:
+        """Solve the graph as one model."""
+        from coordinator.plan.graph.latency.cpsat import SolverLimits, solve_placement_model
+
+        known = self._incumbent_in_ticks
+        limits = SolverLimits(self._seconds_left, num_workers=self._num_workers)
+        result = solve_placement_model(self._ticked, limits, round(known.makespan), hint=known)
+        if result.schedule is not None:
+            self._offer(result.schedule.assignment, result.schedule.order)
+        self._bound_ticks = max(self._bound_ticks, result.bound)
+
+    def _solve_windows(self, windows: WindowSearch, deadline: float) -> None:
+        while not self._is_over and self._clock() < deadline:
+            better = windows.step(self._incumbent_in_ticks, self._seconds_left)
+            self._bound_ticks = max(self._bound_ticks, windows.bound)
+            if better is not None:
+                self._offer(better.assignment, better.order)
+
+    def _leave_out_idle_devices(self) -> None:
+        """Move the operators of each device with little of the work to another one, unless the makespan gets longer."""
+        problem = self._problem
+        work = [min(row) for row in problem.seconds]
+        for device in range(problem.num_devices):
+            best = self._incumbent
+            inside = {operator for operator, each in enumerate(best.assignment) if each == device}
+            if not inside or sum(work[operator] for operator in inside) >= _IDLE_SHARE * sum(work):
+                continue
+            for other in set(best.assignment) - {device}:
+                assignment = [other if each == device else each for each in best.assignment]
+                found = best_schedule(problem, assignment, best.order)
+                if found.makespan <= self._incumbent.makespan and problem.overflow_bytes(assignment) == 0:
+                    self._best = found
+                    self._offer(assignment, best.order)  # in ticks, too
