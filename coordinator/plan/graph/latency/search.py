@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # Of the time of `doppler`: as much as CP-SAT gets. Annealing gains more on tiled graphs with slow links, windows on those with
 # fast links and on large graphs.
-_ANNEALING_SHARE = 0.5
+_ANNEALING_SHARE = 0.85
 # Operators of a graph that is solved as one model, and of a segment that is not cut at near cuts. A model has a variable for
 # each edge and pair of devices; up to this size, a proof takes minutes at most.
 _MAX_MODEL_OPERATORS = 60
@@ -100,7 +100,8 @@ def solve_moirai(problem: PlacementProblem, options: SearchOptions, num_workers:
     search = _Search(problem, "moirai", options, num_workers)
     search.offer_lists()
     search.use_solver(1.0)
-    search.take_turns(0.0)
+    if not search.is_over:
+        search.take_turns(0.0)
     return search.solution()
 
 
@@ -121,6 +122,7 @@ def solve_doppler(
         search.anneal(search.starts[:1], search.deadline)
     else:
         search.use_solver(1.0 - _ANNEALING_SHARE)
+    if not search.is_over:
         search.take_turns(_ANNEALING_SHARE)
     return search.solution()
 
@@ -161,7 +163,7 @@ class _Search:
         return round(self._incumbent_in_ticks.makespan) <= self._bound_ticks
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         return self._is_proven or self._clock() >= self.deadline
 
     def solution(self) -> Solution[Schedule]:
@@ -185,20 +187,18 @@ class _Search:
         self._offer(self.starts[0].schedule.assignment, self.starts[0].schedule.order)
 
     def use_solver(self, share: float) -> None:
-        """Raise the bound, and offer optima of small parts. Half of a `share` of the time goes to parts that prove nothing."""
-        if not self._is_over:
+        """Raise the bound, and offer optima of small parts. A quarter of a `share` of the time goes to parts that prove nothing."""
+        if not self.is_over:
             self._bound_ticks = max(self._bound_ticks, fractional_load(self._ticked))
-        if not self._is_over:  # rounding to ticks may break ties in a better way
+        if not self.is_over:  # rounding to ticks may break ties in a better way
             self._complete_and_offer(JoinedSchedule({}, {}, [], 0.0))
-        if not self._is_over:
-            self._solve_paths(share / 2)
-        if not self._is_over and self._problem.num_operators <= _MAX_MODEL_OPERATORS:
+        if not self.is_over:
+            self._solve_paths(share / 4)
+        if not self.is_over and self._problem.num_operators <= _MAX_MODEL_OPERATORS:
             self._solve_whole()
 
     def take_turns(self, annealing_share: float) -> None:
         """Solve windows and anneal until the time is over, or the best schedule is proven to be optimal."""
-        if self._is_over:
-            return
         from coordinator.plan.graph.latency.windows import WindowSearch  # imports CP-SAT
 
         windows = WindowSearch(self._ticked, self._num_workers)
@@ -208,8 +208,6 @@ class _Search:
             self._solve_windows(windows, now + (1.0 - annealing_share) * seconds)
             if annealing_share:
                 starts = self.anneal(starts, now + seconds)[: max(1, len(starts) // 2)]
-            if self._is_over:
-                return
             self._leave_out_idle_devices()
 
     def anneal(self, starts: Sequence[Start], deadline: float) -> list[Start]:
@@ -302,7 +300,7 @@ class _Search:
         self._bound_ticks = max(self._bound_ticks, result.bound)
 
     def _solve_windows(self, windows: WindowSearch, deadline: float) -> None:
-        while not self._is_over and self._clock() < deadline:
+        while not self.is_over and self._clock() < deadline:
             better = windows.step(self._incumbent_in_ticks, self._seconds_left)
             self._bound_ticks = max(self._bound_ticks, windows.bound)
             if better is not None:
