@@ -130,3 +130,32 @@ def in_other_unit(problem: PlacementProblem, factor: float) -> PlacementProblem:
         latency=scaled(problem.latency),
         flows=tuple(flow._replace(seconds=scaled(flow.seconds)) for flow in problem.flows),
     )
+
+
+def layered_problem(num_operators: int, fan_out: bool = False, num_devices: int = 3) -> PlacementProblem:
+    """Unequal devices. Operators read one or two of the 20 before them, or the last reads all and these the first."""
+    rng, n, ranks = np.random.default_rng(0), num_operators, range(num_devices)
+    speeds = rng.uniform(0.5, 2, num_devices)
+
+    def transfer(seconds: float) -> FloatTable:
+        return tuple(tuple(0.0 if a == b else seconds for b in ranks) for a in ranks)
+
+    targets: list[set[int]] = [set() for _ in range(n)]
+    for target in range(1, n):
+        count = int(rng.integers(1, 3))
+        sources = [0] if fan_out else rng.integers(max(0, target - 20), target, count).tolist()
+        for source in range(1, n - 1) if fan_out and target == n - 1 else sources:
+            targets[source].add(target)
+    slow, fast = transfer(0.01), transfer(0.0005)
+    return PlacementProblem(
+        name="layered",
+        operators=tuple(f"op{i}" for i in range(n)),
+        devices=tuple(f"device{k}" for k in ranks),
+        seconds=tuple(tuple(map(float, work * speeds)) for work in rng.uniform(0.001, 0.02, n)),
+        memory_bytes=(1,) * n,
+        budget_bytes=(n,) * num_devices,
+        flows=tuple(
+            Flow(i, tuple(sorted(each)), slow if i % 7 == 0 else fast) for i, each in enumerate(targets) if each
+        ),
+        latency=transfer(0.0001),
+    )

@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.plan.graph.latency.baselines import solve_baseline
 from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
-from coordinator.plan.graph.latency.search import solve_doppler, solve_moirai
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import best_schedule
+from coordinator.plan.graph.latency.search import solve_doppler, solve_moirai
 from coordinator.plan.solution import SearchOptions
 from coordinator.serve.planners.policies import usable_policy
 from hearth.errors import ModelDoesNotFit, NoPlacement

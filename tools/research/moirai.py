@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES, Baseline
-from coordinator.plan.graph.latency.search import solve_moirai
-from coordinator.plan.solution import SearchOptions
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
+from coordinator.plan.graph.latency.search import solve_moirai
+from coordinator.plan.solution import SearchOptions
 from hearth.errors import ModelDoesNotFit, NoPlacement
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.graph_files import find_files

@@ -42,8 +42,8 @@ from hearth.errors import NoPlacement
 if TYPE_CHECKING:
     from coordinator.plan.graph.latency.windows import WindowSearch
 
-# Of the time of `doppler`: as much as CP-SAT gets. Annealing gains more on tiled graphs with slow links, windows on those with
-# fast links and on large graphs.
+# Of the time of `doppler`. On tiled graphs with slow links annealing gains several times as much as windows; these get enough
+# to sweep a graph of 200 operators once in 10 seconds.
 _ANNEALING_SHARE = 0.85
 # Operators of a graph that is solved as one model, and of a segment that is not cut at near cuts. A model has a variable for
 # each edge and pair of devices; up to this size, a proof takes minutes at most.
@@ -53,7 +53,7 @@ _MAX_MODEL_OPERATORS = 60
 # best one by more.
 _LISTS_SHARE = 0.25
 _NUM_TURNS = 4  # the first is 1/15 of the time, so that no choice is made late
-_NUM_STARTS = 1 << (_NUM_TURNS - 2)  # half of them in each further turn, and one in the last two
+_NUM_STARTS = 4  # in the first two turns; each later one keeps the better half
 _UNLIMITED = 1 << 62  # moves of a run, which ends by the clock
 _IDLE_SHARE = 0.01  # of the work: a device with less is left out where that costs nothing
 _MIN_SOLVER_SECONDS = 2.0  # importing CP-SAT and building its first models take most of a shorter limit
@@ -84,6 +84,21 @@ def repaired(problem: PlacementProblem, devices: Mapping[int, int]) -> list[Star
         return [Start(contended_heft(problem, devices))]
     except NoPlacement:
         return []
+
+
+def without_idle_devices(problem: PlacementProblem, schedule: Schedule) -> Schedule:
+    """The schedule without devices that have less than 1 % of the work, where that makes it no longer."""
+    work = [min(row) for row in problem.seconds]
+    for device in range(problem.num_devices):
+        used = set(schedule.assignment)
+        share = sum(work[operator] for operator, each in enumerate(schedule.assignment) if each == device)
+        if device not in used or share >= _IDLE_SHARE * sum(work):
+            continue
+        moved = [tuple(other if each == device else each for each in schedule.assignment) for other in used - {device}]
+        found = [best_schedule(problem, each, schedule.order) for each in moved if not problem.overflow_bytes(each)]
+        best = min(found, key=lambda each: each.makespan, default=schedule)
+        schedule = best if best.makespan <= schedule.makespan else schedule
+    return schedule
 
 
 def is_short_search(options: SearchOptions) -> bool:
@@ -187,7 +202,7 @@ class _Search:
         self._offer(self.starts[0].schedule.assignment, self.starts[0].schedule.order)
 
     def use_solver(self, share: float) -> None:
-        """Raise the bound, and offer optima of small parts. A quarter of a `share` of the time goes to parts that prove nothing."""
+        """Raise the bound, and offer optima of parts: a quarter of a `share` of the time goes to parts that prove nothing."""
         if not self.is_over:
             self._bound_ticks = max(self._bound_ticks, fractional_load(self._ticked))
         if not self.is_over:  # rounding to ticks may break ties in a better way
@@ -207,7 +222,7 @@ class _Search:
             now, seconds = self._clock(), self._seconds_left / (2 ** (_NUM_TURNS - turn) - 1)
             self._solve_windows(windows, now + (1.0 - annealing_share) * seconds)
             if annealing_share:
-                starts = self.anneal(starts, now + seconds)[: max(1, len(starts) // 2)]
+                starts = self.anneal(starts, now + seconds)[: _NUM_STARTS >> turn]
             self._leave_out_idle_devices()
 
     def anneal(self, starts: Sequence[Start], deadline: float) -> list[Start]:
@@ -307,17 +322,5 @@ class _Search:
                 self._offer(better.assignment, better.order)
 
     def _leave_out_idle_devices(self) -> None:
-        """Move the operators of each device with little of the work to another one, unless the makespan gets longer."""
-        problem = self._problem
-        work = [min(row) for row in problem.seconds]
-        for device in range(problem.num_devices):
-            best = self._incumbent
-            inside = {operator for operator, each in enumerate(best.assignment) if each == device}
-            if not inside or sum(work[operator] for operator in inside) >= _IDLE_SHARE * sum(work):
-                continue
-            for other in set(best.assignment) - {device}:
-                assignment = [other if each == device else each for each in best.assignment]
-                found = best_schedule(problem, assignment, best.order)
-                if found.makespan <= self._incumbent.makespan and problem.overflow_bytes(assignment) == 0:
-                    self._best = found
-                    self._offer(assignment, best.order)  # in ticks, too
+        self._best = without_idle_devices(self._problem, self._incumbent)
+        self._offer(self._best.assignment, self._best.order)  # in ticks, too

@@ -13,8 +13,8 @@ pytest.importorskip("ortools")
 from coordinator.plan.graph import auto
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
-from coordinator.plan.graph.latency.doppler.starts import repaired
 from coordinator.plan.graph.latency.problem import placement_problem
+from coordinator.plan.graph.latency.search import repaired
 from coordinator.plan.graph.request import GraphRequest, held_devices
 from coordinator.plan.methods import Method
 from coordinator.plan.solution import Candidate, SearchOptions

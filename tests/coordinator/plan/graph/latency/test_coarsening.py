@@ -17,8 +17,9 @@ from support.schedule_checker import violations
 
 from coordinator.plan.graph.latency.coarsening import coarsen
 from coordinator.plan.graph.latency.list_scheduling import heft
-from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.schedule import best_schedule
+from coordinator.plan.graph.latency.search import solve_moirai
+from coordinator.plan.solution import SearchOptions
 from hearth.errors import BadSetting
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from tools.bench.experiment import Context, make_experiment, read_settings
@@ -117,7 +118,7 @@ def test_coarsened_plan_is_valid_on_the_original_graph(data: st.DataObject) -> N
     coarse = problem_on_devices(coarsened.spec, coarsened.group_seconds(on_each), congestion)
     ranks = st.sampled_from(range(len(SLOWDOWNS)))
     where = data.draw(st.lists(ranks, min_size=coarse.num_operators, max_size=coarse.num_operators))
-    solved = solve_moirai(coarse, 5.0, time.monotonic).assignment
+    solved = solve_moirai(coarse, SearchOptions(5.0, 0, time.monotonic)).assignment
     for known in (solved, heft(coarse), best_schedule(coarse, where, range(coarse.num_operators))):
         assert violations(coarse, known) == []
         refined = refined_schedule(fine, spec, coarsened, known)

@@ -20,17 +20,18 @@ from support.policies import random_policy
 from support.schedule_checker import violations
 from support.step_clock import StepClock
 
+from coordinator.plan.graph.latency import search
 from coordinator.plan.graph.latency.baselines import list_schedules
-from coordinator.plan.graph.latency.doppler import home_policy, learning, planner
+from coordinator.plan.graph.latency.doppler import home_policy, learning
 from coordinator.plan.graph.latency.doppler.features import problem_features
 from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy, few_samples, policy_samples
 from coordinator.plan.graph.latency.doppler.learning import BATCH
 from coordinator.plan.graph.latency.doppler.rollout import draw_noise, orders_by_start, roll_out
-from coordinator.plan.graph.latency.doppler.starts import Start
 from coordinator.plan.graph.latency.evaluator import Evaluator
 from coordinator.plan.graph.latency.list_scheduling import contended_heft
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
+from coordinator.plan.graph.latency.search import Start
 from coordinator.plan.solution import SearchOptions
 from hearth.errors import ModelDoesNotFit, NoPlacement
 
@@ -46,7 +47,7 @@ def options(time_limit_seconds: float = 0.0, seed: int = 0) -> SearchOptions:
 @settings(max_examples=8)
 @given(problems(memory=True), st.integers(0, 2))
 def test_plans_after_learning_are_never_worse_than_without(problem: PlacementProblem, seed: int) -> None:
-    with mock.patch.object(planner, "_MIN_SOLVER_SECONDS", 0.0):  # as many samples as in a longer search
+    with mock.patch.object(search, "_MIN_SOLVER_SECONDS", 0.0):  # as many samples as in a longer search
         try:
             without = HomePolicy(POLICY).solve(problem, options(seed=seed))
         except (ModelDoesNotFit, NoPlacement):  # it does not fit, or that is not decided within the limit of 0 s

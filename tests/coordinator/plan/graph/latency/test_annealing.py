@@ -19,9 +19,10 @@ from coordinator.plan.graph.latency.annealing import MoveGenerator, improve, int
 from coordinator.plan.graph.latency.evaluator import named, numbered
 from coordinator.plan.graph.latency.list_scheduling import heft
 from coordinator.plan.graph.latency.memory import MemoryLedger
-from coordinator.plan.graph.latency.moirai import solve_moirai
 from coordinator.plan.graph.latency.problem import FloatTable, Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule
+from coordinator.plan.graph.latency.search import solve_moirai
+from coordinator.plan.solution import SearchOptions
 from hearth.errors import NoPlacement
 
 
@@ -68,7 +69,7 @@ def test_result_is_valid_and_never_worse_than_its_start(problem: PlacementProble
 @given(problems(most=5, media=False))  # drawing media would change which ten problems these are
 def test_optimum_of_small_graphs_is_found(problem: PlacementProblem) -> None:
     start = start_of(problem)
-    best = solve_moirai(problem, 20, time.monotonic)
+    best = solve_moirai(problem, SearchOptions(20, 0, time.monotonic))
     assert best.proven
     found = min(improve(problem, start, Random(seed), 400, stopped).makespan for seed in range(2))
     assert found == pytest.approx(best.value)
