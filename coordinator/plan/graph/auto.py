@@ -68,13 +68,15 @@ def try_method(
     request: GraphRequest, method: Method, options: SearchOptions, policy: HomePolicy | None
 ) -> GraphCandidate:
     """Run one strategy; if nothing fits with the first estimate of memory other than weights, with the least one."""
+    deadline = options.clock() + options.time_limit_seconds
     try:
         return _fitted_candidate(request, with_reserved_bytes(request), method, options, policy)
     except (ModelDoesNotFit, NoPlacement) as error:
         if not request.cluster.measured:
             return without_plan(method.name, error)
+    left = options._replace(time_limit_seconds=max(0.0, deadline - options.clock()))
     try:
-        return _fitted_candidate(request, _with_least_reserved(request), method, options, policy)
+        return _fitted_candidate(request, _with_least_reserved(request), method, left, policy)
     except (ModelDoesNotFit, NoPlacement) as error:
         return without_plan(method.name, error)
 
@@ -84,13 +86,17 @@ def _fitted_candidate(
 ) -> GraphCandidate:
     """The plan of a strategy for the request as `searched`. If it exceeds a device's budget, reserve the excess and repeat.
 
-    Strategies budget for weights alone; activations and other memory are known only once the plan is built. Each attempt
-    has half the time of the one before, so that all of them take at most twice the time limit. Raises ModelDoesNotFit and
-    NoPlacement.
+    Strategies budget for weights alone; activations and other memory are known only once the plan is built. All attempts
+    together keep the time limit: where a device has no room for the whole graph, each but the last takes half of what is
+    left. Raises ModelDoesNotFit and NoPlacement.
     """
-    name = method.name
+    name, deadline = method.name, options.clock() + options.time_limit_seconds
+    weights = request.spec.parameter_bytes(range(request.spec.num_operators))
     for attempt in range(_MAX_ATTEMPTS):
-        limited = options._replace(time_limit_seconds=options.time_limit_seconds * 0.5**attempt)
+        is_last = attempt == _MAX_ATTEMPTS - 1 or not request.cluster.measured
+        is_roomy = all(device.room_bytes(weights) >= weights for device in searched.cluster.devices)
+        left = max(0.0, deadline - options.clock())
+        limited = options._replace(time_limit_seconds=left if is_last or is_roomy else left / 2)
         solution = place_operators(searched, method, limited, policy)
         plan = build_plan(request, solution, name)
         if reason := _why_not_sendable(request, plan):
@@ -188,6 +194,8 @@ def _plan_graph(
     else:
         raise _no_plan_error(request, candidates)
     others = [each for each in candidates if each is not chosen]
+    if not has_several_devices:
+        return with_reasons(_as_only_plan(chosen), others, request.strategy)
     return with_reasons(_with_bound(chosen, candidates), others, request.strategy)
 
 
@@ -206,6 +214,16 @@ def _is_superfluous(method: Method, strategy: str, candidates: Iterable[GraphCan
 
 def _time_limit(method: Method, strategy: str, seconds: float) -> float:
     return min(seconds, method.auto_seconds) if strategy == "auto" else seconds
+
+
+def _as_only_plan(chosen: GraphCandidate) -> GraphCandidate:
+    """The candidate of a cluster of one device: as nothing else is possible, it is optimal."""
+    solution, plan = chosen.solution, chosen.plan
+    assert solution is not None
+    assert plan is not None
+    update = {"bound_seconds": objective_seconds(plan), "proven_optimal": True}
+    plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update=update)})
+    return replace(chosen, plan=plan, solution=replace(solution, bound=solution.value, proven=True))
 
 
 def _with_bound(chosen: GraphCandidate, candidates: Iterable[GraphCandidate]) -> GraphCandidate:

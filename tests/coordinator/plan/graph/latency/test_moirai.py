@@ -91,6 +91,21 @@ def test_optimum_equals_brute_force_on_small_graphs(problem: PlacementProblem) -
     assert violations(problem, found.assignment) == []
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["receiving", "sending"])
+def test_model_excludes_transfers_that_share_a_side(reverse: bool) -> None:
+    """Two transfers of 2 s meet at device 2: they are received there, or sent from there, one after the other."""
+    far, link = 99.0, tuple(tuple(0.0 if a == b else 2.0 for b in range(3)) for a in range(3))
+    ends = ((1.0, far, far), (far, 1.0, far))
+    middle = ((far, far, 0.0),) * 2
+    problem = PlacementProblem(
+        "meeting", tuple("abcd"), ("0", "1", "2"), middle + ends if reverse else ends + middle, (0,) * 4, (0,) * 3,
+        (Flow(0, (2,), link), Flow(1, (3,), link)), ((0.0,) * 3,) * 3,
+    )  # fmt: skip
+    found = solve_placement_model(problem, SolverLimits(20), 98)
+    assert found.schedule is not None
+    assert found.bound == found.schedule.makespan == 5.0
+
+
 @given(problems(most=7))
 def test_planner_is_never_worse_than_a_baseline(problem: PlacementProblem) -> None:
     baselines = []
