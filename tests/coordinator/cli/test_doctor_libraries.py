@@ -19,50 +19,46 @@ def findings(**changes: Any) -> list[tuple[str, str, str]]:
     return [(each.status, each.what, each.do) for each in check_libraries(Libraries(**{**FINE, **changes}))]
 
 
+NUMPY_1 = "was built for NumPy 1, and NumPy 2.2.6 is installed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "says", "advice"),
+    [
+        ({"numpy": "1.26.4"}, "ok", "NumPy 1.26.4", ""),
+        ({"arrays_problem": "Numpy is not available"}, "problem", NUMPY_1, "pip install 'numpy<2'"),
+        (
+            {"onnxruntime": None, "onnxruntime_problem": "ImportError: numpy.core.multiarray failed to import"},
+            "problem", NUMPY_1, "pip install 'numpy<2'",
+        ),
+        (
+            {"torch": None, "torch_problem": "OSError: libcudnn.so.9: cannot open shared object file"},
+            "problem", "torch cannot be imported: OSError: libcudnn.so.9", "",
+        ),
+        (
+            {"gpu": "Orin"},
+            "warning", "torch computes on Orin, but onnxruntime 1.23.2 only on the CPU", "onnxruntime-gpu",
+        ),
+        (
+            {"gpu": "Orin", "onnxruntime_distributions": ("onnxruntime", "onnxruntime-gpu")},
+            "warning", "onnxruntime and onnxruntime-gpu are both installed", "",
+        ),
+    ],
+    ids=["NumPy 1", "torch for NumPy 1", "onnxruntime for NumPy 1", "import", "no GPU", "two builds"],
+)  # fmt: skip
+def test_one_finding_says_what_is_wrong_and_what_to_do(
+    changes: dict[str, Any], status: str, says: str, advice: str
+) -> None:
+    ((found, what, do),) = findings(**changes)
+    assert found == status
+    assert says in what
+    assert advice in do
+
+
 def test_libraries_that_agree_are_named_with_the_providers() -> None:
     ((status, what, do),) = findings(providers=("CUDAExecutionProvider", "CPUExecutionProvider"))
     assert (status, do) == ("ok", "")
     assert what == "torch 2.10.0, NumPy 2.2.6, onnxruntime 1.23.2 (CUDA, CPU)"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"arrays_problem": "Numpy is not available"},
-        {"onnxruntime": None, "onnxruntime_problem": "ImportError: numpy.core.multiarray failed to import"},
-    ],
-    ids=["torch", "onnxruntime"],
-)
-def test_library_built_for_numpy_1_beside_numpy_2_is_a_problem(changes: dict[str, Any]) -> None:
-    ((status, what, do),) = findings(**changes)
-    assert status == "problem"
-    assert "was built for NumPy 1, and NumPy 2.2.6 is installed" in what
-    assert "pip install 'numpy<2'" in do
-
-
-def test_numpy_1_is_no_problem() -> None:
-    ((status, what, _),) = findings(numpy="1.26.4")
-    assert status == "ok"
-    assert "NumPy 1.26.4" in what
-
-
-def test_library_that_cannot_be_imported_says_why() -> None:
-    ((status, what, _),) = findings(torch=None, torch_problem="OSError: libcudnn.so.9: cannot open shared object file")
-    assert status == "problem"
-    assert "torch cannot be imported: OSError: libcudnn.so.9" in what
-
-
-def test_onnxruntime_without_the_gpu_that_torch_uses_is_a_warning() -> None:
-    ((status, what, do),) = findings(gpu="Orin")
-    assert status == "warning"
-    assert "torch computes on Orin, but onnxruntime 1.23.2 only on the CPU" in what
-    assert "onnxruntime-gpu" in do
-
-
-def test_two_builds_of_onnxruntime_in_one_environment_are_a_warning() -> None:
-    ((status, what, _),) = findings(onnxruntime_distributions=("onnxruntime", "onnxruntime-gpu"), gpu="Orin")
-    assert status == "warning"
-    assert "onnxruntime and onnxruntime-gpu are both installed" in what
 
 
 def test_device_without_a_worker_is_fine_but_one_with_half_of_it_is_not() -> None:
