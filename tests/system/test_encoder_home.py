@@ -1,13 +1,17 @@
-"""What workers say that they send to each other, in a home of real processes, against the bytes of the plan's tasks."""
+"""A home of three devices that run an encoder: the bytes that workers count, a killed worker, a revoked device."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import permutations
-from pathlib import Path
 
+import numpy as np
 import pytest
-from support.home import home_of
+from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
 from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
@@ -20,13 +24,16 @@ from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.strategies import strategy_of_body
 from coordinator.serve.replan.drift import BASELINE_STEPS, SUSTAINED_STEPS
 from hearth.client.sync import Home
+from hearth.errors import HearthError
 from hearth.plan.plan import TransformerPlan, is_transformer_plan
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, LatencyCurve, Link
+from hearth.platform.security import HomeKey, agent_trust, load_credential, new_device_key, save_credential
 
 pytestmark = pytest.mark.processes
 
 NUM_REQUESTS = BASELINE_STEPS + SUSTAINED_STEPS  # one more, and drift on a busy machine might change the plan
 SEQ_LEN = 64
+TOKENS = list(range(5, 45))
 _WARM_UP_TOKENS = 8  # of the one step before the requests
 
 
@@ -61,10 +68,28 @@ def sent_bytes(home: Home) -> dict[Pair, int]:
     }
 
 
-def test_workers_count_the_bytes_that_the_plan_moves(profiles: MeasuredProfiles, tmp_path: Path) -> None:
-    model = save_random_model(tmp_path / "model", small_bert())
-    options = ("--strategy", "hmp", "--seq-len", str(SEQ_LEN), "--lz4", "off")
-    with home_of("abc", tmp_path / "home", model, profiles, *options) as started, started.ready() as home:
+@pytest.fixture(scope="module")
+def encoder_home(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    """Three agents, of which b has a key of its own and must be added."""
+    model = save_random_model(tmp_path_factory.mktemp("model"), small_bert(num_hidden_layers=4))
+    with TestHome(tmp_path_factory.mktemp("home"), model, profiles) as home:
+        credential = load_credential(home.key)
+        assert isinstance(credential, HomeKey)
+        device = new_device_key(credential, "b")
+        save_credential(home.folder / "b.key", device)
+        home.start_agent("a")
+        home.start_agent("b", "--key-path", str(home.folder / "b.key"))
+        home.start_agent("c")
+        options = ("--strategy", "hmp", "--seq-len", str(SEQ_LEN), "--lz4", "off", "--min-devices", "3")
+        home.start_coordinator(*options, "--devices", f"{LOOPBACK}:{home.port('b')}")
+        with home.connect() as client:
+            client.add_device("b", agent_trust(device).own.public)
+        home.ready().close()
+        yield home
+
+
+def test_workers_count_the_bytes_that_the_plan_moves(encoder_home: TestHome) -> None:
+    with encoder_home.ready() as home:
         plan = home.status().plan
         assert plan is not None
         assert is_transformer_plan(plan)
@@ -94,3 +119,43 @@ def test_workers_count_the_bytes_that_the_plan_moves(profiles: MeasuredProfiles,
             return home.models()[0].sent_bytes_per_second > 0
 
         wait_for("the traffic of the model", shown)  # the coordinator looks at the counts every 5 s
+
+
+def test_survivors_of_a_killed_worker_keep_their_processes(encoder_home: TestHome) -> None:
+    with encoder_home.ready() as home:
+        before = home.hidden_states(TOKENS)
+        wait_for("plans made ahead", lambda: home.status().redundancy.startswith("yes, any one device"), 120)
+        wait_for("chunks read ahead", lambda: "B on disk, " in home.status().redundancy, 30)
+        pids = {name: encoder_home.worker_pid(name) for name in "abc"}
+        victim = pids["b"]
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        again = home.hidden_states(TOKENS, timeout_seconds=60.0)  # waits for the next plan
+        pause = time.monotonic() - killed
+        np.testing.assert_allclose(again, before, rtol=1e-4, atol=1e-4)
+        assert devices_of_the_plan(home) == {"a", "b", "c"}  # the dead worker starts again
+        assert {name: encoder_home.worker_pid(name) for name in "ac"} == {name: pids[name] for name in "ac"}
+        history = [(round(each.seconds_ago, 2), each.phase) for each in home.status().history]
+        print(f"pause {pause:.2f} s: {history}")
+
+
+def devices_of_the_plan(home: Home) -> set[str]:
+    plan = home.status().plan
+    return {planned.name for planned in plan.devices} if plan is not None else set()
+
+
+def test_device_with_its_own_key_serves_until_it_is_revoked(encoder_home: TestHome) -> None:
+    """Must be the last test of this home."""
+    with encoder_home.ready() as client:
+        assert devices_of_the_plan(client) == {"a", "b", "c"}
+        before = client.hidden_states([1, 2, 3])
+        client.revoke_device("b")
+        after = client.hidden_states([1, 2, 3], timeout_seconds=60)
+        assert abs(before - after).max() < 1e-5
+        assert wait_for("a plan without it", lambda: devices_of_the_plan(client) == {"a", "c"}, 60)
+        (revoked,) = [each for each in client.devices().devices if each.name == "b"]
+        assert (revoked.state, revoked.reason) == ("refused", "its key was revoked")
+        client.revoke_device("b")  # a repetition has no effect
+        with pytest.raises(HearthError, match="no key of the device 'c'"):
+            client.revoke_device("c")
