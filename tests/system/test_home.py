@@ -77,11 +77,87 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(model_dir: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
-    """Two agents that serve with hmp, for tests that leave them running."""
-    with home_of("ab", tmp_path_factory.mktemp("pair"), model_dir, profiles, "--strategy", "hmp") as home:
+def sp_pair(
+    model_dir: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TestHome]:
+    """Two agents that both hold all weights; the first tests use them."""
+    with home_of("ab", tmp_path_factory.mktemp("pair"), model_dir, profiles, "--strategy", "sp") as home:
         home.ready().close()
         yield home
+
+
+def test_chunks_needed_by_two_devices_leave_the_coordinator_once(sp_pair: TestHome) -> None:
+    sizes = re.search(r"sent ([\d.]+ \w+) of weights; devices forwarded ([\d.]+ \w+)", sp_pair.log("coordinator"))
+    assert sizes is not None
+    pushed, passed = map(parse_bytes, sizes.groups())
+    with sp_pair.ready() as home:
+        plan = home.status().plan
+    assert plan is not None
+    assert isinstance(plan.body, TensorParallel)
+    if plan.body.embedding == "replicated":  # both devices need all chunks
+        assert passed == pushed
+    else:  # all but the vocabulary, which is divided
+        assert 0.1 * pushed < passed < pushed
+
+
+def test_restarted_coordinator_takes_over_the_running_workers(sp_pair: TestHome) -> None:
+    with sp_pair.ready() as home:
+        before, epoch = home.hidden_states(TOKENS), home.status().plan.epoch  # type: ignore[union-attr]
+    workers = [sp_pair.worker_pid("a"), sp_pair.worker_pid("b")]
+    sp_pair.kill("coordinator")
+    sp_pair.start_coordinator(model=False)
+    with sp_pair.ready() as home:
+        assert np.array_equal(home.hidden_states(TOKENS), before)
+        status = home.status()
+        assert status.plan is not None
+        assert status.plan.epoch == epoch
+        assert [move.phase for move in status.history] == ["adopting", "warming", "serving"]
+    assert [sp_pair.worker_pid("a"), sp_pair.worker_pid("b")] == workers
+
+
+def test_model_is_served_again_after_a_power_cut(sp_pair: TestHome) -> None:
+    names = ["a", "b", "coordinator"]
+    with sp_pair.connect() as home:
+        before = home.hidden_states(TOKENS)
+        epoch = home.status().plan.epoch  # type: ignore[union-attr]
+    chunks = _stored_chunks(sp_pair.folder)
+    workers = [sp_pair.worker_pid("a"), sp_pair.worker_pid("b")]
+    for name in names:
+        sp_pair.kill(name)
+    for pid in workers:
+        assert pid is not None
+        wait_for("the workers to die with their daemons", lambda pid=pid: not psutil.pid_exists(pid))
+    lost = sorted(chunks)[::10]  # as if the power cut had interrupted a push
+    for path in lost:
+        path.unlink()
+    random.shuffle(names)
+    for name in names:
+        if name == "coordinator":
+            sp_pair.start_coordinator(model=False)
+        else:
+            sp_pair.start_agent(name)
+    with sp_pair.ready() as home:
+        assert np.array_equal(home.hidden_states(TOKENS), before)
+        plan = home.status().plan
+        assert plan is not None
+        assert plan.epoch > epoch
+    stored = _stored_chunks(sp_pair.folder)
+    assert set(stored) == set(chunks)
+    assert {path for path in stored if stored[path] != chunks[path]} == set(lost)  # no other chunk was sent again
+
+
+def _stored_chunks(folder: Path) -> dict[Path, int]:
+    """Every chunk in the agents' stores, and its modification time."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob("*/store/??/*")}
+
+
+@pytest.fixture(scope="module")
+def pair(sp_pair: TestHome) -> TestHome:
+    """The same agents, which serve with hmp from now on, for tests that leave them running."""
+    sp_pair.stop("coordinator", 60.0)
+    sp_pair.start_coordinator("--min-devices", "2", "--strategy", "hmp")
+    sp_pair.ready().close()
+    return sp_pair
 
 
 def test_hidden_states_equal_transformers_and_repeat(pair: TestHome) -> None:
@@ -250,81 +326,6 @@ def test_state_of_an_earlier_commit_is_served_without_a_command(pair: TestHome) 
     assert plan.body.layers == tuple(deployment["plan"]["body"]["layers"])
     assert [device.name for device in plan.devices] == [device["name"] for device in deployment["plan"]["devices"]]
     assert np.abs(after - before).max() < 1e-5
-
-
-@pytest.fixture(scope="module")
-def sp_pair(
-    model_dir: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TestHome]:
-    """Two agents that both hold all weights."""
-    with home_of("ab", tmp_path_factory.mktemp("sp_pair"), model_dir, profiles, "--strategy", "sp") as home:
-        home.ready().close()
-        yield home
-
-
-def test_chunks_needed_by_two_devices_leave_the_coordinator_once(sp_pair: TestHome) -> None:
-    sizes = re.search(r"sent ([\d.]+ \w+) of weights; devices forwarded ([\d.]+ \w+)", sp_pair.log("coordinator"))
-    assert sizes is not None
-    pushed, passed = map(parse_bytes, sizes.groups())
-    with sp_pair.ready() as home:
-        plan = home.status().plan
-    assert plan is not None
-    assert isinstance(plan.body, TensorParallel)
-    if plan.body.embedding == "replicated":  # both devices need all chunks
-        assert passed == pushed
-    else:  # all but the vocabulary, which is divided
-        assert 0.1 * pushed < passed < pushed
-
-
-def test_restarted_coordinator_takes_over_the_running_workers(sp_pair: TestHome) -> None:
-    with sp_pair.ready() as home:
-        before, epoch = home.hidden_states(TOKENS), home.status().plan.epoch  # type: ignore[union-attr]
-    workers = [sp_pair.worker_pid("a"), sp_pair.worker_pid("b")]
-    sp_pair.kill("coordinator")
-    sp_pair.start_coordinator(model=False)
-    with sp_pair.ready() as home:
-        assert np.array_equal(home.hidden_states(TOKENS), before)
-        status = home.status()
-        assert status.plan is not None
-        assert status.plan.epoch == epoch
-        assert [move.phase for move in status.history] == ["adopting", "warming", "serving"]
-    assert [sp_pair.worker_pid("a"), sp_pair.worker_pid("b")] == workers
-
-
-def test_model_is_served_again_after_a_power_cut(sp_pair: TestHome) -> None:
-    names = ["a", "b", "coordinator"]
-    with sp_pair.connect() as home:
-        before = home.hidden_states(TOKENS)
-        epoch = home.status().plan.epoch  # type: ignore[union-attr]
-    chunks = _stored_chunks(sp_pair.folder)
-    workers = [sp_pair.worker_pid("a"), sp_pair.worker_pid("b")]
-    for name in names:
-        sp_pair.kill(name)
-    for pid in workers:
-        assert pid is not None
-        wait_for("the workers to die with their daemons", lambda pid=pid: not psutil.pid_exists(pid))
-    lost = sorted(chunks)[::10]  # as if the power cut had interrupted a push
-    for path in lost:
-        path.unlink()
-    random.shuffle(names)
-    for name in names:
-        if name == "coordinator":
-            sp_pair.start_coordinator(model=False)
-        else:
-            sp_pair.start_agent(name)
-    with sp_pair.ready() as home:
-        assert np.array_equal(home.hidden_states(TOKENS), before)
-        plan = home.status().plan
-        assert plan is not None
-        assert plan.epoch > epoch
-    stored = _stored_chunks(sp_pair.folder)
-    assert set(stored) == set(chunks)
-    assert {path for path in stored if stored[path] != chunks[path]} == set(lost)  # no other chunk was sent again
-
-
-def _stored_chunks(folder: Path) -> dict[Path, int]:
-    """Every chunk in the agents' stores, and its modification time."""
-    return {path: path.stat().st_mtime_ns for path in folder.glob("*/store/??/*")}
 
 
 def test_idle_daemon_uses_little_memory(pair: TestHome) -> None:
