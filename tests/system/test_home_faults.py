@@ -1,9 +1,12 @@
-"""Homes of real processes that lose a worker or a device, and homes with a small memory, a full disk or no multicast."""
+"""Homes of real processes that stop, or lose a worker or a device, and those with limits: queue, memory, disk, multicast."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.home import LOOPBACK, TestHome, home_of
-from support.models import save_random_model, small_bert
+from support.models import save_random_model, small_bert, small_decoder
 from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from hearth.client.sync import Home, connect
-from hearth.errors import ModelDoesNotFit
+from hearth.errors import ModelDoesNotFit, QueueFull
 
 pytestmark = pytest.mark.processes
 
@@ -47,6 +50,68 @@ def slow_home(
     """For tests that begin with those that need the fewest devices."""
     with TestHome(tmp_path_factory.mktemp("slow_home"), slow_model_dir, profiles) as running_home:
         yield running_home
+
+
+@pytest.fixture(scope="module")
+def queue_of_two(slow_home: TestHome) -> TestHome:
+    """One device, and a queue of two requests."""
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("HEARTH_COORDINATOR_QUEUE_LIMIT", "2")
+        slow_home.start_agent("a")
+        slow_home.start_coordinator("--strategy", "local")
+        slow_home.ready().close()
+    return slow_home
+
+
+def test_status_shows_the_phase_and_its_history(queue_of_two: TestHome) -> None:
+    with queue_of_two.connect() as home:
+        status = home.status()
+    assert status.phase == "serving"
+    assert [move.phase for move in status.history][-4:] == ["pushing", "loading", "warming", "serving"]
+    command = [str(Path(sys.executable).parent / "hearth"), "status", "--key", str(queue_of_two.key)]
+    command += ["--address", f"{LOOPBACK}:{queue_of_two.port('coordinator')}"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "History" in shown
+    assert "warm-up request completed" in shown
+    told = json.loads(subprocess.run([*command, "--json"], capture_output=True, timeout=60, check=True).stdout)
+    assert told["phase"] == "serving"
+
+
+def test_full_queue_rejects_and_serves_queued_requests(queue_of_two: TestHome) -> None:
+    with queue_of_two.connect() as home, ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(home.hidden_states, [7] * 512) for _ in range(8)]
+        outcomes = [future.exception() or future.result().shape for future in asked]
+    refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
+    assert refused
+    assert refused[0].limit == 2
+    assert [outcome for outcome in outcomes if not isinstance(outcome, QueueFull)] == [(512, 512)] * (8 - len(refused))
+
+
+def test_planned_stop_and_restart_lose_no_request(queue_of_two: TestHome) -> None:
+    """The last test of the home with this queue: it ends the coordinator."""
+    port = queue_of_two.port("coordinator")
+    with queue_of_two.connect() as home:
+        expected = home.hidden_states([7] * 512)
+        answers: list[np.ndarray] = []
+        ended = threading.Event()
+
+        def ask() -> None:
+            while not ended.is_set():
+                answers.append(home.hidden_states([7] * 512, timeout_seconds=120.0))
+
+        with ThreadPoolExecutor(1) as executor:
+            asking = executor.submit(ask)
+            wait_for("a request to be served", lambda: len(answers) > 1)
+            os.kill(queue_of_two.pid("coordinator"), signal.SIGTERM)
+            assert queue_of_two.wait("coordinator", 60.0) == 0
+            before = len(answers)
+            queue_of_two.start_coordinator("--strategy", "local", "--port", str(port))
+            wait_for("requests to be served again", lambda: len(answers) > before or asking.done())
+            ended.set()
+            asking.result()
+    assert all(np.array_equal(answer, expected) for answer in answers)
+    assert "stopping: running requests finish, new ones are refused" in queue_of_two.log("coordinator")
+    queue_of_two.stop("coordinator", 60.0)
 
 
 def test_lost_device_loses_no_request(slow_home: TestHome) -> None:
@@ -106,6 +171,19 @@ def _harm_in_mid_request(home: Home, harm: Callable[[], object]) -> None:
             ended.set()
         asking.result()
     assert home.status().failed_requests == 0
+
+
+def test_contradictory_settings_end_serve_with_status_2(profiles: MeasuredProfiles, tmp_path: Path) -> None:
+    """Retrying would not help; systemd does not restart the service at this status."""
+    model = save_random_model(tmp_path / "model", small_decoder("llama"), generates=True)
+    with TestHome(tmp_path, model, profiles) as running_home:
+        running_home.start_coordinator("--strategy", "sp", "--context", "64", "--seq-len", "16", "--min-devices", "1")
+        # It waits for devices.
+        wait_for("a first attempt", lambda: "trying again: No device" in running_home.log("coordinator"))
+        running_home.start_agent("a")
+        running_home.start_agent("b")
+        assert running_home.wait("coordinator", 120.0) == 2
+        assert "error: The setting --strategy cannot be used: sp needs a context" in running_home.log("coordinator")
 
 
 def test_missing_bytes_are_reported_if_the_model_does_not_fit(
