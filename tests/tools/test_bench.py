@@ -543,7 +543,7 @@ def test_all_strategies_run_with_equal_outputs(files: Path) -> None:
         assert (each.bound_seconds is not None) == (each.bound_share is not None) == distributed
     sent = {each.wire: each.sent_bytes for each in rows if each.strategy == "hmp" and each.encrypt}
     assert sent["int8"] < sent["fp16"] < sent["exact"]
-    assert saved.tables[0].title == "test-bench, 2 devices, tiny 2 layers, 48 tokens, 100 Mbit/s"
+    assert "test-bench, 2 devices, tiny 2 layers, 48 tokens, 100 Mbit/s" in said
     assert list((files / "tmp").glob("hearth-*")) == []
 
 
