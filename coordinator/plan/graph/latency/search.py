@@ -55,6 +55,7 @@ _LISTS_SHARE = 0.25
 _NUM_TURNS = 4  # the first is 1/15 of the time, so that no choice is made late
 _NUM_STARTS = 4  # in the first two turns; each later one keeps the better half
 _UNLIMITED = 1 << 62  # moves of a run, which ends by the clock
+_PRICES_OF_A_STEP = 1.5  # in those of an offer: annealing prices its result once, an offer exactly and in ticks
 _IDLE_SHARE = 0.01  # of the work: a device with less is left out where that costs nothing
 _MIN_SOLVER_SECONDS = 2.0  # importing CP-SAT and building its first models take most of a shorter limit
 
@@ -157,6 +158,7 @@ class _Search:
         self._best: Schedule | None = None  # with exact times
         self._best_ticked: Schedule | None = None
         self._bound_ticks = relaxed_makespan(self._ticked)
+        self._pricing_seconds = 0.0  # of the result of a step: a second and more for thousands of operators
         self._num_workers, self._random = num_workers, Random(options.seed)
 
     @property
@@ -171,7 +173,8 @@ class _Search:
 
     @property
     def _seconds_left(self) -> float:
-        return max(0.0, self.deadline - self._clock())
+        """Seconds for the next step; the price of its result takes the rest."""
+        return max(0.0, self.deadline - self._pricing_seconds - self._clock())
 
     @property
     def _is_proven(self) -> bool:
@@ -179,7 +182,7 @@ class _Search:
 
     @property
     def is_over(self) -> bool:
-        return self._is_proven or self._clock() >= self.deadline
+        return self._is_proven or self._seconds_left <= 0.0
 
     def solution(self) -> Solution[Schedule]:
         self._leave_out_idle_devices()
@@ -233,9 +236,10 @@ class _Search:
         makespans: list[float] = []
         for index in range(len(starts) + 1):
             now = self._clock()
-            if self._is_proven or now >= deadline:
+            left = min(deadline - now, self._seconds_left)
+            if self._is_proven or left <= 0.0:
                 break
-            end = now + (deadline - now) / (len(starts) + 1 - index)
+            end = now + left / (len(starts) + 1 - index)
             schedule, probabilities = starts[index] if index < len(starts) else Start(self._incumbent)
             found = improve(self._problem, schedule, self._random, _UNLIMITED, self._clock, end, probabilities)
             self._offer(found.assignment, found.order)
@@ -249,12 +253,13 @@ class _Search:
         """Keep the schedule if it is the best so far; none that exceeds the memory."""
         if self._problem.overflow_bytes(assignment) > 0:
             return
-        items = list(order)
+        began, items = self._clock(), list(order)
         exact, ticked = (best_schedule(each, assignment, items) for each in (self._problem, self._ticked))
         if self._best is None or exact.makespan < self._best.makespan:
             self._best = exact
         if self._best_ticked is None or ticked.makespan < self._best_ticked.makespan:
             self._best_ticked = ticked
+        self._pricing_seconds = max(self._pricing_seconds, _PRICES_OF_A_STEP * (self._clock() - began))
 
     def _solve_paths(self, near_cut_share: float) -> None:
         """Find the shortest path over the segments between cut vertices: the optimum, if memory does not bind.
@@ -295,7 +300,7 @@ class _Search:
             return
         ranks = ranks_from_schedule(self._ticked, part.starts, part.makespan)
         for scheduler in (contended_heft, partial(contended_heft, ranks=ranks), heft):
-            if self._clock() >= self.deadline:
+            if self._seconds_left <= 0.0:
                 return
             try:
                 found = scheduler(self._ticked, part.assignment)
@@ -322,5 +327,7 @@ class _Search:
                 self._offer(better.assignment, better.order)
 
     def _leave_out_idle_devices(self) -> None:
-        self._best = without_idle_devices(self._problem, self._incumbent)
-        self._offer(self._best.assignment, self._best.order)  # in ticks, too
+        found = without_idle_devices(self._problem, self._incumbent)
+        if found is not self._best:
+            self._best = found
+            self._offer(found.assignment, found.order)  # in ticks, too

@@ -290,6 +290,16 @@ def test_requested_strategy_is_used(strategy: str) -> None:
     assert set(chosen.solution.assignment.devices) <= {0, 1}
 
 
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_plan_of_one_device_is_proven(objective: Any) -> None:
+    spec = chain(1, [100, 100])
+    chosen = plan_graph(GraphRequest(spec, cluster_of(spec, [0.5], 1e9), objective=objective), time.monotonic).chosen
+    assert chosen.plan is not None
+    assert chosen.solution is not None
+    assert (chosen.solution.bound, chosen.solution.proven) == (4.0, True)
+    assert (chosen.plan.predicted.bound_seconds, chosen.plan.predicted.proven_optimal) == (4.0, True)
+
+
 def test_missing_bytes_are_reported_if_the_model_does_not_fit() -> None:
     spec = chain(1, [1, 1, 1], weights=[100, 100, 100])
     with pytest.raises(ModelDoesNotFit) as error:
