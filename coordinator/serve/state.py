@@ -327,6 +327,6 @@ def address_of_running(state_dir: Path) -> str | None:
     except FolderInUse:
         with suppress(OSError):
             return (state_dir / _ADDRESS).read_text().strip() or None
-    except OSError:  # not readable for this user: whoever serves there says so
+    except OSError:  # not readable for this user: the coordinator that serves there says so
         pass
     return None

@@ -6,9 +6,11 @@ With several deployments, also the memory: those that are pinned have others mak
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
 from coordinator.plan.limits import limit_violation, unknown_names
 from coordinator.serve.goal import allowed_devices
@@ -21,7 +23,9 @@ from coordinator.serve.state import Goal
 from hearth.errors import BadPlan, HearthError, MemoryTaken, ModelDoesNotFit, NoDevices
 from hearth.plan.plan import Plan, plan_hash
 from hearth.platform.asyncio_tools import loop_time
-from hearth.wire.messages import SegmentParts, ShardParts
+from hearth.wire.messages import ChunksMissing, FindMissing, SegmentParts, ShardParts, WorkerLibrary
+
+log = logging.getLogger(__name__)
 
 # Wait for all devices of a saved plan after a restart, and for the first device: long enough for mDNS discovery and for
 # agents that start at the same time; then the coordinator plans with the devices that are there.
@@ -32,6 +36,7 @@ _POLL_SECONDS = 0.02  # interval of looking for them, or at others: short agains
 # For deployments that are not pinned to end their workers, and for those that are pinned to plan first. A deadline only:
 # workers end within a second or two, and plans are made in seconds.
 MAKE_ROOM_SECONDS = 30.0
+_PREPARE_SECONDS = 3.0  # timeout of the request to prepare a worker, which an agent answers at once
 _MAX_PLAN_ATTEMPTS = 3  # while other deployments are planned at the same time, and take the memory first
 
 
@@ -225,3 +230,27 @@ class BringUp:
             self._services.report(f"that plan is not used: {error.explanation()}")
             return False
         return True
+
+
+def one_of_each_machine(devices: Sequence[Device]) -> list[Device]:
+    """The first device of each machine, on which `warm_workers` pays before there is a plan.
+
+    More of them on one machine would take its cores from the one that the plan uses.
+    """
+    return list({device.host_id: device for device in reversed(devices)}.values())
+
+
+async def warm_workers(fleet: Fleet, device_ids: Iterable[str], library: WorkerLibrary) -> None:
+    """Ask these devices to start the process from which they fork workers, so that loading a plan waits for no import.
+
+    A device that does not answer starts its worker from scratch.
+    """
+
+    async def ask(device_id: str) -> None:
+        request = FindMissing(holder=fleet.holder, hashes=(), prepare_worker=library)
+        try:
+            await fleet.ask(device_id, request, ChunksMissing, timeout_seconds=_PREPARE_SECONDS)
+        except HearthError as error:
+            log.info("no worker process was prepared: %s", error.explanation())
+
+    await asyncio.gather(*map(ask, device_ids))

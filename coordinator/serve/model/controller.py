@@ -10,7 +10,6 @@ from typing import Any
 
 from coordinator.deploy.deployment import Deployment, loss_error
 from coordinator.deploy.graph import GraphDeployment
-from coordinator.deploy.warm_workers import one_of_each_machine, warm_workers
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from coordinator.serve.goal import TransformerModel
@@ -18,7 +17,7 @@ from coordinator.serve.kinds.graph import GraphKind
 from coordinator.serve.kinds.kind import ModelKind, SharedServices
 from coordinator.serve.kinds.transformer import TransformerKind
 from coordinator.serve.model import lifecycle as cycle
-from coordinator.serve.model.bring_up import MAKE_ROOM_SECONDS, BringUp, Neighbour
+from coordinator.serve.model.bring_up import MAKE_ROOM_SECONDS, BringUp, Neighbour, one_of_each_machine, warm_workers
 from coordinator.serve.model.idle import KeepAlive
 from coordinator.serve.model.lifecycle_text import describe_cause, describe_state, history_entries, lifecycle_events
 from coordinator.serve.recovery.late_links import LateLinks

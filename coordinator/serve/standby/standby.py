@@ -227,7 +227,7 @@ class Standby:
     async def _copy_state(self, client: RpcClient) -> None:
         """Copy the leader's state as it changes, until the connection is lost or the leader leaves.
 
-        Also ends some time after a part could not be stored: the leader sends everything again to a standby that follows anew.
+        Also ends some time after a part could not be stored: the leader sends everything again to a standby that follows again.
         """
         replica = Replica(self._settings.state_dir)
         request = wire.Follow(

@@ -718,7 +718,7 @@ def test_worker_that_died_starts_again_in_the_same_plan_and_the_second_one_is_le
 ) -> None:
     async def main() -> None:
         async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
-            plan, ahead = home.plan, home.controller._preparer.preparation
+            plan, losses = home.plan, home.controller.losses
             victim = plan.devices[-1].name
             case.fleet.failures = [WorkerDied(device=victim, reason="killed")]
             await case.ask(home)
@@ -727,7 +727,7 @@ def test_worker_that_died_starts_again_in_the_same_plan_and_the_second_one_is_le
             assert home.plan == plan.with_epoch(plan.epoch + 1)
             assert home.count_lines("the same plan is loaded again") == 1
             assert home.controller.redundancy.startswith("yes, any one device")  # at once
-            assert home.controller._preparer.preparation is ahead
+            assert home.controller.losses == losses
             case.fleet.failures = [WorkerDied(device=victim, reason="killed")]
             await case.ask(home)
             await home.until(lambda: home.ready)

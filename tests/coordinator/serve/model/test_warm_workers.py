@@ -9,8 +9,8 @@ import pytest
 from support.devices import ready_device
 from support.fleets import TransformerFleet
 
-from coordinator.deploy.warm_workers import one_of_each_machine, warm_workers
 from coordinator.devices.registry import Device
+from coordinator.serve.model.bring_up import one_of_each_machine, warm_workers
 from hearth.wire.messages import FindMissing
 
 
