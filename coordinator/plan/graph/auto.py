@@ -187,7 +187,7 @@ def _plan_graph(
                 limit = _time_limit(each, request.strategy, request.time_limit_seconds)
                 if request.recovering and each.recovers:
                     limit = min(limit, _RECOVERY_SECONDS)
-                candidates.append(try_method(request, each, SearchOptions(limit, request.seed, clock), policy))
+                candidates.append(try_method(request, each, SearchOptions(limit, 0, clock), policy))
         chosen = choose_candidate(candidates, is_eligible, _TIE_TOLERANCE)
         if chosen is not None:
             break

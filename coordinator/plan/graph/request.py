@@ -29,7 +29,6 @@ class GraphRequest:
     strategy: str = "auto"
     congestion: bool = True
     time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS
-    seed: int = 0
     wire: WireFormat = field(default_factory=WireFormat)
     model_hash: str = ""
     tiles: tuple[CutOperator, ...] = ()  # that `spec` has; the plan says so, so that they can be made again
