@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field, field_validator
 from agent.daemon.spawner import SpareMode
 from hearth.platform.discovery import AGENT_PORT
 from hearth.platform.security import default_key_path
-from hearth.platform.settings import read_settings
 from hearth.platform.units import parse_bytes
+from hearth.validation import read_settings
 
 PREFIX = "HEARTH_AGENT_"
 LINK_PORT = AGENT_PORT + 1  # next to the control port, so that a firewall rule can name one range

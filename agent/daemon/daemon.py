@@ -39,9 +39,9 @@ from hearth.errors import (
     StoreFailed,
 )
 from hearth.plan.plan import plan_hash
-from hearth.platform.allocator import give_back_freed_buffers
 from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time
 from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk, read_seconds
+from hearth.platform.machine import give_back_freed_buffers
 from hearth.protocol import CLOSED_LEASE_SECONDS, LEASE_CHECK_SECONDS, PROTOCOL_VERSION, WATCH_SECONDS
 from hearth.transport.base import Buffer
 from hearth.wire import messages as wire

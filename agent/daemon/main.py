@@ -21,13 +21,12 @@ from agent.daemon.links import LinkServer
 from agent.daemon.store import ShardStore
 from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadKey, HearthError
-from hearth.platform.allocator import share_one_arena
 from hearth.platform.asyncio_tools import cancel_all, supervised
 from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import AGENT_SERVICE, advertised
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.loop_gatekeeper import LoopGatekeeper
-from hearth.platform.machine import raise_file_limit
+from hearth.platform.machine import raise_file_limit, share_one_arena
 from hearth.platform.network import choose_address, current_address
 from hearth.platform.notify import Notifier
 from hearth.platform.security import DeviceKey, HomeKey, agent_trust, load_credential

@@ -6,7 +6,7 @@ import logging
 import sys
 
 from coordinator.http.settings import HttpSettings
-from hearth.platform.allocator import unmap_freed_buffers
+from hearth.platform.machine import unmap_freed_buffers
 
 
 def main() -> int:

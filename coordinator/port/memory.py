@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hearth.platform.allocator import give_back_freed_buffers
 from hearth.platform.connections import end_connection, received_bytes
+from hearth.platform.machine import give_back_freed_buffers
 
 # Interval of looks at the memory; the loop turns at least every 0.5 s. A fast network brings 0.1 GB in 0.1 s.
 _LOOK_SECONDS = 0.1

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from hearth.client.connection import COORDINATOR_PORT
-from hearth.platform.settings import read_settings
+from hearth.validation import read_settings
 
 ENVIRONMENT_PREFIX = "HEARTH_COORDINATOR_"
 

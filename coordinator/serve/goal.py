@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from coordinator.models.checkpoint.families import read_spec
-from coordinator.models.checkpoint.sentence import read_pooling
+from coordinator.models.checkpoint.families import read_pooling, read_spec
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.request import GraphRequest

@@ -18,12 +18,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from torch import Tensor
 
-from agent.worker.transformer.filled_weights import filled_layer
 from agent.worker.transformer.kernel_times import layer_shapes, measure_kernels
 from agent.worker.transformer.kernels.base import Partition, multiplies_bfloat16
 from agent.worker.transformer.kernels.int4 import dequantise_int4, quantise_int4
 from agent.worker.transformer.kernels.int8 import quantise_int8
 from agent.worker.transformer.matrices import Matrix, empty_matrix
+from agent.worker.transformer.shard import filled_layer
 from hearth.plan.kernels import KERNEL_ROWS, KernelChoice, KernelTime, choose_kernels
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from tools.bench.experiment import Context, Experiment, Named

@@ -43,8 +43,8 @@ from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan, draft_plan, plan_from_json
-from hearth.platform.allocator import keep_freed_buffers
 from hearth.platform.curve import new_keypair
+from hearth.platform.machine import keep_freed_buffers
 from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import wire_layout

@@ -92,7 +92,7 @@ class Partition(Experiment):
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(PartitionRow)
     # `graphs`: a folder of Keras models exported as JSON, one file a model: {"name", "nodes": [{"id", "op", "name",
-    # "out_bytes", "param_bytes", "flops"}], "edges"}, as coordinator/models/onnx/json_reader.py reads it. It is not in
+    # "out_bytes", "param_bytes", "flops"}], "edges"}, as coordinator/models/graph_file.py reads it. It is not in
     # this repository: export the models of keras.applications, or name a folder of other graphs with --set graphs=DIR.
     PAGE = "partition"
     NAMED: ClassVar[Named] = {

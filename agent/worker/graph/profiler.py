@@ -42,8 +42,8 @@ from agent.worker.graph.sessions import (
 from agent.worker.onnx_runtime import load_cuda, ort
 from agent.worker.profiling import Meter, measure_wire_cost, serve_one
 from hearth.errors import BadPlan, StoreFull
-from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
 from hearth.platform.child_main import die_with_parent
+from hearth.platform.machine import give_back_freed_buffers, keep_freed_buffers
 from hearth.wire.codec import NUMPY_CASTS, Array
 from hearth.wire.messages import ComputeDevice, GraphProfile, Kernel, StartProfile
 

@@ -19,7 +19,7 @@ from agent.worker.server import SendAnswer
 from hearth.errors import BadRequest
 from hearth.plan.graph import weights_stay_in_place
 from hearth.plan.plan import is_graph_plan
-from hearth.platform.allocator import keep_freed_buffers
+from hearth.platform.machine import keep_freed_buffers
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Codec
 from hearth.wire.messages import (

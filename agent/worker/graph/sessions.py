@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from agent.worker.graph.weight_files import WeightFiles, chunk_path
 from agent.worker.onnx_runtime import load_cuda, ort
 from hearth.errors import BadPlan, BadRequest, StepFailed
-from hearth.platform.allocator import give_back_freed_buffers
+from hearth.platform.machine import give_back_freed_buffers
 from hearth.wire.framing import MAX_DIMS
 from hearth.wire.messages import ArrayChunks, ComputeDevice, SegmentFiles
 

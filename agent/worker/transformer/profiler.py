@@ -18,13 +18,11 @@ from torch import Tensor
 
 from agent.worker.profiling import Meter, measure_wire_cost, serve_one
 from agent.worker.transformer import blocks
-from agent.worker.transformer.comm.casts import TorchCasts
-from agent.worker.transformer.comm.staging import make_staging
-from agent.worker.transformer.filled_weights import filled_layer, filled_matrix, neutral_embedding, without_matrices
+from agent.worker.transformer.comm.staging import TorchCasts, make_staging
 from agent.worker.transformer.generation.block_pool import num_blocks_for
 from agent.worker.transformer.kernel_times import layer_bytes, measure_kernels, synchroniser
 from agent.worker.transformer.paged_cache import PagedRows, SequenceCache
-from agent.worker.transformer.shard import LayerShard
+from agent.worker.transformer.shard import LayerShard, filled_layer, filled_matrix, neutral_embedding, without_matrices
 from hearth.errors import BadRequest
 from hearth.plan.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
 from hearth.plan.kept_caches import CacheBlock
@@ -32,7 +30,7 @@ from hearth.plan.kernels import KernelChoice, choose_kernels
 from hearth.plan.layer import layer_matrices
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspicious_point
-from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
+from hearth.platform.machine import give_back_freed_buffers, keep_freed_buffers
 from hearth.wire.messages import BlocksOf, ComputeDevice, NewSequence, Sampling, StartProfile
 
 _MEASURED_FRACTIONS = (

@@ -31,7 +31,7 @@ from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.grammars import Grammars, Vocabulary
 from hearth.plan.kept_caches import reserved_bytes
 from hearth.plan.plan import DRAFT_RANK, TransformerPlan, draft_plan, is_transformer_plan
-from hearth.platform.allocator import give_back_freed_buffers, keep_freed_buffers
+from hearth.platform.machine import give_back_freed_buffers, keep_freed_buffers
 from hearth.transport.sockets import SocketTransport
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays

@@ -1,4 +1,4 @@
-"""The weights of one rank: what it holds of each layer, and its allocation.
+"""The weights of one rank: what it holds of each layer, its allocation, and any weights for measurements.
 
 Shapes: H hidden size, d head_dim, a heads of this rank (whole KV groups), w = a * d, q = qkv_width(a), c MLP columns of this
 rank, V vocabulary rows of this rank, P positions.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from agent.worker.transformer.matrices import Matrix, empty_matrix
 from hearth.plan.geometry import Span
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.layer import ChunkKind, layer_matrices, layer_tensors
-from hearth.plan.model_spec import ModelSpec
+from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.transformer import LayerShare
 
 
@@ -203,3 +203,53 @@ def _weights_in(part: object) -> Iterator[Matrix | tuple[Tensor]]:
     elif isinstance(part, LayerShard | EmbeddingShard | Shard | Norm):
         for name in part.__dataclass_fields__:
             yield from _weights_in(getattr(part, name))
+
+
+def filled_layer(spec: ModelSpec, device: torch.device, kernels: Sequence[KernelChoice] = ()) -> LayerShard:
+    """A whole layer with constant matrices, norm weights of 1 and zeros in all other tensors.
+
+    For measurements: the values do not affect the time of a product.
+    """
+    heads = Span(0, spec.num_heads)
+    layer = empty_layer(
+        spec, LayerLayout(LayerShare(heads, heads, Span(0, spec.ffn_size), True), (heads,)), device, kernels
+    )
+    for matrix in layer.matrices.values():
+        matrix.fill()
+    for bias in layer.biases.values():
+        bias.zero_()
+    for norm in layer.norms.values():
+        _make_neutral(norm)
+    return layer
+
+
+def filled_matrix(
+    num_outputs: int, num_inputs: int, device: torch.device, weights: WeightFormat, kernels: Sequence[KernelChoice]
+) -> Matrix:
+    """A constant matrix that is used as a whole."""
+    whole = Partition(0, (0, num_outputs))
+    matrix = empty_matrix(num_outputs, num_inputs, weights, device, whole, kernels)
+    matrix.fill()
+    return matrix
+
+
+def neutral_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:
+    """An embedding without vocabulary, norm weights of 1 and zeros in all other tensors."""
+    embedding = empty_embedding(spec, EmbeddingLayout(Span(0, 0), Span(0, 0), with_norm_and_positions=True), device)
+    for tensor in (embedding.position, embedding.token_type):
+        if tensor is not None:
+            tensor.zero_()
+    _make_neutral(embedding.norm)
+    return embedding
+
+
+def _make_neutral(norm: Norm) -> None:
+    """Set the norm's weight to 1 and its bias to 0."""
+    norm.weight.fill_(1.0)
+    if norm.bias is not None:
+        norm.bias.zero_()
+
+
+def without_matrices(layer: LayerShard, device: torch.device) -> LayerShard:
+    """A copy of the layer with empty matrices; each measurement brings its own."""
+    return replace(layer, matrices=dict.fromkeys(layer.matrices, empty_matrix(0, 0, "float32", device)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -387,3 +387,16 @@ def model_name(model_dir: Path, config: Mapping[str, Any]) -> str:
     """The name shown to users: the last part of the name under which it was published, or else its directory's name."""
     published = str(config.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
     return (published or model_dir.resolve().name)[:256]
+
+
+def read_pooling(model_dir: Path) -> Literal["mean"]:
+    """`mean`, if the model asks for it or has no pooling configuration. Raises UnsupportedArchitecture otherwise."""
+    path = model_dir / "1_Pooling" / "config.json"
+    if path.exists():
+        config = read_json_object(path)
+        other = [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
+        if other != ["pooling_mode_mean_tokens"]:
+            raise UnsupportedArchitecture(
+                architecture=f"pooling by {', '.join(other) or 'nothing'}", supported="pooling_mode_mean_tokens"
+            )
+    return "mean"

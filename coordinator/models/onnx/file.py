@@ -3,7 +3,7 @@
 An ONNX file is one protobuf message that contains the weights, so parsing it loads all of them. This module first scans the
 message (the format is simple: field number, wire type, length) and replaces every tensor above `INLINE_BYTES` by a
 reference to its place in the file; protobuf parses the result. Tensors in separate files ("external data") are references
-already; small ones are read and inlined.
+already; small ones are read and inlined. A reference can be to a region of a weight, as the tiles of an operator need it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import mmap
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
+import numpy as np
 from google.protobuf.message import DecodeError, Message
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from coordinator.models.onnx.nodes import bodies
-from coordinator.models.onnx.weight_slices import read_slice, source_of
 from hearth.errors import BadModelFile
 
 # Larger weights stay in the file and are sent to devices as separate chunks; smaller ones are sent within the segment. Large
@@ -27,6 +28,7 @@ from hearth.errors import BadModelFile
 INLINE_BYTES = 16 << 10
 # Keys of our references, among the entries of a tensor's external data.
 _RAW, _MESSAGE = "hearth.raw", "hearth.message"
+_SLICE = "hearth.slice"
 _HASH_BLOCK_BYTES = 4 << 20  # read at a time: few calls, without holding the file in memory
 
 # Where tensors occur in the message: by message type, the fields to follow and the type of each (onnx.proto).
@@ -290,3 +292,45 @@ def _varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
+
+
+Region = tuple[tuple[int, int], ...]
+
+
+class Source(NamedTuple):
+    """A weight that stays in the file, and the region of it that is taken: a range per axis."""
+
+    tensor: TensorProto
+    region: Region
+
+
+def slice_reference(tensor: TensorProto, region: Region, name: str) -> TensorProto:
+    """A reference to a region of a weight that is a reference itself; nothing is read."""
+    ranges = ",".join(f"{start}-{stop}" for start, stop in region)
+    sizes = ",".join(map(str, tensor.dims))
+    reference = TensorProto(name=name, data_type=tensor.data_type, data_location=TensorProto.EXTERNAL)
+    reference.dims.extend(stop - start for start, stop in region)
+    reference.external_data.extend(tensor.external_data)
+    reference.external_data.add(key=_SLICE, value=f"{sizes}:{ranges}")
+    return reference
+
+
+def source_of(tensor: TensorProto) -> Source | None:
+    """The weight of which `tensor` is a region; None if it is a whole weight."""
+    entry = next((each for each in tensor.external_data if each.key == _SLICE), None)
+    if entry is None:
+        return None
+    sizes, _, ranges = entry.value.partition(":")
+    source = TensorProto(name=tensor.name, data_type=tensor.data_type, data_location=TensorProto.EXTERNAL)
+    source.dims.extend(map(int, sizes.split(",")))
+    source.external_data.extend(each for each in tensor.external_data if each.key != _SLICE)
+    region = tuple((int(start), int(stop)) for start, stop in (each.split("-") for each in ranges.split(",")))
+    return Source(source, region)
+
+
+def read_slice(data: memoryview, source: Source) -> memoryview:
+    """The bytes of the region from those of the whole weight: a view if they are consecutive, else a copy of the region."""
+    item_bytes = helper.tensor_dtype_to_np_dtype(source.tensor.data_type).itemsize
+    elements = np.frombuffer(data, np.dtype((np.void, item_bytes))).reshape(tuple(source.tensor.dims))
+    region = elements[tuple(slice(start, stop) for start, stop in source.region)]
+    return np.ascontiguousarray(region).reshape(-1).view(np.uint8).data

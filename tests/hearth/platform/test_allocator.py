@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), rea
 # Prints how much of a large buffer is mapped on its own, after a buffer of this size was freed.
 _SCRIPT = """
 import ctypes, sys
-from hearth.platform import allocator
+from hearth.platform import machine
 
 class Info(ctypes.Structure):
     _fields_ = [(f"field{number}", ctypes.c_size_t) for number in range(10)]
@@ -21,7 +21,7 @@ class Info(ctypes.Structure):
 mallinfo2 = ctypes.CDLL(None).mallinfo2
 mallinfo2.restype = Info
 if sys.argv[1]:
-    getattr(allocator, sys.argv[1])()
+    getattr(machine, sys.argv[1])()
 first = bytearray(200 << 10)
 del first
 before = mallinfo2().field4

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from agent.worker.data_plane import DataPlane
 from agent.worker.tracing import Recorder, TransferEvent
-from agent.worker.transformer.comm.casts import TorchCasts
 from agent.worker.transformer.comm.small_tiles import Broadcast, SmallTiles
+from agent.worker.transformer.comm.staging import TorchCasts
 from hearth.errors import BadMessage, HearthError, StepFailed
 from hearth.plan.common import EXACT, ValueFormatName
 from hearth.plan.phases import Phase, Route, forward_target

@@ -39,7 +39,7 @@ from hearth.plan.kept_caches import cached_block
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import KV_BLOCK_TOKENS
-from hearth.platform.allocator import give_back_freed_buffers
+from hearth.platform.machine import give_back_freed_buffers
 from hearth.wire.messages import (
     MAX_KEPT_BLOCKS,
     AdoptedPrefixes,

@@ -16,10 +16,9 @@ from onnx import NodeProto, helper
 
 from coordinator.models.onnx.contrib import TensorType
 from coordinator.models.onnx.flops import flops_of
-from coordinator.models.onnx.nodes import unique_name, used_tensors
+from coordinator.models.onnx.nodes import attributes_of, unique_name, used_tensors
 from coordinator.models.onnx.reader import OnnxModel, graph_spec
 from coordinator.models.onnx.shapes import ResolvedGraph
-from coordinator.models.onnx.tiling.nodes import tile_node
 from coordinator.models.onnx.tiling.rules import index_space
 from coordinator.models.onnx.tiling.space import (
     CannotCut,
@@ -28,12 +27,16 @@ from coordinator.models.onnx.tiling.space import (
     Pieces,
     Range,
     Region,
+    Shape,
+    Window,
     overlap,
     shape_of,
 )
 from coordinator.models.onnx.tiling.weights import SlicedConstants, region_name
 from hearth.errors import CannotTile
 from hearth.plan.graph import CutOperator
+
+_RESHAPES = {"Reshape", "Flatten", "Squeeze", "Unsqueeze"}
 
 
 class _Block(NamedTuple):
@@ -164,7 +167,7 @@ class _Rewrite:
             for position, operand in enumerate(space.inputs)
         ]
         shape = self.graph.types[outputs[0]].shape
-        self._append(tile_node(node, space, ranges, inputs, outputs, shape, self._constants), name, f"{title}/tile")
+        self._append(_tile_node(node, space, ranges, inputs, outputs, shape, self._constants), name, f"{title}/tile")
 
     def _new_block(self, output: Operand, ranges: Sequence[Range]) -> str:
         """A new tensor for the region of an output that a tile computes."""
@@ -242,3 +245,44 @@ class _Rewrite:
         ]
         self.graph.nodes.append(node)
         self.graph.flops.append(flops_of(node, *shapes))
+
+
+def _tile_node(
+    node: NodeProto,
+    space: IndexSpace,
+    ranges: Sequence[Range],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    output_shape: Shape,
+    constants: SlicedConstants,
+) -> NodeProto:
+    """The node that computes the tile with these ranges: the operator's, with attributes and shapes changed to its part."""
+    inputs = list(inputs)
+    if node.op_type in _RESHAPES:
+        return helper.make_node("Reshape", [inputs[0], constants.integers(output_shape)], outputs)
+    if node.op_type == "Expand":
+        inputs[1] = constants.integers(output_shape)
+    while inputs and not inputs[-1]:
+        del inputs[-1]
+    copy = NodeProto(op_type=node.op_type, domain=node.domain, input=inputs, output=outputs)
+    changed = _changed_attributes(node, space, ranges)
+    dropped = {*changed, "auto_pad"} if "pads" in changed else set(changed)
+    copy.attribute.extend(each for each in node.attribute if each.name not in dropped)
+    copy.attribute.extend(helper.make_attribute(name, value) for name, value in changed.items())
+    return copy
+
+
+def _changed_attributes(node: NodeProto, space: IndexSpace, ranges: Sequence[Range]) -> dict[str, int | list[int]]:
+    attributes = attributes_of(node)
+    changed: dict[str, int | list[int]] = {}
+    if node.op_type == "Conv" and attributes.get("group", 1) > 1:
+        start, stop = ranges[1]
+        changed["group"] = stop - start
+    x = space.inputs[0]
+    rows = x.axes[2] if len(x.axes) > 2 else None
+    if isinstance(rows, Window):
+        spatial = len(x.axes) - 2
+        pads = list(attributes.get("pads") or [0] * (2 * spatial))
+        pads[0], pads[spatial] = rows.padding(ranges, x.shape[2])
+        changed["pads"] = pads
+    return changed

@@ -8,11 +8,10 @@ import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from coordinator.models.onnx.contrib import TensorType
-from coordinator.models.onnx.file import INLINE_BYTES, OnnxFile, num_bytes_of
+from coordinator.models.onnx.file import INLINE_BYTES, OnnxFile, num_bytes_of, slice_reference
 from coordinator.models.onnx.nodes import attributes_of, unique_name
 from coordinator.models.onnx.shapes import ResolvedGraph
 from coordinator.models.onnx.tiling.space import Region, Shape, shape_of
-from coordinator.models.onnx.weight_slices import slice_reference
 
 
 def region_name(name: str, region: Region) -> str:

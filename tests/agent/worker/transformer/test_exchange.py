@@ -26,10 +26,9 @@ from hearth.wire.messages import Peer
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from agent.worker.tracing import Recorder  # noqa: E402 (needs torch)
-from agent.worker.transformer.comm.casts import TorchCasts  # noqa: E402 (needs torch)
 from agent.worker.transformer.comm.collectives import Collectives  # noqa: E402 (needs torch)
 from agent.worker.transformer.comm.communicator import Communicator  # noqa: E402 (needs torch)
-from agent.worker.transformer.comm.staging import CpuStaging  # noqa: E402 (needs torch)
+from agent.worker.transformer.comm.staging import CpuStaging, TorchCasts  # noqa: E402 (needs torch)
 
 NUM_RANKS, NUM_LAYERS, HIDDEN = 3, 4, 96
 

@@ -18,10 +18,10 @@ pytest.importorskip("transformers")
 
 from support.engines import EngineCluster  # noqa: E402 (needs torch)
 
-from agent.worker.transformer.filled_weights import filled_matrix  # noqa: E402
 from agent.worker.transformer.kernel_times import layer_shapes  # noqa: E402
 from agent.worker.transformer.kernels.base import Partition  # noqa: E402
 from agent.worker.transformer.matrices import layouts_to_measure  # noqa: E402
+from agent.worker.transformer.shard import filled_matrix  # noqa: E402
 
 ROWS = (1, 40)
 # A layout, and its kernels for up to 1 row and for more.

@@ -22,10 +22,10 @@ from hearth.wire.messages import BlocksOf, Profile, Profiled, StartProfile, deco
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from agent.worker.transformer import kernel_times
-from agent.worker.transformer.filled_weights import filled_layer
 from agent.worker.transformer.kernel_times import bytes_to_evict, layer_bytes, layer_shapes, measure_kernels
 from agent.worker.transformer.kernels.base import emulates_bfloat16
 from agent.worker.transformer.profiler import decoding_times, profile_blocks
+from agent.worker.transformer.shard import filled_layer
 
 SMALL = LLAMA_1B.model_copy(
     update={

@@ -15,8 +15,7 @@ from support.checkpoints import CONFIGS, HEADS, stored_tensors, write_model
 
 from coordinator.models.checkpoint import checkpoint as checkpoint_module
 from coordinator.models.checkpoint.checkpoint import Checkpoint
-from coordinator.models.checkpoint.families import read_spec
-from coordinator.models.checkpoint.sentence import read_pooling
+from coordinator.models.checkpoint.families import read_pooling, read_spec
 from coordinator.models.checkpoint.sharding import build_manifest
 from hearth.errors import BadCheckpoint, UnsupportedArchitecture
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.models.onnx.json_reader import read_graph_json
+from coordinator.models.graph_file import read_graph_json
 from hearth.errors import BadModelFile
 
 
