@@ -115,6 +115,16 @@ class TestHome:
             raise AssertionError(f"{error}\n{self.log('coordinator')}") from None
         return home
 
+    def run(
+        self, *arguments: str, said: str = "", name: str = "coordinator", check: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command of `hearth` against the running coordinator. `said`: its standard input."""
+        connection = () if arguments[0] == "serve" else ("--address", f"{LOOPBACK}:{self.port(name)}")
+        return subprocess.run(
+            [str(Path(sys.executable).parent / "hearth"), *arguments, "--key", str(self.key), *connection],
+            input=said, capture_output=True, text=True, timeout=WAIT_LIMIT_SECONDS, check=check,
+        )  # fmt: skip
+
     @contextmanager
     def serving(self, names: Iterable[str], *options: str) -> Iterator[Home]:
         """A client of the home while it has these agents, which stay, and a coordinator with these options, which ends."""

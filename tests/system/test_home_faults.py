@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,12 +66,10 @@ def test_status_shows_the_phase_and_its_history(queue_of_two: TestHome) -> None:
         status = home.status()
     assert status.phase == "serving"
     assert [move.phase for move in status.history][-4:] == ["pushing", "loading", "warming", "serving"]
-    command = [str(Path(sys.executable).parent / "hearth"), "status", "--key", str(queue_of_two.key)]
-    command += ["--address", f"{LOOPBACK}:{queue_of_two.port('coordinator')}"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = queue_of_two.run("status", check=True).stdout
     assert "History" in shown
     assert "warm-up request completed" in shown
-    told = json.loads(subprocess.run([*command, "--json"], capture_output=True, timeout=60, check=True).stdout)
+    told = json.loads(queue_of_two.run("status", "--json", check=True).stdout)
     assert told["phase"] == "serving"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -38,9 +36,7 @@ def test_standby_takes_over_the_running_workers(model_dir: Path, profiles: Measu
         leader = f"{LOOPBACK}:{home.port('coordinator')}"
         home.start_coordinator("--standby", "--leader", leader, model=False, name="standby")
         wait_for("the copy of the state", lambda: "the standby of coordinator\n" in home.log("standby"), 30.0)
-        command = [str(Path(sys.executable).parent / "hearth"), "status", "--key", str(home.key), "--address"]
-        asked = [*command, f"{LOOPBACK}:{home.port('standby')}"]
-        shown = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
+        shown = home.run("status", name="standby", check=True).stdout
         assert "this is the standby of coordinator" in shown
         workers = [home.worker_pid(name) for name in ("a", "b", "c")]
         addresses = [leader, f"{LOOPBACK}:{home.port('standby')}"]

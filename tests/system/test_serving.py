@@ -1,18 +1,19 @@
-"""Three models at once in a home of real processes: a decoder, sentence embeddings, and an ONNX graph."""
+"""A home of real processes that generates text, and then also serves sentence embeddings and an ONNX graph."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.gateway_faults import CALL_SECONDS, survive_gateway_faults
 from support.graphs import save_two_branch_model
 from support.home import TestHome, home_of
 from support.models import endless_decoder, save_random_model, small_bert
@@ -24,12 +25,14 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 from support.reference import greedy, hidden_states
 
 from hearth.client.sync import Home
-from hearth.errors import BadSetting, UnknownModel
+from hearth.errors import BadRequest, BadSetting, ContextTooLong, UnknownModel
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime has no wheel for this Python here")
 pytestmark = pytest.mark.processes
 
 PROMPT = [1, *range(40, 60)]
+CONTEXT = 320
+OPTIONS = ("--strategy", "hmp", "--context", str(CONTEXT))
 IMAGE = {"image": np.random.default_rng(0).standard_normal((1, 3, 48, 48)).astype(np.float32)}
 TOKENS = list(range(5, 25))
 
@@ -45,32 +48,104 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def home(
+def chat_home(
     models: dict[str, Path], profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TestHome]:
-    folder = tmp_path_factory.mktemp("home")
-    with home_of("abc", folder, models["chat"], profiles, "--context", "320") as home:
-        cache = folder / "coordinator" / "profiles"
-        for name in ("sentences", "detector"):
-            profiles.copy_to(cache, models[name], home.device_ids)
+    """Three agents that generate together, for the first tests, which leave them running."""
+    with home_of("abc", tmp_path_factory.mktemp("home"), models["chat"], profiles, *OPTIONS) as home:
         home.ready().close()
-        for name in ("sentences", "detector"):
-            hearth(home, "serve", str(models[name]), "--state-dir", str(folder / "coordinator"))
         yield home
 
 
-def run(home: TestHome, *arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a command against the running coordinator. `said`: its standard input."""
-    connection = () if arguments[0] == "serve" else ("--address", f"127.0.0.1:{home.port('coordinator')}")
-    return subprocess.run(
-        [str(Path(sys.executable).parent / "hearth"), *arguments, "--key", str(home.key), *connection],
-        input=said, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+def test_greedy_tokens_equal_transformers(chat_home: TestHome) -> None:
+    with chat_home.connect() as home:
+        answer = home.generate(token_ids=PROMPT, max_tokens=40)
+        answer.text()
+    assert answer.token_ids == greedy(chat_home.model_dir, PROMPT, 40)
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.num_prompt_tokens, usage.num_tokens, usage.finish_reason) == (len(PROMPT), 40, "length")
+    assert usage.first_token_seconds > 0
+    assert usage.tokens_per_second > 0
+
+
+def test_concurrent_answers_equal_single_ones(chat_home: TestHome) -> None:
+    prompts = [[1, *range(start, start + length)] for start, length in ((50, 3), (70, 100), (90, 17), (300, 40))]
+    with chat_home.connect() as home:
+
+        def ask(prompt: list[int]) -> list[int]:
+            answer = home.generate(token_ids=prompt, max_tokens=24)
+            answer.text()
+            return answer.token_ids
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            together = list(pool.map(ask, prompts))
+    assert together == [greedy(chat_home.model_dir, prompt, 24) for prompt in prompts]
+
+
+def test_equal_seeds_give_equal_answers(chat_home: TestHome) -> None:
+    def ask(seed: int) -> list[int]:
+        answer = home.generate(token_ids=PROMPT, max_tokens=16, temperature=1.0, top_k=500, top_p=0.95, seed=seed)
+        answer.text()
+        return answer.token_ids
+
+    with chat_home.connect() as home:
+        assert ask(3) == ask(3) != ask(4)
+
+
+def test_abandoned_answer_is_cancelled(chat_home: TestHome) -> None:
+    with chat_home.connect() as home:
+        for _ in range(12):  # more than fit at once, so that each must be freed
+            with home.generate(token_ids=PROMPT, max_tokens=CONTEXT - len(PROMPT)) as answer:
+                assert [token.token_id for token in itertools.islice(answer, 2)] == answer.token_ids
+        again = home.generate(token_ids=PROMPT, max_tokens=CONTEXT - len(PROMPT), timeout_seconds=60.0)
+        again.text()
+        assert again.usage is not None
+
+
+def test_streams_go_on_when_the_gateway_dies_or_hangs(chat_home: TestHome) -> None:
+    def ask(home: Home) -> list[int]:
+        sampling = {"temperature": 1.0, "seed": 7}
+        answer = home.generate(token_ids=PROMPT, max_tokens=60, timeout_seconds=CALL_SECONDS, **sampling)  # type: ignore[arg-type]
+        answer.text()
+        return answer.token_ids
+
+    survive_gateway_faults(chat_home, ask, list.__eq__)
+
+
+def test_requests_above_limits_and_invalid_ones_are_rejected(chat_home: TestHome) -> None:
+    with chat_home.connect() as home:
+        with pytest.raises(ContextTooLong) as error:
+            home.generate(token_ids=[3] * CONTEXT).text()
+        assert (error.value.num_prompt_tokens, error.value.context_tokens) == (CONTEXT, CONTEXT)
+        for fields, message in (
+            ({"token_ids": [3000]}, "between 0 and 2999"),
+            ({"token_ids": []}, "empty"),
+            ({"prompt": "hello"}, "tokenizer"),
+            ({"token_ids": [1], "stop": "x"}, "tokenizer"),
+        ):
+            with pytest.raises(BadRequest, match=message):
+                home.generate(**fields).text()  # type: ignore[arg-type]
+        with pytest.raises(BadRequest, match="hearth generate"):
+            home.embed(["a model that generates embeds nothing"])
+        with pytest.raises(BadRequest, match="hearth generate"):
+            home.hidden_states([1, 2])
+        assert home.ready()
+
+
+@pytest.fixture(scope="module")
+def home(chat_home: TestHome, models: dict[str, Path], profiles: MeasuredProfiles) -> TestHome:
+    """The same home, which serves three models at once from now on."""
+    state_dir = chat_home.folder / "coordinator"
+    for name in ("sentences", "detector"):
+        profiles.copy_to(state_dir / "profiles", models[name], chat_home.device_ids)
+        hearth(chat_home, "serve", str(models[name]), "--state-dir", str(state_dir))
+    return chat_home
 
 
 def hearth(home: TestHome, *arguments: str) -> str:
     """The output of a command that succeeds."""
-    done = run(home, *arguments)
+    done = home.run(*arguments)
     assert done.returncode == 0, done.stderr + done.stdout + home.log("coordinator")
     return done.stdout
 
@@ -148,11 +223,11 @@ def test_commands_ask_the_model_that_they_name(home: TestHome, models: dict[str,
     assert measured["load"]["answers"] > 0
     assert measured["predicted"] is not None  # of the detector's plan, although another model is older
     for command in (("generate", "hello"), ("embed", "hello"), ("infer",), ("bench-model",)):
-        done = run(home, *command, "--model", "other")
+        done = home.run(*command, "--model", "other")
         assert done.returncode == 1
         assert "other" in done.stderr
         assert "chat, sentences, detector" in done.stderr
-    assert "chat, sentences, detector" in run(home, "chat", "--model", "other", said="hello").stderr
+    assert "chat, sentences, detector" in home.run("chat", "--model", "other", said="hello").stderr
 
 
 def test_one_model_is_stopped_and_started_under_load_of_the_others(home: TestHome, models: dict[str, Path]) -> None:
@@ -214,7 +289,7 @@ def test_idle_model_is_unloaded_and_the_next_request_waits_until_it_is_loaded(
     with home.connect() as client:
         detector(client)
     home.kill("coordinator")
-    home.start_coordinator("--context", "320")
+    home.start_coordinator(*OPTIONS)
     with home.ready() as client:
         assert [each.deployment for each in client.models()] == ["chat", "sentences", "detector"]
         for check in checks(models).values():
