@@ -67,7 +67,7 @@ simulate: .venv/installed
 	@PYTHONPATH=tests .venv/bin/python -m simulation.run --seeds 0:100000 --jobs $$(nproc)
 
 # The torch-free parts on other Pythons, the oldest that we support (JetPack 6 ships it) among them; torch is pinned for one.
-# Benchmarks, the simulation and the plans of the corpus run on the first Python only; the tests of the planners run here, too.
+# Benchmarks, the simulation and golden plans run on the first Python only; the tests of the planners run here, too.
 OTHER_PYTHONS := test-3.10 test-3.12 test-3.13
 .PHONY: test-all $(OTHER_PYTHONS)
 test-all: test $(OTHER_PYTHONS)
@@ -79,18 +79,18 @@ $(OTHER_PYTHONS): test-3.%:
 	$(MAKE) --no-print-directory .venv-3.$*/installed OTHER_PYTHON=$$python && \
 	.venv-3.$*/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
 	  --ignore tests/tools --ignore tests/simulation \
-	  --deselect tests/corpus/test_corpus.py::test_plans_equal_the_record
+	  --deselect tests/golden/test_golden.py::test_plans_equal_the_golden_files
 
 # The lowest versions that pyproject.toml admits, torch among them, on Python 3.10: 5 GB, since that torch brings CUDA.
-# And NumPy 1 with the newest of everything else. Recorded plans and what is packed are of the pinned versions.
+# And NumPy 1 with the newest of everything else. Golden plans and what is packed are of the pinned versions.
 .PHONY: test-lowest test-numpy1
 test-lowest: .venv-lowest/installed
 	@.venv-lowest/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
-	  --ignore tests/tools --ignore tests/simulation --ignore tests/corpus --ignore tests/test_packaging.py
+	  --ignore tests/tools --ignore tests/simulation --ignore tests/golden --ignore tests/test_packaging.py
 
 test-numpy1: .venv-numpy1/installed
 	@.venv-numpy1/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
-	  --ignore tests/tools --ignore tests/simulation --ignore tests/corpus --ignore tests/test_packaging.py
+	  --ignore tests/tools --ignore tests/simulation --ignore tests/golden --ignore tests/test_packaging.py
 
 # Debian's package, and Hearth as it is installed: under a real systemd, and on ARM. Both need root on a Debian machine, keep what
 # they download in .boot (2 GB each), and end within 40 and 60 minutes; where they cannot run, they say why.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgpack
 from support.graph_plans import make_graph_plan
 from support.plans import BERT_LARGE, device_profile, make_plan
 
@@ -316,3 +317,10 @@ def named_examples() -> dict[str, m.Message]:
         number = sum(type(other) is type(message) for other in found.values()) + 1
         found[message.tag if number == 1 else f"{message.tag}_{number}"] = message
     return found
+
+
+def as_version_1(message: m.Message) -> bytes:
+    """As the first version of the protocol encoded it: without a field `v`."""
+    fields = msgpack.unpackb(m.encode(message))
+    del fields["v"]
+    return bytes(msgpack.packb(fields | ({"protocol": 1} if "protocol" in fields else {})))

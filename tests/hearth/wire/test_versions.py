@@ -1,21 +1,16 @@
-"""Protocol version 1 against the current one, in both directions.
-
-The bytes of version 1 were recorded with its code.
-"""
+"""Protocol version 1 against the current one, in both directions."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
 import zmq.asyncio
-from support.messages import EXAMPLES
+from support.messages import EXAMPLES, as_version_1
 from support.servers import DOMAIN, guarded_context
 from support.waiting import until
 
@@ -27,7 +22,7 @@ from hearth.protocol import PROTOCOL_VERSION
 from hearth.wire.messages import AgentWelcome, Done, GetTelemetry, Hello, Message, encode
 from hearth.wire.rpc import Caller, Response, RpcClient, RpcServer
 
-VERSION_1: dict[str, str] = json.loads((Path(__file__).parents[2] / "corpus" / "data" / "messages_v1.json").read_text())
+VERSION_1 = {message.tag: as_version_1(message) for message in EXAMPLES}
 # Version 1's answer to the hello of version 3.
 REFUSAL_1 = bytes.fromhex(
     "83a174a66661696c6564a4636f6465b050726f746f636f6c4d69736d61746368a764657461696c7383a470656572a6636c69656e74a46f75727301"
@@ -86,7 +81,7 @@ def test_v1_client_gets_the_version_error_for_every_request() -> None:
             for tag, message in VERSION_1.items():
                 if tag in ("cancel", "failed", "agent_welcome", "coordinator_welcome"):
                     continue  # not requests
-                await socket.send_multipart([bytes(8), bytes.fromhex(message)])
+                await socket.send_multipart([bytes(8), message])
                 request_id, body = await asyncio.wait_for(socket.recv_multipart(), 30)
                 assert request_id == bytes(8)
                 failed = msgpack.unpackb(body)
@@ -98,7 +93,7 @@ def test_v1_client_gets_the_version_error_for_every_request() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("answer", [REFUSAL_1, *(bytes.fromhex(VERSION_1[tag]) for tag in ("agent_welcome", "done"))])
+@pytest.mark.parametrize("answer", [REFUSAL_1, *(VERSION_1[tag] for tag in ("agent_welcome", "done"))])
 def test_v1_server_error_names_both_versions(answer: bytes) -> None:
     async def main() -> None:
         async with guarded_context(admits) as context, version_1(context, answer) as port:
@@ -115,7 +110,7 @@ def test_server_downgraded_to_v1_raises_the_version_error() -> None:
     async def main() -> None:
         async with (
             guarded_context(admits) as context,
-            version_1(context, bytes.fromhex(VERSION_1["agent_state"])) as port,
+            version_1(context, VERSION_1["agent_state"]) as port,
         ):
             client = RpcClient(context, f"tcp://127.0.0.1:{port}", Access(CLIENT, SERVER.public), "client")
             with pytest.raises(ProtocolMismatch):
