@@ -28,7 +28,7 @@ PURE_MODULES = (
     "agent.worker.graph.schedule",
     "agent.worker.transformer.generation.block_pool",
     "agent.worker.transformer.generation.drafting",
-    "agent.worker.transformer.generation.log_probs",
+    "agent.worker.transformer.generation.sampling",
     "agent.worker.transformer.generation.sampling",
     "agent.worker.transformer.generation.scheduler",
     "agent.worker.transformer.generation.sequence",

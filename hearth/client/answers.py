@@ -1,4 +1,4 @@
-"""Client side of text generation: building a request, and iterating over its tokens as they arrive."""
+"""Client side of answers: named arrays of an ONNX graph; requests for text, and iterating over its tokens as they arrive."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from hearth.errors import BadRequest, HearthError
+from hearth.protocol import MAX_PAYLOAD_FRAMES
 from hearth.validation import first_error
 from hearth.wire.messages import (
     AnswerConstraint,
     ChatMessage,
+    DeviceTrace,
+    Inferred,
     LogProb,
     Message,
     TextEnded,
@@ -29,12 +32,49 @@ from hearth.wire.messages import (
 if TYPE_CHECKING:
     import numpy as np
 
+    Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
+else:
+    Arrays = Mapping
+
 _CLOSE_SECONDS = 10.0  # longest wait of `Generation.close` for the event loop: as for other calls that run no model
 
 _M = TypeVar("_M", bound=BaseModel)
 
 Chat = Sequence[ChatMessage | Mapping[str, Any]]  # {"role": "user", "content": "..."}
 RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class InferenceResult(NamedTuple):
+    """The outputs by name, and how long the request ran. `latency_seconds` excludes the time in the queue."""
+
+    outputs: dict[str, np.ndarray[Any, Any]]
+    latency_seconds: float
+    traces: tuple[DeviceTrace, ...]
+
+
+def array_frames(inputs: Arrays) -> list[Any]:
+    """Encode the inputs as two frames each. Raises BadRequest for an input that cannot be sent, FrameTooLarge."""
+    import numpy as np
+
+    from hearth.wire.framing import pack_array
+
+    if 2 * len(inputs) > MAX_PAYLOAD_FRAMES:
+        raise BadRequest(reason=f"{len(inputs)} inputs; one request takes at most {MAX_PAYLOAD_FRAMES // 2}")
+    frames: list[Any] = []
+    for name, value in inputs.items():
+        try:
+            frames += pack_array(np.asarray(value))
+        except ValueError as error:
+            raise BadRequest(reason=f"the input '{name}' cannot be sent: {error}") from None
+    return frames
+
+
+def decode_inference(message: Message, payload: Sequence[Any]) -> InferenceResult:
+    """Decode the coordinator's answer. Raises BadMessage."""
+    from hearth.wire.framing import unpack_arrays
+
+    answer = expect_message(message, Inferred, "the coordinator")
+    return InferenceResult(unpack_arrays(answer.names, payload), answer.latency_seconds, answer.traces)
 
 
 class Token(NamedTuple):

@@ -1,7 +1,7 @@
 """The client library for asyncio programs: `AsyncHome` has one method per operation and sends messages by `hearth.wire.rpc`.
 
-`hearth.client.sync` is the same API for programs without an event loop, `hearth.client.answers` handles generated text, and
-`hearth.client.arrays` the arrays of an ONNX graph.
+`hearth.client.sync` is the same API for programs without an event loop, `hearth.client.answers` handles generated text and
+the arrays of an ONNX graph.
 
 `model` names the deployment, or its model, that a request is for; without it, the oldest one of the request's kind answers.
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hearth.client import answers
-from hearth.client.arrays import Arrays, InferenceResult, array_frames, decode_inference
+from hearth.client.answers import Arrays, InferenceResult, array_frames, decode_inference
 from hearth.client.connection import Connection, error_margin
 from hearth.client.events import AsyncEvents
 from hearth.errors import (

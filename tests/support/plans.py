@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from hearth.plan.common import MemoryUse, PlannedDevice, Prediction, WireFormat
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
-from hearth.plan.model_spec import ModelSpec
+from hearth.plan.model_spec import ModelSpec, RotarySpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, LatencyCurve, Link
-from hearth.plan.rotary import RotarySpec
 from hearth.plan.transformer import (
     GenerationLimits,
     LayerMode,

@@ -19,8 +19,7 @@ from agent.worker.transformer.causal_attention import causal_attention
 from agent.worker.transformer.paged_cache import SequenceCache
 from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm, Shard
 from hearth.plan.geometry import Span
-from hearth.plan.model_spec import ModelSpec
-from hearth.plan.rotary import RotarySpec, rope_frequencies
+from hearth.plan.model_spec import ModelSpec, RotarySpec, rope_frequencies
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.file_kinds import read_json_file
 from hearth.errors import BadCheckpoint, UnsupportedArchitecture
-from hearth.plan.model_spec import ModelSpec
-from hearth.plan.rotary import read_rotary
+from hearth.plan.model_spec import ModelSpec, read_rotary
 from hearth.validation import first_error
 
 # (config, our fields read so far) -> more of our fields. Raises ValueError or UnsupportedArchitecture.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from agent.worker.tracing import SchedulerIdle, SequenceCancelled, SequenceResumed, log_fact
-from agent.worker.transformer.generation.log_probs import LogitErrors
+from agent.worker.transformer.generation.sampling import LogitErrors
 from agent.worker.transformer.generation.scheduler import Scheduler
 from agent.worker.transformer.generation.sequence import SequenceState
 from agent.worker.transformer.generation.speculation import Speculation

@@ -23,7 +23,7 @@ from agent.worker.transformer import blocks, micro_batches, strategies
 from agent.worker.transformer.comm.collectives import Collectives
 from agent.worker.transformer.comm.communicator import Communicator, link_formats
 from agent.worker.transformer.comm.staging import Staging
-from agent.worker.transformer.generation import decoding, log_probs, sampling
+from agent.worker.transformer.generation import decoding, sampling
 from agent.worker.transformer.generation.block_pool import PrefixBlocks
 from agent.worker.transformer.generation.cache_exchange import CacheExchange
 from agent.worker.transformer.generation.constraints import Constraints
@@ -443,7 +443,7 @@ class StepExecutor:
             selected = sampling.select_candidates(logits_V, first_id, cache.sampling, tokens, index, allowed_V)
         if cache.top_log_probs is None:
             return selected
-        return log_probs.share(selected, logits_V, first_id, cache.top_log_probs)
+        return sampling.log_prob_share(selected, logits_V, first_id, cache.top_log_probs)
 
     def _sample_tokens(self, sequence: int, candidates: Sequence[list[np.ndarray[Any, Any]]]) -> NewTokens:
         """The new tokens of a sequence, given the candidates after its newest settled token and after each drafted one."""
@@ -455,7 +455,7 @@ class StepExecutor:
         def sample(num_drafted: int) -> int | None:
             shares = candidates[num_drafted]
             if cache.top_log_probs is not None:
-                merged = log_probs.MergedShares(shares)
+                merged = sampling.MergedShares(shares)
                 shares = merged.candidates
             candidates_n2 = np.concatenate(shares)
             is_form = candidates_n2.ndim == 2 and candidates_n2.shape[1] == 2

@@ -1,6 +1,9 @@
-"""Galaxy's hybrid model parallelism (HMP), with its special cases `local` (one device) and `sp` (all weights replicated).
+"""Galaxy's hybrid model parallelism (HMP), with its special cases `local` and `sp`, and Megatron-LM's tensor parallelism.
 
-Shapes: T rows of the step, s rows of this rank, H hidden size, w = heads * head_dim, q the QKV width of this rank.
+`local` runs on one device; in `sp`, all weights are replicated.
+
+Shapes: T rows of the step, s rows of this rank, H hidden size, w = heads * head_dim, q the QKV width of this rank, c its MLP
+columns.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from agent.worker.transformer.strategies.step import (
     sharded_out,
     update_kv_cache,
 )
-from hearth.plan.geometry import spans
+from hearth.plan.geometry import Span, spans
 from hearth.plan.phases import Phase, Work
 
 
@@ -168,4 +171,30 @@ def _sharded_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Ten
     return matmul_reduce_scatter(step, index, Phase.REDUCE_MLP, Work.DOWN, hidden, layer.matrices["down"])
 
 
-STRATEGIES = {"local": run_hybrid, "sp": run_hybrid, "hmp": run_hybrid}
+def run_megatron(step: Step) -> Tensor:
+    """Megatron-LM: AllReduce after attention and after the MLP, as a ring; every rank repeats norms and residuals."""
+    x_TH = embed_rows(step, Span(0, step.rows.num_rows), replicated=True)
+    for index, layer in enumerate(step.shard.layers):
+        x_TH = run_layer(step, index, layer, x_TH, _megatron_attention, _megatron_mlp)
+    return x_TH[slice(*step.own_rows)]
+
+
+def _megatron_attention(step: Step, index: int, layer: LayerShard, x_TH: Tensor) -> Tensor:
+    qkv = x_TH.new_empty(x_TH.shape[0], step.spec.qkv_width(step.heads))
+    if step.heads:
+        with step.recorder.timed(Work.QKV, index):
+            blocks.project_qkv(step.spec, layer, 0, x_TH, step.rows, Span(0, step.rows.num_rows), qkv)
+    update_kv_cache(step, index, qkv)
+    y_sH = sharded_out(step, index, layer, qkv)
+    return step.collectives.all_gather_rows(index, Phase.REDUCE_GATHER_ATTENTION, y_sH)
+
+
+def _megatron_mlp(step: Step, index: int, layer: LayerShard, x_TH: Tensor) -> Tensor:
+    with step.recorder.timed(Work.UP, index):
+        hidden_Tc = blocks.mlp_up(step.spec, layer, x_TH)
+    parts = [hidden_Tc[slice(*rows)] for rows in step.collectives.tiles]
+    y_sH = matmul_reduce_scatter(step, index, Phase.REDUCE_MLP, Work.DOWN, parts.__getitem__, layer.matrices["down"])
+    return step.collectives.all_gather_rows(index, Phase.REDUCE_GATHER_MLP, y_sH)
+
+
+STRATEGIES = {"local": run_hybrid, "sp": run_hybrid, "hmp": run_hybrid, "megatron-tp": run_megatron}

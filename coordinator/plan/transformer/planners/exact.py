@@ -5,7 +5,7 @@
     such that all memory of device d (coordinator.plan.transformer.cost.memory) is within its budget.
 
 Communication, the rows of connective blocks and the ring's order are not in this objective, so no plan is claimed to be the
-fastest: the simulator prices them, for these shares and for Galaxy's (`best_shares.py`).
+fastest: the simulator prices them, for these shares and for Galaxy's (`plan_shares` in `choose.py`).
 
 For a decoder, L is the time of the expected request: its prompt, and every token of the answer (`shares.LayerTimes`).
 

@@ -14,7 +14,7 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.families import FAMILIES, TensorSource, read_spec
 from coordinator.models.checkpoint.sharding import build_manifest
 from hearth.errors import BadCheckpoint, UnsupportedArchitecture
-from hearth.plan.rotary import RotarySpec
+from hearth.plan.model_spec import RotarySpec
 
 DECODERS = [family for family in FAMILIES if FAMILIES[family].facts.get("causal")]
 

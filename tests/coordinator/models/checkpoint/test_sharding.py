@@ -21,9 +21,8 @@ from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import build_manifest, cached_manifest, chunk_bytes
 from hearth.errors import BadCheckpoint
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, spans
-from hearth.plan.model_spec import ModelSpec
+from hearth.plan.model_spec import ModelSpec, RotarySpec
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.rotary import RotarySpec
 from hearth.plan.transformer import SEQUENCE, SHARDED, STRATEGIES, LayerMode
 from hearth.wire.messages import ChunkRef
 

@@ -19,10 +19,9 @@ from coordinator.plan.transformer.request import GenerationRequest, PlanRequest,
 from coordinator.plan.transformer.shares import LayerTimes, ShareBudget
 from coordinator.plan.transformer.strategies import rank_memory
 from hearth.errors import ModelDoesNotFit
-from hearth.plan.model_spec import ModelSpec
+from hearth.plan.model_spec import ModelSpec, RotarySpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.rotary import RotarySpec
 
 TINY = BERT_LARGE.model_copy(
     update={

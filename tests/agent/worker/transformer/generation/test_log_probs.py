@@ -14,7 +14,7 @@ from support.models import save_random_model, small_decoder
 from support.plans import make_plan, with_generation
 from support.proposers import Remembered
 
-from agent.worker.transformer.generation.log_probs import MergedShares, share
+from agent.worker.transformer.generation.sampling import MergedShares, log_prob_share
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import BadMessage
 from hearth.plan.transformer import GenerationLimits
@@ -47,7 +47,7 @@ def test_shares_of_ranks_give_those_of_the_whole_vocabulary(data: st.DataObject)
     for start, stop in zip([0, *cuts], [*cuts, size], strict=True):
         ids = np.array([chosen] if start <= chosen < stop else [], np.int64)
         candidates = np.stack([ids, np.zeros(len(ids))], axis=1).astype(np.float32)
-        shares.append(share(candidates, logits_V[start:stop], start, num_top))
+        shares.append(log_prob_share(candidates, logits_V[start:stop], start, num_top))
     merged = MergedShares(shares)
     assert np.concatenate(merged.candidates).tolist() == [[chosen, 0.0]]
     found, expected = merged.log_probs(chosen, num_top), reference(logits_V)

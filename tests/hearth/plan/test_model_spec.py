@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.errors import UnsupportedArchitecture
-from hearth.plan.rotary import Frequencies, RotarySpec, read_rotary, rope_frequencies
+from hearth.plan.model_spec import Frequencies, RotarySpec, read_rotary, rope_frequencies
 
 SCALED = ["linear", "dynamic", "llama3", "yarn", "longrope"]
 
