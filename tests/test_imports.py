@@ -29,7 +29,6 @@ PURE_MODULES = (
     "agent.worker.transformer.generation.block_pool",
     "agent.worker.transformer.generation.drafting",
     "agent.worker.transformer.generation.sampling",
-    "agent.worker.transformer.generation.sampling",
     "agent.worker.transformer.generation.scheduler",
     "agent.worker.transformer.generation.sequence",
     "agent.worker.transformer.generation.speculation",
