@@ -35,6 +35,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> MeasuredProfiles:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run tests of homes first, and those of one file in one process of pytest-xdist, since they share a home.
 
