@@ -27,7 +27,7 @@ demo: .venv/installed $(MODEL)/config.json
 	@.venv/bin/hearth demo --model $(MODEL) $(DEMO_OPTIONS)
 
 test: .venv/installed $(MODEL)/config.json
-	@.venv/bin/python -m pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder --durations 30 -m "not slow and not alone"
+	@.venv/bin/python -m pytest -n $(AT_ONCE) --dist loadscope --no-loadscope-reorder --durations 30 -m "not slow and not alone"
 	@.venv/bin/python -m pytest -m alone $(ALONE)
 
 # Models at published widths: minutes for each of them, 6 GB of memory and as much of disk in TMPDIR. The soak

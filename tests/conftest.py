@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,16 +36,29 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> MeasuredProfiles:
     return MeasuredProfiles(folder)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run tests of homes first, and those of one file in one process of pytest-xdist, since they share a home.
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadscope`, tests of homes in one file run in one process, since they share a home; others are spread.
 
-    Skip slow tests, and say how to run them, unless `-m` decides about them.
+    Groups of `--dist loadgroup` would say the same, but pytest-xdist 3.8 cannot set them with pytest 9.
     """
-    for item in items:
-        if _starts_processes(item):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    @functools.cache
+    def has_homes(file: str) -> bool:
+        return re.search(r"mark\.(processes|namespaces)", (config.rootpath / file).read_text()) is not None
+
+    class HomesStayTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return file if has_homes(file) else nodeid
+
+    return HomesStayTogether(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run tests of homes first. Skip slow tests, and say how to run them, unless `-m` decides about them."""
     items.sort(key=lambda item: not _starts_processes(item))
     if "slow" in config.getoption("markexpr"):
         return
