@@ -168,6 +168,18 @@ def test_modules_described_as_pure_are_checked(graph: grimp.ImportGraph) -> None
     assert missing == []
 
 
+def test_modules_that_code_names_as_text_exist() -> None:
+    """Those that run in processes of their own: neither imports nor types show that one was renamed."""
+    for path in (
+        each for package in ("hearth", "agent", "coordinator") for each in ROOT.joinpath(package).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and re.fullmatch(
+                r"(hearth|agent|coordinator)(\.\w+){2,}", str(node.value)
+            ):
+                assert path_of(str(node.value)).exists(), f"{path.relative_to(ROOT)}, line {node.lineno}: {node.value}"
+
+
 def loaded_by(statement: str) -> set[str]:
     """The modules that are loaded after a statement in a fresh interpreter."""
     code = f"import json, sys; {statement}; print(json.dumps(sorted(sys.modules)))"

@@ -20,7 +20,7 @@ PlannerKind = Literal["transformer", "graph"]
 # What a plan of each kind imports, the module with `main` first. With CP-SAT, which takes 0.3 s to import and which plans after
 # a loss do without, an idle process would hold 100 MB (RSS) instead of 52 (transformer) or 64 (graph).
 _MODULES: dict[PlannerKind, tuple[str, ...]] = {
-    "transformer": ("coordinator.serve.planners.child", "coordinator.plan.transformer.make"),
+    "transformer": ("coordinator.serve.planners.child", "coordinator.plan.transformer.choose"),
     "graph": ("coordinator.serve.planners.child", "coordinator.serve.planners.policies"),
 }
 # From the start of serving or the end of a plan until the next process starts: requests that waited go first.
