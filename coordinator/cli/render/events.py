@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from coordinator.cli.render.tables import cut_text, device_lines, make_table, right_column
+from coordinator.cli.render.tables import cut_text, device_lines, make_table, right_column, sensor_texts
 from hearth.platform.units import format_bytes, format_seconds
 from hearth.wire.messages import (
     CoordinatorStarted,
@@ -64,9 +64,7 @@ def describe(event: Event) -> str:
             ]  # fmt: skip
             if event.gpu_load is not None:
                 parts.append(f"GPU {_percent(event.gpu_load)}")
-            if event.temperature_celsius is not None:
-                parts.append(f"{event.temperature_celsius:.0f} °C")
-            return ", ".join(parts)
+            return ", ".join([*parts, *sensor_texts(event)])
         case DeviceChanged():
             return f"{event.name} is {event.state}" + (f": {event.reason}" if event.reason else "")
         case LinkRated():

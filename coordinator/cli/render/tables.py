@@ -20,7 +20,7 @@ from hearth.plan.profile import ClusterProfile, Link
 from hearth.plan.transformer import Pipeline
 from hearth.platform.units import format_age, format_bytes, format_rate, format_seconds
 from hearth.protocol import DEFAULT_DEPLOYMENT
-from hearth.wire.messages import DeviceInfo, PhaseEntered, PreparedLoss, ServedModel, WorkerStatus
+from hearth.wire import messages as wire
 
 _HEALTH_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
 _SHOWN_BYTES_PER_SECOND = 1000.0  # between a model's devices; an average of its last requests never quite ends
@@ -49,7 +49,7 @@ def cut_text(markup: str) -> Text:
 _ANSWERS = {"text": "generates", "vectors": "embeds", "arrays": "infers", "": ""}
 
 
-def model_table(models: Sequence[ServedModel]) -> Table:
+def model_table(models: Sequence[wire.ServedModel]) -> Table:
     """The served models; fits a terminal of 80 columns."""
     taken = right_column("memory\n[dim]sends[/]", no_wrap=True)
     table = make_table(Column("name", no_wrap=True), "what", "state", taken, right_column("requests"))
@@ -67,11 +67,13 @@ def model_table(models: Sequence[ServedModel]) -> Table:
 
 # ---- devices --------------------------------------------------------------------------------------------------------
 
+_SENSORS_HEADING = ", ".join(["GPU", *(sensor.heading for sensor in wire.SENSORS if sensor.heading)])
 
-def device_table(devices: Sequence[DeviceInfo]) -> Table:
+
+def device_table(devices: Sequence[wire.DeviceInfo]) -> Table:
     """Devices with state and telemetry; fits a terminal of 80 columns."""
     name_column, free = Column("device", no_wrap=True, min_width=21), right_column("may use\n[dim]free[/]")
-    table = make_table(name_column, "state", "processor", "load", free, "GPU, temp", title="Devices")
+    table = make_table(name_column, "state", "processor", "load", free, _SENSORS_HEADING, title="Devices")
     for device in devices:
         state = f"[{_HEALTH_COLOURS[device.state]}]{device.state}[/]"
         if device.reason:
@@ -88,23 +90,22 @@ def device_table(devices: Sequence[DeviceInfo]) -> Table:
             continue
         if t.gpu_problem:
             state += f"\n[yellow]computes on the CPU: {escape(t.gpu_problem)}[/]"
-        temperature = f"{t.temperature_celsius:.0f} °C" if t.temperature_celsius is not None else ""
         table.add_row(
             name,
             state,
             f"{t.cpu_model}\n[dim]{t.num_threads} of {t.num_cores} cores[/]",
             f"{t.load_1min:.2f}",
             f"{format_bytes(t.memory_budget_bytes)}\n[dim]{format_bytes(t.memory_available_bytes)}[/]",
-            ", ".join(filter(None, (t.gpu.name if t.gpu else "", temperature))) or "-",
+            _sensors_text(t),
         )
     return table
 
 
-def device_lines(devices: Sequence[DeviceInfo]) -> Table:
+def device_lines(devices: Sequence[wire.DeviceInfo]) -> Table:
     """Devices in one line each: what changes, without what they are."""
     free = right_column("may use", no_wrap=True)
     name, state = Column("device", no_wrap=True), Column("state", no_wrap=True)
-    table = make_table(name, state, right_column("load"), free, Column("GPU, temp", no_wrap=True), "workers")
+    table = make_table(name, state, right_column("load"), free, Column(_SENSORS_HEADING, no_wrap=True), "workers")
     for device in devices:
         shown = f"[{_HEALTH_COLOURS[device.state]}]{device.state}[/]"
         trouble = [device.reason] if device.reason else []
@@ -115,13 +116,23 @@ def device_lines(devices: Sequence[DeviceInfo]) -> Table:
         if t is None:
             table.add_row(device.name, shown, "", "", "", workers)
             continue
-        heat = f"{t.temperature_celsius:.0f} °C" if t.temperature_celsius is not None else ""
-        gpu = ", ".join(filter(None, (t.gpu.name if t.gpu else "", heat))) or "-"
-        table.add_row(device.name, shown, f"{t.load_1min:.2f}", format_bytes(t.memory_budget_bytes), gpu, workers)
+        budget = format_bytes(t.memory_budget_bytes)
+        table.add_row(device.name, shown, f"{t.load_1min:.2f}", budget, _sensors_text(t), workers)
     return table
 
 
-def _worker_text(worker: WorkerStatus) -> str:
+def sensor_texts(source: wire.Telemetry | wire.DeviceSampled) -> list[str]:
+    """The readings that have no column of their own, with their units; without those that are not known."""
+    readings = ((sensor.text, getattr(source, sensor.field)) for sensor in wire.SENSORS if sensor.text)
+    return [text.format(reading) for text, reading in readings if reading is not None]
+
+
+def _sensors_text(telemetry: wire.Telemetry) -> str:
+    """The GPU's name and the readings."""
+    return ", ".join([*([telemetry.gpu.name] if telemetry.gpu else []), *sensor_texts(telemetry)]) or "-"
+
+
+def _worker_text(worker: wire.WorkerStatus) -> str:
     """One worker's state, what it computes, and why it may be in trouble."""
     name = "worker" if worker.deployment == DEFAULT_DEPLOYMENT else worker.deployment
     parts = [f"{name} {worker.state}" + (f": {worker.failure}" if worker.failure else "")]
@@ -132,7 +143,7 @@ def _worker_text(worker: WorkerStatus) -> str:
     return ", ".join(parts)
 
 
-def loss_table(losses: Sequence[PreparedLoss]) -> Table:
+def loss_table(losses: Sequence[wire.PreparedLoss]) -> Table:
     """What is prepared for the loss of each device of a plan. A refusal stands there without its reason."""
     headings = ("others store for it", "still missing", "pause about")
     table = make_table(Column("loss of", overflow="fold"), "prepared", *map(right_column, headings))
@@ -149,7 +160,7 @@ def loss_table(losses: Sequence[PreparedLoss]) -> Table:
     return table
 
 
-def history_table(history: Sequence[PhaseEntered]) -> Table:
+def history_table(history: Sequence[wire.PhaseEntered]) -> Table:
     """The phases of a deployment, oldest first."""
     table = make_table(
         right_column("ago", no_wrap=True),

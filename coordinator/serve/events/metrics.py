@@ -23,7 +23,6 @@ from coordinator.serve.events.samples import sample_of
 from coordinator.serve.model.controller import Controller
 from coordinator.serve.model.lifecycle_text import STARTED, WITHOUT_LOSS
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
-from hearth.platform.asyncio_tools import loop_time
 from hearth.wire import messages as wire
 
 CONTENT_TYPE: str = CONTENT_TYPE_PLAIN_0_0_4
@@ -196,29 +195,15 @@ class _Gauges(Collector):
     def _of_devices(self) -> Iterator[Metric]:
         label = ["device"]
         up: dict[tuple[str, ...], float] = {}
-        temperature: dict[tuple[str, ...], float] = {}
-        available: dict[tuple[str, ...], float] = {}
-        budget: dict[tuple[str, ...], float] = {}
-        load: dict[tuple[str, ...], float] = {}
-        gpu_load: dict[tuple[str, ...], float] = {}
+        samples: dict[tuple[str, ...], wire.DeviceSampled] = {}
         for name, device in _by_name(self._fleet.devices.values()).items():
-            state = device.info(loop_time()).state
-            up[name,] = float(state in ("alive", "suspect"))
-            if not up[name,] or (sample := sample_of(device)) is None:
-                continue
-            available[name,] = sample.memory_available_bytes
-            budget[name,] = sample.memory_budget_bytes
-            for values, value in (
-                (temperature, sample.temperature_celsius), (load, sample.cpu_load), (gpu_load, sample.gpu_load),
-            ):  # fmt: skip
-                if value is not None:
-                    values[name,] = value
+            up[name,] = float(device.health in ("alive", "suspect"))
+            if up[name,] and (sample := sample_of(device)) is not None:
+                samples[name,] = sample
         yield _gauge("device_up", "Whether a device answers.", label, up)
-        yield _gauge("device_temperature_celsius", "Of the hottest zone.", label, temperature)
-        yield _gauge("device_memory_available_bytes", "Memory that is free.", label, available)
-        yield _gauge("device_memory_budget_bytes", "Memory that a worker may use.", label, budget)
-        yield _gauge("device_load_ratio", "Load of the processor, 1 if all cores are busy.", label, load)
-        yield _gauge("device_gpu_load_ratio", "Load of the GPU.", label, gpu_load)
+        for sensor in wire.SENSORS:
+            known = {key: read for key, each in samples.items() if (read := getattr(each, sensor.field)) is not None}
+            yield _gauge(f"device_{sensor.metric}", sensor.help, label, known)
 
     def _of_links(self) -> Iterator[Metric]:
         names = {device.device_id: name for name, device in _by_name(self._fleet.devices.values()).items()}

@@ -55,16 +55,10 @@ def sample_of(device: Device) -> wire.DeviceSampled | None:
     """The telemetry of a device as an event; None before the first."""
     if (told := device.telemetry) is None:
         return None
-    return wire.DeviceSampled(
-        device_id=device.device_id,
-        name=device.name,
-        cpu_load=_fraction(told.cpu_load),
-        gpu_load=_fraction(told.gpu.load_fraction if told.gpu is not None else None),
-        memory_available_bytes=told.memory_available_bytes,
-        memory_budget_bytes=told.memory_budget_bytes,
-        worker_peak_bytes=device.info(loop_time()).peak_bytes,
-        temperature_celsius=told.temperature_celsius,
-    )
+    readings = {sensor.field: getattr(told, sensor.field) for sensor in wire.SENSORS}
+    readings |= {load: _fraction(readings[load]) for load in ("cpu_load", "gpu_load")}
+    peak_bytes = device.info(loop_time()).peak_bytes
+    return wire.DeviceSampled(device_id=device.device_id, name=device.name, worker_peak_bytes=peak_bytes, **readings)
 
 
 def _record_links(

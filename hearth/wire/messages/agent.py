@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
@@ -41,6 +41,9 @@ class AgentWelcome(Message):
     name: Name
     device_public_key: PublicKey
     link_port: Port
+
+
+# ---- telemetry ----------------------------------------------------------------------------------------------------
 
 
 class GetTelemetry(Message):
@@ -83,6 +86,47 @@ class Telemetry(Message):
     # Chunks that the store can take besides those of the plans deployed here, if it drops all others; None: not known.
     store_room_bytes: Bytes | None = None
     cpu_load: float | None = None  # busy fraction of all cores since the last reading
+
+    @property
+    def gpu_load(self) -> float | None:
+        """The busy fraction of the GPU; None without one, or if it is not known."""
+        return self.gpu.load_fraction if self.gpu is not None else None
+
+
+class DeviceSampled(WireModel):
+    """The event that a device's telemetry was read, at an interval. Fractions are between 0 and 1."""
+
+    kind: Literal["device_sampled"] = "device_sampled"
+    device_id: Name
+    name: Name
+    cpu_load: Annotated[float, Field(ge=0, le=1)] | None = None  # mean of all cores since the sample before
+    gpu_load: Annotated[float, Field(ge=0, le=1)] | None = None
+    memory_available_bytes: Bytes
+    memory_budget_bytes: Bytes  # memory limit of a worker
+    worker_peak_bytes: Bytes = 0  # of all its workers
+    temperature_celsius: float | None = None
+
+
+class Sensor(NamedTuple):
+    """A reading of a device: an attribute of `Telemetry` and `DeviceSampled`, the metric that exports it, and how it is shown.
+
+    Loads and memory have no `text`: they have places of their own in tables and lines.
+    """
+
+    field: str
+    metric: str  # its name in Prometheus's format follows `hearth_device_`
+    help: str
+    text: str = ""  # format of a value with its unit
+    heading: str = ""  # of its column, next to the GPU's name
+
+
+SENSORS = (
+    Sensor("temperature_celsius", "temperature_celsius", "Of the hottest zone.", "{:.0f} °C", "temp"),
+    Sensor("memory_available_bytes", "memory_available_bytes", "Memory that is free."),
+    Sensor("memory_budget_bytes", "memory_budget_bytes", "Memory that a worker may use."),
+    Sensor("cpu_load", "load_ratio", "Load of the processor, 1 if all cores are busy."),
+    Sensor("gpu_load", "gpu_load_ratio", "Load of the GPU."),
+)
 
 
 # ---- leases -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
-from hearth.wire.messages.base import Bytes, Epoch, Message, Name, Text, WireModel
+from hearth.wire.messages.agent import DeviceSampled
+from hearth.wire.messages.base import Epoch, Message, Name, Text, WireModel
 from hearth.wire.messages.client import ClientRequest, DeploymentPhase
 from hearth.wire.messages.worker import FinishReason
 
@@ -45,20 +46,6 @@ class RequestEnded(WireModel):
     error: Name = ""  # its code
     message: Text = ""  # the error as a sentence
     advice: Text = ""  # what to do next
-
-
-class DeviceSampled(WireModel):
-    """A device's telemetry, read at an interval. Fractions are between 0 and 1."""
-
-    kind: Literal["device_sampled"] = "device_sampled"
-    device_id: Name
-    name: Name
-    cpu_load: Annotated[float, Field(ge=0, le=1)] | None = None  # mean of all cores since the sample before
-    gpu_load: Annotated[float, Field(ge=0, le=1)] | None = None
-    memory_available_bytes: Bytes
-    memory_budget_bytes: Bytes  # memory limit of a worker
-    worker_peak_bytes: Bytes = 0  # of all its workers
-    temperature_celsius: float | None = None
 
 
 class DeviceChanged(WireModel):
