@@ -105,8 +105,7 @@ class EngineRunners(ProcessGroup):
             if choices := kernels.get(name, ()):  # older checkouts do not know this argument
                 part["kernels"] = [choice.model_dump() for choice in choices]
         if draft is not None:
-            chunks = [ref.model_dump() for ref in draft.refs]
-            parts[DRAFT_RANK] |= {"draft_chunks": chunks, "draft_store": str(draft.store_dir)}
+            parts[DRAFT_RANK]["draft"] = [ref.model_dump() for ref in draft.refs], str(draft.store_dir)
         text, store = text or plan.model_dump_json(), str(model.store_dir)
         bound = self.call_all(names, "load", parts, plan_id=plan_id, plan=text, store=store, encrypt=encrypt)
         peers = self._peers(names, bound, link_bytes_per_second)

@@ -163,10 +163,12 @@ class Runner:
         store: str,
         encrypt: bool,
         kernels: Sequence[Any] = (),
-        draft_chunks: Sequence[Any] = (),
-        draft_store: str = "",
+        draft: tuple[Sequence[Any], str] | None = None,
     ) -> dict[str, Any]:
-        """Load a plan's shard. `kernels`: the measured choice; without, the worker's defaults. `draft_*`: its draft model."""
+        """Load a plan's shard. `kernels`: the measured choice; without, the worker's defaults.
+
+        `draft`: chunks and store of its draft model.
+        """
         parsed = plan_from_json(plan, TransformerPlan)
         refs = tuple(ChunkRef.model_validate(chunk) for chunk in chunks)
         choices = tuple(KernelChoice.model_validate(choice) for choice in kernels)
@@ -174,9 +176,9 @@ class Runner:
         keypair = new_keypair() if encrypt else None
         transport = _CountingTransport(rank, parsed.num_ranks, self._host, (0, 0), keypair)
         self._loaded[plan_id] = loaded = _Loaded(parsed, rank, shard, transport)
-        if draft_chunks and (alone := draft_plan(parsed)) is not None:
-            refs = tuple(ChunkRef.model_validate(chunk) for chunk in draft_chunks)
-            whole = self._shard(alone, 0, refs, Path(draft_store), ())
+        if draft is not None and (alone := draft_plan(parsed)) is not None:
+            refs = tuple(ChunkRef.model_validate(chunk) for chunk in draft[0])
+            whole = self._shard(alone, 0, refs, Path(draft[1]), ())
             loaded.draft = DraftOracle(alone, whole, parsed.model.vocab_size, torch.device("cpu"))
         return {"port": transport.port, "public_key": transport.public_key}
 

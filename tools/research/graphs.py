@@ -23,7 +23,6 @@ from tools.research.sharding import Access, ShardedGraph, Span
 
 GraphName = Literal["chain-mm", "ffnn", "llama-block", "llama-layer"]
 GRAPHS: tuple[GraphName, ...] = get_args(GraphName)
-_PRODUCT_FLOPS = 2.0  # of an element of a matrix product's index space
 _FLOPS_PER_SECOND = 15e9  # of a device of speed 1: 0.45 core of the testbed
 _MEMORY_BYTES_PER_SECOND = 3e9  # of a device of speed 1
 _START_SECONDS = 20e-6  # of every vertex, on every device
@@ -118,7 +117,7 @@ def chain_mm(sizes: ChainSizes) -> ShardedGraph:
 
     def product(name: str, left: str, right: str, pieces: str) -> None:
         space, reads = {"i": n, "j": n, "k": n}, [(left, "ik"), (right, "kj")]
-        graph.add(name, "MatMul", space, _pieces(pieces), reads, "ij", flops_per_element=_PRODUCT_FLOPS)
+        graph.add(name, "MatMul", space, _pieces(pieces), reads, "ij")
 
     for weight, pieces in {"A": (4, 2), "B": (2, 2), "C": (4, 2), "D": (2, 4), "E": (4, 2)}.items():
         graph.add_input(weight, (n, n), pieces)
@@ -138,10 +137,10 @@ def ffnn(sizes: FfnnSizes) -> ShardedGraph:
     graph.add_input("W2", (j, c), (4, 1))
     cut, rows = _pieces("b4 j4"), _pieces("b16")
     reads: list[tuple[str, str]] = [("X", "bk"), ("W1", "kj")]
-    graph.add("XW1", "MatMul", {"b": b, "j": j, "k": c}, cut, reads, "bj", flops_per_element=_PRODUCT_FLOPS)
+    graph.add("XW1", "MatMul", {"b": b, "j": j, "k": c}, cut, reads, "bj")
     graph.add("relu", "Relu", {"b": b, "j": j}, cut, [("XW1", "bj")], "bj")
     reads = [("relu", "bj"), ("W2", "jc")]
-    graph.add("HW2", "MatMul", {"b": b, "c": c, "j": j}, cut, reads, "bc", flops_per_element=_PRODUCT_FLOPS)
+    graph.add("HW2", "MatMul", {"b": b, "c": c, "j": j}, cut, reads, "bc")
     space = {"b": b, "c": c}
     graph.add("max", "ReduceMax", space, rows, [("HW2", "bc")], "b", combine="Max")
     graph.add("subtract", "Sub", space, rows, [("HW2", "bc"), ("max", "b")], "bc")
@@ -188,7 +187,7 @@ class _Llama:
         self.graph.add_input("table", (s, width), (1, 1), dtype="complex64")
         reads: list[tuple[str, Sequence[Access]]] = [("positions", "s"), ("positions", "t")]
         cut = _pieces(self._cuts.mask)
-        self.graph.add("mask", "CausalMask", {"s": s, "t": s}, cut, reads, "st", flops_per_element=0.0)
+        self.graph.add("mask", "CausalMask", {"s": s, "t": s}, cut, reads, "st")
         reads = [("table", (None, "c")), ("positions", "s")]
         self.graph.add("rotary", "Select", {"s": s, "c": width}, {}, reads, "sc", dtype="complex64")
 
@@ -217,7 +216,7 @@ class _Llama:
         weight = self.graph.add_input(f"{name}.weight", (inner, outer), (pieces.get("k", 1), pieces.get("j", 1)))
         space, reads = {"s": self._sizes.rows, "j": outer, "k": inner}, [(source, access), (weight, "kj")]
         kind = "MatMul" if len(access) == 2 else "JoinHeads"
-        return self.graph.add(name, kind, space, pieces, reads, "sj", flops_per_element=_PRODUCT_FLOPS)
+        return self.graph.add(name, kind, space, pieces, reads, "sj")
 
     def _rotate(self, name: str, pieces: Mapping[str, int]) -> str:
         """Rotary position embedding in five operators, each cut as the projection's result."""
@@ -242,7 +241,7 @@ class _Llama:
         space = {"H": sizes.heads, "s": sizes.rows, "t": sizes.rows}
         wide = {**space, "d": 2 * sizes.half_width}
         reads: list[tuple[str, str]] = [("q.flat", "sH"), ("k.flat", "tH")]
-        add("scores", "Scores", wide, pieces, reads, "Hst", flops_per_element=_PRODUCT_FLOPS)
+        add("scores", "Scores", wide, pieces, reads, "Hst")
         last = add("scores.scaled", "Mul", space, pieces, [("scores", "Hst")], "Hst")
         if self._cuts.mask:
             last = add("scores.masked", "Add", space, pieces, [(last, "Hst"), ("mask", "st")], "Hst")
@@ -254,7 +253,7 @@ class _Llama:
         add("softmax.divide", "Div", space, pieces, [("softmax.exp", "Hst"), ("softmax.total", "Hs")], "Hst")
         add("softmax.half", "Cast", space, pieces, [("softmax.divide", "Hst")], "Hst")
         reads = [("softmax.half", "Hst"), ("v", "tH")]
-        return add("attended", "Attend", wide, pieces, reads, "Hsd", flops_per_element=_PRODUCT_FLOPS)
+        return add("attended", "Attend", wide, pieces, reads, "Hsd")
 
     def _feed_forward(self, normed: str, up: Mapping[str, int], down_columns: int) -> None:
         sizes = self._sizes
@@ -275,7 +274,7 @@ class _Llama:
         self.graph.add("squeeze", "Squeeze", h, {}, [("last", (None, "h"))], "h")
         weight = self.graph.add_input("head.weight", (sizes.hidden, sizes.vocabulary), (1, self._cuts.head))
         space, reads = {"v": sizes.vocabulary, "k": sizes.hidden}, [("squeeze", "k"), (weight, "kv")]
-        self.graph.add("head", "MatMul", space, {"v": self._cuts.head}, reads, "v", flops_per_element=_PRODUCT_FLOPS)
+        self.graph.add("head", "MatMul", space, {"v": self._cuts.head}, reads, "v")
 
 
 def _pieces(text: str) -> dict[str, int]:

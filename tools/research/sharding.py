@@ -19,6 +19,8 @@ from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 # Bytes of a result's element. A complex number counts as one element, as in the authors' files, though it has 8 bytes.
 _RESULT_BYTES = 4
 _BYTES = {"float32": 4, "complex64": 8, "int64": 8}  # of an input's element
+# Floating point operations per element of an operator's index space: of products, and of a mask; 1 for all other kinds.
+_FLOPS = {"MatMul": 2.0, "JoinHeads": 2.0, "Scores": 2.0, "Attend": 2.0, "CausalMask": 0.0}
 
 Block = tuple[int, ...]  # for each index or axis, the number of the piece
 Span = tuple[int, int]  # elements [first, end) of an axis
@@ -138,7 +140,6 @@ class ShardedGraph:
         reads: Sequence[tuple[str, Sequence[Access]]],
         output: str,
         combine: str = "Sum",
-        flops_per_element: float = 1.0,
         dtype: str = "float32",
     ) -> str:
         """Add an operator, cut as `pieces` says. Returns its name, which is also that of its result.
@@ -151,7 +152,7 @@ class ShardedGraph:
         _check_divisible(name, extents, cuts)
         axes = [list(space).index(index) for index in output]
         shape = tuple(extents[axis] // cuts[axis] for axis in axes)
-        shard_flops = flops_per_element * math.prod(extents) / math.prod(cuts)
+        shard_flops = _FLOPS.get(kind, 1.0) * math.prod(extents) / math.prod(cuts)
         joins: dict[Block, list[int]] = {}  # by output block
         for block in itertools.product(*map(range, cuts)):
             joins.setdefault(tuple(block[axis] for axis in axes), []).append(len(self.vertices))
