@@ -27,7 +27,7 @@ from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.deployments import Deployments
 from coordinator.serve.events.file import EVENTS_FILE, EventFile
 from coordinator.serve.events.metrics import CONTENT_TYPE, HomeMetrics
-from coordinator.serve.events.requests import recorded
+from coordinator.serve.events.requests import RequestRecorder
 from coordinator.serve.events.samples import DeviceChanges, keep_sampling
 from coordinator.serve.events.stream import EventStream
 from coordinator.serve.kinds.kind import SharedServices
@@ -254,7 +254,10 @@ class Service:
         if handler is None:
             raise BadRequest(reason=controller.kind.usage)
         app = self._trust.apps.current().keys.get(caller.public_key, "")
-        return await recorded(message, controller, app, handler(message, payload), self._events.record)
+        recorder = RequestRecorder(
+            message, app, controller.name, controller.goal.path, lambda: controller.plan, self._events.record
+        )
+        return await recorder.watch(handler(message, payload))
 
     async def _follow(self, message: wire.Follow) -> Response:
         """A standby follows, has stored what was sent to it, or takes over."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from coordinator.serve.model.controller import Controller
 from hearth.errors import HearthError
+from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import loop_time
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, Response
@@ -19,51 +20,36 @@ _OPERATIONS: Mapping[type[wire.Message], wire.Operation] = {
 }  # fmt: skip
 
 
-async def recorded(
-    message: wire.ModelRequest,
-    controller: Controller,
-    app: str,
-    answer: Awaitable[Response],
-    record: Callable[[wire.Event], None],
-) -> Response:
-    """Await the answer to a request of this app (empty: an administrator), and record how the request ends."""
-    operation = _OPERATIONS.get(type(message))
-    if operation is None:  # it runs no model
-        return await answer
-    ending = _Ending(message, operation, controller, app, record)
-    try:
-        response = await answer
-    except HearthError as error:
-        ending.failed(error)
-        raise
-    except asyncio.CancelledError:
-        ending.cancelled()
-        raise
-    if isinstance(response, AsyncGenerator):
-        return ending.watch(response)
-    ending.served(response.message if isinstance(response, Reply) else response)
-    return response
+@dataclass
+class RequestRecorder:
+    """Records how one request to a deployment ends, in one event."""
 
+    message: wire.ModelRequest
+    app: str  # that sent it; empty: an administrator
+    deployment: str
+    model_path: str
+    plan: Callable[[], Plan | None]  # that answers, or has answered last
+    record: Callable[[wire.Event], None]
+    began: float = field(default_factory=loop_time)
 
-class _Ending:
-    """One request, up to its one event."""
+    async def watch(self, answer: Awaitable[Response]) -> Response:
+        """Await the answer, and record its end. A request that runs no model has no event."""
+        if type(self.message) not in _OPERATIONS:
+            return await answer
+        try:
+            response = await answer
+        except HearthError as error:
+            self._failed(error)
+            raise
+        except asyncio.CancelledError:
+            self._cancelled()
+            raise
+        if isinstance(response, AsyncGenerator):
+            return self._watch_stream(response)
+        self._served(response.message if isinstance(response, Reply) else response)
+        return response
 
-    def __init__(
-        self,
-        message: wire.ModelRequest,
-        operation: wire.Operation,
-        controller: Controller,
-        app: str,
-        record: Callable[[wire.Event], None],
-    ) -> None:
-        self._message = message
-        self._operation = operation
-        self._controller = controller
-        self._app = app
-        self._record = record
-        self._began = loop_time()
-
-    async def watch(self, answers: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    async def _watch_stream(self, answers: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """Pass a stream on, up to its end."""
         async with aclosing(answers):
             end: wire.TextEnded | None = None
@@ -73,23 +59,23 @@ class _Ending:
                         end = answer
                     yield answer
             except HearthError as error:
-                self.failed(error)
+                self._failed(error)
                 raise
             except (GeneratorExit, asyncio.CancelledError):
                 if end is not None:
-                    self.served(end)
+                    self._served(end)
                 else:
-                    self.cancelled()
+                    self._cancelled()
                 raise
             if end is not None:
-                self.served(end)
+                self._served(end)
 
-    def served(self, answer: wire.Message) -> None:
+    def _served(self, answer: wire.Message) -> None:
         """The last message of the answer has come."""
-        seconds = loop_time() - self._began
+        seconds = loop_time() - self.began
         match answer:
             case wire.TextEnded():
-                earlier = len(self._message.generated) if isinstance(self._message, wire.Generate) else 0
+                earlier = len(self.message.generated) if isinstance(self.message, wire.Generate) else 0
                 self._end(
                     "served",
                     queued_seconds=answer.queued_seconds,
@@ -113,11 +99,11 @@ class _Ending:
             case _:
                 self._end("served")
 
-    def cancelled(self) -> None:
+    def _cancelled(self) -> None:
         """The client has gone, or has cancelled the request."""
         self._end("cancelled")
 
-    def failed(self, error: HearthError) -> None:
+    def _failed(self, error: HearthError) -> None:
         """The client gets this error."""
         self._end(
             "refused" if error.scope == "request" else "failed",
@@ -125,18 +111,17 @@ class _Ending:
         )  # fmt: skip
 
     def _end(self, outcome: wire.RequestOutcome, **facts: Any) -> None:
-        controller = self._controller
-        used = controller.plan if outcome != "refused" else None
-        self._record(
+        used = self.plan() if outcome != "refused" else None
+        self.record(
             wire.RequestEnded(
-                request_id=self._message.request_id,
-                app=self._app,
-                deployment=controller.name,
-                model=PurePath(controller.goal.path).name[-256:],
-                operation=self._operation,
+                request_id=self.message.request_id,
+                app=self.app,
+                deployment=self.deployment,
+                model=PurePath(self.model_path).name[-256:],
+                operation=_OPERATIONS[type(self.message)],
                 outcome=outcome,
                 devices=tuple(device.name for device in used.devices) if used is not None else (),
-                seconds=loop_time() - self._began,
+                seconds=loop_time() - self.began,
                 **facts,
             )
         )

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.plans import BERT_LARGE, make_plan
 
 from coordinator.serve.events.metrics import HomeMetrics
-from coordinator.serve.events.requests import recorded
+from coordinator.serve.events.requests import RequestRecorder
 from coordinator.serve.model import lifecycle as cycle
 from coordinator.serve.model.lifecycle_text import lifecycle_events
 from hearth.errors import ContextTooLong, DeviceLost, HearthError
@@ -68,7 +68,8 @@ def ended(answer: Any, message: wire.ModelRequest, leave_after: int | None = Non
         return stream() if isinstance(answer, list) else answer
 
     async def main() -> None:
-        response: Any = await recorded(message, controller(), "lamp", handler(), events.append)
+        recorder = RequestRecorder(message, "lamp", "tiny", "/srv/tiny", lambda: PLAN, events.append)
+        response: Any = await recorder.watch(handler())
         if isinstance(response, AsyncGenerator):
             count = 0
             async for _ in response:
