@@ -74,7 +74,7 @@ class Deployments:
         same = next((each for each in saved if saved[each].goal.serves_the_same(goal)), None)
         last = saved[same].plan if same is not None and plan is None else None
         name = same or (checked_name(name) if name else default_name(goal, ()))
-        self._create(name, goal, await _opened(goal), plan, _deployed(last))
+        self._create(name, SavedDeployment(goal=goal, plan=plan), await _opened(goal), _deployed(last))
         state.put_first(name)
         for other in known.keys() - {name}:
             if not known[other].added:
@@ -93,11 +93,13 @@ class Deployments:
             return error
         running = None if saved.unloaded else _deployed(saved.plan)
         unloaded = saved.unloaded and goal.keep_alive_seconds is not None
+        saved = saved.model_copy(update={"goal": goal, "unloaded": unloaded})
         try:
-            self._create(name, goal, model, saved.plan, running, unloaded, saved.added)
+            self._create(name, saved, model, running)
         except BadPlan as error:  # saved with keep_plan, but the model has changed since
             self._services.report(f"the saved plan of {goal.path} is no longer used: {error.reason}")
-            self._create(name, goal.model_copy(update={"keep_plan": False}), model, added=saved.added)
+            goal = goal.model_copy(update={"keep_plan": False})
+            self._create(name, SavedDeployment(goal=goal, added=saved.added), model)
         return None
 
     def _supported_goal(self, name: str, saved: SavedDeployment) -> Goal:
@@ -121,7 +123,8 @@ class Deployments:
                 raise BadSetting(setting="--as", reason=reason)
             if len(self.controllers) >= MAX_DEPLOYMENTS:
                 raise BadSetting(setting="MODEL", reason=f"{MAX_DEPLOYMENTS} models are served already")
-            controller = self._create(name, goal, await _opened(goal), plan, added=True)
+            saved = SavedDeployment(goal=goal, plan=plan, added=True)
+            controller = self._create(name, saved, await _opened(goal))
             self._added.add(name)
             if self._runs:
                 self._start(name, controller)
@@ -216,19 +219,9 @@ class Deployments:
             controller.device_changed(device)
 
     def _create(
-        self,
-        name: str,
-        goal: Goal,
-        model: TransformerModel | GraphFile,
-        plan: Plan | None = None,
-        running: Plan | None = None,
-        unloaded: bool = False,
-        added: bool = False,
+        self, name: str, saved: SavedDeployment, model: TransformerModel | GraphFile, running: Plan | None = None
     ) -> Controller:
-        controller = Controller(
-            name, goal, model, plan, self._services, running=running, unloaded=unloaded, added=added,
-            others=self.controllers.values,
-        )  # fmt: skip
+        controller = Controller(name, saved, model, self._services, running=running, others=self.controllers.values)
         self.controllers[name] = controller
         self.proofs[f"the deployment {name}"] = controller.has_worked
         return controller

@@ -20,7 +20,7 @@ from coordinator.serve.goal import open_model
 from coordinator.serve.kinds.kind import SharedServices
 from coordinator.serve.model.controller import Controller
 from coordinator.serve.replan import replanner as replanning
-from coordinator.serve.state import Goal, StateFile
+from coordinator.serve.state import Goal, SavedDeployment, StateFile
 from hearth.plan.plan import Plan
 from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.framing import pack_array, unpack_array
@@ -50,8 +50,9 @@ class ServedController:
         self.fleet = fleet
         self.tools = tools_for(folder, fleet, self.lines, **settings)
         self.controller = Controller(
-            DEFAULT_DEPLOYMENT, goal, open_model(goal), plan, self.tools, clock=lambda: self.now, running=running
-        )
+            DEFAULT_DEPLOYMENT, SavedDeployment(goal=goal, plan=plan), open_model(goal), self.tools,
+            clock=lambda: self.now, running=running,
+        )  # fmt: skip
 
     @property
     def kind(self) -> Any:

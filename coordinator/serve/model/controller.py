@@ -56,32 +56,29 @@ _IMMEDIATE_ACTIONS: tuple[cycle.Action, ...] = ("stop_admitting", "refuse_reques
 
 
 class Controller:
-    """Runs the deployment `name`. `plan` is tried first, if all its devices are available.
+    """Runs the deployment `name`. The plan of `saved` is tried first, if all its devices are available.
 
-    `running` is the plan that was deployed last, for the same goal: if its workers still run, they are taken over. `unloaded`:
-    the model is loaded for the first request only. `added`: as in `SavedDeployment`. `others` returns the deployments of this
-    coordinator, oldest first.
+    If it is `unloaded`, the model is loaded for the first request only. `running` is the plan that was deployed last, for
+    the same goal: if its workers still run, they are taken over. `others` returns the deployments of this coordinator, oldest
+    first.
 
-    Raises BadModelFile or BadSetting if the model cannot be served; BadPlan if `goal.keep_plan` is set and `plan` does not fit
-    the model.
+    Raises BadModelFile or BadSetting if the model cannot be served; BadPlan if `goal.keep_plan` is set and the plan does not
+    fit the model.
     """
 
     def __init__(
         self,
         name: str,
-        goal: Goal,
+        saved: SavedDeployment,
         model: TransformerModel | GraphFile,
-        plan: Plan | None,
         services: SharedServices,
         clock: Callable[[], float] = loop_time,
         running: Plan | None = None,
-        unloaded: bool = False,
-        added: bool = False,
         others: Callable[[], Iterable[Neighbour]] = tuple,
     ) -> None:
         services = replace(services, deployment=name)
         self.name = name
-        self.goal = goal
+        self.goal = goal = saved.goal
         self.requests: Requests[Any] = Requests(
             services.settings.queue_limit,
             self._why_not_ready,
@@ -90,8 +87,8 @@ class Controller:
             self._observe,
         )
         self.kind = _kind_of(goal, model, services, self.requests)
-        if plan is not None and goal.keep_plan:
-            self.kind.check(plan)
+        if saved.plan is not None and goal.keep_plan:
+            self.kind.check(saved.plan)
         self.lifecycle = cycle.Lifecycle(last_epoch=services.state.load().last_epoch)
         self.plan: Plan | None = None  # of the current deployment, or of the last one
         self.deployment: Deployment | None = None  # the current one; None once it is retired or its workers are stopped
@@ -99,12 +96,12 @@ class Controller:
         self._monitored: tuple[Deployment, DriftMonitor] | None = None  # the current deployment
         self._background: set[asyncio.Task[None]] = set()  # awaited at the end: each takes seconds
         self.keep_workers = False  # whether to leave the workers to another coordinator at the end
-        self._goal_set = cycle.GoalSet(plan, running, unloaded)
-        if running is not None and not unloaded:
+        self._goal_set = cycle.GoalSet(saved.plan, running, saved.unloaded)
+        if running is not None and not saved.unloaded:
             services.fleet.running_epochs[name] = running.epoch
         self._services = services
-        self._added = added
-        self._save(plan or running, self.lifecycle.last_epoch, unloaded)
+        self._added = saved.added
+        self._save(saved.plan or running, self.lifecycle.last_epoch, saved.unloaded)
         self._clock = clock
         self._replanner = Replanner(self.kind, services, self.requests.admission, clock)
         self._calibrated_replanner = _calibrated_replanner(self.kind, services, self._replanner, clock)
