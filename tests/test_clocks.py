@@ -13,7 +13,7 @@ WALL_CLOCK = {
     "agent/daemon/store.py",  # use of chunks: tests/agent/daemon/test_store.py
     "coordinator/cli/doctor_checks.py",
     "coordinator/cli/render/events.py",  # shows when an event happened
-    "coordinator/cli/watching.py",  # shows the time of day
+    "coordinator/cli/commands/status.py",  # shows the time of day
     "coordinator/http/certificates.py",  # when a certificate ends
     "coordinator/devices/profile_cache.py",  # age of measured links: tests/coordinator/devices/test_profiling.py
     "coordinator/http/ollama/common.py",  # when an answer was made, as Ollama's API shows it

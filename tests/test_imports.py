@@ -23,7 +23,6 @@ PURE_FOLDERS = ("coordinator.plan", "hearth.plan")
 PURE_MODULES = (
     "agent.daemon.lease",
     "agent.daemon.liveness",
-    "agent.daemon.worker_state",
     "agent.worker.graph.kernels",
     "agent.worker.graph.schedule",
     "agent.worker.transformer.generation.block_pool",
@@ -35,7 +34,6 @@ PURE_MODULES = (
     "coordinator.deploy.chunk_scheduler",
     "coordinator.deploy.kept_caches",
     "coordinator.devices.leases",
-    "coordinator.devices.profile_smoothing",
     "coordinator.devices.quorum",
     "coordinator.devices.quarantine",
     "coordinator.devices.registry",
@@ -54,7 +52,6 @@ PURE_MODULES = (
     "coordinator.serve.text.answer_reader",
     "coordinator.serve.text.closed_schemas",
     "coordinator.serve.replan.drift",
-    "coordinator.serve.requests.fairness",
     "coordinator.serve.recovery.preparation",
     "coordinator.serve.requests.retry",
     "hearth.errors",

@@ -1,4 +1,7 @@
-"""Starts and supervises worker processes. If one dies or hangs, its callers get an error and the daemon continues."""
+"""Starts and supervises worker processes. If one dies or hangs, its callers get an error and the daemon continues.
+
+The life cycle of a worker is a state machine: `TRANSITIONS` lists its moves.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,23 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import zmq.asyncio
 
 from agent.daemon.liveness import TICK_SECONDS, Liveness, ProcessSample, parse_process
 from agent.daemon.spawner import ChildProcess, Spawner
-from agent.daemon.worker_state import WorkerEvent, WorkerStateMachine
 from hearth.errors import DeadlineExceeded, HearthError, StepFailed, WorkerDied
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.child import describe_exit, run_module
 from hearth.platform.socket_folder import SocketFolder
 from hearth.protocol import WORKER_CONNECT_SECONDS, WORKER_LOAD_SECONDS, WORKER_SIGN_SECONDS, agent_run_seconds
 from hearth.wire import messages as wire
+from hearth.wire.messages import WorkerState
 from hearth.wire.rpc import Reply, RpcClient, caller_may_return
 
 log = logging.getLogger(__name__)
@@ -33,6 +37,43 @@ _STOP_SECONDS = 2.0  # from SIGTERM to SIGKILL; a worker has nothing to save
 _KILL_SECONDS = 5.0
 # Timeout between two tokens of a sequence: steps of other sequences run between them, and a long prompt takes many steps.
 _TOKEN_SECONDS = 120.0
+WorkerEvent: TypeAlias = Literal[
+    "start_requested", "spawned", "loaded", "connected", "reload_requested", "failed", "stopped"
+]
+
+_ALIVE: tuple[WorkerState, ...] = ("starting", "loading", "bound", "ready")
+TRANSITIONS: Mapping[tuple[WorkerState, WorkerEvent], WorkerState] = {
+    ("none", "start_requested"): "starting",
+    ("starting", "spawned"): "loading",
+    ("loading", "loaded"): "bound",
+    ("bound", "connected"): "ready",
+    ("loading", "reload_requested"): "loading",  # after that load was given up
+    ("bound", "reload_requested"): "loading",
+    ("ready", "reload_requested"): "loading",
+    **{(state, "failed"): "failed" for state in _ALIVE},
+    **{(state, "stopped"): "stopped" for state in ("none", *_ALIVE, "failed", "stopped")},
+}
+
+
+class IllegalWorkerTransition(Exception):
+    """A programming error: an event that is not possible in the current state."""
+
+
+@dataclass(frozen=True)
+class WorkerStateMachine:
+    """The current state of a worker process, and how it got there."""
+
+    state: WorkerState = "none"
+    history: tuple[str, ...] = ()  # all transitions so far
+
+    def after(self, event: WorkerEvent) -> WorkerStateMachine:
+        """Apply an event. Raises IllegalWorkerTransition, with the history."""
+        next_state = TRANSITIONS.get((self.state, event))
+        if next_state is None:
+            raise IllegalWorkerTransition(
+                f"a worker that is {self.state} cannot be {event}; so far: {', '.join(self.history)}"
+            )
+        return WorkerStateMachine(next_state, (*self.history, f"{self.state} -> {next_state} ({event})"))
 
 
 class WorkerProcess:

@@ -1,22 +1,33 @@
-"""Deployments of ONNX graphs: chunks of the segments, and concurrent requests through the pipeline."""
+"""Deployments of ONNX graphs: concurrent requests through the pipeline, and the chunks of its segments.
+
+A segment has chunks of its ONNX protobuf, and of each weight separately, so that another cut reuses the weights' chunks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from pydantic import ValidationError
 
+from coordinator.deploy.chunk_scheduler import Chunk
 from coordinator.deploy.deployment import Deployment, RunResult, Weights
-from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.devices.fleet import Fleet
+from coordinator.models.graph_file import GraphFile
+from coordinator.plan.graph.memory import MAX_GRAPH_CHUNK_BYTES
 from coordinator.plan.graph.predict import requests_in_flight
-from hearth.errors import BadMessage
+from hearth.errors import BadMessage, BadModelFile
+from hearth.plan.graph import Segment
 from hearth.plan.plan import GraphPlan
 from hearth.platform.disk import FILE_SECONDS, on_disk, read_seconds
 from hearth.protocol import DEFAULT_DEPLOYMENT, GRAPH_REPLY_MARGIN_SECONDS
-from hearth.wire.messages import SegmentParts
+from hearth.validation import first_error
+from hearth.wire.messages import ArrayChunks, SegmentFiles, SegmentParts
 
 Arrays: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 # Requests that a worker accepts above `max_in_flight`: a few failed requests may still run on other workers.
@@ -75,3 +86,51 @@ class GraphDeployment(Deployment):
         return await self.run(
             inputs_by_rank, join, peer_timeout_seconds, peer_timeout_seconds + GRAPH_REPLY_MARGIN_SECONDS, trace
         )
+
+
+class SegmentChunks:
+    """The chunks of one model's segments. Each weight is hashed once and reused for every cut."""
+
+    def __init__(self, graph: GraphFile) -> None:
+        assert graph.model is not None
+        self.path = graph.path
+        self._model = graph.model
+        self._weight_chunks: dict[str, tuple[Chunk, ...]] = {}
+
+    def num_bytes(self) -> int:
+        """The size of the model's files. Raises OSError."""
+        return sum(path.stat().st_size for path in self._model.file.paths())
+
+    def files_and_chunks(self, segment: Segment) -> tuple[SegmentFiles, list[Chunk]]:
+        """How a device assembles the segment, and its chunks. Raises BadModelFile for a weight that cannot be described."""
+        from coordinator.models.onnx.file import dtype_name
+        from coordinator.models.onnx.segments import segment_model
+
+        proto, weights = segment_model(self._model, segment)
+        graph = _split(self.path, lambda: memoryview(proto))
+        chunks, arrays = [*graph], []
+        for weight in weights:
+            if weight.name not in self._weight_chunks:
+                self._weight_chunks[weight.name] = _split(self.path, partial(self._model.file.read, weight))
+            weight_chunks = self._weight_chunks[weight.name]
+            chunks += weight_chunks
+            array = {"name": weight.name, "dtype": dtype_name(weight.data_type), "shape": tuple(weight.dims)}
+            try:
+                arrays.append(
+                    ArrayChunks.model_validate({**array, "chunks": tuple(chunk.hash for chunk in weight_chunks)})
+                )
+            except ValidationError as error:
+                reason = f"the weight {weight.name} cannot be sent: {first_error(error)}"
+                raise BadModelFile(path=str(self.path), reason=reason) from None
+        return SegmentFiles(graph=tuple(chunk.hash for chunk in graph), initializers=tuple(arrays)), chunks
+
+
+def _split(path: Path, read: Callable[[], memoryview]) -> tuple[Chunk, ...]:
+    data = read()
+
+    def chunk(start: int) -> Chunk:
+        part = data[start : start + MAX_GRAPH_CHUNK_BYTES]
+        end = start + MAX_GRAPH_CHUNK_BYTES
+        return Chunk(hashlib.sha256(part).hexdigest(), len(part), lambda: read()[start:end], str(path))
+
+    return tuple(chunk(start) for start in range(0, max(len(data), 1), MAX_GRAPH_CHUNK_BYTES))

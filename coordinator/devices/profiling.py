@@ -1,22 +1,23 @@
 """Measures the planners' input: links between devices, and the speed of each device on a model. Results are cached.
 
+Measurements that need the same machine run one after the other, all others at the same time.
 `block_profiling` and `graph_profiling` define the workload of each kind of model and build its cluster from the results.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from pathlib import Path
-from typing import Generic
+from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
 from coordinator.devices.fleet import Fleet, ask_with_listener
-from coordinator.devices.measuring_order import measure_each, measure_pairs
 from coordinator.devices.other_models import Traffic, link_alone, no_traffic
 from coordinator.devices.profile_cache import KnownMedia, ProfileCache
 from coordinator.devices.registry import Device
@@ -24,7 +25,7 @@ from coordinator.devices.shared_media import Pair, devices_on_radio, find_media
 from coordinator.devices.workload import R, Workload
 from hearth.errors import BadMessage, HearthError, NoDevices
 from hearth.plan.profile import Link, SharedMedium, media_of
-from hearth.platform.asyncio_tools import loop_time
+from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.protocol import REPLY_MARGIN_SECONDS
 from hearth.wire.messages import LinkMeasured, MeasureLink, Profile, Profiled
@@ -40,6 +41,9 @@ _PROBE_LINK_SECONDS = 0.1  # to send when only the connection is checked
 _CUT_SECONDS = 5.0
 
 Report = Callable[[str], None]
+T = TypeVar("T")
+
+Measurement: TypeAlias = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -338,3 +342,65 @@ def fully_linked_devices(device_ids: Sequence[str], links: Mapping[tuple[str, st
         if not any(missing.values()):
             return remaining
         remaining.remove(max(sorted(missing), key=lambda device: missing[device]))
+
+
+async def measure_each(
+    devices: Sequence[Device], measure: Callable[[Device], Awaitable[T]]
+) -> tuple[dict[str, T], dict[str, HearthError]]:
+    """Measure devices concurrently, but agents on one machine in turn, since they would slow each other down.
+
+    Returns the results by device id, and the errors by device name.
+    """
+    results: dict[str, T] = {}
+    failures: dict[str, HearthError] = {}
+
+    def one(device: Device) -> Measurement:
+        async def run() -> None:
+            try:
+                results[device.device_id] = await measure(device)
+            except HearthError as error:
+                failures[device.name] = error
+
+        return run
+
+    await run_apart([(frozenset([device.host_id]), one(device)) for device in devices])
+    return results, failures
+
+
+async def measure_pairs(
+    pairs: Sequence[tuple[str, str]],
+    hosts: Mapping[str, str],
+    measure: Callable[[tuple[str, str]], Awaitable[None]],
+) -> None:
+    """Measure pairs of devices concurrently, but only one at a time on each machine. `hosts`: machine by device id."""
+
+    def one(pair: tuple[str, str]) -> Measurement:
+        return lambda: measure(pair)
+
+    await run_apart([(frozenset(hosts[each] for each in pair), one(pair)) for pair in pairs])
+
+
+async def run_apart(measurements: Sequence[tuple[frozenset[str], Measurement]]) -> None:
+    """Run each as soon as its machines are free; first those whose machines have the most measurements left.
+
+    If one raises, the others are cancelled. None waits for the end of a round: where links are unequally fast, a machine with
+    slow ones delays no other.
+    """
+    waiting = list(measurements)
+    running: dict[asyncio.Future[None], frozenset[str]] = {}
+    try:
+        while waiting or running:
+            left = Counter(host for hosts, _ in waiting for host in hosts)
+            busy = {host for hosts in running.values() for host in hosts}
+            for entry in sorted(waiting, key=lambda entry: -sum(left[host] for host in entry[0])):
+                hosts, measurement = entry
+                if busy.isdisjoint(hosts):
+                    busy |= hosts
+                    waiting.remove(entry)
+                    running[asyncio.ensure_future(measurement())] = hosts
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                del running[each]
+                each.result()
+    finally:
+        await cancel_all(running)

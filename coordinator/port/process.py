@@ -1,4 +1,9 @@
-"""The process that owns the client port: sockets, limits, and the loop between clients and the coordinator."""
+"""The process that owns the client port: sockets, limits, and the loop between clients and the coordinator.
+
+The limits of keys apply to complete messages. What ZeroMQ holds of others has no limit: messages without an end, those of a
+connection that it does not read, large frames of a stranger's handshake. So above a limit of the memory of this process, the
+connections end that receive most (`MemoryGuard`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,10 +19,10 @@ from typing import Any
 import zmq
 
 from coordinator.port import protocol
-from coordinator.port.memory import MemoryGuard
 from coordinator.port.outbox import STALLED_SECONDS, Outbox, Outcome
 from coordinator.port.protocol import PortStart, PortState
 from coordinator.port.requests import Action, ClientRequests, Disconnect, Forward, Send
+from hearth.platform.connections import end_connection, received_bytes
 from hearth.platform.curve import (
     Gatekeeper,
     KeyPair,
@@ -28,6 +33,7 @@ from hearth.platform.curve import (
     secure_server,
     user_id,
 )
+from hearth.platform.machine import give_back_freed_buffers
 from hearth.wire.zmq_sockets import DirectSocket, direct_socket, end_connection_of
 
 log = logging.getLogger(__name__)
@@ -46,6 +52,13 @@ _FLUSH_SECONDS = 2.0  # for the last answers to leave
 # clients turn to another coordinator. One that ends is noticed at once.
 _STOPPED_SECONDS = 1.5
 _OOM_SCORE = 500  # of 1000: the kernel ends this process, which is soon started again, before the coordinator
+# Interval of looks at the memory; the loop turns at least every 0.5 s. A fast network brings 0.1 GB in 0.1 s.
+_LOOK_SECONDS = 0.1
+# Above this, freed memory is given back to the kernel, so often: a flood leaves as much as had been received and not read.
+_TIDY_BYTES = 64 << 20
+_TIDY_SECONDS = 2.0
+# Received by a connection between two looks: below this, none is the cause of the growth, but one that was so earlier.
+_CAUSE_BYTES = 1 << 20
 
 
 class PortProcess:
@@ -193,3 +206,59 @@ def prefer_as_victim() -> None:
     """Have the kernel end this process, which is soon started again, before others when the device's memory is short."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
+
+
+def heaviest(before: Mapping[int, int], received: Mapping[int, int]) -> list[int]:
+    """The connections that have received most since the last look, or in all if none has received much since."""
+    amounts = {descriptor: total - before.get(descriptor, 0) for descriptor, total in received.items()}
+    if max(amounts.values(), default=0) < _CAUSE_BYTES:
+        amounts = dict(received)
+    most = max(amounts.values(), default=0)
+    return [descriptor for descriptor, amount in amounts.items() if amount > most // 2]
+
+
+def resident_bytes() -> int:
+    """Memory that this process takes; 0 on a system without /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+class MemoryGuard:
+    """Ends connections while the process takes more than `limit_bytes`."""
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        resident: Callable[[], int] = resident_bytes,
+        received: Callable[[], Mapping[int, int]] = received_bytes,
+        end: Callable[[int], None] = end_connection,
+    ) -> None:
+        self._limit_bytes = limit_bytes
+        self._resident = resident
+        self._received = received
+        self._end = end
+        self._next_look = self._next_tidy = 0.0
+        self._before: Mapping[int, int] = {}  # bytes that each connection had received at the last look
+
+    def look(self, now: float) -> int:
+        """Look at the memory, if it is time for that. Returns the number of connections that were ended."""
+        if now < self._next_look:
+            return 0
+        self._next_look = now + _LOOK_SECONDS
+        resident = self._resident()
+        if resident > self._limit_bytes or (resident > _TIDY_BYTES and now >= self._next_tidy):
+            self._next_tidy = now + _TIDY_SECONDS
+            give_back_freed_buffers()
+            resident = self._resident()
+        if resident <= self._limit_bytes // 2:
+            return 0
+        received = self._received()
+        before, self._before = self._before, received
+        if resident <= self._limit_bytes:
+            return 0
+        causes = heaviest(before, received)
+        for descriptor in causes:
+            self._end(descriptor)
+        return len(causes)

@@ -15,8 +15,7 @@ from coordinator.plan.limits import NamedDevice, profile_with_limits
 from coordinator.plan.transformer.request import DEFAULT_SEQUENCES, GenerationRequest, PlanRequest
 from coordinator.serve.state import DEFAULT_MAX_DRAFTED, Goal, GraphGoal, TransformerGoal
 from coordinator.serve.text.prompts import GenerationDefaults, TextTokenizer, read_generation_defaults
-from coordinator.serve.text.sentences import SentenceTokenizer
-from coordinator.serve.text.vocabularies import check_vocabularies
+from coordinator.serve.text.sentences import SentenceTokenizer, open_tokenizer
 from hearth.errors import BadSetting
 from hearth.plan.common import ValueFormatName
 from hearth.plan.model_spec import ModelSpec
@@ -27,6 +26,7 @@ DEFAULT_SEQ_LEN = 512  # tokens per step without --seq-len: BERT's limit; more r
 DEFAULT_CONTEXT = 2048  # tokens per sequence, likewise; a larger context reserves more KV cache on every device
 
 _D = TypeVar("_D", bound=NamedDevice)
+_ADVICE = "choose a draft model of the same family as the model, or omit --draft"
 
 
 @dataclass(frozen=True)
@@ -172,3 +172,21 @@ def graph_request(
         tiles=graph.tiles,
         held=deployed if deployed is not None and deployed.model.tiles == graph.tiles else None,
     )
+
+
+def check_vocabularies(model_dir: Path, model: ModelSpec, draft_dir: Path, draft: ModelSpec) -> None:
+    """Compare the tokenizers, or the sizes of the vocabularies if a model has no tokenizer.
+
+    With equal tokenizers the sizes may differ: some models round theirs up. Raises BadSetting, BadCheckpoint.
+    """
+    if not all((directory / "tokenizer.json").exists() for directory in (model_dir, draft_dir)):
+        if model.vocab_size != draft.vocab_size:
+            sizes = f"{draft.name} has {draft.vocab_size} tokens, {model.name} has {model.vocab_size}"
+            raise BadSetting(setting="--draft", reason=f"its vocabulary is another one ({sizes}): {_ADVICE}")
+        return
+    own, other = (open_tokenizer(directory).get_vocab(with_added_tokens=True) for directory in (model_dir, draft_dir))
+    differing = own.items() ^ other.items()
+    if differing:
+        token = min(differing, key=lambda item: item[1])[0]
+        ids = f"{token!r} is {other.get(token, 'no token')} in {draft.name} and {own.get(token, 'no token')} in {model.name}"
+        raise BadSetting(setting="--draft", reason=f"its vocabulary is another one ({ids}): {_ADVICE}")

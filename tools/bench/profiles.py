@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import permutations
 
-from coordinator.devices.profile_smoothing import smooth_profiles
+from coordinator.devices.block_profiling import smooth_profiles
 from coordinator.devices.shared_media import Pair, devices_on_radio, find_media
 from hearth.plan.profile import (
     DECODING_TIMES,

@@ -1,12 +1,15 @@
 """Profiler of an ONNX graph's operators on this device: `python -m agent.worker.graph.profiler`, a child of the daemon.
 
 Operators are timed by onnxruntime's profiler, after its fusions. The whole run is timed without the profiler, which has an
-overhead.
+overhead. The memory of a GPU is read from the CUDA driver, which also knows what onnxruntime takes of it. Not from NVML, as the
+agent reads it: Tegra boards have none, and next to a context of its own the difference is the graph's.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import logging
 import multiprocessing
 import os
 import re
@@ -24,9 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
+import psutil
 from google.protobuf.message import DecodeError
 
-from agent.worker.graph.gpu_memory import GpuMemory, gpu_memory
 from agent.worker.graph.kernels import operators_of
 from agent.worker.graph.sessions import (
     DTYPES,
@@ -59,6 +62,11 @@ _PATTERN_VALUES = 1 << 18  # random values, repeated over all weights: drawing a
 _KERNEL_SUFFIX = "_kernel_time"
 _RESERVE_BYTES = 64 << 20  # kept free on the disk beyond the weights, so that other programs can still write
 GRAPH_FILE = "graph.onnx"
+log = logging.getLogger(__name__)
+
+_LIBRARY = "libcuda.so.1"  # the driver's; there wherever a CUDA provider can run
+_SUCCESS = 0
+_IS_INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
 
 
 class _Memory(NamedTuple):
@@ -341,3 +349,45 @@ def _profile_request(start: StartProfile) -> GraphProfile:
 
 if __name__ == "__main__":
     serve_one(_profile_request)
+
+
+class GpuMemory:
+    """Reads the free memory of the GPU. Starts CUDA in this process; `context_bytes` of the system's memory went to that.
+
+    Raises OSError if there is no driver or no device.
+    """
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(_LIBRARY)
+        device, self._context, integrated = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
+        available_bytes = psutil.virtual_memory().available
+        _check(self._library.cuInit(0))
+        _check(self._library.cuDeviceGet(ctypes.byref(device), 0))
+        _check(self._library.cuDeviceGetAttribute(ctypes.byref(integrated), _IS_INTEGRATED, device))
+        _check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device))
+        self.is_integrated = bool(integrated.value)  # the GPU uses the system's memory, as a Jetson's does
+        self.context_bytes = max(available_bytes - psutil.virtual_memory().available, 0)
+
+    def free_bytes(self) -> int:
+        """Free memory, of all processes. Raises BadPlan if the driver no longer answers."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        try:
+            _check(self._library.cuCtxSetCurrent(self._context))
+            _check(self._library.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+        except OSError as error:
+            raise BadPlan(reason=f"the GPU's memory cannot be read: {error}") from None
+        return free.value
+
+
+def gpu_memory() -> GpuMemory | None:
+    """The memory of the GPU; None, with a warning, if it cannot be read."""
+    try:
+        return GpuMemory()
+    except (OSError, AttributeError) as error:  # AttributeError: an old driver that lacks a function
+        log.warning("the GPU's memory cannot be read, so that plans of graphs count main memory: %s", error)
+        return None
+
+
+def _check(status: int) -> None:
+    if status != _SUCCESS:
+        raise OSError(f"the CUDA driver answers with error {status}")

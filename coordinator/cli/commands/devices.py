@@ -14,8 +14,8 @@ import typer
 from coordinator.cli.options import AsJsonOption, DevicesOption, InterfacesOption, KeyPathOption, interface_list
 from coordinator.cli.output import out, print_json, report
 from coordinator.cli.render.tables import device_table, kernel_table, link_table
+from coordinator.devices.block_profiling import kept_kernel_tables
 from coordinator.devices.fleet import Fleet
-from coordinator.devices.kernel_tables import kept_kernel_tables
 from coordinator.devices.profiling import Profiler
 from coordinator.serve.clients.key_registry import device_keys
 from coordinator.serve.config import load_coordinator_settings

@@ -18,8 +18,7 @@ from coordinator.cli.plans.live import LiveDevices
 from coordinator.cli.render import graph_tables
 from coordinator.cli.render.picture import dot_graph
 from coordinator.deploy.deployment import Weights
-from coordinator.deploy.graph import GraphDeployment, segment_weights
-from coordinator.deploy.graph_chunks import SegmentChunks
+from coordinator.deploy.graph import GraphDeployment, SegmentChunks, segment_weights
 from coordinator.devices.cluster_file import read_cluster
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload

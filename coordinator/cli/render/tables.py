@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from coordinator.devices.kernel_tables import KernelTable
+from coordinator.devices.block_profiling import KernelTable
 from coordinator.plan.solution import PlanningResult
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.explain import bottleneck, decoding_rate, seconds_unit, why_lost

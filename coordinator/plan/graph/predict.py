@@ -24,10 +24,10 @@ from coordinator.plan.simulator import (
     Task,
     compute_resources,
     simulate,
+    simulated_traces,
     transfer_resources,
     wire_resources,
 )
-from coordinator.plan.timeline import simulated_traces
 from hearth.plan.common import ValueFormatName
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coordinator.deploy.graph_chunks import SegmentChunks
+from coordinator.deploy.graph import SegmentChunks
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.other_models import NOTHING_TAKEN, TakenByOthers
 from coordinator.devices.profiling import Profiler

@@ -25,7 +25,7 @@ from hearth.files import write_atomically
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.wire.messages import ReplicaPart
-from hearth.wire.messages.standby import is_replica_path
+from hearth.wire.messages.client import is_replica_path
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from hearth.platform.notify import Notifier
 from hearth.platform.security import HomeKey, agent_access, coordinator_access
 from hearth.protocol import CLOSED_LEASE_SECONDS, STANDBY_LEASE_SECONDS
 from hearth.wire import messages as wire
-from hearth.wire.messages.standby import MAX_KEYS, KnownKeys
+from hearth.wire.messages.client import MAX_KEYS, KnownKeys
 from hearth.wire.rpc import Caller, Response, RpcClient
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Base classes of messages, field types, and the messages that any peer may send.
+"""Base classes of messages, field types, the settings of sampling, and the messages that any peer may send.
 
 `Hello`, the two welcomes and `Failed` have the same form in every protocol version, so that peers of different versions can
 detect the mismatch.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypedDict, TypeVar
 
 from pydantic import BaseModel, Field, StringConstraints
 
@@ -41,6 +41,13 @@ MESSAGE_TYPES: dict[str, type[Message]] = {}  # keyed by tag
 _M = TypeVar("_M", bound="Message")
 _LARGEST_FLOAT = math.nextafter(math.inf, 0.0)  # of 64 bits
 _MAX_DETAIL_CHARACTERS = 4096  # of one field of an error: enough for a sentence with names; logs hold the rest
+Temperature: TypeAlias = Annotated[float, Field(ge=0, le=100)]
+TopK: TypeAlias = Annotated[int, Field(ge=0, le=1 << 24)]
+TopP: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+MinP: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty: TypeAlias = Annotated[float, Field(gt=0, le=100)]
+Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
+Seed: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class WireModel(BaseModel, frozen=True, extra="ignore", allow_inf_nan=False):
@@ -136,3 +143,47 @@ class Cancel(Message):
 
     request: Annotated[bytes, Field(min_length=8, max_length=8)]
     final: bool = False  # nobody will ask for the rest of the answer, so nothing of it needs to be kept
+
+
+class Sampling(WireModel):
+    """Sampling settings. With temperature 0 decoding is greedy, and of the others only the penalties apply.
+
+    Applied in the order of `transformers`: repetition penalty, then presence and frequency penalty, temperature, top-k, top-p,
+    min-p.
+    """
+
+    temperature: Temperature = 0.0
+    top_k: TopK = 0  # sample from the k most likely tokens; 0 disables
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    # Of the answer's tokens alone, as in OpenAI's API: subtracted once, and as often as the token occurs.
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    seed: Seed = 0
+
+
+class SamplingChoice(WireModel):
+    """A client's sampling settings. A setting that is None comes from the model's generation_config.json, else `Sampling`."""
+
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None  # None: a random seed
+
+
+class SamplingSettings(TypedDict, total=False):
+    """A `SamplingChoice` as keyword arguments."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None

@@ -25,13 +25,13 @@ from hearth.wire.messages.base import (
     PlanCommand,
     Port,
     PublicKey,
+    Sampling,
     Shape,
     StepNumber,
     TensorName,
     Text,
     WireModel,
 )
-from hearth.wire.messages.sampling import Sampling
 
 # Of the KV caches that a worker reports after a change of plan, all together: 1 MiB in a message of at most 4 MiB.
 MAX_KEPT_TOKENS = 1 << 18

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from agent.daemon.worker_state import TRANSITIONS, IllegalWorkerTransition, WorkerEvent, WorkerStateMachine
+from agent.daemon.supervisor import TRANSITIONS, IllegalWorkerTransition, WorkerEvent, WorkerStateMachine
 from hearth.wire.messages import WorkerState
 
 

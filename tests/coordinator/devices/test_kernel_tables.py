@@ -12,8 +12,7 @@ from support.plans import LLAMA_1B, device_profile
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
-from coordinator.devices.block_profiling import block_workload
-from coordinator.devices.kernel_tables import kept_kernel_tables
+from coordinator.devices.block_profiling import block_workload, kept_kernel_tables
 from coordinator.devices.profile_cache import ProfileCache
 from hearth.plan.kernels import KernelTime
 

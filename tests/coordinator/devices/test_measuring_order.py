@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.devices import ready_device
 
-from coordinator.devices.measuring_order import measure_each, measure_pairs, run_apart
+from coordinator.devices.profiling import measure_each, measure_pairs, run_apart
 from coordinator.devices.registry import Device
 from hearth.errors import DeviceLost
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import BERT_LARGE, device_profile
 
-from coordinator.devices.profile_smoothing import smooth_profiles
+from coordinator.devices.block_profiling import smooth_profiles
 from hearth.plan.profile import BlockProfile, LatencyCurve
 
 CURVES = ("qkv", "core", "out", "up", "down", "mlp_rows", "connective", "embedding")

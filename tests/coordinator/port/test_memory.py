@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from coordinator.port.memory import MemoryGuard, heaviest, resident_bytes
+from coordinator.port.process import MemoryGuard, heaviest, resident_bytes
 from hearth.platform.connections import end_connection, received_bytes
 
 MEGABYTE = 1 << 20

@@ -26,7 +26,7 @@ from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import derive_keypair, new_home_key
 from hearth.wire import messages as wire
-from hearth.wire.messages.standby import KnownKeys
+from hearth.wire.messages.client import KnownKeys
 from hearth.wire.rpc import Caller
 
 HOME = new_home_key()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coordinator.plan.simulator import TRANSFERS, Resource, ResourceKind, simulate
-from coordinator.plan.timeline import simulated_traces
+from coordinator.plan.simulator import TRANSFERS, Resource, ResourceKind, simulate, simulated_traces
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.strategies import strategy_of_body
 from hearth.plan.common import Prediction

@@ -18,7 +18,7 @@ from support.graphs import save_bfloat16_model, save_two_branch_model, two_branc
 
 from coordinator.cli import load_generator as clients
 from coordinator.cli.load_generator import random_inputs
-from coordinator.deploy.graph_chunks import SegmentChunks
+from coordinator.deploy.graph import SegmentChunks
 from coordinator.models.graph_file import GraphFile, model_file_kind, parse_dims, read_graph_file
 from coordinator.models.onnx.cutting import cut
 from coordinator.serve.kinds.graph import arrays_by_name, check_inputs
@@ -127,7 +127,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> GraphFile:
 def test_chunks_are_small_content_named_and_independent_of_the_cut(
     graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coordinator.deploy import graph_chunks as module
+    from coordinator.deploy import graph as module
 
     monkeypatch.setattr(module, "MAX_GRAPH_CHUNK_BYTES", 10_000)
     count = graph.spec.num_operators

@@ -16,7 +16,7 @@ from support.plans import BERT_LARGE, make_plan
 from coordinator.devices.block_profiling import block_workload
 from coordinator.devices.other_models import NOTHING_TAKEN
 from coordinator.devices.profiling import Profiler
-from coordinator.serve.replan.provisional import _AGAIN_SECONDS, _PROFILER_BYTES, ProvisionalMeasurer
+from coordinator.serve.replan.replanner import _AGAIN_SECONDS, _PROFILER_BYTES, ProvisionalMeasurer
 from coordinator.serve.requests.admission import Admission
 from hearth.errors import DeviceLost
 from hearth.wire.messages import Message, Profile

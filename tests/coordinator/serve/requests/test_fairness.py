@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.serve.requests.fairness import Turns, greediest
+from coordinator.serve.requests.admission import Turns, greediest
 
 
 def test_keys_take_turns_and_each_keeps_its_order() -> None:
