@@ -80,11 +80,7 @@ class WorkerProcess:
     """One worker process. After it has died, `failure` is the cause, and every call raises it."""
 
     def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        device: str,
-        spawner: Spawner,
-        on_change: Callable[[], None] = lambda: None,
+        self, context: zmq.asyncio.Context, device: str, spawner: Spawner, on_change: Callable[[], None] = lambda: None
     ) -> None:
         """Prepare a process, without starting it. Raises WorkerDied if there is no room for its socket.
 

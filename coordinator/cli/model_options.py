@@ -162,9 +162,7 @@ class PlanOptions:
     ] = "exact"
     lz4: Annotated[str, typer.Option(help="Compress activations with lz4: auto, on or off.", metavar="WHEN")] = "auto"
     exclude: Annotated[
-        list[str],
-        typer.Option(help="Device not to use. Repeatable.", metavar="NAME"),
-        TRANSFORMER | GRAPH,
+        list[str], typer.Option(help="Device not to use. Repeatable.", metavar="NAME"), TRANSFORMER | GRAPH
     ] = field(default_factory=list)
     limit: Annotated[
         list[str],
@@ -190,8 +188,7 @@ class ServeOptions(PlanOptions):
     no_learn: Annotated[
         bool,
         typer.Option(
-            "--no-learn",
-            help="(ONNX) Plan by profiled times only, without calibrating them by the times of requests.",
+            "--no-learn", help="(ONNX) Plan by profiled times only, without calibrating them by the times of requests."
         ),
         GRAPH,
     ] = False

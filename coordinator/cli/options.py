@@ -94,8 +94,7 @@ class SamplingOptions:
         typer.Option(help="Values above 1 penalise tokens already in the context.", rich_help_panel=_SAMPLING),
     ] = None
     seed: Annotated[
-        int | None,
-        typer.Option(help="Random seed: the same seed gives the same tokens.", rich_help_panel=_SAMPLING),
+        int | None, typer.Option(help="Random seed: the same seed gives the same tokens.", rich_help_panel=_SAMPLING)
     ] = None
 
 

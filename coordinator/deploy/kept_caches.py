@@ -15,9 +15,7 @@ _MAX_PREFIX_SECONDS = 0.5  # of transfers for the prefix cache, before the first
 
 
 def kept_caches(
-    plan: TransformerPlan,
-    reports: Sequence[Sequence[HeldCache] | None],
-    bytes_per_second: Callable[[int, int], float],
+    plan: TransformerPlan, reports: Sequence[Sequence[HeldCache] | None], bytes_per_second: Callable[[int, int], float]
 ) -> tuple[KeptCache, ...]:
     """The streams whose caches the ranks together hold, have room for, and can move sooner than compute.
 

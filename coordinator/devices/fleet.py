@@ -30,12 +30,7 @@ from hearth.errors import (
 from hearth.plan.common import PlannedDevice
 from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.platform.security import Access
-from hearth.protocol import (
-    LEASE_SECONDS,
-    LINK_OPEN_MARGIN_SECONDS,
-    REPLY_MARGIN_SECONDS,
-    WATCH_SECONDS,
-)
+from hearth.protocol import LEASE_SECONDS, LINK_OPEN_MARGIN_SECONDS, REPLY_MARGIN_SECONDS, WATCH_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
 

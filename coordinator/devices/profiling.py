@@ -368,9 +368,7 @@ async def measure_each(
 
 
 async def measure_pairs(
-    pairs: Sequence[tuple[str, str]],
-    hosts: Mapping[str, str],
-    measure: Callable[[tuple[str, str]], Awaitable[None]],
+    pairs: Sequence[tuple[str, str]], hosts: Mapping[str, str], measure: Callable[[tuple[str, str]], Awaitable[None]]
 ) -> None:
     """Measure pairs of devices concurrently, but only one at a time on each machine. `hosts`: machine by device id."""
 

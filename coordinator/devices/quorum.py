@@ -167,10 +167,7 @@ class Quorum:
         if self.current is None or (number, self.leader) != (self.current.number, self.current.leader):
             return self
         quorum = replace(
-            self,
-            voting=self.voting | {device},
-            stored_by=self.stored_by | {device},
-            informed=self.informed | {device},
+            self, voting=self.voting | {device}, stored_by=self.stored_by | {device}, informed=self.informed | {device}
         )
         if not has_majority(self.current, quorum.stored_by):
             return quorum

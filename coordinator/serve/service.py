@@ -36,13 +36,7 @@ from coordinator.serve.requests.admission import CALLER
 from coordinator.serve.standby.followers import Followers, HandOver, Replication
 from coordinator.serve.standby.leadership import AnotherLeads, Leadership
 from coordinator.serve.state import RETRY_SECONDS, Goal, StateFile, goal_from_json
-from hearth.errors import (
-    AppRevoked,
-    BadRequest,
-    HearthError,
-    NotServing,
-    ProtocolMismatch,
-)
+from hearth.errors import AppRevoked, BadRequest, HearthError, NotServing, ProtocolMismatch
 from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.curve import fingerprint

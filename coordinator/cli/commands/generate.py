@@ -16,8 +16,7 @@ from hearth.platform.units import format_seconds
 
 def generate(
     prompt: Annotated[
-        str | None,
-        typer.Argument(help="Prompt to continue; '-' reads it from standard input.", show_default=False),
+        str | None, typer.Argument(help="Prompt to continue; '-' reads it from standard input.", show_default=False)
     ] = None,
     token_ids: Annotated[str | None, typer.Option(help='Prompt as token ids, e.g. "1,2,3"; prints token ids.')] = None,
     stop: Annotated[list[str], typer.Option(help="Stop at this text. Repeatable.")] = [],  # noqa: B006

@@ -147,11 +147,7 @@ def add_app(
     typer.echo(line)
 
 
-def revoke(
-    name: Annotated[str, typer.Argument(help="Name of the app.")],
-    *,
-    where: HomeOptions,
-) -> None:
+def revoke(name: Annotated[str, typer.Argument(help="Name of the app.")], *, where: HomeOptions) -> None:
     """Revoke an app's key: its running and later requests fail. Needs an admin or home key and the running coordinator."""
     with where.connect() as home:
         warning = home.revoke_app(name)

@@ -11,12 +11,7 @@ from coordinator.cli.output import out, print_json
 from coordinator.cli.render.tables import model_table
 
 
-def ps(
-    timeout: TimeoutOption = 10.0,
-    *,
-    where: HomeOptions,
-    as_json: AsJsonOption = False,
-) -> None:
+def ps(timeout: TimeoutOption = 10.0, *, where: HomeOptions, as_json: AsJsonOption = False) -> None:
     """List the models that the home serves. The first of each kind answers requests that name none."""
     with where.connect(timeout) as home:
         models = home.models(timeout)

@@ -73,8 +73,7 @@ class CoordinatorOptions:
         ),
     ] = None
     standby: Annotated[
-        bool | None,
-        typer.Option("--standby", help="Follow the leading coordinator, and take over when it is gone."),
+        bool | None, typer.Option("--standby", help="Follow the leading coordinator, and take over when it is gone.")
     ] = None
     leader: Annotated[
         str | None,

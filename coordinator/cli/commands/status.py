@@ -16,14 +16,7 @@ from coordinator.cli.options import AsJsonOption, HomeOptions, TimeoutOption
 from coordinator.cli.output import out, print_json, print_line
 from coordinator.cli.render.events import Watched, watch_view
 from coordinator.cli.render.graph_tables import graph_plan_tables, prediction_line
-from coordinator.cli.render.tables import (
-    device_table,
-    draft_line,
-    history_table,
-    loss_table,
-    model_table,
-    plan_tables,
-)
+from coordinator.cli.render.tables import device_table, draft_line, history_table, loss_table, model_table, plan_tables
 from hearth.client.home import AsyncHome
 from hearth.errors import BadSetting, HearthError, NotServing
 from hearth.plan.plan import is_graph_plan, is_transformer_plan

@@ -34,15 +34,7 @@ from hearth.plan.plan import GraphPlan, Plan, is_graph_plan
 from hearth.platform.units import format_seconds
 from hearth.wire.codec import Array
 from hearth.wire.framing import pack_arrays, unpack_arrays
-from hearth.wire.messages import (
-    AnswerKind,
-    ArrayInfo,
-    GetModelInfo,
-    Infer,
-    Inferred,
-    Message,
-    ModelInfo,
-)
+from hearth.wire.messages import AnswerKind, ArrayInfo, GetModelInfo, Infer, Inferred, Message, ModelInfo
 from hearth.wire.rpc import Reply
 
 # Upper limit of the plan search while clients wait for a recovery: enough for the heuristics, and

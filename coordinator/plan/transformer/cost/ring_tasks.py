@@ -122,11 +122,7 @@ class RingTasks:
         self._ring_reduce_scatter(phase, computed, start)
 
     def gather_and_scatter(
-        self,
-        entering: Phase,
-        first: Sequence[Sequence[float]],
-        leaving: Phase,
-        second: Sequence[Sequence[float]],
+        self, entering: Phase, first: Sequence[Sequence[float]], leaving: Phase, second: Sequence[Sequence[float]]
     ) -> None:
         """A gather and a scatter that run both GEMMs of a tile one after the other.
 

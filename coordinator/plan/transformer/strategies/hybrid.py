@@ -231,12 +231,7 @@ class MegatronStrategy(TensorParallelStrategy):
 
 LOCAL = HybridStrategy("local", search="rows", device_limit=1)
 SP = HybridStrategy("sp", search="rows", whole_prompts=True)
-HMP = HybridStrategy(
-    "hmp",
-    search="shares",
-    leaves_one_out=True,
-    refinements=("replicate", "micro-batches"),
-)
+HMP = HybridStrategy("hmp", search="shares", leaves_one_out=True, refinements=("replicate", "micro-batches"))
 
 
 MEGATRON = MegatronStrategy("megatron-tp", search="shares", refinements=("micro-batches",))
