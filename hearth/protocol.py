@@ -10,7 +10,7 @@ MAX_PAYLOAD_FRAMES = 64  # per message; 32 arrays of two frames each
 
 # ---- timeouts that must agree -----------------------------------------------------------------------------------------
 #
-# All in seconds. Whoever waits for an answer waits longer than the one that it asked, so that the inner, more specific error
+# All in seconds. A caller waits longer for an answer than the program that it asked, so that the inner, more specific error
 # arrives first: worker < agent < coordinator < client.
 
 # Liveness: interval < timeout of one heartbeat < dead < lease. The coordinator gives up a silent device before the

@@ -239,7 +239,7 @@ class WorkerProcess:
         return bound
 
     async def _load(self, request: wire.Start) -> wire.WorkerBound:
-        """Have the process load, until that is given up: then the process is told, and StepFailed raised."""
+        """Have the process load, until that is given up: then the process gets a message, and StepFailed is raised."""
 
         async def ask() -> wire.WorkerBound:
             stream = self._client.stream(request, timeout_seconds=WORKER_LOAD_SECONDS, last=wire.WorkerBound)

@@ -23,7 +23,7 @@ def version(name: str) -> tuple[str | None, str]:
 
 
 def arrays_problem() -> str:
-    """Why torch cannot exchange arrays with NumPy; empty if it can. Torch for NumPy 1 imports beside 2, and fails here."""
+    """Why torch cannot exchange arrays with NumPy; empty if it can. Torch for NumPy 1 imports with NumPy 2, and fails here."""
     import numpy
     import torch
 

@@ -17,7 +17,7 @@ def load_cuda() -> None:
     """Prepare this process for CUDA; call it before CUDA starts.
 
     NVIDIA's libraries are loaded from the packages of pip, where onnxruntime's CUDA provider does not look for them itself, and
-    are told to compute float32 without TF32, for which TensorRT has no option.
+    are set to compute float32 without TF32, for which TensorRT has no option.
     """
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     if hasattr(ort, "preload_dlls"):  # from version 1.21 on

@@ -63,7 +63,7 @@ def left_bytes(device: Device, taken: TakenByOthers) -> int:
 def links_left(
     traffic: Mapping[Pair, float], links: Mapping[Pair, Link], media: Sequence[SharedMedium]
 ) -> dict[Pair, Link]:
-    """The links beside other `traffic` in bytes/s, each with the rate of the time that is left, at least a tenth.
+    """The links with other `traffic` in bytes/s, each with the rate of the time that is left, at least a tenth.
 
     A transfer takes its time from what the simulator lets it occupy: the sending side of one device, the receiving side of the
     other, and the media that the link crosses. Of these, a link has what the busiest leaves: its own rate less the traffic if
@@ -90,7 +90,7 @@ def links_left(
 
 
 def link_alone(measured: Link, traffic: Mapping[Pair, float]) -> Link:
-    """The link as it would be without this `traffic` in bytes/s, beside which it was measured.
+    """The link as it would be without this `traffic` in bytes/s, during which it was measured.
 
     The measurement had what the traffic of its two ends left, but at least half: TCP gives each connection about as much.
     """

@@ -64,7 +64,7 @@ class Profiler:
 
     With `provisional`, a device that was not measured has the result of an equal one or of a quick probe, and a link what was
     measured when it was last used, until `measure_provisional` and `measure_provisional_links` measure them: a first plan need
-    not wait for that. Without `keeps_links`, links are measured but not kept: beside a coordinator whose traffic is not known.
+    not wait for that. Without `keeps_links`, links are measured but not kept: next to a coordinator whose traffic is not known.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ MeasureTogether: TypeAlias = Callable[[Sequence[Pair]], Awaitable[Mapping[Pair, 
 _SHARED_SUM = 1.5
 # Between these, transfers are measured again: a pause of a device takes more from such a sum than a medium's noise adds.
 _DOUBTFUL_SUMS = (1.3, 1.6)
-_MOST_OF_ALONE = 1.1  # times its rate alone that a transfer reaches beside another, by noise
+_MOST_OF_ALONE = 1.1  # times its rate alone that a transfer reaches during another, by noise
 
 
 def devices_on_radio(device_ids: Collection[str], links: Mapping[Pair, Link]) -> list[str]:
@@ -82,7 +82,7 @@ def _disjoint_pairs(one: str, other: str, wired: Sequence[str], device_ids: Sequ
 async def _share(pairs: Sequence[Pair], rates: Mapping[Pair, float], measure: MeasureTogether) -> bool:
     """Whether these transfers slow each other down as much as on one medium; False if one could not be measured.
 
-    If the result is close to the limit, or a transfer is faster beside the other than alone, all are measured twice more, and
+    If the result is close to the limit, or a transfer is faster during the other than alone, all are measured twice more, and
     the median of those at the same time counts. A busy device or a stall only slows transfers, so the fastest measurement of
     each counts as its rate alone; those in `rates` do not count then, as they are from another time.
     """

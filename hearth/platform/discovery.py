@@ -223,7 +223,7 @@ class Browser:
             await _close(zeroconf)
 
     async def _follow(self, failures: _Failures) -> None:
-        """Browse anew after each change of the local addresses: the sockets are those of the addresses at their opening."""
+        """Browse again after each change of the local addresses: the sockets are those of the addresses at their opening."""
         addresses = _addresses_of(self._interfaces)
         while True:
             await asyncio.sleep(_ADDRESS_POLL_SECONDS)

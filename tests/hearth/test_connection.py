@@ -192,7 +192,7 @@ def test_search_over_mdns_ends_when_the_key_is_refused(
     asyncio.run(main())
 
 
-def test_coordinator_is_found_beside_one_that_refuses_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coordinator_is_found_next_to_one_that_refuses_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "_REFUSED_SECONDS", FOUND_WITHIN_SECONDS)
 
     async def main() -> None:

@@ -104,7 +104,7 @@ def sizes(home: Home) -> dict[str, int]:
         "listeners": len(home.network.listeners),
         "timers": sum(not timer[2].cancelled() for timer in home.loop._timers),
         # A store keeps the chunks of earlier plans while there is room.
-        "files beside the store": sum(
+        "files next to the store": sum(
             "store" not in path.relative_to(host.disk.folder).parts
             for host in hosts
             for path in host.disk.folder.rglob("*")

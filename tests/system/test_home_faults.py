@@ -224,7 +224,7 @@ def test_corrupt_chunk_is_detected_discarded_and_sent_again(
         running_home.start_agent("a")
         with running_home.connect() as home:
             wait_for(
-                "serving to begin anew",
+                "serving to begin again",
                 lambda: "restarted" in home.status().last_error or not home.ready(),
             )
             home.wait_ready(60.0)

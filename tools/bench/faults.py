@@ -65,11 +65,11 @@ class Faults(Experiment):
     standby: bool = False  # a second coordinator follows on the last device; then only coordinators fail
     seed: int = 1
     # Devices that the plan may lack when a fault happens. A device that was lost is there again after seconds, but joins a plan
-    # after 10 s at the earliest: 1 measures a home that has such a spare device, and 0 serves anew after most faults.
+    # after 10 s at the earliest: 1 measures a home that has such a spare device, and 0 serves again after most faults.
     missing: int = Field(1, ge=0)
     answer_seconds: float = Field(1.5, gt=0)  # for which every client must get answers until a home counts as recovered
     recover_seconds: float = Field(90.0, ge=1)  # after the last repair; then the home counts as not recovered
-    rejoin_seconds: float = Field(20.0, ge=0)  # for the home to be ready for the next fault; then it serves anew
+    rejoin_seconds: float = Field(20.0, ge=0)  # for the home to be ready for the next fault; then it serves again
 
     @field_validator("faults")
     @classmethod

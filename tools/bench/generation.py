@@ -253,7 +253,7 @@ class Generation(Experiment):
 
 
 def _bound(alone: GenerationRow, row: GenerationRow) -> str:
-    """How much faster several devices decode than one, beside what kernels, fixed time and raw messages would allow."""
+    """How much faster several devices decode than one, next to what kernels, fixed time and raw messages would allow."""
     assert row.kernel_seconds
     assert row.alone_kernel_seconds
     assert row.ping_seconds

@@ -176,7 +176,7 @@ def _without_queues(parent: int) -> None:
 def kernels_of_graph(
     path: Path, num_threads: int, providers: Sequence[Provider], run_seconds: float
 ) -> tuple[Kernel, ...]:
-    """The kernels of the graph in the file `path`, whose run takes `run_seconds`. Other files go beside it."""
+    """The kernels of the graph in the file `path`, whose run takes `run_seconds`. Other files go next to it."""
     folder = path.parent
     model = onnx.load(path, load_external_data=False)
     optimised_path = folder / "optimised.onnx"

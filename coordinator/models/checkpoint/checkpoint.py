@@ -25,7 +25,7 @@ _MAX_RESIDENT_BYTES = 64 << 20
 _COPY_BLOCK_BYTES = 4 << 20
 # The format's dtype -> our name, and the numpy type of the raw bytes.
 _DTYPES = {"F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloat16", "<u2")}
-# File beside the model directory of a standby, whose checkpoint holds no weights but only their names and shapes. It names the
+# File next to the model directory of a standby, whose checkpoint holds no weights but only their names and shapes. It names the
 # directory of the model itself on the computer of the first leader.
 COPY_MARKER = "origin.json"
 _HAS_MADVISE = hasattr(mmap, "MADV_DONTNEED")  # not on Windows

@@ -132,7 +132,7 @@ class Admission(Generic[_D]):
         self._admit_waiting()
 
     def share(self) -> None:
-        """Let others run beside the request that runs alone."""
+        """Let others run with the request that runs alone."""
         self._running_exclusive = False
         self._admit_waiting()
 

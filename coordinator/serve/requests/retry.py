@@ -24,7 +24,7 @@ from hearth.errors import (
 
 # Failures of plans on which other requests ran as well; the next time, the request runs alone. Two, because a device that
 # fails takes all of them down once.
-_MAX_FAILURES_BESIDE_OTHERS = 2
+_MAX_FAILURES_WITH_OTHERS = 2
 # Failures of plans on which the request ran alone; then it is the cause. Three faults of devices in a row, each while the same
 # request runs alone, are improbable.
 _MAX_FAILURES_ALONE = 3
@@ -49,13 +49,13 @@ def needs_probe(error: HearthError) -> bool:
 class Failures:
     """The failures of one request since its last progress. Progress is for instance a new token."""
 
-    beside_others: int = 0
+    with_others: int = 0
     alone: int = 0
     on_working_plan: int = 0
 
     @property
     def must_run_alone(self) -> bool:
-        return self.alone > 0 or self.on_working_plan > 0 or self.beside_others >= _MAX_FAILURES_BESIDE_OTHERS
+        return self.alone > 0 or self.on_working_plan > 0 or self.with_others >= _MAX_FAILURES_WITH_OTHERS
 
     def record(self, error: HearthError, alone: bool, plan_works: bool) -> bool:
         """Record the loss of a plan; returns whether the request may run again.
@@ -69,5 +69,5 @@ class Failures:
         elif alone:
             self.alone += 1
         else:
-            self.beside_others += 1
+            self.with_others += 1
         return self.alone < _MAX_FAILURES_ALONE and self.on_working_plan < _MAX_FAILURES_ON_A_WORKING_PLAN

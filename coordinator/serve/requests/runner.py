@@ -34,7 +34,7 @@ class Ticket:
     failures: Failures = field(default_factory=Failures)
     failure: HearthError | None = None  # of the last attempt; None if that is dealt with
     probe: asyncio.Task[bool] | None = None  # that decides whether the plan of the last attempt works
-    alone: bool = True  # whether no other request ran beside the last attempt
+    alone: bool = True  # whether no other request ran during the last attempt
     admitted_before: int = 0  # requests that were admitted when the last attempt began, itself included
 
 

@@ -77,7 +77,7 @@ def replica_files(state_dir: Path, state: SavedState, model_files: Mapping[str, 
         files += _file(path.relative_to(state_dir).as_posix(), path, whole=True)
     for name, deployment in state.deployments.items():
         folder, goal = f"models/{_plain(name)}", deployment.goal
-        # A graph is a file, whose weights may lie in folders beside it.
+        # A graph is a file, whose weights may lie in folders next to it.
         model = folder if isinstance(goal, GraphGoal) else f"{folder}/{_model_name(goal)}"
         draft = _draft_dir(goal)
         for path in model_files.get(name, ()):
@@ -258,7 +258,7 @@ def _same_files(origin: Path, copy: Path) -> bool:
     """Whether this computer has the model itself: files with the names and sizes of those of the copy."""
     if origin == copy or not origin.exists():
         return False
-    ours, theirs = (copy, origin) if copy.is_dir() else (copy.parent, origin.parent)  # a graph's weights lie beside it
+    ours, theirs = (copy, origin) if copy.is_dir() else (copy.parent, origin.parent)  # a graph's weights lie next to it
     files = [each for each in ours.rglob("*") if each.is_file() and each != ours / COPY_MARKER]
     pairs = [(each, theirs / each.relative_to(ours)) for each in files]
     return all(there.is_file() and there.stat().st_size == here.stat().st_size for here, there in pairs)

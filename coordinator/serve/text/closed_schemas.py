@@ -20,7 +20,7 @@ def closed(schema: Any) -> Any:
     """The schema with closed objects. What it permits, the schema that was given permits, too.
 
     Objects that say themselves which further properties they have stay as they are. So does a whole schema of which parts are
-    joined in one object (`allOf`, properties beside a reference): closed parts would exclude each other.
+    joined in one object (`allOf`, properties next to a reference): closed parts would exclude each other.
     """
     if any("allOf" in each or {"$ref", "properties"} <= each.keys() for each in _dicts(schema)):
         return schema

@@ -113,7 +113,7 @@ def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> None:
     [(0.0005, 110e6, 0.001), (0.012, 12e6, 0.01), (0.04, 3.75e6, 0.03)],
     ids=["Ethernet", "Wi-Fi", "busy Wi-Fi"],
 )
-def test_bursts_are_long_beside_what_delays_their_last_packet(
+def test_bursts_are_long_against_what_delays_their_last_packet(
     monkeypatch: pytest.MonkeyPatch, round_trip: float, bytes_per_second: float, late: float
 ) -> None:
     now = [0.0]

@@ -17,7 +17,7 @@ from hearth.errors import DeviceLost
 
 
 @given(st.lists(st.tuples(st.frozensets(st.sampled_from("abcde"), min_size=1, max_size=2), st.integers(1, 5))))
-def test_each_runs_once_and_never_beside_one_on_the_same_machine(jobs: list[tuple[frozenset[str], int]]) -> None:
+def test_each_runs_once_and_never_with_another_on_the_same_machine(jobs: list[tuple[frozenset[str], int]]) -> None:
     busy: list[str] = []
     done: list[int] = []
 

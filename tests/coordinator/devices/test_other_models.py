@@ -1,4 +1,4 @@
-"""Links beside the traffic of other deployments, and as they would be without it."""
+"""Links with the traffic of other deployments, and as they would be without it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ rates = st.floats(1.0, 1e12)
     st.dictionaries(pairs, st.floats(0.0, 1e15)),
     st.lists(st.sets(st.sampled_from("abcd"), min_size=1).map(sorted), max_size=2),
 )
-def test_links_beside_any_traffic_have_a_rate_between_a_tenth_and_all_of_their_own(
+def test_links_with_any_traffic_have_a_rate_between_a_tenth_and_all_of_their_own(
     own: dict[Pair, float], traffic: dict[Pair, float], media: list[list[str]]
 ) -> None:
     links = {
@@ -91,7 +91,7 @@ def test_links_beside_any_traffic_have_a_rate_between_a_tenth_and_all_of_their_o
 
 
 @given(rates, st.floats(0.0, 0.9))
-def test_link_measured_beside_traffic_has_the_measured_rate_while_that_goes_on(rate: float, load: float) -> None:
+def test_link_measured_during_traffic_has_the_measured_rate_while_that_goes_on(rate: float, load: float) -> None:
     """So the traffic does not count twice: once in the measurement, and once more when a plan is made."""
     traffic = {("a", "b"): load * rate}
     measured = Link(source="a", target="b", bytes_per_second=max(1.0 - load, 0.5) * rate, round_trip_seconds=0.0)
@@ -104,7 +104,7 @@ def test_link_measured_beside_traffic_has_the_measured_rate_while_that_goes_on(r
         )
 
 
-def test_link_measured_beside_traffic_of_its_ends_is_faster_alone() -> None:
+def test_link_measured_during_traffic_of_its_ends_is_faster_alone() -> None:
     measured = links_of("ab")["a", "b"]
 
     def alone(traffic: dict[Pair, float]) -> float:

@@ -102,7 +102,7 @@ def test_links_of_a_cluster_are_those_that_other_deployments_leave(kind: Kind, t
     alone = rates()
     sent["a", "b"] = 0.4 * alone["a", "b"]
     assert rates() == {("a", "b"): pytest.approx(0.6 * alone["a", "b"]), ("b", "a"): alone["b", "a"]}
-    case.profiler.forget_links("ab")  # they are measured again beside that traffic, which counts once
+    case.profiler.forget_links("ab")  # they are measured again with that traffic, which counts once
     assert rates() == alone
     sent.clear()
     assert rates()["a", "b"] == pytest.approx(1.4 * alone["a", "b"])

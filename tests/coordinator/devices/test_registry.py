@@ -212,7 +212,7 @@ def test_device_whose_worker_dies_again_and_again_does_not_keep_out_one_whose_st
     assert registry.usable([dying, failed], 106.0) == [dying]
 
 
-def test_quarantine_grows_with_each_repetition_and_starts_anew_after_an_hour() -> None:
+def test_quarantine_grows_with_each_repetition_and_starts_again_after_an_hour() -> None:
     known, now, lengths = device(), 100.0, []
     for _ in range(6):
         known = registry.after_device_fault(known, DIED, now)

@@ -65,7 +65,7 @@ class Air:
 
 
 @given(st.integers(0, 1 << 32), st.lists(st.sampled_from(["", "wifi", "attic", "plc"]), max_size=5))
-def test_media_are_found_beside_two_wired_devices(seed: int, media: list[str]) -> None:
+def test_media_are_found_with_two_wired_devices(seed: int, media: list[str]) -> None:
     medium_of = {f"d{index}": medium for index, medium in enumerate([*media, "", ""])}
     air = Air(medium_of, noise=0.1, seed=seed)
     expected = sorted(

@@ -124,7 +124,7 @@ def test_legacy_config_formats_equal_transformers(config: dict[str, Any], head_d
         )
 
 
-def test_settings_beside_rope_scaling_are_read() -> None:
+def test_settings_next_to_rope_scaling_are_read() -> None:
     spec = read_rotary(
         {"rope_theta": 7e4, "original_max_position_embeddings": 32, "rope_scaling": {
             "type": "longrope", "short_factor": [1, 1], "long_factor": [2, 4],

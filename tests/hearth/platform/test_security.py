@@ -271,7 +271,7 @@ def test_server_without_gatekeeper_rejects_all_keys() -> None:
     asyncio.run(scenario())
 
 
-def test_rule_that_fails_refuses_one_key_and_the_next_is_decided_anew() -> None:
+def test_rule_that_fails_refuses_one_key_and_the_next_is_decided_again() -> None:
     async def scenario() -> None:
         async with guarded() as (guard, client):
             known_key = new_keypair()

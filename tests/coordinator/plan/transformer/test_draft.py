@@ -65,7 +65,7 @@ def test_room_is_made_on_the_fastest_device_or_the_next_has_the_draft_or_none() 
     draft = planned([16 * GIB] * 2).devices[0].memory.draft
     other = planned([used[0] + draft // 2, 16 * GIB])
     assert [device.name for device in other.devices] == ["device1", "device0"]
-    # Neither has room beside its share; the fastest device gets a smaller one, and the other a larger one.
+    # Neither has room in addition to its share; the fastest device gets a smaller one, and the other a larger one.
     tight = planned([used[0] + draft * 3 // 4, used[1] + draft * 3 // 4])
     assert limits_of(tight) == DRAFT
     assert tight.devices[0].name == "device0"

@@ -131,10 +131,10 @@ def test_second_model_takes_one_device_while_the_links_are_full_and_three_once_t
     workers.run({CHAT: traffic})
 
     left = workers.left(SENTENCES, devices)
-    beside = plan_for(sentence_request(left))
-    assert len(ids_of(beside)) == 1
+    shared = plan_for(sentence_request(left))
+    assert len(ids_of(shared)) == 1
     assert (
-        beside.predicted.latency_seconds
+        shared.predicted.latency_seconds
         < build_plan(
             on_subset(sentence_request(left), tuple(ids_of(alone))), alone.body, alone.planner
         ).predicted.latency_seconds

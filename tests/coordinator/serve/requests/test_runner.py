@@ -240,7 +240,7 @@ def test_request_that_kills_workers_runs_alone_and_takes_no_other_with_it() -> N
     scenario(main)
 
 
-def test_others_run_beside_a_suspect_once_it_has_made_progress() -> None:
+def test_others_run_with_a_suspect_once_it_has_made_progress() -> None:
     async def main() -> None:
         home = Home(capacity=2)
         requests = home.requests

@@ -113,7 +113,7 @@ def test_standby_uses_the_model_itself_where_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".gitattributes", "read me.txt", "größe.json", "a\nb"])
-def test_files_of_any_name_beside_the_model_do_not_keep_the_standby_from_copying(tmp_path: Path, name: str) -> None:
+def test_files_of_any_name_next_to_the_model_do_not_keep_the_standby_from_copying(tmp_path: Path, name: str) -> None:
     directory = write_model(tmp_path / "model")
     (directory / name).write_text("{}")
     state = SavedState(deployments={"default": SavedDeployment(goal=TransformerGoal(model_dir=str(directory)))})

@@ -179,7 +179,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], np.ndarray[
 def test_first_different_token_lies_within_the_kernels_error(
     weights: WeightFormat, models: tuple[Path, Path], logits: dict[tuple[int, ...], np.ndarray[Any, Any]]
 ) -> None:
-    """With the fastest kernels, a row's values depend on the rows beside it.
+    """With the fastest kernels, a row's values depend on the rows next to it.
 
     The error is that of the logits against the same quantised weights in float32, of any context, all requests alone.
     """
