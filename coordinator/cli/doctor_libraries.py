@@ -13,6 +13,7 @@ from hearth.wire.messages import Telemetry
 
 _SECONDS = 120.0  # importing torch and starting CUDA take up to a minute from the SD card of a small board
 _TO_REINSTALL = "Run install.sh or hearth-setup again."
+_TO_NUMPY_1 = "In Hearth's environment: pip install 'numpy<2'"
 
 
 class CheckResult(NamedTuple):
@@ -91,22 +92,15 @@ def _broken(found: Libraries) -> list[CheckResult]:
         problem = str(getattr(found, f"{name}_problem"))
         if problem:
             of_numpy = numpy_2 and name != "numpy" and "numpy" in problem.lower()
-            do = "In Hearth's environment: pip install 'numpy<2'" if of_numpy else _TO_REINSTALL
+            do = _TO_NUMPY_1 if of_numpy else _TO_REINSTALL
             shown = "NumPy" if name == "numpy" else name
             why = f"was built for NumPy 1, and NumPy {found.numpy} is installed ({problem})" if of_numpy else problem
             verb = why if of_numpy else f"cannot be imported: {why}"
             findings.append(CheckResult("libraries", "problem", f"{shown} {verb}", do))
     if found.arrays_problem:
-        why = (
-            f"was built for NumPy 1, and NumPy {found.numpy} is installed"
-            if numpy_2
-            else f"and NumPy {found.numpy} do not work together"
-        )
-        do = (
-            "In Hearth's environment: pip install 'numpy<2'"
-            if numpy_2
-            else "Install a torch that is newer than its NumPy."
-        )
+        why, do = f"and NumPy {found.numpy} do not work together", "Install a torch that is newer than its NumPy."
+        if numpy_2:
+            why, do = f"was built for NumPy 1, and NumPy {found.numpy} is installed", _TO_NUMPY_1
         findings.append(CheckResult("libraries", "problem", f"torch {found.torch} {why} ({found.arrays_problem})", do))
     return findings
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from coordinator.cli.model_options import ServeOptions
 from coordinator.models.graph_file import ModelFileKind, parse_dims
 from coordinator.plan.graph.request import DEFAULT_TIME_LIMIT_SECONDS
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.methods import REGISTRY
-from coordinator.serve.state import DEFAULT_MAX_DRAFTED, MAX_TILES, Goal, GraphGoal, TileCount, TransformerGoal
+from coordinator.serve.state import DEFAULT_MAX_DRAFTED, MAX_TILES, Goal, GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.common import VALUE_FORMAT_NAMES
 from hearth.plan.model_spec import KvFormat, WeightFormat
 from hearth.platform.units import parse_seconds
 from hearth.wire.messages import MAX_DRAFTED_TOKENS
+
+_T = TypeVar("_T")
 
 _CHOICES: Mapping[str, Sequence[str]] = {
     "wire": VALUE_FORMAT_NAMES,
@@ -52,7 +54,7 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: ServeOptions) -
             accuracy_budget=_accuracy_budget(options),
             kv_copies=not options.no_kv_copies,
             shared_prefixes=options.shared_prefixes,
-            max_drafted=_max_drafted(options.speculate),
+            max_drafted=_count("--speculate", options.speculate, MAX_DRAFTED_TOKENS, DEFAULT_MAX_DRAFTED, 0),
             draft_dir=str(options.draft.resolve()) if options.draft is not None else None,
             **{name: getattr(options, name) for name in _TRANSFORMER_FIELDS},
             **common,
@@ -62,31 +64,28 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: ServeOptions) -
         dims=parse_dims(options.dim),
         objective=objective,
         congestion=not options.no_congestion,
-        tiles=_tile_count(options.tiles),
+        tiles=_count("--tiles", options.tiles, MAX_TILES, "auto", 1),
         time_limit_seconds=options.time_limit or DEFAULT_TIME_LIMIT_SECONDS,
         learn=not options.no_learn,
         **common,
     )
 
 
-def _max_drafted(text: str) -> int:
-    """`auto`, `off` or a number. Raises BadSetting."""
+def _count(option: str, text: str, most: int, auto: _T, off: int) -> _T | int:
+    """The number that `text` means: `auto`, `off` or 1 to `most`. Raises BadSetting."""
     if text in ("auto", "off"):
-        return DEFAULT_MAX_DRAFTED if text == "auto" else 0
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_DRAFTED_TOKENS:
-        raise BadSetting(
-            setting="--speculate", reason=f"'{text}' is not auto, off, or a number from 1 to {MAX_DRAFTED_TOKENS}"
-        )
+        return auto if text == "auto" else off
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise BadSetting(setting=option, reason=f"'{text}' is not auto, off, or a number from 1 to {most}")
     return int(text)
 
 
-def _tile_count(text: str) -> TileCount:
-    """`auto`, `off` or a number. Raises BadSetting."""
-    if text in ("auto", "off"):
-        return "auto" if text == "auto" else 1
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_TILES:
-        raise BadSetting(setting="--tiles", reason=f"'{text}' is not auto, off, or a number from 1 to {MAX_TILES}")
-    return int(text)
+def _seconds(option: str, text: str) -> float:
+    """The time that `text` means. Raises BadSetting."""
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise BadSetting(setting=option, reason=str(error)) from None
 
 
 def learn_seconds(text: str | None, strategy: str) -> float:
@@ -95,10 +94,7 @@ def learn_seconds(text: str | None, strategy: str) -> float:
         return 0.0
     if strategy != "doppler":
         raise BadSetting(setting="--learn", reason="only the policy of --strategy doppler learns")
-    try:
-        seconds = parse_seconds(text)
-    except ValueError as error:
-        raise BadSetting(setting="--learn", reason=str(error)) from None
+    seconds = _seconds("--learn", text)
     if not 0 < seconds <= 86400:
         raise BadSetting(setting="--learn", reason="it must be more than 0 and at most 24h")
     return seconds
@@ -110,10 +106,7 @@ def _keep_alive_seconds(options: ServeOptions) -> float | None:
         return None
     if options.pin:
         raise BadSetting(setting="--keep-alive", reason="a pinned model stays loaded; omit --pin or --keep-alive")
-    try:
-        return parse_seconds(options.keep_alive)
-    except ValueError as error:
-        raise BadSetting(setting="--keep-alive", reason=str(error)) from None
+    return _seconds("--keep-alive", options.keep_alive)
 
 
 def _accuracy_budget(options: ServeOptions) -> float | None:

@@ -198,15 +198,9 @@ class TransformerDeployment(Deployment):
 
         inputs = [{"token_ids": token_ids, "cumulative_lengths": cumulative_lengths}] * self.plan.num_ranks
         peer_timeout_seconds = self.plan.peer_timeout_seconds(len(token_ids))
-        return await self.run(
-            inputs,
-            join,
-            peer_timeout_seconds,
-            coordinator_run_seconds(peer_timeout_seconds),
-            trace,
-            output,
-            values or self.values,
-        )
+        reply_timeout_seconds = coordinator_run_seconds(peer_timeout_seconds)
+        formats = values or self.values
+        return await self.run(inputs, join, peer_timeout_seconds, reply_timeout_seconds, trace, output, formats)
 
     async def generate(
         self,

@@ -24,7 +24,6 @@ from hearth.errors import (
     DeviceLost,
     HearthError,
     LeaseLost,
-    UnknownMessage,
     Unreachable,
 )
 from hearth.plan.common import PlannedDevice
@@ -431,8 +430,6 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                             and self._connections.by_device.get(device_id) is connection
                         ):
                             self._replace(registry.after_report(self.devices[device_id], state))
-            except UnknownMessage:  # an older agent
-                return
             except HearthError as error:
                 log.debug("%s reports no changes of its workers: %s", device_id, error)
             except Exception:  # a bug must not end the reports for good

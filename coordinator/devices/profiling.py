@@ -354,16 +354,13 @@ async def measure_each(
     results: dict[str, T] = {}
     failures: dict[str, HearthError] = {}
 
-    def one(device: Device) -> Measurement:
-        async def run() -> None:
-            try:
-                results[device.device_id] = await measure(device)
-            except HearthError as error:
-                failures[device.name] = error
+    async def one(device: Device) -> None:
+        try:
+            results[device.device_id] = await measure(device)
+        except HearthError as error:
+            failures[device.name] = error
 
-        return run
-
-    await run_apart([(frozenset([device.host_id]), one(device)) for device in devices])
+    await run_apart([(frozenset([device.host_id]), partial(one, device)) for device in devices])
     return results, failures
 
 
@@ -371,11 +368,7 @@ async def measure_pairs(
     pairs: Sequence[tuple[str, str]], hosts: Mapping[str, str], measure: Callable[[tuple[str, str]], Awaitable[None]]
 ) -> None:
     """Measure pairs of devices concurrently, but only one at a time on each machine. `hosts`: machine by device id."""
-
-    def one(pair: tuple[str, str]) -> Measurement:
-        return lambda: measure(pair)
-
-    await run_apart([(frozenset(hosts[each] for each in pair), one(pair)) for pair in pairs])
+    await run_apart([(frozenset(hosts[each] for each in pair), partial(measure, pair)) for pair in pairs])
 
 
 async def run_apart(measurements: Sequence[tuple[frozenset[str], Measurement]]) -> None:

@@ -77,18 +77,13 @@ def failure(error: HearthError) -> Failure:
 
 def unsupported(field: str, reason: str = "this version of Hearth does not support it") -> Failure:
     """A field that would change the answer and that nothing here heeds."""
-    return Failure(
-        400, f"The field '{field}' cannot be used: {reason}. Leave it out.", param=field, code="unsupported_field"
-    )
+    text = f"The field '{field}' cannot be used: {reason}. Leave it out."
+    return Failure(400, text, param=field, code="unsupported_field")
 
 
 def unknown_model(name: str, served: Sequence[wire.ServedModel]) -> Failure:
     """A request for a model that is not served."""
     names = ", ".join(f"'{shown_name(each)}'" for each in served)
     there = f"{names} {'is' if len(served) == 1 else 'are'}" if served else "none is"
-    return Failure(
-        404,
-        f"The model '{name}' is not served; {there}. `GET /v1/models` lists what is.",
-        param="model",
-        code="model_not_found",
-    )
+    text = f"The model '{name}' is not served; {there}. `GET /v1/models` lists what is."
+    return Failure(404, text, param="model", code="model_not_found")

@@ -191,14 +191,10 @@ def simulated_traces(tasks: Sequence[Task], timeline: Timeline, names: Sequence[
         if computes is not None:
             add(computes, "compute", task, task.peer, start, end)
         else:
-            sender, receiver = (
-                rank_of.get(ResourceKind.SEND, coordinator_rank),
-                rank_of.get(ResourceKind.RECEIVE, coordinator_rank),
-            )
+            sender = rank_of.get(ResourceKind.SEND, coordinator_rank)
+            receiver = rank_of.get(ResourceKind.RECEIVE, coordinator_rank)
             add(sender, "send", task, receiver, start, start)
             add(receiver, "receive", task, sender, end, end)
-    traces = (
-        DeviceTrace(device=name, rank=rank, events=tuple(events[rank]))
-        for rank, name in enumerate((*names, _COORDINATOR))
-    )
+    recorded = zip((*names, _COORDINATOR), events, strict=True)
+    traces = (DeviceTrace(device=name, rank=rank, events=tuple(own)) for rank, (name, own) in enumerate(recorded))
     return tuple(trace for trace in traces if trace.rank < coordinator_rank or trace.events)

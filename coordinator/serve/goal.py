@@ -114,12 +114,8 @@ def _generation_request(goal: TransformerGoal, spec: ModelSpec, draft: Draft | N
     context = goal.context or min(spec.max_positions, DEFAULT_CONTEXT)
     if context > spec.max_positions:
         raise BadSetting(setting="--context", reason=f"{spec.name} takes at most {spec.max_positions} tokens")
-    return GenerationRequest(
-        context,
-        goal.sequences or DEFAULT_SEQUENCES,
-        kv_copies=goal.kv_copies,
-        draft=draft.spec if draft is not None else None,
-    )
+    sequences, draft_spec = goal.sequences or DEFAULT_SEQUENCES, draft.spec if draft is not None else None
+    return GenerationRequest(context, sequences, kv_copies=goal.kv_copies, draft=draft_spec)
 
 
 def allowed_devices(goal: Goal, devices: Iterable[_D]) -> list[_D]:

@@ -337,16 +337,7 @@ class Service:
         return wire.CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
 
     async def _readiness(self, message: wire.GetReadiness) -> wire.Message:
-        controller = self.deployments.for_request(message)
-        return wire.Readiness(
-            deployment=controller.name,
-            ready=controller.lifecycle.takes_requests,
-            state=controller.state,
-            model=controller.goal.path[-256:],
-            answers=controller.kind.answers,
-            takes_tools=controller.kind.takes_tools,
-            context_tokens=controller.kind.context_tokens,
-        )
+        return wire.Readiness(**_shown(self.deployments.for_request(message)))
 
     async def _list_devices(self, message: wire.ListDevices) -> wire.Message:
         await self._fleet.refresh_telemetry()
@@ -401,14 +392,8 @@ class Service:
     def _model_of(self, controller: Controller) -> wire.ServedModel:
         plan = controller.deployment.plan if controller.deployment is not None else None
         return wire.ServedModel(
-            deployment=controller.name,
-            model=controller.goal.path[-256:],
-            ready=controller.lifecycle.takes_requests,
+            **_shown(controller),
             phase=controller.lifecycle.phase,
-            state=controller.state,
-            answers=controller.kind.answers,
-            takes_tools=controller.kind.takes_tools,
-            context_tokens=controller.kind.context_tokens,
             has_ended=controller.lifecycle.finished and controller.lifecycle.phase == "failed",
             pinned=controller.goal.pinned,
             keep_alive_seconds=controller.goal.keep_alive_seconds,
@@ -419,3 +404,13 @@ class Service:
             waiting_requests=controller.requests.admission.num_waiting,
             running_requests=controller.requests.admission.num_running,
         )
+
+
+def _shown(controller: Controller) -> dict[str, Any]:
+    """What `Readiness` and `ServedModel` say of a deployment."""
+    kind = controller.kind
+    return {
+        "deployment": controller.name, "model": controller.goal.path[-256:], "state": controller.state,
+        "ready": controller.lifecycle.takes_requests, "answers": kind.answers, "takes_tools": kind.takes_tools,
+        "context_tokens": kind.context_tokens,
+    }  # fmt: skip

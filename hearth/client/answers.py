@@ -297,14 +297,8 @@ def chat_message(message: ChatMessage | Mapping[str, Any]) -> ChatMessage:
         raise BadRequest(reason="each message of a chat needs a role and a content")
     calls = message.get("tool_calls") or ()
     content = message.get("content")
-    return valid(
-        ChatMessage,
-        **{
-            **message,
-            "content": "" if content is None and calls else content,
-            "tool_calls": tuple(map(_tool_call, calls)),
-        },
-    )
+    text = "" if content is None and calls else content
+    return valid(ChatMessage, **{**message, "content": text, "tool_calls": tuple(map(_tool_call, calls))})
 
 
 def _tool_call(call: ToolCall | Mapping[str, Any]) -> ToolCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,24 +24,16 @@ from hearth.plan.plan import TransformerPlan
 from hearth.wire.messages import Run, RunDone
 
 
+@dataclass(frozen=True)
 class EncoderEngine:
     """Runs one step at a time. The caller owns `communicator` and has started it."""
 
-    def __init__(
-        self,
-        plan: TransformerPlan,
-        rank: int,
-        shard: Shard,
-        communicator: Communicator,
-        staging: Staging,
-        collectives: type[Collectives] = Collectives,
-    ) -> None:
-        self._plan = plan
-        self._rank = rank
-        self._shard = shard
-        self._communicator = communicator
-        self._staging = staging
-        self._collectives = collectives
+    plan: TransformerPlan
+    rank: int
+    shard: Shard
+    communicator: Communicator
+    staging: Staging
+    collectives: type[Collectives] = Collectives
 
     def run(
         self, request: Run, token_ids: np.ndarray[Any, Any], cumulative_lengths: np.ndarray[Any, Any]
@@ -51,31 +44,31 @@ class EncoderEngine:
         """
         began = time.monotonic()
         recorder = Recorder(request.trace)
-        formats = link_formats(self._plan, self._rank, request.values)
-        self._communicator.begin_step(request.step, request.timeout_seconds, recorder, formats)
+        formats = link_formats(self.plan, self.rank, request.values)
+        self.communicator.begin_step(request.step, request.timeout_seconds, recorder, formats)
         rows = self._pack(token_ids, cumulative_lengths)
-        tiles = spans(rows_per_rank(self._plan.body.row_weights, rows.num_rows))
-        collectives = self._collectives(self._communicator, self._staging, tiles, self._plan.body.overlap)
-        step = Step(self._shard, self._plan, self._rank, rows, collectives, recorder)
+        tiles = spans(rows_per_rank(self.plan.body.row_weights, rows.num_rows))
+        collectives = self.collectives(self.communicator, self.staging, tiles, self.plan.body.overlap)
+        step = Step(self.shard, self.plan, self.rank, rows, collectives, recorder)
         hidden_sH = strategies.run(step)
-        own = tiles[self._rank]
+        own = tiles[self.rank]
         output = hidden_sH if request.output == "hidden" else _sum_per_sequence(hidden_sH, rows.sequences, own.start)
         array = output.cpu().numpy()  # waits for the GPU
-        self._communicator.finish_sends()
+        self.communicator.finish_sends()
         ended = time.monotonic()
         done = RunDone(
             names=(request.output,),
             began_seconds=began,
             ended_seconds=ended,
-            compute_seconds=(max(ended - began - self._communicator.waited_seconds, 0.0),),
-            wire=self._communicator.wire_stats(),
-            dropped_messages=self._communicator.dropped,
+            compute_seconds=(max(ended - began - self.communicator.waited_seconds, 0.0),),
+            wire=self.communicator.wire_stats(),
+            dropped_messages=self.communicator.dropped,
             trace=recorder.events(),
         )
         return done, array
 
     def _pack(self, token_ids: np.ndarray[Any, Any], cumulative_lengths: np.ndarray[Any, Any]) -> blocks.PackedRows:
-        spec = self._plan.model
+        spec = self.plan.model
         lengths = np.diff(cumulative_lengths) if cumulative_lengths.ndim == 1 else np.empty(0)
         if (
             token_ids.ndim != 1
@@ -91,7 +84,7 @@ class EncoderEngine:
             raise BadRequest(reason=f"token ids must lie between 0 and {spec.vocab_size - 1}")
         sequences = spans(lengths.tolist())
         ids = torch.from_numpy(token_ids.astype(np.int64))
-        return blocks.pack_rows(spec, ids, sequences, [None] * len(sequences), self._staging.device)
+        return blocks.pack_rows(spec, ids, sequences, [None] * len(sequences), self.staging.device)
 
 
 def _sum_per_sequence(hidden_sH: Tensor, sequences: Sequence[tuple[int, int]], first_row: int) -> Tensor:

@@ -256,13 +256,9 @@ def _half_of_layer(spec: ModelSpec) -> ModelSpec:
     """The model with half of a layer's KV heads and columns, if there are as many, as on one of two equal devices."""
     num_groups = max(spec.num_kv_heads // 2, 1)
     columns = max(spec.ffn_size // COLUMN_GRAIN // 2, 1) * COLUMN_GRAIN
-    return spec.model_copy(
-        update={
-            "num_heads": num_groups * spec.group_size,
-            "num_kv_heads": num_groups,
-            "ffn_size": min(columns, spec.ffn_size),
-        }
-    )
+    columns = min(columns, spec.ffn_size)
+    heads = {"num_heads": num_groups * spec.group_size, "num_kv_heads": num_groups}
+    return spec.model_copy(update={**heads, "ffn_size": columns})
 
 
 def _layer(

@@ -95,15 +95,9 @@ class TransformerRuntime:
             return store / chunk[:2] / chunk
 
         self._held = held
+        chunks, kernels = self._parts.chunks, self._parts.kernels
         self._shard = load_shard(
-            self._plan,
-            self._rank,
-            self._parts.chunks,
-            chunk_file,
-            self._staging.device,
-            held,
-            is_given_up,
-            self._parts.kernels,
+            self._plan, self._rank, chunks, chunk_file, self._staging.device, held, is_given_up, kernels
         )
         self._held = None
         if self._parts.vocabulary is not None:

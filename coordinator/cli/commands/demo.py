@@ -39,13 +39,8 @@ def demo(
     else:
         device_list = result.devices
         names = {device.device_id: device.name for device in device_list.devices}
-        tables = (
-            device_table(device_list.devices),
-            "",
-            link_table(device_list.links, names),
-            "",
-            *plan_tables(result.plan),
-        )
+        links = link_table(device_list.links, names)
+        tables = (device_table(device_list.devices), "", links, "", *plan_tables(result.plan))
         out.print("", *tables, "", sep="\n")
         for answer in result.answers:
             out.print(f"  {answer['text']:<45} -> {answer['command']} ({answer['similarity']:.2f})", soft_wrap=True)

@@ -162,12 +162,8 @@ def loss_table(losses: Sequence[wire.PreparedLoss]) -> Table:
 
 def history_table(history: Sequence[wire.PhaseEntered]) -> Table:
     """The phases of a deployment, oldest first."""
-    table = make_table(
-        right_column("ago", no_wrap=True),
-        Column("phase", no_wrap=True),
-        Column("because", overflow="fold"),
-        title="History",
-    )
+    columns = (right_column("ago", no_wrap=True), Column("phase", no_wrap=True), Column("because", overflow="fold"))
+    table = make_table(*columns, title="History")
     for move in history:
         times = f" ({move.times} times)" if move.times > 1 else ""
         table.add_row(format_age(move.seconds_ago), move.phase, move.cause + times)
@@ -340,13 +336,8 @@ def kernel_table(table: KernelTable) -> Table:
     if subject.deterministic:
         title += ", deterministic"
     headings = [kernel if kernel == layout else f"{layout}\n{kernel}" for layout, kernel in options]
-    shown = make_table(
-        Column("matrix", no_wrap=True),
-        right_column("rows"),
-        *map(right_column, headings),
-        title=title,
-        caption="* chosen",
-    )
+    columns = [Column("matrix", no_wrap=True), right_column("rows"), *map(right_column, headings)]
+    shown = make_table(*columns, title=title, caption="* chosen")
     previous = None
     for num_outputs, num_inputs, rows in sorted({key[:3] for key in seconds}):
         cells, choice = [], choices.get((num_outputs, num_inputs))

@@ -230,15 +230,11 @@ class ResponseEvents:
         if self._open != kind:
             events += self._close()
             self._open = kind
-            head = (
-                {"type": "message", "role": "assistant"} if kind == "message" else {"type": "reasoning", "summary": []}
-            )
-            item: dict[str, Any] = {
-                "id": new_id("msg" if kind == "message" else "rs"),
-                **head,
-                "status": "in_progress",
-                "content": [],
-            }
+            if kind == "message":
+                item: dict[str, Any] = {"id": new_id("msg"), "type": "message", "role": "assistant"}
+            else:
+                item = {"id": new_id("rs"), "type": "reasoning", "summary": []}
+            item |= {"status": "in_progress", "content": []}
             self._items.append(item)
             events.append(
                 self._event("response.output_item.added", output_index=len(self._items) - 1, item=_copy(item))

@@ -152,13 +152,8 @@ def _known_to_apps(served: _Served) -> _Served:
         "model": PurePath(served.model).name,
     }
     if isinstance(served, wire.ServedModel):
-        loaded = "unloaded" if served.phase == "unloaded" else "serving"
-        changes |= {
-            "devices": (),
-            "memory_bytes": 0,
-            "sent_bytes_per_second": 0.0,
-            "phase": loaded if served.ready else "idle",
-        }
+        phase = ("unloaded" if served.phase == "unloaded" else "serving") if served.ready else "idle"
+        changes |= {"devices": (), "memory_bytes": 0, "sent_bytes_per_second": 0.0, "phase": phase}
         if served.missing_bytes:
             changes["state"] = f"it does not fit: {served.missing_bytes} bytes of memory are missing"
     return served.model_copy(update=changes)

@@ -97,11 +97,8 @@ class TransformerKind:
             raise BadPlan(reason=f"it is for a graph of operators, and {spec.name} is a transformer")
         body, generation = plan.body, model.generation
         if plan.model != spec:
-            what = (
-                "weights or a KV cache in another format"
-                if plan.model.name == spec.name
-                else f"the model {plan.model.name}"
-            )
+            same_name = plan.model.name == spec.name
+            what = "weights or a KV cache in another format" if same_name else f"the model {plan.model.name}"
             raise BadPlan(reason=f"it was made for {what}, not for {model.directory} with weights in {spec.weights}")
         if body.seq_len != model.seq_len:
             raise BadPlan(reason=f"it was made for --seq-len {body.seq_len}, not {model.seq_len}")

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.serve.clients.key_registry import KeyRegistry
@@ -154,41 +155,32 @@ class HandOver:
         self.accepted.set()
 
 
+@dataclass(frozen=True)
 class Replication:
     """Sends the state of this coordinator to its standbys. `keys`: of apps and devices; `model_files`: as `replica_files`."""
 
-    def __init__(
-        self,
-        settings: CoordinatorSettings,
-        state: StateFile,
-        keys: Sequence[KeyRegistry],
-        leadership: Leadership,
-        followers: Followers,
-        hand_over: HandOver,
-        model_files: Callable[[], Mapping[str, Sequence[Path]]],
-    ) -> None:
-        self._settings = settings
-        self._state = state
-        self._keys = keys
-        self._leadership = leadership
-        self._followers = followers
-        self._hand_over = hand_over
-        self._model_files = model_files
+    settings: CoordinatorSettings
+    state: StateFile
+    keys: Sequence[KeyRegistry]
+    leadership: Leadership
+    followers: Followers
+    hand_over: HandOver
+    model_files: Callable[[], Mapping[str, Sequence[Path]]]
 
     async def to_standby(self, standby: str, confirms: bool) -> AsyncGenerator[Reply, None]:
         """Send the state to one standby, as it changes, with signs of life in between."""
-        self._leadership.add_standby()
-        follower = self._followers.join(standby, confirms)
-        state_dir = self._settings.state_dir
+        self.leadership.add_standby()
+        follower = self.followers.join(standby, confirms)
+        state_dir = self.settings.state_dir
         stamps: dict[str, tuple[int, ...]] = {}
         sent, scan_at = None, 0.0
         try:
-            while not self._hand_over.accepted.is_set():
-                num_changes = self._followers.num_changes
+            while not self.hand_over.accepted.is_set():
+                num_changes = self.followers.num_changes
                 is_saved = all(
-                    each.is_saved for each in self._keys
+                    each.is_saved for each in self.keys
                 )  # else keys are in memory only, and not in the files
-                state = self._state.load(), *(each.current() for each in self._keys)
+                state = self.state.load(), *(each.current() for each in self.keys)
                 if state != sent or loop_time() >= scan_at:
                     files = await on_disk(state_dir, FILE_SECONDS, self._files)
                     changed = any(stamps.get(file.path) != file.stamp for file in files)
@@ -201,16 +193,16 @@ class Replication:
                     sent, scan_at = state, loop_time() + (_SCAN_SECONDS if is_saved else 0.0)
                 yield Reply(
                     wire.LeaderAlive(
-                        name=self._settings.name,
+                        name=self.settings.name,
                         is_complete=True,
-                        configuration=self._leadership.quorum.current,
-                        is_leaving=self._hand_over.is_offered,
-                        receipt=self._followers.receipt(follower, num_changes) if is_saved else 0,
+                        configuration=self.leadership.quorum.current,
+                        is_leaving=self.hand_over.is_offered,
+                        receipt=self.followers.receipt(follower, num_changes) if is_saved else 0,
                     )
                 )
                 await follower.wait_news(_ALIVE_SECONDS)
         finally:
-            self._followers.leave(follower)
+            self.followers.leave(follower)
 
     def _files(self) -> list[ReplicaFile]:
-        return replica_files(self._settings.state_dir, self._state.load(), self._model_files())
+        return replica_files(self.settings.state_dir, self.state.load(), self.model_files())

@@ -230,12 +230,8 @@ class Standby:
         Also ends some time after a part could not be stored: the leader sends everything again to a standby that follows again.
         """
         replica = Replica(self._settings.state_dir)
-        request = wire.Follow(
-            name=self._settings.name,
-            confirms=True,
-            apps=_known_keys(self._trust.apps),
-            devices=_known_keys(self._devices),
-        )
+        apps, devices = _known_keys(self._trust.apps), _known_keys(self._devices)
+        request = wire.Follow(name=self._settings.name, confirms=True, apps=apps, devices=devices)
         copy_again_at = math.inf  # when to ask for everything again; inf while all that came was stored
         stream = client.stream(request, timeout_seconds=_CONNECT_SECONDS, last=wire.Done)
         events = EventFile(self._settings.state_dir / EVENTS_FILE)
