@@ -82,92 +82,73 @@ def record(port: int) -> Any:
     return advertised(COORDINATOR_SERVICE, port, own, secrets.token_hex(8), lambda: LOOPBACK)
 
 
-def test_forged_records_mislead_no_client() -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            silent = stack.enter_context(socket.socket())
-            silent.bind(("127.0.0.1", 0))
-            silent.listen(64)
-            other_home = await stack.enter_async_context(coordinator(new_home_key()))
-            for port in (1, silent.getsockname()[1], other_home):
-                await stack.enter_async_context(record(port))
-            connection = Connection(access(), None, LOOPBACK)
-            try:
-                with pytest.raises((NoCoordinator, WrongKey)):
-                    await connection.client(None, 2.0)
-                port = await stack.enter_async_context(coordinator())
-                await stack.enter_async_context(record(port))
-                found = await connection.client(None, FOUND_WITHIN_SECONDS)
-                assert found.endpoint == f"tcp://127.0.0.1:{port}"
-            finally:
-                await connection.close()
-
-    asyncio.run(main())
+async def test_forged_records_mislead_no_client() -> None:
+    async with AsyncExitStack() as stack:
+        silent = stack.enter_context(socket.socket())
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(64)
+        other_home = await stack.enter_async_context(coordinator(new_home_key()))
+        for port in (1, silent.getsockname()[1], other_home):
+            await stack.enter_async_context(record(port))
+        connection = Connection(access(), None, LOOPBACK)
+        try:
+            with pytest.raises((NoCoordinator, WrongKey)):
+                await connection.client(None, 2.0)
+            port = await stack.enter_async_context(coordinator())
+            await stack.enter_async_context(record(port))
+            found = await connection.client(None, FOUND_WITHIN_SECONDS)
+            assert found.endpoint == f"tcp://127.0.0.1:{port}"
+        finally:
+            await connection.close()
 
 
-def test_first_address_that_answers_is_used() -> None:
-    async def main() -> None:
-        async with coordinator() as port, AsyncHome(access(), f"127.0.0.1:1, 127.0.0.1:{port}", None) as home:
-            await home.open(FOUND_WITHIN_SECONDS)
-            assert await home.ready(FOUND_WITHIN_SECONDS)
-
-    asyncio.run(main())
+async def test_first_address_that_answers_is_used() -> None:
+    async with coordinator() as port, AsyncHome(access(), f"127.0.0.1:1, 127.0.0.1:{port}", None) as home:
+        await home.open(FOUND_WITHIN_SECONDS)
+        assert await home.ready(FOUND_WITHIN_SECONDS)
 
 
 @pytest.mark.parametrize("by_mdns", [False, True])
-def test_standby_that_refuses_while_it_takes_over_is_asked_again(
+async def test_standby_that_refuses_while_it_takes_over_is_asked_again(
     by_mdns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader is stopped: the kernel of its computer accepts connections, and nobody answers."""
-
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            stopped = stack.enter_context(socket.socket())
-            stopped.bind(("127.0.0.1", 0))
-            stopped.listen(64)
-            ports = [stopped.getsockname()[1], await stack.enter_async_context(coordinator(handler=refuses(2)))]
-            if by_mdns:
-                for port in ports:
-                    await stack.enter_async_context(record(port))
-            addresses = None if by_mdns else ",".join(f"127.0.0.1:{port}" for port in ports)
-            connection = Connection(access(), addresses, LOOPBACK)
-            stack.push_async_callback(connection.close)
-            found = await connection.client(None, FOUND_WITHIN_SECONDS)
-            assert found.endpoint == f"tcp://127.0.0.1:{ports[1]}"
-
-    asyncio.run(main())
+    async with AsyncExitStack() as stack:
+        stopped = stack.enter_context(socket.socket())
+        stopped.bind(("127.0.0.1", 0))
+        stopped.listen(64)
+        ports = [stopped.getsockname()[1], await stack.enter_async_context(coordinator(handler=refuses(2)))]
+        if by_mdns:
+            for port in ports:
+                await stack.enter_async_context(record(port))
+        addresses = None if by_mdns else ",".join(f"127.0.0.1:{port}" for port in ports)
+        connection = Connection(access(), addresses, LOOPBACK)
+        stack.push_async_callback(connection.close)
+        found = await connection.client(None, FOUND_WITHIN_SECONDS)
+        assert found.endpoint == f"tcp://127.0.0.1:{ports[1]}"
 
 
-def test_only_coordinator_is_asked_again_while_it_starts() -> None:
-    async def main() -> None:
-        async with coordinator(handler=refuses(2)) as port, AsyncHome(access(), f"127.0.0.1:{port}", None) as home:
-            await home.open(FOUND_WITHIN_SECONDS)
-            assert await home.ready(FOUND_WITHIN_SECONDS)
-
-    asyncio.run(main())
+async def test_only_coordinator_is_asked_again_while_it_starts() -> None:
+    async with coordinator(handler=refuses(2)) as port, AsyncHome(access(), f"127.0.0.1:{port}", None) as home:
+        await home.open(FOUND_WITHIN_SECONDS)
+        assert await home.ready(FOUND_WITHIN_SECONDS)
 
 
-def test_coordinator_that_does_not_serve_in_time_is_reported() -> None:
-    async def main() -> None:
-        async with coordinator(handler=refuses(math.inf)) as port:
-            connection = Connection(access(), f"127.0.0.1:{port}", None)
-            with pytest.raises(NotServing):
-                await connection.client(None, 2.0)
+async def test_coordinator_that_does_not_serve_in_time_is_reported() -> None:
+    async with coordinator(handler=refuses(math.inf)) as port:
+        connection = Connection(access(), f"127.0.0.1:{port}", None)
+        with pytest.raises(NotServing):
+            await connection.client(None, 2.0)
+        await connection.close()
+
+
+async def test_refused_key_is_reported_before_the_timeout() -> None:
+    async with coordinator(admits=False) as port:
+        for addresses in (f"127.0.0.1:{port}", f"127.0.0.1:{port},127.0.0.1:{port}"):
+            connection = Connection(access(), addresses, None)
+            with pytest.raises(WrongKey):
+                await asyncio.wait_for(connection.client(None, 600.0), FOUND_WITHIN_SECONDS)
             await connection.close()
-
-    asyncio.run(main())
-
-
-def test_refused_key_is_reported_before_the_timeout() -> None:
-    async def main() -> None:
-        async with coordinator(admits=False) as port:
-            for addresses in (f"127.0.0.1:{port}", f"127.0.0.1:{port},127.0.0.1:{port}"):
-                connection = Connection(access(), addresses, None)
-                with pytest.raises(WrongKey):
-                    await asyncio.wait_for(connection.client(None, 600.0), FOUND_WITHIN_SECONDS)
-                await connection.close()
-
-    asyncio.run(main())
 
 
 def _refuse(public_key: str, kind: type[wire.Message]) -> None:
@@ -177,62 +158,50 @@ def _refuse(public_key: str, kind: type[wire.Message]) -> None:
 @pytest.mark.parametrize(
     ("refusal", "error"), [({"admits": False}, WrongKey), ({"policy": Policy(authorise=_refuse)}, AppRevoked)]
 )
-def test_search_over_mdns_ends_when_the_key_is_refused(
+async def test_search_over_mdns_ends_when_the_key_is_refused(
     refusal: dict[str, Any], error: type[HearthError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_module, "_REFUSED_SECONDS", 0.2)
 
-    async def main() -> None:
-        async with coordinator(**refusal) as port, record(port):
-            connection = Connection(access(), None, LOOPBACK)
-            with pytest.raises(error):
-                await asyncio.wait_for(connection.client(None, 600.0), FOUND_WITHIN_SECONDS)
-            await connection.close()
-
-    asyncio.run(main())
+    async with coordinator(**refusal) as port, record(port):
+        connection = Connection(access(), None, LOOPBACK)
+        with pytest.raises(error):
+            await asyncio.wait_for(connection.client(None, 600.0), FOUND_WITHIN_SECONDS)
+        await connection.close()
 
 
-def test_coordinator_is_found_next_to_one_that_refuses_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_coordinator_is_found_next_to_one_that_refuses_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "_REFUSED_SECONDS", FOUND_WITHIN_SECONDS)
 
-    async def main() -> None:
-        async with coordinator(admits=False) as forged, record(forged), coordinator() as port, record(port):
-            connection = Connection(access(), None, LOOPBACK)
-            assert (await connection.client(None, FOUND_WITHIN_SECONDS)).endpoint == f"tcp://127.0.0.1:{port}"
-            await connection.close()
-
-    asyncio.run(main())
-
-
-def test_server_that_hangs_in_the_handshake_is_unreachable() -> None:
-    async def main() -> None:
-        with socket.socket() as silent:
-            silent.bind(("127.0.0.1", 0))
-            silent.listen(8)
-            connection = Connection(access(), f"127.0.0.1:{silent.getsockname()[1]}", None)
-            connection._context.setsockopt(zmq.HANDSHAKE_IVL, 100)  # ZeroMQ gives a handshake up after this many ms
-            with pytest.raises(Unreachable):
-                await connection.client(None, 1.0)
-            await connection.close()
-
-    asyncio.run(main())
-
-
-def test_call_waits_for_the_search_of_another_one_only_until_its_own_deadline() -> None:
-    async def main() -> None:
-        connection = Connection(access(), "127.0.0.1:1", None)
-        searching = asyncio.create_task(connection.client(None, 600.0))
-        await asyncio.sleep(0)
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        with pytest.raises(Unreachable):
-            await connection.client(None, 0.3)
-        assert clock() - began < 1.2  # less than a second late
-        assert not searching.done()
+    async with coordinator(admits=False) as forged, record(forged), coordinator() as port, record(port):
+        connection = Connection(access(), None, LOOPBACK)
+        assert (await connection.client(None, FOUND_WITHIN_SECONDS)).endpoint == f"tcp://127.0.0.1:{port}"
         await connection.close()
-        await asyncio.gather(searching, return_exceptions=True)
 
-    asyncio.run(main())
+
+async def test_server_that_hangs_in_the_handshake_is_unreachable() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(8)
+        connection = Connection(access(), f"127.0.0.1:{silent.getsockname()[1]}", None)
+        connection._context.setsockopt(zmq.HANDSHAKE_IVL, 100)  # ZeroMQ gives a handshake up after this many ms
+        with pytest.raises(Unreachable):
+            await connection.client(None, 1.0)
+        await connection.close()
+
+
+async def test_call_waits_for_the_search_of_another_one_only_until_its_own_deadline() -> None:
+    connection = Connection(access(), "127.0.0.1:1", None)
+    searching = asyncio.create_task(connection.client(None, 600.0))
+    await asyncio.sleep(0)
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    with pytest.raises(Unreachable):
+        await connection.client(None, 0.3)
+    assert clock() - began < 1.2  # less than a second late
+    assert not searching.done()
+    await connection.close()
+    await asyncio.gather(searching, return_exceptions=True)
 
 
 def test_call_is_repeated_soon_after_a_failover_but_does_not_flood_a_home_that_is_down() -> None:
@@ -261,17 +230,14 @@ def test_call_is_repeated_soon_after_a_failover_but_does_not_flood_a_home_that_i
     assert len(times) < 200
 
 
-def test_closing_ends_a_search() -> None:
-    async def main() -> None:
-        connection = Connection(access(), "127.0.0.1:1", None)
-        searching = asyncio.create_task(connection.client(None, 600.0))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        await connection.close()
-        with pytest.raises(ConnectionLost):
-            await asyncio.wait_for(searching, FOUND_WITHIN_SECONDS)
-
-    asyncio.run(main())
+async def test_closing_ends_a_search() -> None:
+    connection = Connection(access(), "127.0.0.1:1", None)
+    searching = asyncio.create_task(connection.client(None, 600.0))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await connection.close()
+    with pytest.raises(ConnectionLost):
+        await asyncio.wait_for(searching, FOUND_WITHIN_SECONDS)
 
 
 def test_blocking_client_that_cannot_be_closed_in_time_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,44 +252,38 @@ def test_blocking_client_that_cannot_be_closed_in_time_is_left_behind(monkeypatc
         home.ready()
 
 
-def test_waiting_for_readiness_outlasts_a_restart() -> None:
-    async def main() -> None:
-        async with coordinator() as port:
-            home = AsyncHome(access(), f"127.0.0.1:{port}", None)
-            await home.open(FOUND_WITHIN_SECONDS)
-        with pytest.raises(DeadlineExceeded, match="getting ready"):
-            await home.wait_ready(0.3)
-        waiting = asyncio.create_task(home.wait_ready(FOUND_WITHIN_SECONDS))
-        await asyncio.sleep(0.3)
-        async with coordinator(port=port):
-            await waiting
-        await home.close()
-
-    asyncio.run(main())
+async def test_waiting_for_readiness_outlasts_a_restart() -> None:
+    async with coordinator() as port:
+        home = AsyncHome(access(), f"127.0.0.1:{port}", None)
+        await home.open(FOUND_WITHIN_SECONDS)
+    with pytest.raises(DeadlineExceeded, match="getting ready"):
+        await home.wait_ready(0.3)
+    waiting = asyncio.create_task(home.wait_ready(FOUND_WITHIN_SECONDS))
+    await asyncio.sleep(0.3)
+    async with coordinator(port=port):
+        await waiting
+    await home.close()
 
 
 @pytest.mark.parametrize("first_one", ["is gone", "refuses the key"])
-def test_call_goes_to_another_coordinator_if_the_first_one(first_one: str) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            first = await stack.enter_async_context(AsyncExitStack())
-            port = await first.enter_async_context(coordinator())
-            with socket.socket() as other:
-                other.bind(("127.0.0.1", 0))
-                other_port = other.getsockname()[1]
-            home = AsyncHome(access(), f"127.0.0.1:{port},127.0.0.1:{other_port}", None)
-            stack.push_async_callback(home.close)
-            await home.open(FOUND_WITHIN_SECONDS)
-            present = home._connection._client
-            assert present is not None
-            await first.aclose()
-            while present.is_connected:
+async def test_call_goes_to_another_coordinator_if_the_first_one(first_one: str) -> None:
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(AsyncExitStack())
+        port = await first.enter_async_context(coordinator())
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other_port = other.getsockname()[1]
+        home = AsyncHome(access(), f"127.0.0.1:{port},127.0.0.1:{other_port}", None)
+        stack.push_async_callback(home.close)
+        await home.open(FOUND_WITHIN_SECONDS)
+        present = home._connection._client
+        assert present is not None
+        await first.aclose()
+        while present.is_connected:
+            await asyncio.sleep(0.01)
+        if first_one == "refuses the key":
+            await stack.enter_async_context(coordinator(port=port, admits=False))
+            while not present._refused:
                 await asyncio.sleep(0.01)
-            if first_one == "refuses the key":
-                await stack.enter_async_context(coordinator(port=port, admits=False))
-                while not present._refused:
-                    await asyncio.sleep(0.01)
-            await stack.enter_async_context(coordinator(port=other_port))
-            assert await asyncio.wait_for(home.ready(600.0), FOUND_WITHIN_SECONDS)
-
-    asyncio.run(main())
+        await stack.enter_async_context(coordinator(port=other_port))
+        assert await asyncio.wait_for(home.ready(600.0), FOUND_WITHIN_SECONDS)

@@ -48,31 +48,28 @@ async def link_server(keys: KeyPair, read: Callable[[str], Awaitable[bytes]]) ->
             await gatekeeper.close()
 
 
-def test_link_is_measured_within_limits_for_authorised_peers() -> None:
-    async def scenario() -> None:
-        mine, theirs = new_keypair(), new_keypair()
-        async with link_server(theirs, no_chunk) as server:
-            request = MeasureLink(
-                host="127.0.0.1",
-                port=server.port,
-                peer_public_key=theirs.public,
-                max_bytes=8 << 20,
-                max_seconds=1.0,
-            )
-            with pytest.raises(WrongKey):
-                await measure_link(request, mine)
-            server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
-            measured = await asyncio.wait_for(measure_link(request, mine), 20)
-            assert measured.bytes_per_second > 1e6
-            assert measured.round_trip_seconds > 0
-            assert measured.num_bytes <= 8 << 20
-            with pytest.raises(WrongKey):
-                await measure_link(request, new_keypair())
-
-    asyncio.run(scenario())
+async def test_link_is_measured_within_limits_for_authorised_peers() -> None:
+    mine, theirs = new_keypair(), new_keypair()
+    async with link_server(theirs, no_chunk) as server:
+        request = MeasureLink(
+            host="127.0.0.1",
+            port=server.port,
+            peer_public_key=theirs.public,
+            max_bytes=8 << 20,
+            max_seconds=1.0,
+        )
+        with pytest.raises(WrongKey):
+            await measure_link(request, mine)
+        server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
+        measured = await asyncio.wait_for(measure_link(request, mine), 20)
+        assert measured.bytes_per_second > 1e6
+        assert measured.round_trip_seconds > 0
+        assert measured.num_bytes <= 8 << 20
+        with pytest.raises(WrongKey):
+            await measure_link(request, new_keypair())
 
 
-def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> None:
+async def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> None:
     """Absent, damaged and unauthorised chunks are reported as missing, so that they can be fetched elsewhere."""
     contents = [bytes([index]) * 1000 for index in range(10)]
     hashes = [hashlib.sha256(content).hexdigest() for content in contents]
@@ -87,25 +84,22 @@ def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> None:
     async def store(chunk: str, data: Buffer) -> None:
         ours.put(chunk, data)
 
-    async def scenario() -> None:
-        mine, peer = new_keypair(), new_keypair()
-        async with link_server(peer, read) as server:
-            request = FetchChunks(
-                holder="c",
-                host="127.0.0.1",
-                port=server.port,
-                peer_public_key=peer.public,
-                hashes=tuple(hashes),
-                seconds=10.0,
-            )
-            refused = await fetch_chunks(request.model_copy(update={"seconds": 1.0}), mine, store)
-            assert sorted(refused) == sorted(hashes)
-            server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
-            missing = await asyncio.wait_for(fetch_chunks(request, mine, store), 20)
-        assert sorted(missing) == sorted([hashes[3], *hashes[8:]])
-        assert sorted(ours.missing(tuple(hashes))) == sorted(missing)
-
-    asyncio.run(scenario())
+    mine, peer = new_keypair(), new_keypair()
+    async with link_server(peer, read) as server:
+        request = FetchChunks(
+            holder="c",
+            host="127.0.0.1",
+            port=server.port,
+            peer_public_key=peer.public,
+            hashes=tuple(hashes),
+            seconds=10.0,
+        )
+        refused = await fetch_chunks(request.model_copy(update={"seconds": 1.0}), mine, store)
+        assert sorted(refused) == sorted(hashes)
+        server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
+        missing = await asyncio.wait_for(fetch_chunks(request, mine, store), 20)
+    assert sorted(missing) == sorted([hashes[3], *hashes[8:]])
+    assert sorted(ours.missing(tuple(hashes))) == sorted(missing)
 
 
 @pytest.mark.parametrize(

@@ -52,140 +52,123 @@ async def running(spawner: Spawner) -> AsyncIterator[Spawner]:
         await until("the end of all processes", lambda: not psutil.Process().children(recursive=True))
 
 
-def test_forked_worker_serves_and_reports_its_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forked_worker_serves_and_reports_its_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEARTH_KEY", "/secret")
 
-    async def main() -> None:
-        with zmq_context() as context:
-            async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
-                client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
-                process = await spawner.spawn(client.endpoint, str(tmp_path), "torch")
-                assert isinstance(process, ForkedProcess)
-                with pytest.raises(StepFailed, match="not ready for Done"):
-                    await client.call(Done(), timeout_seconds=20)
-                async with aclosing(
-                    client.stream(ReportProgress(interval_seconds=0.01), timeout_seconds=20, last=Done)
-                ) as signs:
-                    assert [(await anext(signs)).message for _ in range(3)] == [WorkerProgress()] * 3
-                seen = psutil.Process(process.pid)
-                assert "agent.worker.main" in seen.cmdline()
-                assert seen.ppid() != os.getpid()
-                assert not {"HEARTH_KEY", "CREDENTIALS_DIRECTORY"} & seen.environ().keys()
-                assert Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() == "500"
-                assert process.returncode is None
-                process.terminate()
-                assert await asyncio.wait_for(process.wait(), 10) == process.returncode == -signal.SIGTERM
-                process.kill()  # no effect on a process that has ended
-                await client.close()
-
-    asyncio.run(main())
-
-
-def test_workers_end_with_the_template_and_the_next_is_a_new_process(tmp_path: Path) -> None:
-    async def main() -> None:
+    with zmq_context() as context:
         async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
-            forked = [await spawner.spawn(f"ipc://{tmp_path / name}", str(tmp_path), "torch") for name in ("a", "b")]
-            template = psutil.Process(forked[0].pid).parent()
-            template.kill()
-            assert [await asyncio.wait_for(each.wait(), 10) for each in forked] == [-signal.SIGKILL] * 2
-            fresh = await spawner.spawn(f"ipc://{tmp_path / 'c'}", str(tmp_path), "torch")
-            assert psutil.Process(fresh.pid).ppid() == os.getpid()
-            fresh.kill()
-            await fresh.wait()
+            client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
+            process = await spawner.spawn(client.endpoint, str(tmp_path), "torch")
+            assert isinstance(process, ForkedProcess)
+            with pytest.raises(StepFailed, match="not ready for Done"):
+                await client.call(Done(), timeout_seconds=20)
+            async with aclosing(
+                client.stream(ReportProgress(interval_seconds=0.01), timeout_seconds=20, last=Done)
+            ) as signs:
+                assert [(await anext(signs)).message for _ in range(3)] == [WorkerProgress()] * 3
+            seen = psutil.Process(process.pid)
+            assert "agent.worker.main" in seen.cmdline()
+            assert seen.ppid() != os.getpid()
+            assert not {"HEARTH_KEY", "CREDENTIALS_DIRECTORY"} & seen.environ().keys()
+            assert Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() == "500"
+            assert process.returncode is None
+            process.terminate()
+            assert await asyncio.wait_for(process.wait(), 10) == process.returncode == -signal.SIGTERM
+            process.kill()  # no effect on a process that has ended
+            await client.close()
 
-    asyncio.run(main())
+
+async def test_workers_end_with_the_template_and_the_next_is_a_new_process(tmp_path: Path) -> None:
+    async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
+        forked = [await spawner.spawn(f"ipc://{tmp_path / name}", str(tmp_path), "torch") for name in ("a", "b")]
+        template = psutil.Process(forked[0].pid).parent()
+        template.kill()
+        assert [await asyncio.wait_for(each.wait(), 10) for each in forked] == [-signal.SIGKILL] * 2
+        fresh = await spawner.spawn(f"ipc://{tmp_path / 'c'}", str(tmp_path), "torch")
+        assert psutil.Process(fresh.pid).ppid() == os.getpid()
+        fresh.kill()
+        await fresh.wait()
 
 
-def test_template_that_hangs_delays_a_new_process_only_shortly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_template_that_hangs_delays_a_new_process_only_shortly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(spawner_module, "_FORK_SECONDS", 0.1)
 
-    async def main() -> None:
-        async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
-            monkeypatch.setattr(spawner_module, "_FORK_SECONDS", 5.0)
-            first = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), "torch")
-            monkeypatch.setattr(spawner_module, "_FORK_SECONDS", 0.1)
-            psutil.Process(first.pid).parent().suspend()
-            fresh = await spawner.spawn(f"ipc://{tmp_path / 'b'}", str(tmp_path), "torch")
-            assert psutil.Process(fresh.pid).ppid() == os.getpid()
-            assert first.returncode is None  # its worker goes on
-            first.kill()
-            assert await asyncio.wait_for(first.wait(), 10) == -signal.SIGKILL  # although nobody reports its exit
-            fresh.kill()
-            await fresh.wait()
-
-    asyncio.run(main())
+    async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
+        monkeypatch.setattr(spawner_module, "_FORK_SECONDS", 5.0)
+        first = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), "torch")
+        monkeypatch.setattr(spawner_module, "_FORK_SECONDS", 0.1)
+        psutil.Process(first.pid).parent().suspend()
+        fresh = await spawner.spawn(f"ipc://{tmp_path / 'b'}", str(tmp_path), "torch")
+        assert psutil.Process(fresh.pid).ppid() == os.getpid()
+        assert first.returncode is None  # its worker goes on
+        first.kill()
+        assert await asyncio.wait_for(first.wait(), 10) == -signal.SIGKILL  # although nobody reports its exit
+        fresh.kill()
+        await fresh.wait()
 
 
 @pytest.mark.parametrize(
     ("mode", "has_room", "library"), [("off", True, "torch"), ("auto", False, "torch"), ("off", True, "onnxruntime")]
 )
-def test_template_is_not_started_where_it_is_not_wanted(
+async def test_template_is_not_started_where_it_is_not_wanted(
     mode: spawner_module.SpareMode, has_room: bool, library: WorkerLibrary, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        async with running(Spawner(mode, lambda num_bytes: has_room)) as spawner:
-            process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), library)
-            assert [child.pid for child in psutil.Process().children()] == [process.pid]
-            process.kill()
-            await process.wait()
-
-    asyncio.run(main())
+    async with running(Spawner(mode, lambda num_bytes: has_room)) as spawner:
+        process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), library)
+        assert [child.pid for child in psutil.Process().children()] == [process.pid]
+        process.kill()
+        await process.wait()
 
 
-def test_idle_template_ends_and_one_that_is_wanted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_template_ends_and_one_that_is_wanted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawner_module, "_IDLE_SECONDS", 0.2)
     monkeypatch.setattr(spawner_module, "_IDLE_CHECK_SECONDS", 0.02)
 
-    async def main() -> None:
-        async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
-            keeping = asyncio.create_task(spawner.keep_templates())
-            process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), "torch")
-            await asyncio.sleep(0.5)
-            assert process.returncode is None
-            process.kill()
-            await until("the end of the template", lambda: not psutil.Process().children())
-            keeping.cancel()
-
-    asyncio.run(main())
+    async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
+        keeping = asyncio.create_task(spawner.keep_templates())
+        process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), "torch")
+        await asyncio.sleep(0.5)
+        assert process.returncode is None
+        process.kill()
+        await until("the end of the template", lambda: not psutil.Process().children())
+        keeping.cancel()
 
 
-def test_template_that_was_prepared_forks_the_first_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_template_that_was_prepared_forks_the_first_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(spawner_module, "_IDLE_SECONDS", 0.2)
     monkeypatch.setattr(spawner_module, "_IDLE_CHECK_SECONDS", 0.02)
 
-    async def main() -> None:
-        async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
-            spawner.prepare("torch")
-            await until("the template", lambda: bool(psutil.Process().children()))
-            (template,) = psutil.Process().children()
-            process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), "torch")
-            assert psutil.Process(process.pid).ppid() == template.pid
-            process.kill()
-            await process.wait()
-            spawner.prepare("torch")
-            keeping = asyncio.create_task(spawner.keep_templates())
-            await until("the end of the template", lambda: not psutil.Process().children())
-            keeping.cancel()
-
-    asyncio.run(main())
+    async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
+        spawner.prepare("torch")
+        await until("the template", lambda: bool(psutil.Process().children()))
+        (template,) = psutil.Process().children()
+        process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), "torch")
+        assert psutil.Process(process.pid).ppid() == template.pid
+        process.kill()
+        await process.wait()
+        spawner.prepare("torch")
+        keeping = asyncio.create_task(spawner.keep_templates())
+        await until("the end of the template", lambda: not psutil.Process().children())
+        keeping.cancel()
 
 
-def test_each_library_has_a_template_of_its_own(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
-            libraries: tuple[WorkerLibrary, ...] = ("torch", "onnxruntime", "torch", "onnxruntime")
-            forked = [
-                await spawner.spawn(f"ipc://{tmp_path / str(number)}", str(tmp_path), library)
-                for number, library in enumerate(libraries)
-            ]
-            parents = [psutil.Process(each.pid).parent() for each in forked]
-            assert [parent.cmdline()[-1] for parent in parents] == list(libraries)
-            assert parents[:2] == parents[2:]
-            parents[0].kill()
-            assert await asyncio.wait_for(forked[2].wait(), 10) == -signal.SIGKILL
-            assert forked[1].returncode is None  # it was forked from the other one
-
-    asyncio.run(main())
+async def test_each_library_has_a_template_of_its_own(tmp_path: Path) -> None:
+    async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
+        libraries: tuple[WorkerLibrary, ...] = ("torch", "onnxruntime", "torch", "onnxruntime")
+        forked = [
+            await spawner.spawn(f"ipc://{tmp_path / str(number)}", str(tmp_path), library)
+            for number, library in enumerate(libraries)
+        ]
+        parents = [psutil.Process(each.pid).parent() for each in forked]
+        assert [parent.cmdline()[-1] for parent in parents] == list(libraries)
+        assert parents[:2] == parents[2:]
+        parents[0].kill()
+        assert await asyncio.wait_for(forked[2].wait(), 10) == -signal.SIGKILL
+        assert forked[1].returncode is None  # it was forked from the other one
 
 
 def test_environment_of_workers_holds_no_settings_of_the_daemon() -> None:

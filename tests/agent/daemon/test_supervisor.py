@@ -352,28 +352,22 @@ def test_token_timeout_starts_after_the_first_token(with_worker: WithWorker, mon
     with_worker(scenario)
 
 
-def test_worker_that_exits_at_start_is_reported_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_exits_at_start_is_reported_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker exits before it reads its input; the load timeout is not waited for."""
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
 
-    async def main() -> None:
-        with zmq_context() as context:
-            process = WorkerProcess(context, "kitchen", NEVER_FORK)
-            with pytest.raises(WorkerDied, match="exited with code 1"):
-                await asyncio.wait_for(process.start(START), 20)
-            assert process.state == "failed"
-            await process.stop()
-
-    asyncio.run(main())
+    with zmq_context() as context:
+        process = WorkerProcess(context, "kitchen", NEVER_FORK)
+        with pytest.raises(WorkerDied, match="exited with code 1"):
+            await asyncio.wait_for(process.start(START), 20)
+        assert process.state == "failed"
+        await process.stop()
 
 
-def test_disk_without_room_for_a_socket_is_a_fault_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disk_without_room_for_a_socket_is_a_fault_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def read_only(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    async def main() -> None:
-        with zmq_context() as context, pytest.raises(WorkerDied, match="Read-only file system"):
-            WorkerProcess(context, "kitchen", NEVER_FORK)
-
     monkeypatch.setattr(supervisor, "SocketFolder", read_only)
-    asyncio.run(main())
+    with zmq_context() as context, pytest.raises(WorkerDied, match="Read-only file system"):
+        WorkerProcess(context, "kitchen", NEVER_FORK)

@@ -20,32 +20,29 @@ START = next(message for message in EXAMPLES if isinstance(message, Start))
 RUN = Run(holder="c", epoch=1, step=1, timeout_seconds=1.0)
 
 
-def test_worker_without_a_plan_rejects_run_and_ignores_abort(tmp_path: Path) -> None:
-    async def main() -> None:
-        with zmq_context() as context:
-            client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "agent.worker.main", client.endpoint, logging.getLevelName(logging.INFO),
-                str(tmp_path / "store"),
-            )  # fmt: skip
-            try:
-                for request in (RUN, Done()):
-                    with pytest.raises(StepFailed, match=f"not ready for {type(request).__name__}"):
-                        await client.call(request, timeout_seconds=60)
-                abort = Abort(holder="c", epoch=1, reason="a peer is gone")
-                assert (await client.call(abort, timeout_seconds=60)).message == Done()
-                stream = client.stream(
-                    GenerateTokens(holder="c", epoch=1, max_tokens=1), timeout_seconds=60, last=GenerationEnded
-                )
-                with pytest.raises(StepFailed, match="not ready for GenerateTokens"):
-                    await anext(stream)
-                assert not {"torch", "onnxruntime"} & imported(process.pid)
-            finally:
-                process.kill()
-                await process.wait()
-                await client.close()
-
-    asyncio.run(main())
+async def test_worker_without_a_plan_rejects_run_and_ignores_abort(tmp_path: Path) -> None:
+    with zmq_context() as context:
+        client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "agent.worker.main", client.endpoint, logging.getLevelName(logging.INFO),
+            str(tmp_path / "store"),
+        )  # fmt: skip
+        try:
+            for request in (RUN, Done()):
+                with pytest.raises(StepFailed, match=f"not ready for {type(request).__name__}"):
+                    await client.call(request, timeout_seconds=60)
+            abort = Abort(holder="c", epoch=1, reason="a peer is gone")
+            assert (await client.call(abort, timeout_seconds=60)).message == Done()
+            stream = client.stream(
+                GenerateTokens(holder="c", epoch=1, max_tokens=1), timeout_seconds=60, last=GenerationEnded
+            )
+            with pytest.raises(StepFailed, match="not ready for GenerateTokens"):
+                await anext(stream)
+            assert not {"torch", "onnxruntime"} & imported(process.pid)
+        finally:
+            process.kill()
+            await process.wait()
+            await client.close()
 
 
 # A worker whose first load ends only when it is given up, or not at all with a second argument.
@@ -73,37 +70,34 @@ main.Worker(sys.argv[1]).run()
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
-def test_load_that_is_given_up_leaves_what_it_has_to_the_next_one_unless_it_is_stuck(
+async def test_load_that_is_given_up_leaves_what_it_has_to_the_next_one_unless_it_is_stuck(
     is_stuck: bool, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        with zmq_context() as context:
-            client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", SLOW_WORKER, client.endpoint, *(["stuck"] if is_stuck else []),
-                stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-            assert process.stdout is not None
-            try:
-                stream = client.stream(START, timeout_seconds=60, last=WorkerBound)
-                async with aclosing(stream) as replies:
-                    loading = asyncio.ensure_future(anext(replies))
-                    assert await asyncio.wait_for(process.stdout.readline(), 60) == b"loading\n"
-                    loading.cancel()
-                    await asyncio.wait({loading})
-                if is_stuck:
-                    assert await asyncio.wait_for(process.wait(), 20) == 1
-                else:
-                    reply = await client.call(START, timeout_seconds=60)
-                    assert isinstance(reply.message, WorkerBound)
-                    assert reply.message.port == 7
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
-                await client.close()
-
-    asyncio.run(main())
+    with zmq_context() as context:
+        client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SLOW_WORKER, client.endpoint, *(["stuck"] if is_stuck else []),
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            stream = client.stream(START, timeout_seconds=60, last=WorkerBound)
+            async with aclosing(stream) as replies:
+                loading = asyncio.ensure_future(anext(replies))
+                assert await asyncio.wait_for(process.stdout.readline(), 60) == b"loading\n"
+                loading.cancel()
+                await asyncio.wait({loading})
+            if is_stuck:
+                assert await asyncio.wait_for(process.wait(), 20) == 1
+            else:
+                reply = await client.call(START, timeout_seconds=60)
+                assert isinstance(reply.message, WorkerBound)
+                assert reply.message.port == 7
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            await client.close()
 
 
 def imported(pid: int) -> set[str]:

@@ -51,7 +51,7 @@ def test_close_stops_a_worker_whose_agent_answers_over_a_new_connection() -> Non
     assert asyncio.run(close()) == ["a"]
 
 
-def test_a_cancelled_step_leaves_no_abort_running() -> None:
+async def test_a_cancelled_step_leaves_no_abort_running() -> None:
     class SlowToAbort(TransformerFleet):
         async def call(self, device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
             if isinstance(message, Abort):
@@ -64,19 +64,16 @@ def test_a_cancelled_step_leaves_no_abort_running() -> None:
     async def fail() -> None:
         raise StepFailed(device="a", reason="a tile is missing")
 
-    async def cancel_a_failing_step() -> None:
-        plan = make_plan(BERT_LARGE, "local", [1.0])
-        device = plan.devices[0].model_copy(update={"device_id": "a"})
-        deployment = Deployment(SlowToAbort("a"), plan.model_copy(update={"devices": (device,)}))
-        abort = Abort(**deployment.command_fields, reason="")
-        step = asyncio.create_task(deployment.gather_or_abort([fail()], abort))
-        await asyncio.wait_for(aborting.wait(), 20)
-        step.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await step
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(cancel_a_failing_step())
+    plan = make_plan(BERT_LARGE, "local", [1.0])
+    device = plan.devices[0].model_copy(update={"device_id": "a"})
+    deployment = Deployment(SlowToAbort("a"), plan.model_copy(update={"devices": (device,)}))
+    abort = Abort(**deployment.command_fields, reason="")
+    step = asyncio.create_task(deployment.gather_or_abort([fail()], abort))
+    await asyncio.wait_for(aborting.wait(), 20)
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +101,7 @@ def test_errors_of_ranks_name_their_devices(error: StepFailed, device: str, peer
 
 
 @pytest.mark.parametrize("num_resets", [1, 3])
-def test_step_runs_again_if_only_the_connection_to_a_device_broke(num_resets: int) -> None:
+async def test_step_runs_again_if_only_the_connection_to_a_device_broke(num_resets: int) -> None:
     """The third time in a row the plan is lost."""
 
     class Resetting(TransformerFleet):
@@ -119,21 +116,18 @@ def test_step_runs_again_if_only_the_connection_to_a_device_broke(num_resets: in
         async def answers_again(self, device_id: str) -> bool:
             return device_id == "b"
 
-    async def main() -> None:
-        plan, fleet = plan_for("ab"), Resetting("ab")
-        for rank, name in enumerate("ab"):
-            fleet.loads[name] = Load.model_construct(plan=plan, rank=rank)
-        deployment = TransformerDeployment(fleet, plan)
-        lengths = np.array([0, 8], np.int32)
-        step = deployment.run_step(np.ones(8, np.int32), lengths, "hidden")
-        if num_resets < 3:
-            assert (await step).outputs.shape == (8, plan.model.hidden_size)
-        else:
-            with pytest.raises(ConnectionLost):
-                await step
-        assert deployment.failure is None
-
-    asyncio.run(main())
+    plan, fleet = plan_for("ab"), Resetting("ab")
+    for rank, name in enumerate("ab"):
+        fleet.loads[name] = Load.model_construct(plan=plan, rank=rank)
+    deployment = TransformerDeployment(fleet, plan)
+    lengths = np.array([0, 8], np.int32)
+    step = deployment.run_step(np.ones(8, np.int32), lengths, "hidden")
+    if num_resets < 3:
+        assert (await step).outputs.shape == (8, plan.model.hidden_size)
+    else:
+        with pytest.raises(ConnectionLost):
+            await step
+    assert deployment.failure is None
 
 
 def plan_for(names: str) -> TransformerPlan:

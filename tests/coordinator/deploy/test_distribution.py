@@ -142,23 +142,20 @@ def test_every_device_gets_all_chunks_from_owners(
         assert not set(sent) & {chunk(index).hash for indexes in has.values() for index in indexes}
 
 
-def test_paused_distribution_sends_no_chunk() -> None:
-    async def main() -> None:
-        data = [str(index).encode() for index in range(20)]
-        chunks = [Chunk(hashlib.sha256(each).hexdigest(), len(each), partial(bytes, each)) for each in data]
-        fleet, paused, resumed = TransformerFleet("ab"), asyncio.Event(), asyncio.Event()
+async def test_paused_distribution_sends_no_chunk() -> None:
+    data = [str(index).encode() for index in range(20)]
+    chunks = [Chunk(hashlib.sha256(each).hexdigest(), len(each), partial(bytes, each)) for each in data]
+    fleet, paused, resumed = TransformerFleet("ab"), asyncio.Event(), asyncio.Event()
 
-        async def pause() -> None:
-            paused.set()
-            await resumed.wait()
+    async def pause() -> None:
+        paused.set()
+        await resumed.wait()
 
-        distribution = Distribution(fleet, lambda *_: None, pause)  # type: ignore[arg-type]
-        running = asyncio.create_task(distribution.run({"a": chunks, "b": chunks}))
-        await paused.wait()
-        await let_tasks_run()
-        assert not any(fleet.stored.values())
-        resumed.set()
-        await asyncio.wait_for(running, 60)
-        assert fleet.stored["a"] == fleet.stored["b"] == {each.hash for each in chunks}
-
-    asyncio.run(main())
+    distribution = Distribution(fleet, lambda *_: None, pause)  # type: ignore[arg-type]
+    running = asyncio.create_task(distribution.run({"a": chunks, "b": chunks}))
+    await paused.wait()
+    await let_tasks_run()
+    assert not any(fleet.stored.values())
+    resumed.set()
+    await asyncio.wait_for(running, 60)
+    assert fleet.stored["a"] == fleet.stored["b"] == {each.hash for each in chunks}

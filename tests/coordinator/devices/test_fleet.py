@@ -255,7 +255,7 @@ def test_device_that_is_silent_when_its_agent_starts_again_is_lost(monkeypatch: 
     run(scenario)
 
 
-def test_forged_records_neither_use_up_sockets_nor_keep_a_real_agent_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forged_records_neither_use_up_sockets_nor_keep_a_real_agent_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Anyone on the network can advertise agents with the fingerprint of this home."""
     monkeypatch.setattr(connections, "_MAX_SILENT_CONNECTIONS", 8)
     monkeypatch.setattr(connections, "_TURN_SECONDS", 0.2)
@@ -264,21 +264,18 @@ def test_forged_records_neither_use_up_sockets_nor_keep_a_real_agent_out(monkeyp
     monkeypatch.setattr(Browser, "start", _no_network)
     monkeypatch.setattr(Browser, "stop", _no_network)
 
-    async def scenario() -> None:
-        async with FakeAgent().listening() as port, FakeAgent().listening() as static_port:
-            access = Access(COORDINATOR, AGENT.public)
-            async with Fleet(access, None, static_devices=f"127.0.0.1:{static_port}") as fleet:
-                for record in records:
-                    fleet._connections.on_discovered(record)
-                real = DiscoveredService("real", ("127.0.0.1",), port, 2, fingerprint(AGENT.public))
-                assert fleet._connections._browser is not None
-                fleet._connections._browser.services["real"] = real
-                while not any(device.port == port for device in fleet.devices.values()):
-                    assert len(fleet._connections.by_address) <= 8 + 2
-                    await asyncio.sleep(0.02)
-                assert ("127.0.0.1", static_port) in fleet._connections.by_address
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    async with FakeAgent().listening() as port, FakeAgent().listening() as static_port:
+        access = Access(COORDINATOR, AGENT.public)
+        async with Fleet(access, None, static_devices=f"127.0.0.1:{static_port}") as fleet:
+            for record in records:
+                fleet._connections.on_discovered(record)
+            real = DiscoveredService("real", ("127.0.0.1",), port, 2, fingerprint(AGENT.public))
+            assert fleet._connections._browser is not None
+            fleet._connections._browser.services["real"] = real
+            while not any(device.port == port for device in fleet.devices.values()):
+                assert len(fleet._connections.by_address) <= 8 + 2
+                await asyncio.sleep(0.02)
+            assert ("127.0.0.1", static_port) in fleet._connections.by_address
 
 
 async def _no_network(self: Browser) -> None:

@@ -38,24 +38,21 @@ def test_each_runs_once_and_never_with_another_on_the_same_machine(jobs: list[tu
     assert sorted(done) == list(range(len(jobs)))
 
 
-def test_fast_links_do_not_wait_for_a_slow_one() -> None:
-    async def main() -> None:
-        released = asyncio.Event()
-        done: list[tuple[str, str]] = []
+async def test_fast_links_do_not_wait_for_a_slow_one() -> None:
+    released = asyncio.Event()
+    done: list[tuple[str, str]] = []
 
-        async def measure(pair: tuple[str, str]) -> None:
-            if pair == ("a", "b"):
-                await released.wait()
-            done.append(pair)
-            if set(permutations("cde", 2)) == set(done):
-                released.set()
+    async def measure(pair: tuple[str, str]) -> None:
+        if pair == ("a", "b"):
+            await released.wait()
+        done.append(pair)
+        if set(permutations("cde", 2)) == set(done):
+            released.set()
 
-        await asyncio.wait_for(
-            measure_pairs(list(permutations("abcde", 2)), {each: each for each in "abcde"}, measure), 5.0
-        )
-        assert len(done) == 20
-
-    asyncio.run(main())
+    await asyncio.wait_for(
+        measure_pairs(list(permutations("abcde", 2)), {each: each for each in "abcde"}, measure), 5.0
+    )
+    assert len(done) == 20
 
 
 def test_error_cancels_the_other_measurements() -> None:

@@ -300,22 +300,19 @@ def test_damaged_cache_files_are_measured_again(content: str, tmp_path: Path) ->
     assert sorted(profiled_on(case.fleet)) == ["a", "a", "b", "b"]
 
 
-def test_link_that_was_found_cut_is_not_measured_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_link_that_was_found_cut_is_not_measured_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("transformer", tmp_path)
     devices = list(case.fleet.devices.values())
     cut = (devices[0].device_id, devices[1].device_id)
 
-    async def main() -> None:
-        before = await case.profiler.measure_links(devices)
-        num_measured = len(measured_links(case.fleet))
-        case.profiler.forget_links(cut)
-        case.profiler.link_is_cut(*cut)
-        both = {cut, cut[::-1]}
-        assert (await case.profiler.measure_links(devices)).keys() == before.keys() - both
-        assert case.profiler.failed_links == both
-        assert len(measured_links(case.fleet)) == num_measured
-        monkeypatch.setattr("coordinator.devices.profiling._CUT_SECONDS", 0.0)
-        assert await case.profiler.measure_links(devices) == before
-        assert not case.profiler.failed_links
-
-    asyncio.run(main())
+    before = await case.profiler.measure_links(devices)
+    num_measured = len(measured_links(case.fleet))
+    case.profiler.forget_links(cut)
+    case.profiler.link_is_cut(*cut)
+    both = {cut, cut[::-1]}
+    assert (await case.profiler.measure_links(devices)).keys() == before.keys() - both
+    assert case.profiler.failed_links == both
+    assert len(measured_links(case.fleet)) == num_measured
+    monkeypatch.setattr("coordinator.devices.profiling._CUT_SECONDS", 0.0)
+    assert await case.profiler.measure_links(devices) == before
+    assert not case.profiler.failed_links

@@ -133,25 +133,21 @@ def test_names_are_those_under_which_this_computer_is_reached(monkeypatch: pytes
     assert certified_names("0.0.0.0") == (*own, "127.0.0.1", "::1", "192.168.7.9")
 
 
-def test_running_gateway_renews_its_certificate(tmp_path: Path) -> None:
+async def test_running_gateway_renews_its_certificate(tmp_path: Path) -> None:
     """Connections that begin later get the new one, without a restart."""
+    clock = [NOW - timedelta(days=100)]
+    keeper = certificates.OwnTls(tmp_path, "127.0.0.1", (), lambda: clock[0])
+    context, of_client = server(keeper.chain), client(keeper.authority)
+    with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+        handshake("127.0.0.1", of_client, context)
+    keeping = asyncio.create_task(keeper.keep(context, 0.001))
+    clock[0] = NOW
 
-    async def renewed() -> None:
-        clock = [NOW - timedelta(days=100)]
-        keeper = certificates.OwnTls(tmp_path, "127.0.0.1", (), lambda: clock[0])
-        context, of_client = server(keeper.chain), client(keeper.authority)
-        with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+    def is_accepted() -> bool:
+        with suppress(ssl.SSLCertVerificationError):
             handshake("127.0.0.1", of_client, context)
-        keeping = asyncio.create_task(keeper.keep(context, 0.001))
-        clock[0] = NOW
+            return True
+        return False
 
-        def is_accepted() -> bool:
-            with suppress(ssl.SSLCertVerificationError):
-                handshake("127.0.0.1", of_client, context)
-                return True
-            return False
-
-        await until("the renewal", is_accepted)
-        await cancel_all([keeping])
-
-    asyncio.run(renewed())
+    await until("the renewal", is_accepted)
+    await cancel_all([keeping])

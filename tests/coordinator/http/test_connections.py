@@ -63,32 +63,26 @@ async def received(port: int, *pieces: bytes) -> bytes:
         ((REQUEST, REQUEST[:-1]), 1),
     ],
 )
-def test_request_that_does_not_arrive_ends_its_connection(
+async def test_request_that_does_not_arrive_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...], num_answers: int
 ) -> None:
     monkeypatch.setattr(server, "ARRIVAL_SECONDS", 0.2)
 
-    async def run() -> None:
-        async with served(app) as port:
-            assert (await received(port, *pieces)).count(b"200 OK") == num_answers
-
-    asyncio.run(run())
+    async with served(app) as port:
+        assert (await received(port, *pieces)).count(b"200 OK") == num_answers
 
 
-def test_slow_but_whole_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_but_whole_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "ARRIVAL_SECONDS", LIMIT_SECONDS)
 
-    async def run() -> None:
-        async with served(app) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for _ in range(2):
-                for byte in REQUEST:
-                    writer.write(bytes([byte]))
-                    await asyncio.sleep(0)
-                assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200")
-            writer.close()
-
-    asyncio.run(run())
+    async with served(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            for byte in REQUEST:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0)
+            assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200")
+        writer.close()
 
 
 def test_answer_that_nobody_reads_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,35 +53,28 @@ def service_in(folder: Path) -> Service:
     return service
 
 
-def test_requests_are_refused_at_once_while_the_standby_may_lead(tmp_path: Path) -> None:
+async def test_requests_are_refused_at_once_while_the_standby_may_lead(tmp_path: Path) -> None:
     """Clients would wait here for their answer, and could get it from the other coordinator."""
-
-    async def main() -> None:
-        configuration = wire.Configuration(number=3, leader="the run before", voters=("a",), tie_breaker="a")
-        StateFile(tmp_path).save_configuration(configuration)
-        service = service_in(tmp_path)
-        readiness = await service.handle(ADMIN, wire.GetReadiness(request_id="2", timeout_seconds=1.0), ())
-        assert isinstance(readiness, wire.Readiness)
-        with pytest.raises(NotServing, match="asks most devices for their leases"):
-            await service.handle(ADMIN, QUESTION, ())
-        leadership = service._leadership
-        taken = leadership.quorum.granted("a", configuration).take_over("a")
-        assert taken is not None
-        assert taken.current is not None
-        leadership.quorum = taken
-        with pytest.raises(NotServing):
-            await service.handle(ADMIN, QUESTION, ())
-        leadership.quorum = taken.stored("a", taken.current.number)
-        assert await service.handle(ADMIN, QUESTION, ()) == wire.Done()
-
-    asyncio.run(main())
+    configuration = wire.Configuration(number=3, leader="the run before", voters=("a",), tie_breaker="a")
+    StateFile(tmp_path).save_configuration(configuration)
+    service = service_in(tmp_path)
+    readiness = await service.handle(ADMIN, wire.GetReadiness(request_id="2", timeout_seconds=1.0), ())
+    assert isinstance(readiness, wire.Readiness)
+    with pytest.raises(NotServing, match="asks most devices for their leases"):
+        await service.handle(ADMIN, QUESTION, ())
+    leadership = service._leadership
+    taken = leadership.quorum.granted("a", configuration).take_over("a")
+    assert taken is not None
+    assert taken.current is not None
+    leadership.quorum = taken
+    with pytest.raises(NotServing):
+        await service.handle(ADMIN, QUESTION, ())
+    leadership.quorum = taken.stored("a", taken.current.number)
+    assert await service.handle(ADMIN, QUESTION, ()) == wire.Done()
 
 
-def test_requests_are_taken_where_no_standby_ever_was(tmp_path: Path) -> None:
-    async def main() -> None:
-        assert await service_in(tmp_path).handle(ADMIN, QUESTION, ()) == wire.Done()
-
-    asyncio.run(main())
+async def test_requests_are_taken_where_no_standby_ever_was(tmp_path: Path) -> None:
+    assert await service_in(tmp_path).handle(ADMIN, QUESTION, ()) == wire.Done()
 
 
 def test_standby_that_led_before_brings_its_changes_of_keys(tmp_path: Path) -> None:
@@ -116,7 +109,7 @@ def test_standby_that_led_before_brings_its_changes_of_keys(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("disk_full", "has_standby", "warning"), [(False, False, ""), (True, False, "disk of"), (False, True, "no standby")]
 )
-def test_change_of_keys_says_why_it_may_be_lost(
+async def test_change_of_keys_says_why_it_may_be_lost(
     disk_full: bool, has_standby: bool, warning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(path: Path, content: str, durable: bool) -> None:
@@ -124,25 +117,22 @@ def test_change_of_keys_says_why_it_may_be_lost(
             raise OSError(28, "No space left on device")
         write_atomically(path, content, durable)
 
-    async def main() -> None:
-        if has_standby:  # one that followed the run before
-            configuration = wire.Configuration(number=3, leader="the run before", voters=("a",), tie_breaker="a")
-            StateFile(tmp_path).save_configuration(configuration)
-        service = service_in(tmp_path)
-        monkeypatch.setattr(state_module, "write_atomically", write)
-        service._port = cast(Any, SimpleNamespace(change_access=lambda: None))
-        request = wire.AddApp(request_id="5", timeout_seconds=1.0, name="lamp", public_key=new_keypair().public)
-        answer = await service.handle(ADMIN, request, ())
-        assert isinstance(answer, wire.KeysChanged)
-        assert warning in answer.warning
-        assert bool(answer.warning) == bool(warning)
-
-    asyncio.run(main())
+    if has_standby:  # one that followed the run before
+        configuration = wire.Configuration(number=3, leader="the run before", voters=("a",), tie_breaker="a")
+        StateFile(tmp_path).save_configuration(configuration)
+    service = service_in(tmp_path)
+    monkeypatch.setattr(state_module, "write_atomically", write)
+    service._port = cast(Any, SimpleNamespace(change_access=lambda: None))
+    request = wire.AddApp(request_id="5", timeout_seconds=1.0, name="lamp", public_key=new_keypair().public)
+    answer = await service.handle(ADMIN, request, ())
+    assert isinstance(answer, wire.KeysChanged)
+    assert warning in answer.warning
+    assert bool(answer.warning) == bool(warning)
 
 
 @pytest.mark.parametrize("name", ["apps.json", "devices.json", "serving.json"])
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_what_a_full_disk_did_not_take_is_written_later_or_when_the_coordinator_stops(
+async def test_what_a_full_disk_did_not_take_is_written_later_or_when_the_coordinator_stops(
     name: str, is_stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A revocation would be forgotten with the next restart."""
@@ -152,45 +142,39 @@ def test_what_a_full_disk_did_not_take_is_written_later_or_when_the_coordinator_
 
     monkeypatch.setattr(module, "RETRY_SECONDS", 600.0 if is_stopped else 0.01)
 
-    async def main() -> None:
-        service = service_in(tmp_path)
-        with monkeypatch.context() as patched:
-            patched.setattr(state_module, "write_atomically", disk_full)
-            service._trust.apps.add("lamp", new_keypair().public)
-            service._devices.add("attic", new_keypair().public)
-            service._state.save_configuration(None)
-        assert not (tmp_path / name).exists()
-        saving = asyncio.create_task(service._save_later())
-        if is_stopped:
-            await asyncio.sleep(0)
-        else:
-            await until("the file", (tmp_path / name).exists, seconds=20)
-        await cancel_all([saving])
-        assert (tmp_path / name).exists()
-        if name == "devices.json":
-            assert list(KeyRegistry(tmp_path / name, "device").current().keys.values()) == ["attic"]
-
-    asyncio.run(main())
+    service = service_in(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(state_module, "write_atomically", disk_full)
+        service._trust.apps.add("lamp", new_keypair().public)
+        service._devices.add("attic", new_keypair().public)
+        service._state.save_configuration(None)
+    assert not (tmp_path / name).exists()
+    saving = asyncio.create_task(service._save_later())
+    if is_stopped:
+        await asyncio.sleep(0)
+    else:
+        await until("the file", (tmp_path / name).exists, seconds=20)
+    await cancel_all([saving])
+    assert (tmp_path / name).exists()
+    if name == "devices.json":
+        assert list(KeyRegistry(tmp_path / name, "device").current().keys.values()) == ["attic"]
 
 
-def test_coordinator_whose_disk_hangs_offers_its_place_to_its_standby(
+async def test_coordinator_whose_disk_hangs_offers_its_place_to_its_standby(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung: list[Path] = []
     monkeypatch.setattr(module, "_DISK_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(module, "hung_paths", lambda: tuple(hung))
 
-    async def main() -> None:
-        service = service_in(tmp_path)
-        service._followers.join("attic", confirms=True)
-        watching = asyncio.create_task(service._watch_disk())
-        await asyncio.sleep(0.1)
-        assert not service._hand_over.is_offered
-        hung.append(tmp_path)
-        await until("the offer", lambda: service._hand_over.is_offered, seconds=20)
-        await cancel_all([watching])
-
-    asyncio.run(main())
+    service = service_in(tmp_path)
+    service._followers.join("attic", confirms=True)
+    watching = asyncio.create_task(service._watch_disk())
+    await asyncio.sleep(0.1)
+    assert not service._hand_over.is_offered
+    hung.append(tmp_path)
+    await until("the offer", lambda: service._hand_over.is_offered, seconds=20)
+    await cancel_all([watching])
 
 
 def test_model_on_a_disk_that_hangs_is_an_error_and_does_not_stop_the_event_loop(

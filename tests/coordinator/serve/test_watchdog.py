@@ -30,7 +30,7 @@ from hearth.wire.messages import Done
 from hearth.wire.rpc import Caller, RpcClient, RpcServer
 
 
-def test_gatekeeper_that_does_not_decide_has_not_worked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gatekeeper_that_does_not_decide_has_not_worked(monkeypatch: pytest.MonkeyPatch) -> None:
     async def hang(self: Authenticator, message: list[bytes]) -> None:
         await asyncio.Event().wait()
 
@@ -40,63 +40,54 @@ def test_gatekeeper_that_does_not_decide_has_not_worked(monkeypatch: pytest.Monk
     monkeypatch.setattr(loop_gatekeeper, "_DECISION_SECONDS", 0.05)
     monkeypatch.setattr(Authenticator, "handle_zap_message", hang)
 
-    async def main() -> None:
-        server_keys, client_keys = new_keypair(), new_keypair()
-        with zmq_context() as context, zmq_context() as client_context:
-            gatekeeper = LoopGatekeeper(context)
-            gatekeeper.admit("test", lambda key: True)
-            gatekeeper.start()
-            server = RpcServer(context, "127.0.0.1", 0, server_keys, "test", handle)
-            access = Access(client_keys, server_keys.public)
-            client = RpcClient(client_context, f"tcp://127.0.0.1:{server.port}", access, "test")
-            assert gatekeeper.has_worked()
-            asking = asyncio.create_task(client.call(Done(), timeout_seconds=60))
-            await until("a handshake that waits", lambda: not gatekeeper.has_worked(), seconds=20)
-            await cancel_all([asking])
-            await client.close()
-            await server.close()
-            await gatekeeper.close()
-
-    asyncio.run(main())
+    server_keys, client_keys = new_keypair(), new_keypair()
+    with zmq_context() as context, zmq_context() as client_context:
+        gatekeeper = LoopGatekeeper(context)
+        gatekeeper.admit("test", lambda key: True)
+        gatekeeper.start()
+        server = RpcServer(context, "127.0.0.1", 0, server_keys, "test", handle)
+        access = Access(client_keys, server_keys.public)
+        client = RpcClient(client_context, f"tcp://127.0.0.1:{server.port}", access, "test")
+        assert gatekeeper.has_worked()
+        asking = asyncio.create_task(client.call(Done(), timeout_seconds=60))
+        await until("a handshake that waits", lambda: not gatekeeper.has_worked(), seconds=20)
+        await cancel_all([asking])
+        await client.close()
+        await server.close()
+        await gatekeeper.close()
 
 
-def test_client_port_that_hears_nothing_of_its_process_has_not_worked(tmp_path: Path) -> None:
-    async def main() -> None:
-        settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="127.0.0.1")
-        async with client_port(settings, Trust(settings, new_home_key())) as port:
-            assert port.has_worked()  # the first process is starting
-            await until("a sign of life", lambda: port._num_turns > 0, seconds=30)
-            port._started_at -= 3600.0
-            assert port.has_worked()
-            process_id = port.process_id
-            assert process_id is not None
-            os.kill(process_id, signal.SIGSTOP)
-            try:
-                num_silent = 0
-                for _ in range(3):  # what it sent before may arrive late; after 1.5 s another process is started
-                    await asyncio.sleep(0.6)
-                    num_silent += not port.has_worked()
-                assert num_silent > 0
-            finally:
-                with suppress(ProcessLookupError):  # it was replaced
-                    os.kill(process_id, signal.SIGCONT)
-
-    asyncio.run(main())
+async def test_client_port_that_hears_nothing_of_its_process_has_not_worked(tmp_path: Path) -> None:
+    settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="127.0.0.1")
+    async with client_port(settings, Trust(settings, new_home_key())) as port:
+        assert port.has_worked()  # the first process is starting
+        await until("a sign of life", lambda: port._num_turns > 0, seconds=30)
+        port._started_at -= 3600.0
+        assert port.has_worked()
+        process_id = port.process_id
+        assert process_id is not None
+        os.kill(process_id, signal.SIGSTOP)
+        try:
+            num_silent = 0
+            for _ in range(3):  # what it sent before may arrive late; after 1.5 s another process is started
+                await asyncio.sleep(0.6)
+                num_silent += not port.has_worked()
+            assert num_silent > 0
+        finally:
+            with suppress(ProcessLookupError):  # it was replaced
+                os.kill(process_id, signal.SIGCONT)
 
 
-def test_controller_whose_work_has_ended_without_an_outcome_has_not_worked(tmp_path: Path) -> None:
-    async def main() -> None:
-        goal = TransformerGoal(model_dir=str(write_model(tmp_path / "model")))
-        home = ServedController(TransformerFleet(""), tmp_path, goal, None)
-        running = asyncio.create_task(home.controller.run())
-        await home.until(lambda: home.controller.lifecycle.phase == "failed")  # there is no device: it tries again
-        assert home.controller.has_worked()
-        work = home.controller._action_task
-        assert work is not None
-        await cancel_all([work])
-        assert not home.controller.has_worked()
-        home.controller.stop()
-        await asyncio.wait_for(running, 60)
-        assert home.controller.has_worked()
-
-    asyncio.run(main())
+async def test_controller_whose_work_has_ended_without_an_outcome_has_not_worked(tmp_path: Path) -> None:
+    goal = TransformerGoal(model_dir=str(write_model(tmp_path / "model")))
+    home = ServedController(TransformerFleet(""), tmp_path, goal, None)
+    running = asyncio.create_task(home.controller.run())
+    await home.until(lambda: home.controller.lifecycle.phase == "failed")  # there is no device: it tries again
+    assert home.controller.has_worked()
+    work = home.controller._action_task
+    assert work is not None
+    await cancel_all([work])
+    assert not home.controller.has_worked()
+    home.controller.stop()
+    await asyncio.wait_for(running, 60)
+    assert home.controller.has_worked()

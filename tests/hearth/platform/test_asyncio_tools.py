@@ -49,7 +49,7 @@ async def _fail_when_set(event: asyncio.Event) -> None:
 
 
 @pytest.mark.parametrize("num_turns", range(1, 4))
-def test_cancellation_is_not_lost_when_a_call_fails_at_the_same_moment(num_turns: int) -> None:
+async def test_cancellation_is_not_lost_when_a_call_fails_at_the_same_moment(num_turns: int) -> None:
     async def work(event: asyncio.Event) -> str:
         try:
             await all_or_first_error([_fail_when_set(event), asyncio.sleep(60)])
@@ -57,65 +57,50 @@ def test_cancellation_is_not_lost_when_a_call_fails_at_the_same_moment(num_turns
             return "goes on"
         return "ended"
 
-    async def main() -> None:
-        event = asyncio.Event()
-        working = asyncio.create_task(work(event))
+    event = asyncio.Event()
+    working = asyncio.create_task(work(event))
+    await asyncio.sleep(0)
+    event.set()
+    for _ in range(num_turns):  # of the loop, since the failure
         await asyncio.sleep(0)
-        event.set()
-        for _ in range(num_turns):  # of the loop, since the failure
-            await asyncio.sleep(0)
-        assert working.cancel()
-        await asyncio.wait({working})
-        assert working.cancelled()
-
-    asyncio.run(main())
+    assert working.cancel()
+    await asyncio.wait({working})
+    assert working.cancelled()
 
 
-def test_all_calls_return_or_the_first_error_ends_them() -> None:
-    async def main() -> None:
-        assert await all_or_first_error([asyncio.sleep(0, "a"), asyncio.sleep(0.01, "b")]) == ["a", "b"]
-        assert await all_or_first_error([]) == []
-        slow = asyncio.ensure_future(asyncio.sleep(60))
-        with pytest.raises(ConnectionError):
-            await all_or_first_error([slow, _end(ConnectionError())])
-        assert slow.cancelled()
-
-    asyncio.run(main())
+async def test_all_calls_return_or_the_first_error_ends_them() -> None:
+    assert await all_or_first_error([asyncio.sleep(0, "a"), asyncio.sleep(0.01, "b")]) == ["a", "b"]
+    assert await all_or_first_error([]) == []
+    slow = asyncio.ensure_future(asyncio.sleep(60))
+    with pytest.raises(ConnectionError):
+        await all_or_first_error([slow, _end(ConnectionError())])
+    assert slow.cancelled()
 
 
-def test_timeout_ends_the_call_and_keeps_its_error() -> None:
-    async def main() -> None:
-        slow = asyncio.ensure_future(asyncio.sleep(60))
-        with pytest.raises(asyncio.TimeoutError):
-            await with_timeout(0.001, slow)
-        assert slow.cancelled()
-        with pytest.raises(ConnectionError):
-            await with_timeout(60, _end(ConnectionError()))
-
-    asyncio.run(main())
+async def test_timeout_ends_the_call_and_keeps_its_error() -> None:
+    slow = asyncio.ensure_future(asyncio.sleep(60))
+    with pytest.raises(asyncio.TimeoutError):
+        await with_timeout(0.001, slow)
+    assert slow.cancelled()
+    with pytest.raises(ConnectionError):
+        await with_timeout(60, _end(ConnectionError()))
 
 
-def test_wait_for_a_signal_ends_when_it_is_set_or_in_time() -> None:
-    async def main() -> None:
-        signal = Signal()
-        assert not await signal.wait(0.001)
-        asyncio.get_running_loop().call_soon(signal.set)
-        assert await signal.wait(60)
-        assert await signal.wait(0)
-        signal.clear()
-        assert not await signal.wait(0.001)
-
-    asyncio.run(main())
+async def test_wait_for_a_signal_ends_when_it_is_set_or_in_time() -> None:
+    signal = Signal()
+    assert not await signal.wait(0.001)
+    asyncio.get_running_loop().call_soon(signal.set)
+    assert await signal.wait(60)
+    assert await signal.wait(0)
+    signal.clear()
+    assert not await signal.wait(0.001)
 
 
-def test_wait_for_a_signal_may_be_cancelled() -> None:
-    async def main() -> None:
-        signal = Signal()
-        waiting = asyncio.create_task(signal.wait(60))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        signal.set()
-        await asyncio.wait({waiting})
-        assert waiting.cancelled()
-
-    asyncio.run(main())
+async def test_wait_for_a_signal_may_be_cancelled() -> None:
+    signal = Signal()
+    waiting = asyncio.create_task(signal.wait(60))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    signal.set()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()

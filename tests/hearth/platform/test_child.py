@@ -63,25 +63,24 @@ def test_child_is_killed_on_timeout_and_cancellation(module: Path) -> None:
     assert not [child for child in psutil.Process().children() if "short_lived" in child.cmdline()]
 
 
-def test_child_that_does_not_end_when_killed_is_left_behind(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_child_that_does_not_end_when_killed_is_left_behind(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As one that is stuck in the kernel: no signal has an effect."""
     module.write_text("import sys, time; print('here', file=sys.stderr, flush=True); time.sleep(600)")
     monkeypatch.setattr(child_module, "_KILL_SECONDS", 0.05)
 
-    async def run_it() -> None:
-        arrived = asyncio.Event()
-        running = asyncio.ensure_future(run_module("short_lived", b"", 60.0, lambda line: arrived.set()))
-        await asyncio.wait_for(arrived.wait(), 60.0)
-        stuck = [each for each in psutil.Process().children() if "short_lived" in each.cmdline()]
-        with monkeypatch.context() as patch:
-            patch.setattr(asyncio.subprocess.Process, "kill", lambda self: None)
-            running.cancel()
-            await asyncio.wait({running}, timeout=20)
-        assert running.cancelled()
-        for each in stuck:
-            os.kill(each.pid, signal.SIGKILL)
-
-    asyncio.run(run_it())
+    arrived = asyncio.Event()
+    running = asyncio.ensure_future(run_module("short_lived", b"", 60.0, lambda line: arrived.set()))
+    await asyncio.wait_for(arrived.wait(), 60.0)
+    stuck = [each for each in psutil.Process().children() if "short_lived" in each.cmdline()]
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.subprocess.Process, "kill", lambda self: None)
+        running.cancel()
+        await asyncio.wait({running}, timeout=20)
+    assert running.cancelled()
+    for each in stuck:
+        os.kill(each.pid, signal.SIGKILL)
 
 
 _PARENT = """
@@ -123,31 +122,23 @@ def test_spare_child_imports_with_low_priority_and_runs_its_task_with_normal_pri
     assert asyncio.run(main()).output.decode().split() == ["task", str(max(10, now)), str(now)]
 
 
-def test_spare_child_is_killed_on_cancellation_and_ends_without_a_task(module: Path) -> None:
+async def test_spare_child_is_killed_on_cancellation_and_ends_without_a_task(module: Path) -> None:
     module.write_text("import time\ndef main(task): time.sleep(600)\n")
 
-    async def main() -> None:
-        spare = await start_spare()
-        running = asyncio.ensure_future(spare.run(b"task", 60.0, lambda line: None))
-        await asyncio.sleep(0.1)
-        running.cancel()
-        await asyncio.wait({running})
-        assert not psutil.pid_exists(spare.pid)
-        idle = await start_spare()
-        assert (await idle.run(b"", 60.0, lambda line: None)).code == 0
-
-    asyncio.run(main())
+    spare = await start_spare()
+    running = asyncio.ensure_future(spare.run(b"task", 60.0, lambda line: None))
+    await asyncio.sleep(0.1)
+    running.cancel()
+    await asyncio.wait({running})
+    assert not psutil.pid_exists(spare.pid)
+    idle = await start_spare()
+    assert (await idle.run(b"", 60.0, lambda line: None)).code == 0
 
 
-def test_spare_child_whose_import_fails_says_why(module: Path) -> None:
+async def test_spare_child_whose_import_fails_says_why(module: Path) -> None:
     module.write_text("raise ValueError('not here')")
 
-    async def main() -> None:
-        spare = await Child.start(SPARE, "short_lived", pipe_stderr=True)
-        with pytest.raises(
-            RuntimeError, match=r"it exited with code 1 before it wrote 'ready': .*ValueError: not here"
-        ):
-            await asyncio.wait_for(spare.wait_for_line(READY_LINE), 60.0)
-        await spare.kill()
-
-    asyncio.run(main())
+    spare = await Child.start(SPARE, "short_lived", pipe_stderr=True)
+    with pytest.raises(RuntimeError, match=r"it exited with code 1 before it wrote 'ready': .*ValueError: not here"):
+        await asyncio.wait_for(spare.wait_for_line(READY_LINE), 60.0)
+    await spare.kill()

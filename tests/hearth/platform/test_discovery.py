@@ -37,50 +37,44 @@ def test_static_peers_table() -> None:
             parse_static_peers(nonsense)
 
 
-def test_mdns_finds_services_and_reveals_only_required_fields() -> None:
-    async def scenario() -> None:
-        found: asyncio.Queue[DiscoveredService] = asyncio.Queue()
-        browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"])
-        await browser.start()
-        try:
-            async with (
-                advertised(AGENT_SERVICE, 4711, "f" * 16, "1234abcd", lambda: ["127.0.0.1"]),
-                advertised(COORDINATOR_SERVICE, 4712, "e" * 16, "5678abcd", lambda: ["127.0.0.1"]),
-            ):
+async def test_mdns_finds_services_and_reveals_only_required_fields() -> None:
+    found: asyncio.Queue[DiscoveredService] = asyncio.Queue()
+    browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"])
+    await browser.start()
+    try:
+        async with (
+            advertised(AGENT_SERVICE, 4711, "f" * 16, "1234abcd", lambda: ["127.0.0.1"]),
+            advertised(COORDINATOR_SERVICE, 4712, "e" * 16, "5678abcd", lambda: ["127.0.0.1"]),
+        ):
+            first = await asyncio.wait_for(found.get(), 20)
+            while first.id != "1234abcd":  # another agent may run on this machine
                 first = await asyncio.wait_for(found.get(), 20)
-                while first.id != "1234abcd":  # another agent may run on this machine
-                    first = await asyncio.wait_for(found.get(), 20)
-                assert first == DiscoveredService("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, "f" * 16)
-        finally:
-            await browser.stop()
-
-    asyncio.run(scenario())
+            assert first == DiscoveredService("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, "f" * 16)
+    finally:
+        await browser.stop()
 
 
-def test_address_that_changes_is_advertised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_address_that_changes_is_advertised_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a device that got its address late, or another one from the router."""
     monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
     addresses = ["127.0.0.1"]
 
-    async def scenario() -> None:
-        found: asyncio.Queue[DiscoveredService] = asyncio.Queue()
-        browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"])
-        await browser.start()
-        try:
-            async with advertised(AGENT_SERVICE, 4713, "d" * 16, "90abcdef", lambda: list(addresses)):
+    found: asyncio.Queue[DiscoveredService] = asyncio.Queue()
+    browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"])
+    await browser.start()
+    try:
+        async with advertised(AGENT_SERVICE, 4713, "d" * 16, "90abcdef", lambda: list(addresses)):
 
-                async def hosts_of_own() -> tuple[str, ...]:
-                    while (service := await found.get()).port != 4713:
-                        pass
-                    return service.hosts
+            async def hosts_of_own() -> tuple[str, ...]:
+                while (service := await found.get()).port != 4713:
+                    pass
+                return service.hosts
 
-                assert await asyncio.wait_for(hosts_of_own(), 20) == ("127.0.0.1",)
-                addresses[:] = ["127.0.0.2"]
-                assert await asyncio.wait_for(hosts_of_own(), 20) == ("127.0.0.2",)
-        finally:
-            await browser.stop()
-
-    asyncio.run(scenario())
+            assert await asyncio.wait_for(hosts_of_own(), 20) == ("127.0.0.1",)
+            addresses[:] = ["127.0.0.2"]
+            assert await asyncio.wait_for(hosts_of_own(), 20) == ("127.0.0.2",)
+    finally:
+        await browser.stop()
 
 
 def test_without_a_network_mdns_is_tried_again_and_the_reason_logged_once(
@@ -152,28 +146,25 @@ def test_addresses_that_could_not_be_advertised_are_advertised_later(monkeypatch
     assert published == [["127.0.0.1"], ["10.0.0.2"]]
 
 
-def test_browser_opens_new_sockets_when_an_address_appears(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_browser_opens_new_sockets_when_an_address_appears(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
     addresses = ["127.0.0.1"]
     monkeypatch.setattr("hearth.platform.network.all_addresses", lambda: list(addresses))
 
-    async def scenario() -> None:
-        browser = Browser(AGENT_SERVICE, lambda service: None, follow_addresses=True)
-        await browser.start()
-        try:
-            first = browser._zeroconf
-            await asyncio.sleep(0.2)
-            assert browser._zeroconf is first
-            addresses.append("127.0.0.2")
-            while browser._zeroconf in (first, None):
-                await asyncio.sleep(0.01)
-        finally:
-            await browser.stop()
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    browser = Browser(AGENT_SERVICE, lambda service: None, follow_addresses=True)
+    await browser.start()
+    try:
+        first = browser._zeroconf
+        await asyncio.sleep(0.2)
+        assert browser._zeroconf is first
+        addresses.append("127.0.0.2")
+        while browser._zeroconf in (first, None):
+            await asyncio.sleep(0.01)
+    finally:
+        await browser.stop()
 
 
-def test_service_that_cannot_be_announced_in_time_is_announced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_service_that_cannot_be_announced_in_time_is_announced_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
     monkeypatch.setattr(discovery, "_ANNOUNCE_SECONDS", 0.2)
     announced: list[str] = []
@@ -195,11 +186,8 @@ def test_service_that_cannot_be_announced_in_time_is_announced_later(monkeypatch
     monkeypatch.setattr(discovery, "_CLOSE_SECONDS", 0.01)
     monkeypatch.setattr(discovery, "_open_zeroconf", lambda interfaces: Mdns())
 
-    async def scenario() -> None:
-        async with advertised(AGENT_SERVICE, 4714, "d" * 16, "90abcdef", lambda: ["127.0.0.1"]):
-            await until("a second attempt", lambda: len(announced) == 2)
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    async with advertised(AGENT_SERVICE, 4714, "d" * 16, "90abcdef", lambda: ["127.0.0.1"]):
+        await until("a second attempt", lambda: len(announced) == 2)
 
 
 def test_records_that_anybody_sends_are_bounded() -> None:

@@ -26,44 +26,37 @@ def hung() -> Iterator[threading.Event]:
     wait_for("the threads to end", lambda: not disk._running)
 
 
-def test_result_and_errors_are_passed(tmp_path: Path) -> None:
-    async def main() -> None:
-        assert await on_disk(tmp_path, 60.0, lambda *args: args, 1, 2) == (1, 2)
-        with pytest.raises(FileNotFoundError):
-            await on_disk(tmp_path, 60.0, (tmp_path / "absent").read_bytes)
-        assert hung_paths() == []
-
-    asyncio.run(main())
+async def test_result_and_errors_are_passed(tmp_path: Path) -> None:
+    assert await on_disk(tmp_path, 60.0, lambda *args: args, 1, 2) == (1, 2)
+    with pytest.raises(FileNotFoundError):
+        await on_disk(tmp_path, 60.0, (tmp_path / "absent").read_bytes)
+    assert hung_paths() == []
 
 
-def test_access_that_hangs_is_left_behind_and_counted_until_it_ends(tmp_path: Path, hung: threading.Event) -> None:
-    async def main() -> None:
-        with pytest.raises(DiskHung, match="has not answered for") as error:
-            await on_disk(tmp_path, 0.05, hung.wait)
-        assert error.value.path == str(tmp_path)
-        waiting = asyncio.create_task(on_disk(tmp_path / "b", 0.05, hung.wait))
-        await asyncio.sleep(0)
-        waiting.cancel()  # its caller has gone; the thread has not
-        await until("both to count", lambda: sorted(hung_paths()) == [tmp_path, tmp_path / "b"])
-        assert await on_disk(tmp_path, 60.0, lambda: "others go on") == "others go on"
-        hung.set()
-        await until("the threads to end", lambda: not hung_paths())
+async def test_access_that_hangs_is_left_behind_and_counted_until_it_ends(
+    tmp_path: Path, hung: threading.Event
+) -> None:
+    with pytest.raises(DiskHung, match="has not answered for") as error:
+        await on_disk(tmp_path, 0.05, hung.wait)
+    assert error.value.path == str(tmp_path)
+    waiting = asyncio.create_task(on_disk(tmp_path / "b", 0.05, hung.wait))
+    await asyncio.sleep(0)
+    waiting.cancel()  # its caller has gone; the thread has not
+    await until("both to count", lambda: sorted(hung_paths()) == [tmp_path, tmp_path / "b"])
+    assert await on_disk(tmp_path, 60.0, lambda: "others go on") == "others go on"
+    hung.set()
+    await until("the threads to end", lambda: not hung_paths())
 
-    asyncio.run(main())
 
-
-def test_disk_that_hangs_for_long_gets_no_more_threads(
+async def test_disk_that_hangs_for_long_gets_no_more_threads(
     tmp_path: Path, hung: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "_MAX_HUNG", 3)
 
-    async def main() -> None:
-        for _ in range(5):
-            with pytest.raises(DiskHung):
-                await on_disk(tmp_path, 0.01, hung.wait)
-        assert len(disk._running) == 3
-
-    asyncio.run(main())
+    for _ in range(5):
+        with pytest.raises(DiskHung):
+            await on_disk(tmp_path, 0.01, hung.wait)
+    assert len(disk._running) == 3
 
 
 _PROGRAM = """

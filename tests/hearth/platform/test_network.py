@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from pathlib import Path
@@ -123,12 +122,9 @@ def test_states_of_this_machine_agree_between_psutil_and_sysfs() -> None:
     assert {name: up for name, (up, _) in asked.items()} == {name: read[name][0] for name in asked}
 
 
-def test_only_a_port_where_nothing_listens_refuses_connections() -> None:
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            assert not await refuses_connections("127.0.0.1", port, 5.0)
-        assert await refuses_connections("127.0.0.1", port, 5.0)
-        assert not await refuses_connections("no such computer", port, 5.0)
-
-    asyncio.run(main())
+async def test_only_a_port_where_nothing_listens_refuses_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert not await refuses_connections("127.0.0.1", port, 5.0)
+    assert await refuses_connections("127.0.0.1", port, 5.0)
+    assert not await refuses_connections("no such computer", port, 5.0)

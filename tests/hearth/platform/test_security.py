@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import stat
 from collections.abc import Iterator
@@ -196,48 +195,39 @@ async def guarded() -> Any:
                     await each.close()
 
 
-def test_admitted_key_gets_through_and_is_identified() -> None:
-    async def scenario() -> None:
-        async with guarded() as (guard, client):
-            known_key, unknown_key = new_keypair(), new_keypair()
-            guard.admitted.add(known_key.public)
-            with pytest.raises(WrongKey):
-                await client(unknown_key).call(GetReadiness(), timeout_seconds=30)
-            with pytest.raises(HearthError) as wrong_server:  # the server does not have the expected key
-                await client(known_key, new_keypair().public).call(GetReadiness(), timeout_seconds=2)
-            assert isinstance(wrong_server.value, WrongKey | Unreachable)
+async def test_admitted_key_gets_through_and_is_identified() -> None:
+    async with guarded() as (guard, client):
+        known_key, unknown_key = new_keypair(), new_keypair()
+        guard.admitted.add(known_key.public)
+        with pytest.raises(WrongKey):
+            await client(unknown_key).call(GetReadiness(), timeout_seconds=30)
+        with pytest.raises(HearthError) as wrong_server:  # the server does not have the expected key
+            await client(known_key, new_keypair().public).call(GetReadiness(), timeout_seconds=2)
+        assert isinstance(wrong_server.value, WrongKey | Unreachable)
+        assert guard.received == []
+        await client(known_key).call(GetReadiness(), timeout_seconds=30)
+        assert [caller.public_key for caller in guard.received] == [known_key.public]
+
+
+async def test_revoked_key_cannot_reconnect() -> None:
+    async with guarded() as (guard, client):
+        known_key = new_keypair()
+        guard.admitted.add(known_key.public)
+        await client(known_key).call(GetReadiness(), timeout_seconds=30)
+        guard.admitted.clear()
+        with pytest.raises(WrongKey):
+            await client(known_key).call(GetReadiness(), timeout_seconds=30)
+
+
+async def test_client_without_a_key_gets_no_answer() -> None:
+    async with guarded() as (guard, _):
+        with zmq_context() as context:
+            plain = context.socket(zmq.DEALER)
+            plain.linger = 0
+            plain.connect(f"tcp://127.0.0.1:{guard.port}")
+            await plain.send_multipart([bytes(8), b"hello"])
+            assert not await plain.poll(500)
             assert guard.received == []
-            await client(known_key).call(GetReadiness(), timeout_seconds=30)
-            assert [caller.public_key for caller in guard.received] == [known_key.public]
-
-    asyncio.run(scenario())
-
-
-def test_revoked_key_cannot_reconnect() -> None:
-    async def scenario() -> None:
-        async with guarded() as (guard, client):
-            known_key = new_keypair()
-            guard.admitted.add(known_key.public)
-            await client(known_key).call(GetReadiness(), timeout_seconds=30)
-            guard.admitted.clear()
-            with pytest.raises(WrongKey):
-                await client(known_key).call(GetReadiness(), timeout_seconds=30)
-
-    asyncio.run(scenario())
-
-
-def test_client_without_a_key_gets_no_answer() -> None:
-    async def scenario() -> None:
-        async with guarded() as (guard, _):
-            with zmq_context() as context:
-                plain = context.socket(zmq.DEALER)
-                plain.linger = 0
-                plain.connect(f"tcp://127.0.0.1:{guard.port}")
-                await plain.send_multipart([bytes(8), b"hello"])
-                assert not await plain.poll(500)
-                assert guard.received == []
-
-    asyncio.run(scenario())
 
 
 def test_server_that_does_not_answer_is_tried_again_before_the_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,38 +243,31 @@ def test_server_that_does_not_answer_is_tried_again_before_the_kernel_does(monke
                 client.disable_monitor()
 
 
-def test_server_without_gatekeeper_rejects_all_keys() -> None:
+async def test_server_without_gatekeeper_rejects_all_keys() -> None:
     """Without a ZAP handler, ZeroMQ admits every key by default; ZAP_ENFORCE_DOMAIN changes that."""
-
-    async def scenario() -> None:
-        keys = new_keypair()
-        with zmq_context() as context, zmq_context() as client_context:
-            server = context.socket(zmq.ROUTER)
-            secure_server(server, keys, "test")
-            port = server.bind_to_random_port("tcp://127.0.0.1")
-            client = RpcClient(client_context, f"tcp://127.0.0.1:{port}", Access(new_keypair(), keys.public), "test")
-            with pytest.raises((WrongKey, Unreachable)):
-                await client.call(GetReadiness(), timeout_seconds=1)
-            assert not await server.poll(0)
-            await client.close()
-
-    asyncio.run(scenario())
+    keys = new_keypair()
+    with zmq_context() as context, zmq_context() as client_context:
+        server = context.socket(zmq.ROUTER)
+        secure_server(server, keys, "test")
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        client = RpcClient(client_context, f"tcp://127.0.0.1:{port}", Access(new_keypair(), keys.public), "test")
+        with pytest.raises((WrongKey, Unreachable)):
+            await client.call(GetReadiness(), timeout_seconds=1)
+        assert not await server.poll(0)
+        await client.close()
 
 
-def test_rule_that_fails_refuses_one_key_and_the_next_is_decided_again() -> None:
-    async def scenario() -> None:
-        async with guarded() as (guard, client):
-            known_key = new_keypair()
-            guard.admitted = None
-            with pytest.raises((WrongKey, Unreachable)):
-                await client(known_key).call(GetReadiness(), timeout_seconds=1)
-            guard.admitted = {known_key.public}
-            await client(known_key).call(GetReadiness(), timeout_seconds=30)
-
-    asyncio.run(scenario())
+async def test_rule_that_fails_refuses_one_key_and_the_next_is_decided_again() -> None:
+    async with guarded() as (guard, client):
+        known_key = new_keypair()
+        guard.admitted = None
+        with pytest.raises((WrongKey, Unreachable)):
+            await client(known_key).call(GetReadiness(), timeout_seconds=1)
+        guard.admitted = {known_key.public}
+        await client(known_key).call(GetReadiness(), timeout_seconds=30)
 
 
-def test_handshake_that_cannot_be_answered_does_not_end_the_gatekeeper(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_handshake_that_cannot_be_answered_does_not_end_the_gatekeeper(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, failures = Authenticator.handle_zap_message, [RuntimeError("a fault")]
 
     async def fail_once(self: Authenticator, message: list[bytes]) -> None:
@@ -295,11 +278,8 @@ def test_handshake_that_cannot_be_answered_does_not_end_the_gatekeeper(monkeypat
     monkeypatch.setattr(Authenticator, "handle_zap_message", fail_once)
     monkeypatch.setattr(curve, "_HANDSHAKE_MS", 500)  # then the client tries again
 
-    async def scenario() -> None:
-        async with guarded() as (guard, client):
-            known_key = new_keypair()
-            guard.admitted.add(known_key.public)
-            await client(known_key).call(GetReadiness(), timeout_seconds=30)
-            assert failures == []
-
-    asyncio.run(scenario())
+    async with guarded() as (guard, client):
+        known_key = new_keypair()
+        guard.admitted.add(known_key.public)
+        await client(known_key).call(GetReadiness(), timeout_seconds=30)
+        assert failures == []

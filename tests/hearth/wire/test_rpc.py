@@ -305,35 +305,29 @@ def test_flood_of_refused_messages_ends_its_connection(monkeypatch: pytest.Monke
     run(scenario)
 
 
-def test_calls_fail_on_connection_loss_and_client_reconnects() -> None:
-    async def main() -> None:
-        async with pair() as (server, client, _):
-            await client.call(Done(), timeout_seconds=30)
-            waiting = asyncio.create_task(client.call(ListDevices(), timeout_seconds=30))
-            await until("the request", lambda: server.num_running)
-            port = server.port
-            await server.close()
-            with pytest.raises(ConnectionLost):
-                await asyncio.wait_for(waiting, 30)
-            with pytest.raises(Unreachable):
-                await client.call(Done(), timeout_seconds=0.3)
-            async with pair(port):
-                assert await client.call(Done(), timeout_seconds=30)
-
-    asyncio.run(main())
+async def test_calls_fail_on_connection_loss_and_client_reconnects() -> None:
+    async with pair() as (server, client, _):
+        await client.call(Done(), timeout_seconds=30)
+        waiting = asyncio.create_task(client.call(ListDevices(), timeout_seconds=30))
+        await until("the request", lambda: server.num_running)
+        port = server.port
+        await server.close()
+        with pytest.raises(ConnectionLost):
+            await asyncio.wait_for(waiting, 30)
+        with pytest.raises(Unreachable):
+            await client.call(Done(), timeout_seconds=0.3)
+        async with pair(port):
+            assert await client.call(Done(), timeout_seconds=30)
 
 
-def test_closing_ends_calls_that_wait_for_the_connection() -> None:
-    async def main() -> None:
-        with zmq_context() as context:
-            client = RpcClient(context, "tcp://127.0.0.1:1", Access(CLIENT, SERVER.public), "test")
-            waiting = asyncio.create_task(client.call(Done(), timeout_seconds=600))
-            await asyncio.sleep(0.01)
-            await client.close()
-            with pytest.raises(ConnectionLost):
-                await asyncio.wait_for(waiting, 10)
-
-    asyncio.run(main())
+async def test_closing_ends_calls_that_wait_for_the_connection() -> None:
+    with zmq_context() as context:
+        client = RpcClient(context, "tcp://127.0.0.1:1", Access(CLIENT, SERVER.public), "test")
+        waiting = asyncio.create_task(client.call(Done(), timeout_seconds=600))
+        await asyncio.sleep(0.01)
+        await client.close()
+        with pytest.raises(ConnectionLost):
+            await asyncio.wait_for(waiting, 10)
 
 
 def test_port_in_use_error_names_the_option() -> None:
@@ -542,19 +536,16 @@ def test_stalled_caller_blocks_no_other_and_is_dropped(monkeypatch: pytest.Monke
     run(scenario, sndhwm=10)
 
 
-def test_connection_loss_ends_a_stream() -> None:
-    async def main() -> None:
-        async with pair() as (server, client, _):
-            reading = stream(client, "lost", ENDLESS, timeout_seconds=30)
-            await anext(reading)
-            await server.close()
-            with pytest.raises(ConnectionLost):
-                async for _reply in reading:
-                    pass
-            with pytest.raises(Unreachable):
-                await anext(stream(client, "nobody", 1, timeout_seconds=0.3))
-
-    asyncio.run(main())
+async def test_connection_loss_ends_a_stream() -> None:
+    async with pair() as (server, client, _):
+        reading = stream(client, "lost", ENDLESS, timeout_seconds=30)
+        await anext(reading)
+        await server.close()
+        with pytest.raises(ConnectionLost):
+            async for _reply in reading:
+                pass
+        with pytest.raises(Unreachable):
+            await anext(stream(client, "nobody", 1, timeout_seconds=0.3))
 
 
 def test_requests_of_a_revoked_key_end_at_once() -> None:
@@ -577,15 +568,12 @@ def test_requests_of_a_revoked_key_end_at_once() -> None:
     run(scenario)
 
 
-def test_servers_can_follow_one_another_on_one_port() -> None:
-    async def main() -> None:
-        port = 0
-        for _ in range(4):
-            async with pair(port) as (server, client, _context):
-                await client.hello(CoordinatorWelcome, timeout_seconds=5.0)
-                port = server.port
-
-    asyncio.run(main())
+async def test_servers_can_follow_one_another_on_one_port() -> None:
+    port = 0
+    for _ in range(4):
+        async with pair(port) as (server, client, _context):
+            await client.hello(CoordinatorWelcome, timeout_seconds=5.0)
+            port = server.port
 
 
 def test_stopped_server_is_noticed_sooner_by_a_client_that_can_go_elsewhere() -> None:

@@ -69,85 +69,72 @@ async def version_1(context: zmq.asyncio.Context, answer: bytes) -> AsyncIterato
         socket.close(linger=0)
 
 
-def test_v1_client_gets_the_version_error_for_every_request() -> None:
+async def test_v1_client_gets_the_version_error_for_every_request() -> None:
     """With and without a hello: ZeroMQ reconnects the client to a server that has been upgraded meanwhile."""
-
-    async def main() -> None:
-        async with guarded_context(admits) as context:
-            server = RpcServer(context, "127.0.0.1", 0, SERVER, DOMAIN, agent)
-            socket = context.socket(zmq.DEALER)
-            secure_client(socket, CLIENT, SERVER.public)
-            socket.connect(f"tcp://127.0.0.1:{server.port}")
-            for tag, message in VERSION_1.items():
-                if tag in ("cancel", "failed", "agent_welcome", "coordinator_welcome"):
-                    continue  # not requests
-                await socket.send_multipart([bytes(8), message])
-                request_id, body = await asyncio.wait_for(socket.recv_multipart(), 30)
-                assert request_id == bytes(8)
-                failed = msgpack.unpackb(body)
-                assert (failed["t"], failed["code"]) == ("failed", "ProtocolMismatch"), tag
-                assert (failed["details"]["ours"], failed["details"]["theirs"]) == (PROTOCOL_VERSION, 1), tag
-            socket.close(linger=0)
-            await server.close()
-
-    asyncio.run(main())
+    async with guarded_context(admits) as context:
+        server = RpcServer(context, "127.0.0.1", 0, SERVER, DOMAIN, agent)
+        socket = context.socket(zmq.DEALER)
+        secure_client(socket, CLIENT, SERVER.public)
+        socket.connect(f"tcp://127.0.0.1:{server.port}")
+        for tag, message in VERSION_1.items():
+            if tag in ("cancel", "failed", "agent_welcome", "coordinator_welcome"):
+                continue  # not requests
+            await socket.send_multipart([bytes(8), message])
+            request_id, body = await asyncio.wait_for(socket.recv_multipart(), 30)
+            assert request_id == bytes(8)
+            failed = msgpack.unpackb(body)
+            assert (failed["t"], failed["code"]) == ("failed", "ProtocolMismatch"), tag
+            assert (failed["details"]["ours"], failed["details"]["theirs"]) == (PROTOCOL_VERSION, 1), tag
+        socket.close(linger=0)
+        await server.close()
 
 
 @pytest.mark.parametrize("answer", [REFUSAL_1, *(VERSION_1[tag] for tag in ("agent_welcome", "done"))])
-def test_v1_server_error_names_both_versions(answer: bytes) -> None:
-    async def main() -> None:
-        async with guarded_context(admits) as context, version_1(context, answer) as port:
-            client = RpcClient(context, f"tcp://127.0.0.1:{port}", Access(CLIENT, SERVER.public), "client")
-            with pytest.raises(ProtocolMismatch) as error:
-                await client.hello(AgentWelcome, timeout_seconds=30)
-            assert (error.value.ours, error.value.theirs) == (PROTOCOL_VERSION, 1)
-            await client.close()
-
-    asyncio.run(main())
+async def test_v1_server_error_names_both_versions(answer: bytes) -> None:
+    async with guarded_context(admits) as context, version_1(context, answer) as port:
+        client = RpcClient(context, f"tcp://127.0.0.1:{port}", Access(CLIENT, SERVER.public), "client")
+        with pytest.raises(ProtocolMismatch) as error:
+            await client.hello(AgentWelcome, timeout_seconds=30)
+        assert (error.value.ours, error.value.theirs) == (PROTOCOL_VERSION, 1)
+        await client.close()
 
 
-def test_server_downgraded_to_v1_raises_the_version_error() -> None:
-    async def main() -> None:
-        async with (
-            guarded_context(admits) as context,
-            version_1(context, VERSION_1["agent_state"]) as port,
-        ):
-            client = RpcClient(context, f"tcp://127.0.0.1:{port}", Access(CLIENT, SERVER.public), "client")
-            with pytest.raises(ProtocolMismatch):
-                await client.call(Done(), timeout_seconds=30)
-            await client.close()
-
-    asyncio.run(main())
+async def test_server_downgraded_to_v1_raises_the_version_error() -> None:
+    async with (
+        guarded_context(admits) as context,
+        version_1(context, VERSION_1["agent_state"]) as port,
+    ):
+        client = RpcClient(context, f"tcp://127.0.0.1:{port}", Access(CLIENT, SERVER.public), "client")
+        with pytest.raises(ProtocolMismatch):
+            await client.call(Done(), timeout_seconds=30)
+        await client.close()
 
 
-def test_v1_agent_is_refused_until_upgraded() -> None:
-    async def main() -> None:
-        async with guarded_context(admits) as context, AsyncExitStack() as before:
-            port = await before.enter_async_context(version_1(context, REFUSAL_1))
-            address = f"127.0.0.1:{port}"
-            async with Fleet(Access(CLIENT, SERVER.public), None, static_devices=address, browse=False) as fleet:
-                await until("the refusal", lambda: bool(fleet.device_infos()))
-                (refused,) = fleet.device_infos()
-                assert (refused.state, refused.name) == ("refused", address)
-                assert f"{address} speaks protocol version 1, this side speaks {PROTOCOL_VERSION}" in refused.reason
-                assert len(fleet.refusals) == 1
-                await before.aclose()
-                servers: list[RpcServer] = []
+async def test_v1_agent_is_refused_until_upgraded() -> None:
+    async with guarded_context(admits) as context, AsyncExitStack() as before:
+        port = await before.enter_async_context(version_1(context, REFUSAL_1))
+        address = f"127.0.0.1:{port}"
+        async with Fleet(Access(CLIENT, SERVER.public), None, static_devices=address, browse=False) as fleet:
+            await until("the refusal", lambda: bool(fleet.device_infos()))
+            (refused,) = fleet.device_infos()
+            assert (refused.state, refused.name) == ("refused", address)
+            assert f"{address} speaks protocol version 1, this side speaks {PROTOCOL_VERSION}" in refused.reason
+            assert len(fleet.refusals) == 1
+            await before.aclose()
+            servers: list[RpcServer] = []
 
-                def upgraded() -> bool:
-                    """libzmq releases the port some time after the socket was closed."""
-                    with suppress(PortInUse):
-                        servers.append(RpcServer(context, "127.0.0.1", port, SERVER, DOMAIN, agent))
-                    return bool(servers)
+            def upgraded() -> bool:
+                """libzmq releases the port some time after the socket was closed."""
+                with suppress(PortInUse):
+                    servers.append(RpcServer(context, "127.0.0.1", port, SERVER, DOMAIN, agent))
+                return bool(servers)
 
-                await until("the port", upgraded)
-                (server,) = servers
-                await until("the device", lambda: bool(fleet.devices))
-                assert [(info.name, info.state) for info in fleet.device_infos()] == [("kitchen", "alive")]
-                assert not fleet.refusals
-            await server.close()
-
-    asyncio.run(main())
+            await until("the port", upgraded)
+            (server,) = servers
+            await until("the device", lambda: bool(fleet.devices))
+            assert [(info.name, info.state) for info in fleet.device_infos()] == [("kitchen", "alive")]
+            assert not fleet.refusals
+        await server.close()
 
 
 def test_messages_start_with_the_protocol_version() -> None:

@@ -381,27 +381,24 @@ def test_stall_of_the_event_loop_keeps_the_gateway(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_requests_that_run_when_a_role_ends_are_told(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with zmq_context() as context:
-            settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="127.0.0.1")
-            trust = Trust(settings, HOME)
-            async with client_port(settings, trust) as port:
-                one = Home(port, trust, context)
-                client = one.client()
-                async with port.serving(one.handle):
-                    await client.call(GetReadiness(), timeout_seconds=20)
-                    waiting = asyncio.ensure_future(client.call(ListDevices(), timeout_seconds=20))
-                    await until(lambda: port.num_running == 1)
-                with pytest.raises(NotServing):
-                    await waiting
-                with pytest.raises(NotServing):  # until the next role begins
-                    await client.call(GetReadiness(), timeout_seconds=20)
-            with pytest.raises((ConnectionLost, Unreachable)):
-                await client.call(GetReadiness(), timeout_seconds=0.5)
-            await client.close()
-
-    asyncio.run(scenario())
+async def test_requests_that_run_when_a_role_ends_are_told(tmp_path: Path) -> None:
+    with zmq_context() as context:
+        settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="127.0.0.1")
+        trust = Trust(settings, HOME)
+        async with client_port(settings, trust) as port:
+            one = Home(port, trust, context)
+            client = one.client()
+            async with port.serving(one.handle):
+                await client.call(GetReadiness(), timeout_seconds=20)
+                waiting = asyncio.ensure_future(client.call(ListDevices(), timeout_seconds=20))
+                await until(lambda: port.num_running == 1)
+            with pytest.raises(NotServing):
+                await waiting
+            with pytest.raises(NotServing):  # until the next role begins
+                await client.call(GetReadiness(), timeout_seconds=20)
+        with pytest.raises((ConnectionLost, Unreachable)):
+            await client.call(GetReadiness(), timeout_seconds=0.5)
+        await client.close()
 
 
 FLOOD = """
@@ -486,17 +483,14 @@ def memory_bytes(pid: int, field: str) -> int:
     return 0
 
 
-def test_port_in_use_and_impossible_addresses_are_told(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            settings = CoordinatorSettings(state_dir=tmp_path, port=other.getsockname()[1], bind_host="127.0.0.1")
-            with pytest.raises(PortInUse, match="--port"):
-                ClientPort(settings, Trust(settings, HOME))
-        settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="192.0.2.1")
-        with pytest.raises(BadSetting, match=r"192\.0\.2\.1"):
+async def test_port_in_use_and_impossible_addresses_are_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        settings = CoordinatorSettings(state_dir=tmp_path, port=other.getsockname()[1], bind_host="127.0.0.1")
+        with pytest.raises(PortInUse, match="--port"):
             ClientPort(settings, Trust(settings, HOME))
-
-    asyncio.run(scenario())
+    settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="192.0.2.1")
+    with pytest.raises(BadSetting, match=r"192\.0\.2\.1"):
+        ClientPort(settings, Trust(settings, HOME))
 
 
 def test_ipv6_address_is_listened_on(tmp_path: Path) -> None:

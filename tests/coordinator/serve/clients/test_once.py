@@ -26,35 +26,29 @@ class Changes:
         return Done()
 
 
-def test_repeated_change_is_carried_out_once_and_gets_the_same_answer() -> None:
-    async def main() -> None:
-        changes, repeated = Changes(), RepeatedChanges()
-        answers = await asyncio.gather(*(repeated.once("admin", "1", changes) for _ in range(3)))
-        assert (answers, changes.count) == ([Done()] * 3, 1)
-        for _ in range(2):
-            with pytest.raises(BadRequest, match="already"):
-                await repeated.once("admin", "2", changes)
-        assert await repeated.once("admin", "1", changes) == Done()
-        assert changes.count == 2
-        await repeated.once("another", "1", changes)
-        await repeated.once("admin", "", changes)
-        await repeated.once("admin", "", changes)
-        assert changes.count == 5
-
-    asyncio.run(main())
+async def test_repeated_change_is_carried_out_once_and_gets_the_same_answer() -> None:
+    changes, repeated = Changes(), RepeatedChanges()
+    answers = await asyncio.gather(*(repeated.once("admin", "1", changes) for _ in range(3)))
+    assert (answers, changes.count) == ([Done()] * 3, 1)
+    for _ in range(2):
+        with pytest.raises(BadRequest, match="already"):
+            await repeated.once("admin", "2", changes)
+    assert await repeated.once("admin", "1", changes) == Done()
+    assert changes.count == 2
+    await repeated.once("another", "1", changes)
+    await repeated.once("admin", "", changes)
+    await repeated.once("admin", "", changes)
+    assert changes.count == 5
 
 
-def test_kept_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kept_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(once, "_MAX_ANSWERS", 3)
 
-    async def main() -> None:
-        changes, repeated = Changes(), RepeatedChanges()
-        changes.count = 10
-        for number in range(10):
-            await repeated.once("admin", str(number), changes)
-        await repeated.once("admin", "9", changes)
-        assert changes.count == 20
-        await repeated.once("admin", "0", changes)
-        assert changes.count == 21
-
-    asyncio.run(main())
+    changes, repeated = Changes(), RepeatedChanges()
+    changes.count = 10
+    for number in range(10):
+        await repeated.once("admin", str(number), changes)
+    await repeated.once("admin", "9", changes)
+    assert changes.count == 20
+    await repeated.once("admin", "0", changes)
+    assert changes.count == 21

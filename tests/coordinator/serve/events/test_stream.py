@@ -118,73 +118,61 @@ def causes(events: Iterable[wire.RecordedEvent]) -> list[str]:
     return [each.event.cause for each in events if isinstance(each.event, wire.PhaseChanged)]
 
 
-def test_events_survive_a_restart_and_a_cursor_goes_on_after_it(tmp_path: Path) -> None:
+async def test_events_survive_a_restart_and_a_cursor_goes_on_after_it(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
 
-    async def main() -> None:
-        async with running(path) as stream:
-            stream.record(phase("early"))  # before the file was read
-            _, cursor, _ = await seen(stream)
-            for number in range(300):  # more than one message holds
-                stream.record(phase(str(number)))
-            events, _, has_gap = await seen(stream, cursor)
-            assert causes(events) == [str(number) for number in range(300)]
-            assert not has_gap
-        async with running(path) as stream:
-            stream.record(phase("late"))
-            events, _, has_gap = await seen(stream, cursor)
-            assert causes(events) == [*(str(number) for number in range(300)), "late"]
-            assert not has_gap
-            numbers = [each.number for each in (await seen(stream))[0]]
-            assert numbers == sorted(set(numbers))
-
-    asyncio.run(main())
+    async with running(path) as stream:
+        stream.record(phase("early"))  # before the file was read
+        _, cursor, _ = await seen(stream)
+        for number in range(300):  # more than one message holds
+            stream.record(phase(str(number)))
+        events, _, has_gap = await seen(stream, cursor)
+        assert causes(events) == [str(number) for number in range(300)]
+        assert not has_gap
+    async with running(path) as stream:
+        stream.record(phase("late"))
+        events, _, has_gap = await seen(stream, cursor)
+        assert causes(events) == [*(str(number) for number in range(300)), "late"]
+        assert not has_gap
+        numbers = [each.number for each in (await seen(stream))[0]]
+        assert numbers == sorted(set(numbers))
 
 
 @pytest.mark.parametrize("since", ["feed-12", "x", "-", "{stream}-99999999999", "{stream}-x"])
-def test_cursor_that_this_coordinator_does_not_know_gets_everything(tmp_path: Path, since: str) -> None:
-    async def main() -> None:
-        async with running(tmp_path / "events.jsonl") as stream:
-            stream.record(phase("one"))
-            _, cursor, _ = await seen(stream)
-            events, _, has_gap = await seen(stream, since.format(stream=cursor.partition("-")[0]))
-            assert causes(events) == ["one"]
-            assert has_gap
-            assert (await seen(stream, "now"))[0] == []
-
-    asyncio.run(main())
+async def test_cursor_that_this_coordinator_does_not_know_gets_everything(tmp_path: Path, since: str) -> None:
+    async with running(tmp_path / "events.jsonl") as stream:
+        stream.record(phase("one"))
+        _, cursor, _ = await seen(stream)
+        events, _, has_gap = await seen(stream, since.format(stream=cursor.partition("-")[0]))
+        assert causes(events) == ["one"]
+        assert has_gap
+        assert (await seen(stream, "now"))[0] == []
 
 
-def test_slow_client_misses_what_is_dropped_and_is_told(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(tmp_path / "events.jsonl") as stream:
-            answers = await stream.watch(wire.WatchEvents(kinds=("phase_changed",)))
-            stream.record(phase("first"))
-            first = await anext(answers)
-            assert isinstance(first, wire.EventsRecorded)
-            assert causes(first.events) == ["first"]
-            for number in range(1000):  # twice as many as are kept, while the client does not read
-                stream.record(phase(str(number)))
-            batch = await asyncio.wait_for(anext(answers), 20)
-            assert isinstance(batch, wire.EventsRecorded)
-            assert batch.has_gap
-            assert causes(batch.events)[0] == "500"
-            await answers.aclose()
-
-    asyncio.run(main())
+async def test_slow_client_misses_what_is_dropped_and_is_told(tmp_path: Path) -> None:
+    async with running(tmp_path / "events.jsonl") as stream:
+        answers = await stream.watch(wire.WatchEvents(kinds=("phase_changed",)))
+        stream.record(phase("first"))
+        first = await anext(answers)
+        assert isinstance(first, wire.EventsRecorded)
+        assert causes(first.events) == ["first"]
+        for number in range(1000):  # twice as many as are kept, while the client does not read
+            stream.record(phase(str(number)))
+        batch = await asyncio.wait_for(anext(answers), 20)
+        assert isinstance(batch, wire.EventsRecorded)
+        assert batch.has_gap
+        assert causes(batch.events)[0] == "500"
+        await answers.aclose()
 
 
-def test_kinds_are_chosen_and_unknown_ones_refused(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(tmp_path / "events.jsonl") as stream:
-            stream.record(phase())
-            stream.record(device())
-            events, _, _ = await seen(stream, kinds=["device_changed"])
-            assert [each.event for each in events] == [device()]
-            with pytest.raises(BadRequest, match="no events of the kind 'weather'"):
-                await seen(stream, kinds=["weather"])
-
-    asyncio.run(main())
+async def test_kinds_are_chosen_and_unknown_ones_refused(tmp_path: Path) -> None:
+    async with running(tmp_path / "events.jsonl") as stream:
+        stream.record(phase())
+        stream.record(device())
+        events, _, _ = await seen(stream, kinds=["device_changed"])
+        assert [each.event for each in events] == [device()]
+        with pytest.raises(BadRequest, match="no events of the kind 'weather'"):
+            await seen(stream, kinds=["weather"])
 
 
 def test_full_disk_is_reported_once_and_written_later(

@@ -316,32 +316,26 @@ def test_bad_request_is_rejected_before_it_runs(fields: dict[str, Any], token_id
     assert not host.deployments[0].requests
 
 
-def test_requests_above_the_limit_are_rejected_immediately() -> None:
-    async def main() -> None:
-        generations = GenerationRunner(Host(Script(silent_after=1)), 2)
-        async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as one:
-            async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as two:
-                await anext(one)
-                await anext(two)
-                with pytest.raises(QueueFull):
-                    await read(generations, MODEL, [1])
-        assert generations.num_running == 0
-
-    asyncio.run(main())
+async def test_requests_above_the_limit_are_rejected_immediately() -> None:
+    generations = GenerationRunner(Host(Script(silent_after=1)), 2)
+    async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as one:
+        async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as two:
+            await anext(one)
+            await anext(two)
+            with pytest.raises(QueueFull):
+                await read(generations, MODEL, [1])
+    assert generations.num_running == 0
 
 
-def test_request_deadline_does_not_end_the_plan() -> None:
-    async def main() -> None:
-        script = Script(silent_after=2)
-        host = Host(script)
-        with pytest.raises(DeadlineExceeded):
-            await ask(host, timeout_seconds=0.1)
-        assert (script.open_now, host.errors) == (0, [])
-        host.admission.close()
-        with pytest.raises(NotServing, match="planning again"):
-            await ask(host, timeout_seconds=0.1)
-
-    asyncio.run(main())
+async def test_request_deadline_does_not_end_the_plan() -> None:
+    script = Script(silent_after=2)
+    host = Host(script)
+    with pytest.raises(DeadlineExceeded):
+        await ask(host, timeout_seconds=0.1)
+    assert (script.open_now, host.errors) == (0, [])
+    host.admission.close()
+    with pytest.raises(NotServing, match="planning again"):
+        await ask(host, timeout_seconds=0.1)
 
 
 def test_plan_that_generates_no_more_is_probed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,40 +348,34 @@ def test_plan_that_generates_no_more_is_probed_and_replaced(monkeypatch: pytest.
         assert (hung.open_now, [type(error) for error in host.errors]) == (0, [StepFailed])
 
 
-def test_other_streams_show_that_a_plan_still_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_streams_show_that_a_plan_still_generates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "_SILENCE_FACTOR", 0.05)  # 0.5 s
 
-    async def main() -> None:
-        host = Host(Script(silent_after=0))
-        generations = GenerationRunner(host, 9)
-        waiting = asyncio.create_task(read(generations, MODEL, [1], max_tokens=1))
-        began = time.monotonic()
-        await let_tasks_run()
-        host.deployments[0].silent_after = None
-        while time.monotonic() < began + 1.5:
-            await read(generations, MODEL, [1], max_tokens=3)
-            await asyncio.sleep(0.02)
-        assert (waiting.done(), host.errors) == (False, [])
-        waiting.cancel()
-        await asyncio.wait({waiting})
-
-    asyncio.run(main())
+    host = Host(Script(silent_after=0))
+    generations = GenerationRunner(host, 9)
+    waiting = asyncio.create_task(read(generations, MODEL, [1], max_tokens=1))
+    began = time.monotonic()
+    await let_tasks_run()
+    host.deployments[0].silent_after = None
+    while time.monotonic() < began + 1.5:
+        await read(generations, MODEL, [1], max_tokens=3)
+        await asyncio.sleep(0.02)
+    assert (waiting.done(), host.errors) == (False, [])
+    waiting.cancel()
+    await asyncio.wait({waiting})
 
 
-def test_closing_the_answer_ends_the_sequence() -> None:
-    async def main() -> None:
-        script = Script()
-        host = Host(script)
-        generations = GenerationRunner(host, 2)
-        parts = generations.run(MODEL, Generate(), np.ones(1, np.int32))
-        for _ in range(3):
-            await anext(parts)
-        assert (script.open_now, generations.num_running, host.admission.num_running) == (1, 1, 1)
-        await parts.aclose()
-        assert (script.open_now, generations.num_running, host.admission.num_running) == (0, 0, 0)
-        assert script.may_return == [True]  # the caller, whose connection may just have been lost
-
-    asyncio.run(main())
+async def test_closing_the_answer_ends_the_sequence() -> None:
+    script = Script()
+    host = Host(script)
+    generations = GenerationRunner(host, 2)
+    parts = generations.run(MODEL, Generate(), np.ones(1, np.int32))
+    for _ in range(3):
+        await anext(parts)
+    assert (script.open_now, generations.num_running, host.admission.num_running) == (1, 1, 1)
+    await parts.aclose()
+    assert (script.open_now, generations.num_running, host.admission.num_running) == (0, 0, 0)
+    assert script.may_return == [True]  # the caller, whose connection may just have been lost
 
 
 def test_probe_fits_into_any_context() -> None:
@@ -482,34 +470,28 @@ def test_lost_end_message_causes_no_new_request(tokens: list[int], reason: str) 
 
 
 @pytest.mark.parametrize(("shared", "scopes"), [(False, ["lamp", "heating"]), (True, ["all apps"] * 2)])
-def test_apps_share_no_prefixes_unless_allowed(shared: bool, scopes: list[str]) -> None:
+async def test_apps_share_no_prefixes_unless_allowed(shared: bool, scopes: list[str]) -> None:
     async def ask_as(name: str, generations: GenerationRunner) -> Outcome:
         CALLER.set(name)
         return await read(generations, MODEL, (1, 2, 3), max_tokens=2)
 
-    async def main() -> None:
-        script = Script(num_cached=2)
-        host = Host(script)
-        generations = GenerationRunner(host, 9, shared_prefixes=shared)
-        for name in ("lamp", "heating"):
-            found = await asyncio.create_task(ask_as(name, generations))
-            assert found.end.num_cached_tokens == 2
-        assert [request.prefix_scope for request in script.requests] == scopes
-        assert (host.num_prompt_tokens, host.num_cached_tokens) == (6, 4)
-
-    asyncio.run(main())
+    script = Script(num_cached=2)
+    host = Host(script)
+    generations = GenerationRunner(host, 9, shared_prefixes=shared)
+    for name in ("lamp", "heating"):
+        found = await asyncio.create_task(ask_as(name, generations))
+        assert found.end.num_cached_tokens == 2
+    assert [request.prefix_scope for request in script.requests] == scopes
+    assert (host.num_prompt_tokens, host.num_cached_tokens) == (6, 4)
 
 
-def test_guessed_tokens_are_counted() -> None:
-    async def main() -> None:
-        host = Host(Script())
-        generations = GenerationRunner(host, 9, max_drafted=3)
-        for number in (1, 2):
-            found = await read(generations, MODEL, (1, 2, 3), max_tokens=2)
-            assert (found.end.num_drafted_tokens, found.end.num_accepted_tokens) == (6, 3)
-            assert (host.num_drafted_tokens, host.num_accepted_tokens) == (6 * number, 3 * number)
-
-    asyncio.run(main())
+async def test_guessed_tokens_are_counted() -> None:
+    host = Host(Script())
+    generations = GenerationRunner(host, 9, max_drafted=3)
+    for number in (1, 2):
+        found = await read(generations, MODEL, (1, 2, 3), max_tokens=2)
+        assert (found.end.num_drafted_tokens, found.end.num_accepted_tokens) == (6, 3)
+        assert (host.num_drafted_tokens, host.num_accepted_tokens) == (6 * number, 3 * number)
 
 
 def test_rows_kept_over_a_change_of_plan_are_not_counted_as_cached() -> None:
@@ -528,26 +510,23 @@ def test_smaller_plan_limits_the_length() -> None:
         assert asyncio.run(ask(Host(*scripts()), max_tokens=max_tokens)).tokens == expected((1, 2, 3), 17)
 
 
-def test_plan_change_waits_for_running_answers_and_holds_new_ones() -> None:
-    async def main() -> None:
-        host = Host(Script(silent_after=2), Script())
-        generations = GenerationRunner(host, 9)
-        one = generations.run(MODEL, Generate(max_tokens=3), np.ones(1, np.int32))
-        await anext(one)
-        host.admission.close()
-        drained = asyncio.create_task(host.admission.wait_until_drained())
-        asking = asyncio.create_task(read(generations, MODEL, [1], max_tokens=3))
-        await anext(one)
-        await let_tasks_run()
-        assert not drained.done()
-        await one.aclose()
-        await drained
-        assert len(host.deployments[0].requests) == 1
-        host.admission.open(host.deployments[1], 9)
-        assert (await asking).tokens == expected([1], 3)
-        assert len(host.deployments[1].requests) == 1
-
-    asyncio.run(main())
+async def test_plan_change_waits_for_running_answers_and_holds_new_ones() -> None:
+    host = Host(Script(silent_after=2), Script())
+    generations = GenerationRunner(host, 9)
+    one = generations.run(MODEL, Generate(max_tokens=3), np.ones(1, np.int32))
+    await anext(one)
+    host.admission.close()
+    drained = asyncio.create_task(host.admission.wait_until_drained())
+    asking = asyncio.create_task(read(generations, MODEL, [1], max_tokens=3))
+    await anext(one)
+    await let_tasks_run()
+    assert not drained.done()
+    await one.aclose()
+    await drained
+    assert len(host.deployments[0].requests) == 1
+    host.admission.open(host.deployments[1], 9)
+    assert (await asking).tokens == expected([1], 3)
+    assert len(host.deployments[1].requests) == 1
 
 
 # ---- texts ----------------------------------------------------------------------------------------------------------
@@ -672,72 +651,57 @@ async def deployed(
     return deployment, deployment.generate(np.asarray([1, 2, 3], np.int32), Continuation(9), 5.0)
 
 
-def test_deployment_streams_from_rank_0() -> None:
-    async def main() -> None:
-        script = Script()
-        deployment, answers = await deployed(Agents(script))
-        found = [answer async for answer in answers]
-        assert [token for answer in found[:-1] for token in answer.token_ids] == expected((1, 2, 3), 9)  # type: ignore[union-attr]
-        assert isinstance(found[-1], GenerationEnded)
-        assert (deployment.failure, script.open_now) == (None, 0)
-
-    asyncio.run(main())
+async def test_deployment_streams_from_rank_0() -> None:
+    script = Script()
+    deployment, answers = await deployed(Agents(script))
+    found = [answer async for answer in answers]
+    assert [token for answer in found[:-1] for token in answer.token_ids] == expected((1, 2, 3), 9)  # type: ignore[union-attr]
+    assert isinstance(found[-1], GenerationEnded)
+    assert (deployment.failure, script.open_now) == (None, 0)
 
 
-def test_root_cause_is_found_and_all_ranks_are_aborted() -> None:
-    async def main() -> None:
-        agents = Agents(Script(fails=[(2, StepFailed(device="device0", reason="rank 1 is silent"))]), knows=DIED)
-        _, answers = await deployed(agents)
-        with pytest.raises(WorkerDied):
-            async for _ in answers:
-                pass
-        assert agents.aborted == ["id0", "id1"]
-
-    asyncio.run(main())
+async def test_root_cause_is_found_and_all_ranks_are_aborted() -> None:
+    agents = Agents(Script(fails=[(2, StepFailed(device="device0", reason="rank 1 is silent"))]), knows=DIED)
+    _, answers = await deployed(agents)
+    with pytest.raises(WorkerDied):
+        async for _ in answers:
+            pass
+    assert agents.aborted == ["id0", "id1"]
 
 
-def test_device_loss_ends_the_stream_immediately() -> None:
-    async def main() -> None:
-        script = Script(silent_after=2)
-        deployment, answers = await deployed(Agents(script))
-        await anext(answers)
-        asyncio.get_running_loop().call_later(0.05, deployment.fail, DIED)
-        began = time.monotonic()
-        with pytest.raises(WorkerDied):
-            async for _ in answers:
-                pass
-        assert time.monotonic() - began < 10
-        assert script.open_now == 0
-        with pytest.raises(WorkerDied):
-            await anext(deployment.generate(np.ones(1, np.int32), Continuation(1), 1.0))
-
-    asyncio.run(main())
+async def test_device_loss_ends_the_stream_immediately() -> None:
+    script = Script(silent_after=2)
+    deployment, answers = await deployed(Agents(script))
+    await anext(answers)
+    asyncio.get_running_loop().call_later(0.05, deployment.fail, DIED)
+    began = time.monotonic()
+    with pytest.raises(WorkerDied):
+        async for _ in answers:
+            pass
+    assert time.monotonic() - began < 10
+    assert script.open_now == 0
+    with pytest.raises(WorkerDied):
+        await anext(deployment.generate(np.ones(1, np.int32), Continuation(1), 1.0))
 
 
 @pytest.mark.parametrize("error", ERRORS_OF_A_REQUEST, ids=repr)
-def test_request_error_does_not_end_the_deployment(error: HearthError) -> None:
-    async def main() -> None:
-        agents = Agents(Script(fails=[(0, error)]))
-        deployment, answers = await deployed(agents)
-        with pytest.raises(type(error)):
-            await anext(answers)
-        assert (agents.aborted, deployment.failure) == ([], None)
-
-    asyncio.run(main())
-
-
-def test_abandoned_stream_is_closed_at_the_agent() -> None:
-    async def main() -> None:
-        script = Script(silent_after=2)
-        _, answers = await deployed(Agents(script))
+async def test_request_error_does_not_end_the_deployment(error: HearthError) -> None:
+    agents = Agents(Script(fails=[(0, error)]))
+    deployment, answers = await deployed(agents)
+    with pytest.raises(type(error)):
         await anext(answers)
-        waiting = asyncio.create_task(_collect(answers))
-        await let_tasks_run()
-        waiting.cancel()
-        await asyncio.wait({waiting})
-        assert (waiting.cancelled(), script.open_now) == (True, 0)
+    assert (agents.aborted, deployment.failure) == ([], None)
 
-    asyncio.run(main())
+
+async def test_abandoned_stream_is_closed_at_the_agent() -> None:
+    script = Script(silent_after=2)
+    _, answers = await deployed(Agents(script))
+    await anext(answers)
+    waiting = asyncio.create_task(_collect(answers))
+    await let_tasks_run()
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert (waiting.cancelled(), script.open_now) == (True, 0)
 
 
 async def _collect(answers: AsyncGenerator[Any, None]) -> list[Any]:
@@ -801,20 +765,17 @@ class MeasuredFleet(DecoderFleet):
 
 
 @pytest.mark.parametrize(("budget", "chosen"), [(0.1, "int8"), (0.01, "bf16"), (1e-3, "fp16"), (1e-5, "exact")])
-def test_fastest_format_within_the_budget_is_that_of_later_requests(
+async def test_fastest_format_within_the_budget_is_that_of_later_requests(
     budget: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        fleet = MeasuredFleet("ab")
-        goal = goal_of(tmp_path, "llama", strategy="hmp", accuracy_budget=budget)
-        async with serving(monkeypatch, fleet, tmp_path / "state", goal) as home:
-            await home.until(lambda: home.count_lines(f"activations travel as {chosen} "))
-            assert {order.values for order in fleet.orders if order.logits == "keep"} == {"exact"}
-            fleet.orders.clear()
-            await tokens_of(home, max_tokens=5)
-            assert [(order.values, order.logits) for order in fleet.orders] == [(chosen, "")]
-
-    asyncio.run(main())
+    fleet = MeasuredFleet("ab")
+    goal = goal_of(tmp_path, "llama", strategy="hmp", accuracy_budget=budget)
+    async with serving(monkeypatch, fleet, tmp_path / "state", goal) as home:
+        await home.until(lambda: home.count_lines(f"activations travel as {chosen} "))
+        assert {order.values for order in fleet.orders if order.logits == "keep"} == {"exact"}
+        fleet.orders.clear()
+        await tokens_of(home, max_tokens=5)
+        assert [(order.values, order.logits) for order in fleet.orders] == [(chosen, "")]
 
 
 def goal_of(folder: Path, family: str, **wishes: Any) -> TransformerGoal:
@@ -827,68 +788,56 @@ async def tokens_of(home: ServedController, **fields: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("error", [*ERRORS_OF_A_REQUEST, StepFailed(device="device1", reason="silent"), DIED], ids=repr)
-def test_only_errors_beyond_the_request_end_the_deployment(
+async def test_only_errors_beyond_the_request_end_the_deployment(
     error: HearthError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        script = Script()
-        goal = goal_of(tmp_path, "llama", strategy="hmp")
-        async with serving(monkeypatch, DecoderFleet("ab", script), tmp_path / "state", goal) as home:
-            script.fails = [(2, error)]
-            if error.scope == "request":
-                with pytest.raises(type(error)):
-                    await tokens_of(home, max_tokens=5)
-                assert (home.ready, home.plan.epoch, home.controller.requests.num_failed) == (True, 1, 1)
-            else:
-                assert await tokens_of(home, max_tokens=5) == expected((1, 2, 3), 5)
-                assert home.controller.requests.num_failed == 0
-                await home.until(lambda: home.ready)
-                assert home.plan.epoch == (
-                    2 if isinstance(error, WorkerDied) else 1
-                )  # a probe succeeded after the others
-
-    asyncio.run(main())
+    script = Script()
+    goal = goal_of(tmp_path, "llama", strategy="hmp")
+    async with serving(monkeypatch, DecoderFleet("ab", script), tmp_path / "state", goal) as home:
+        script.fails = [(2, error)]
+        if error.scope == "request":
+            with pytest.raises(type(error)):
+                await tokens_of(home, max_tokens=5)
+            assert (home.ready, home.plan.epoch, home.controller.requests.num_failed) == (True, 1, 1)
+        else:
+            assert await tokens_of(home, max_tokens=5) == expected((1, 2, 3), 5)
+            assert home.controller.requests.num_failed == 0
+            await home.until(lambda: home.ready)
+            assert home.plan.epoch == (2 if isinstance(error, WorkerDied) else 1)  # a probe succeeded after the others
 
 
-def test_long_answer_continues_on_the_next_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_answer_continues_on_the_next_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running answer gets time to finish; after that it moves to the new plan, without lost or repeated tokens."""
-
-    async def main() -> None:
-        script = Script()
-        goal = goal_of(tmp_path, "llama", strategy="hmp")
-        fleet = DecoderFleet("a", script)
-        async with serving(monkeypatch, fleet, tmp_path / "state", goal, drain_seconds=0.05) as home:
-            script.silent_after = 2
-            asking = asyncio.create_task(tokens_of(home, max_tokens=6))
-            await home.until(lambda: script.tokens_given == 2 + 2)  # two of them from the warm-up
-            home.fleet.add("b")
-            await home.wait_for_replanner()
-            home.now += MIN_PRESENCE_SECONDS
-            await home.until(lambda: "draining" in home.phases())
-            script.silent_after = None
-            assert await asking == expected((1, 2, 3), 6)
-            assert (home.names(), home.plan.epoch) == ("ab", 2)
-
-    asyncio.run(main())
+    script = Script()
+    goal = goal_of(tmp_path, "llama", strategy="hmp")
+    fleet = DecoderFleet("a", script)
+    async with serving(monkeypatch, fleet, tmp_path / "state", goal, drain_seconds=0.05) as home:
+        script.silent_after = 2
+        asking = asyncio.create_task(tokens_of(home, max_tokens=6))
+        await home.until(lambda: script.tokens_given == 2 + 2)  # two of them from the warm-up
+        home.fleet.add("b")
+        await home.wait_for_replanner()
+        home.now += MIN_PRESENCE_SECONDS
+        await home.until(lambda: "draining" in home.phases())
+        script.silent_after = None
+        assert await asking == expected((1, 2, 3), 6)
+        assert (home.names(), home.plan.epoch) == ("ab", 2)
 
 
-def test_requests_must_match_the_kind_of_model(tmp_path: Path) -> None:
-    async def main() -> None:
-        decoder, encoder = (
-            ServedController(TransformerFleet("a"), tmp_path / family, goal_of(tmp_path / family, family), None)
-            for family in ("llama", "bert")
-        )
-        with pytest.raises(BadRequest, match="hearth generate"):
-            await decoder.kind.embed(Embed(texts=("a",)), ())
-        with pytest.raises(BadRequest, match="hearth generate"):
-            await decoder.hidden_states(1, 1.0)
-        with pytest.raises(BadRequest, match="hearth embed"):
-            await encoder.kind.generate(Generate(), ())
-        with pytest.raises(NotServing):
-            await tokens_of(decoder, timeout_seconds=0.05)
-        assert (decoder.controller.requests.num_failed, decoder.controller.requests.num_served) == (1, 0)
-
-    asyncio.run(main())
+async def test_requests_must_match_the_kind_of_model(tmp_path: Path) -> None:
+    decoder, encoder = (
+        ServedController(TransformerFleet("a"), tmp_path / family, goal_of(tmp_path / family, family), None)
+        for family in ("llama", "bert")
+    )
+    with pytest.raises(BadRequest, match="hearth generate"):
+        await decoder.kind.embed(Embed(texts=("a",)), ())
+    with pytest.raises(BadRequest, match="hearth generate"):
+        await decoder.hidden_states(1, 1.0)
+    with pytest.raises(BadRequest, match="hearth embed"):
+        await encoder.kind.generate(Generate(), ())
+    with pytest.raises(NotServing):
+        await tokens_of(decoder, timeout_seconds=0.05)
+    assert (decoder.controller.requests.num_failed, decoder.controller.requests.num_served) == (1, 0)
 
 
 # ---- the client -----------------------------------------------------------------------------------------------------
@@ -935,27 +884,24 @@ def access(key: HomeKey = KEY) -> Access:
     return Access(keys, keys.public)
 
 
-def test_client_reads_tokens_text_and_usage(tokenizer: TextTokenizer) -> None:
-    async def main() -> None:
-        script, model = script_of_text(tokenizer, "Grüße END", at_once=2)
-        async with coordinator(script, model) as (_, server):
-            async with AsyncHome(access(), f"127.0.0.1:{server.port}", None) as home:
-                answer = home.generate("Hi", stop="END")
-                tokens = [token async for token in answer]
-                assert "".join(token.text for token in tokens) == "Grüße " == await answer.text()
-                assert [token.token_id for token in tokens] == answer.token_ids == script.tokens[: len(tokens)]
-                assert all(a.seconds <= b.seconds for a, b in zip(tokens, tokens[1:], strict=False))
-                usage = answer.usage
-                assert usage is not None
-                assert (usage.num_prompt_tokens, usage.num_tokens, usage.finish_reason) == (2, len(tokens), "stop")
-                assert usage.first_token_seconds == tokens[0].seconds > 0
-                assert usage.tokens_per_second > 0
-                held = home.generate(messages=[{"role": "user", "content": "Hi"}], stop=["ENDE"], max_tokens=11)
-                assert await held.text() == "Grüße END"
-                last = [token async for token in home.generate(token_ids=[1], stop=("ENDE",), max_tokens=11)][-1]
-                assert last[:2] == ("END", None)
-
-    asyncio.run(main())
+async def test_client_reads_tokens_text_and_usage(tokenizer: TextTokenizer) -> None:
+    script, model = script_of_text(tokenizer, "Grüße END", at_once=2)
+    async with coordinator(script, model) as (_, server):
+        async with AsyncHome(access(), f"127.0.0.1:{server.port}", None) as home:
+            answer = home.generate("Hi", stop="END")
+            tokens = [token async for token in answer]
+            assert "".join(token.text for token in tokens) == "Grüße " == await answer.text()
+            assert [token.token_id for token in tokens] == answer.token_ids == script.tokens[: len(tokens)]
+            assert all(a.seconds <= b.seconds for a, b in zip(tokens, tokens[1:], strict=False))
+            usage = answer.usage
+            assert usage is not None
+            assert (usage.num_prompt_tokens, usage.num_tokens, usage.finish_reason) == (2, len(tokens), "stop")
+            assert usage.first_token_seconds == tokens[0].seconds > 0
+            assert usage.tokens_per_second > 0
+            held = home.generate(messages=[{"role": "user", "content": "Hi"}], stop=["ENDE"], max_tokens=11)
+            assert await held.text() == "Grüße END"
+            last = [token async for token in home.generate(token_ids=[1], stop=("ENDE",), max_tokens=11)][-1]
+            assert last[:2] == ("END", None)
 
 
 @pytest.mark.parametrize(
@@ -981,83 +927,71 @@ def test_client_reads_tokens_text_and_usage(tokenizer: TextTokenizer) -> None:
         ({"prompt": None, "token_ids": ["a"]}, "32-bit integers"),
     ],
 )
-def test_value_out_of_range_is_rejected_before_sending(fields: dict[str, Any], message_part: str) -> None:
-    async def main() -> None:
-        async with AsyncHome(access(), "127.0.0.1:1", None) as home:
-            with pytest.raises(BadRequest) as error:
-                home.generate(**{"prompt": "a", **fields})
-            assert message_part in str(error.value)
-
-    asyncio.run(main())
+async def test_value_out_of_range_is_rejected_before_sending(fields: dict[str, Any], message_part: str) -> None:
+    async with AsyncHome(access(), "127.0.0.1:1", None) as home:
+        with pytest.raises(BadRequest) as error:
+            home.generate(**{"prompt": "a", **fields})
+        assert message_part in str(error.value)
 
 
-def test_unknown_setting_is_a_type_error() -> None:
-    async def main() -> None:
-        async with AsyncHome(access(), "127.0.0.1:1", None) as home:
-            with pytest.raises(TypeError, match="temprature"):
-                home.generate("a", **{"temprature": 0.5})  # type: ignore[arg-type]
-
-    asyncio.run(main())
+async def test_unknown_setting_is_a_type_error() -> None:
+    async with AsyncHome(access(), "127.0.0.1:1", None) as home:
+        with pytest.raises(TypeError, match="temprature"):
+            home.generate("a", **{"temprature": 0.5})  # type: ignore[arg-type]
 
 
-def test_leaving_an_answer_ends_it_at_the_coordinator() -> None:
-    async def main() -> None:
-        script = Script(silent_after=9)
-        async with coordinator(script) as (_, server):
-            async with AsyncHome(access(), f"127.0.0.1:{server.port}", None) as home:
-                async with home.generate(token_ids=[1]) as answer:
-                    async for _ in answer:
-                        break
-                await until("the end after a context", lambda: script.requests and not script.open_now)
-                answer = home.generate(token_ids=[1])
-                reading = asyncio.create_task(answer.text())
-                await until("the silence", lambda: len(answer.token_ids) == 9)
-                await answer.aclose()  # while another task reads it
-                await until("the end after closing", lambda: not script.open_now)
-                await asyncio.wait({reading})
-                reading = asyncio.create_task(home.generate(token_ids=[1]).text())
-                await until("another", lambda: script.open_now)
-                reading.cancel()
-                await until("the end after a cancellation", lambda: not script.open_now)
-                async for _ in home.generate(token_ids=[1]):
+async def test_leaving_an_answer_ends_it_at_the_coordinator() -> None:
+    script = Script(silent_after=9)
+    async with coordinator(script) as (_, server):
+        async with AsyncHome(access(), f"127.0.0.1:{server.port}", None) as home:
+            async with home.generate(token_ids=[1]) as answer:
+                async for _ in answer:
                     break
-                gc.collect()
-                await until("the end of one that was dropped", lambda: not script.open_now)
-
-    asyncio.run(main())
+            await until("the end after a context", lambda: script.requests and not script.open_now)
+            answer = home.generate(token_ids=[1])
+            reading = asyncio.create_task(answer.text())
+            await until("the silence", lambda: len(answer.token_ids) == 9)
+            await answer.aclose()  # while another task reads it
+            await until("the end after closing", lambda: not script.open_now)
+            await asyncio.wait({reading})
+            reading = asyncio.create_task(home.generate(token_ids=[1]).text())
+            await until("another", lambda: script.open_now)
+            reading.cancel()
+            await until("the end after a cancellation", lambda: not script.open_now)
+            async for _ in home.generate(token_ids=[1]):
+                break
+            gc.collect()
+            await until("the end of one that was dropped", lambda: not script.open_now)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 5}], ids=str)
-def test_stream_continues_on_a_coordinator_that_started_again(
+async def test_stream_continues_on_a_coordinator_that_started_again(
     sampling: dict[str, Any], tokenizer: TextTokenizer
 ) -> None:
-    async def main() -> None:
-        text = "Grüße! one two three END"
-        script, model = script_of_text(tokenizer, text)
-        script.silent_after = 9
-        async with coordinator(script, model) as (_, server):
-            port = server.port
-            home = AsyncHome(access(), f"127.0.0.1:{port}", None)
-            await home.open(5)
-            answer = home.generate("Hi", stop="END", **sampling)
-            reading = asyncio.create_task(answer.text())
-            await until("the first tokens", lambda: len(answer.token_ids) == 9)
-            await server.close()
-        again, _ = script_of_text(tokenizer, text, at_once=3)
-        async with coordinator(again, model, port) as (_, server):
-            assert await reading == "Grüße! one two three "
-        (first,), (second,) = script.requests, again.requests
-        assert second.ids == [*first.ids, *script.tokens[:9]]
-        assert (second.first_index, second.sampling) == (9, first.sampling)
-        assert sampling.get("seed") in (None, first.sampling.seed)
-        usage = answer.usage
-        assert usage is not None
-        assert (usage.num_prompt_tokens, usage.num_tokens) == (2, len(answer.token_ids))
-        assert answer.token_ids == script.tokens[: len(answer.token_ids)]
-        assert usage.decode_seconds > 0
-        await home.close()
-
-    asyncio.run(main())
+    text = "Grüße! one two three END"
+    script, model = script_of_text(tokenizer, text)
+    script.silent_after = 9
+    async with coordinator(script, model) as (_, server):
+        port = server.port
+        home = AsyncHome(access(), f"127.0.0.1:{port}", None)
+        await home.open(5)
+        answer = home.generate("Hi", stop="END", **sampling)
+        reading = asyncio.create_task(answer.text())
+        await until("the first tokens", lambda: len(answer.token_ids) == 9)
+        await server.close()
+    again, _ = script_of_text(tokenizer, text, at_once=3)
+    async with coordinator(again, model, port) as (_, server):
+        assert await reading == "Grüße! one two three "
+    (first,), (second,) = script.requests, again.requests
+    assert second.ids == [*first.ids, *script.tokens[:9]]
+    assert (second.first_index, second.sampling) == (9, first.sampling)
+    assert sampling.get("seed") in (None, first.sampling.seed)
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.num_prompt_tokens, usage.num_tokens) == (2, len(answer.token_ids))
+    assert answer.token_ids == script.tokens[: len(answer.token_ids)]
+    assert usage.decode_seconds > 0
+    await home.close()
 
 
 @given(num_received=st.integers(0, 30), at_once=st.integers(1, 4), stop=st.sampled_from(["", "END", "! 🙂", "zz"]))
@@ -1085,54 +1019,48 @@ def test_generated_tokens_are_checked(generated: tuple[int, ...]) -> None:
         asyncio.run(ask(Host(Script()), generated=generated))
 
 
-def test_calls_are_repeated_until_the_deadline() -> None:
-    async def main() -> None:
-        async with coordinator(Script()) as (_, server):
-            port = server.port
-        home = AsyncHome(access(), f"127.0.0.1:{port}", None)
-        fresh = home.generate(token_ids=[1], max_tokens=2, timeout_seconds=WAIT_LIMIT_SECONDS)
-        asking = asyncio.create_task(fresh.text())
-        await let_tasks_run()
-        async with coordinator(Script(silent_after=0), port=port) as (served, _):
-            await until("the request", lambda: served.asked)
-        async with coordinator(Script(), port=port) as (served, _):
-            served.error = NotServing(state="starting again")
-            await until("repeats", lambda: served.asked > 2)
-            served.error = None
-            await asking
-            assert fresh.token_ids == expected([1], 2)
-            served.error = AppRevoked(app="lamp")
-            with pytest.raises(AppRevoked):
-                await home.generate(token_ids=[1]).text()
-            served.error = NotServing(state="starting again")
-            with pytest.raises(NotServing):
-                await home.generate(token_ids=[1], timeout_seconds=0.5).text()
-        with pytest.raises((Unreachable, ConnectionLost)):
+async def test_calls_are_repeated_until_the_deadline() -> None:
+    async with coordinator(Script()) as (_, server):
+        port = server.port
+    home = AsyncHome(access(), f"127.0.0.1:{port}", None)
+    fresh = home.generate(token_ids=[1], max_tokens=2, timeout_seconds=WAIT_LIMIT_SECONDS)
+    asking = asyncio.create_task(fresh.text())
+    await let_tasks_run()
+    async with coordinator(Script(silent_after=0), port=port) as (served, _):
+        await until("the request", lambda: served.asked)
+    async with coordinator(Script(), port=port) as (served, _):
+        served.error = NotServing(state="starting again")
+        await until("repeats", lambda: served.asked > 2)
+        served.error = None
+        await asking
+        assert fresh.token_ids == expected([1], 2)
+        served.error = AppRevoked(app="lamp")
+        with pytest.raises(AppRevoked):
+            await home.generate(token_ids=[1]).text()
+        served.error = NotServing(state="starting again")
+        with pytest.raises(NotServing):
             await home.generate(token_ids=[1], timeout_seconds=0.5).text()
+    with pytest.raises((Unreachable, ConnectionLost)):
+        await home.generate(token_ids=[1], timeout_seconds=0.5).text()
+    await home.close()
+
+
+async def test_client_changes_to_a_coordinator_that_serves() -> None:
+    async with coordinator(Script()) as (standby, standby_server):
+        standby.error = NotServing(state="standby")
+        async with coordinator(Script(silent_after=3)) as (_, leader_server):
+            addresses = f"127.0.0.1:1, 127.0.0.1:{standby_server.port},127.0.0.1:{leader_server.port}"
+            home = AsyncHome(access(), addresses, None)
+            answer = home.generate(token_ids=[1], max_tokens=6, timeout_seconds=WAIT_LIMIT_SECONDS)
+            reading = asyncio.create_task(answer.text())
+            await until("tokens of the leader", lambda: len(answer.token_ids) == 3)
+            await leader_server.close()
+        await until("repeats", lambda: standby.asked > 2)
+        assert len(answer.token_ids) == 3
+        standby.error = None
+        await reading
+        assert answer.token_ids == expected([1], 6)
         await home.close()
-
-    asyncio.run(main())
-
-
-def test_client_changes_to_a_coordinator_that_serves() -> None:
-    async def main() -> None:
-        async with coordinator(Script()) as (standby, standby_server):
-            standby.error = NotServing(state="standby")
-            async with coordinator(Script(silent_after=3)) as (_, leader_server):
-                addresses = f"127.0.0.1:1, 127.0.0.1:{standby_server.port},127.0.0.1:{leader_server.port}"
-                home = AsyncHome(access(), addresses, None)
-                answer = home.generate(token_ids=[1], max_tokens=6, timeout_seconds=WAIT_LIMIT_SECONDS)
-                reading = asyncio.create_task(answer.text())
-                await until("tokens of the leader", lambda: len(answer.token_ids) == 3)
-                await leader_server.close()
-            await until("repeats", lambda: standby.asked > 2)
-            assert len(answer.token_ids) == 3
-            standby.error = None
-            await reading
-            assert answer.token_ids == expected([1], 6)
-            await home.close()
-
-    asyncio.run(main())
 
 
 # ---- synchronous client ---------------------------------------------------------------------------------------------

@@ -177,127 +177,106 @@ def num_slots(home: ServedController) -> int:
     return home.kind.capacity(deployment)
 
 
-def test_full_pipeline_queues_then_rejects_requests(
+async def test_full_pipeline_queues_then_rejects_requests(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with serving_graph(tmp_path, graph, monkeypatch) as home:
-            assert home.plan.num_ranks == 3
-            room = num_slots(home)
-            assert room == 3 * len(home.plan.body.segments)
-            home.fleet.released.clear()
-            asked = [ask(home) for _ in range(room + 5)]
-            await home.until(lambda: home.fleet.running.total() == 3 * room)
-            assert home.controller.requests.admission.num_waiting == 5
-            with pytest.raises(QueueFull):
-                await ask(home)
-            home.fleet.released.set()
-            answers = await asyncio.gather(*asked)
-            assert all(answer.message.names == ("scores",) for answer in answers)
-            assert (home.fleet.most_running, home.controller.requests.num_served) == (room, room + 5)
-
-    asyncio.run(main())
+    async with serving_graph(tmp_path, graph, monkeypatch) as home:
+        assert home.plan.num_ranks == 3
+        room = num_slots(home)
+        assert room == 3 * len(home.plan.body.segments)
+        home.fleet.released.clear()
+        asked = [ask(home) for _ in range(room + 5)]
+        await home.until(lambda: home.fleet.running.total() == 3 * room)
+        assert home.controller.requests.admission.num_waiting == 5
+        with pytest.raises(QueueFull):
+            await ask(home)
+        home.fleet.released.set()
+        answers = await asyncio.gather(*asked)
+        assert all(answer.message.names == ("scores",) for answer in answers)
+        assert (home.fleet.most_running, home.controller.requests.num_served) == (room, room + 5)
 
 
-def test_device_loss_fails_no_request(tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with serving_graph(tmp_path, graph, monkeypatch) as home:
-            room = num_slots(home)
-            home.fleet.released.clear()
-            asked = [ask(home) for _ in range(room + 2)]
-            await home.until(lambda: home.fleet.running.total() == 3 * room)
-            home.kill("b")
-            home.fleet.released.set()
-            results = await asyncio.gather(*asked)  # of those that ran and of those that were queued
-            assert all(unpack_array(each.payload).shape == (1, 40) for each in results)
-            assert home.controller.requests.num_failed == 0
-            assert home.names() == "ac"
-            assert home.plan.epoch == 2
-
-    asyncio.run(main())
+async def test_device_loss_fails_no_request(tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving_graph(tmp_path, graph, monkeypatch) as home:
+        room = num_slots(home)
+        home.fleet.released.clear()
+        asked = [ask(home) for _ in range(room + 2)]
+        await home.until(lambda: home.fleet.running.total() == 3 * room)
+        home.kill("b")
+        home.fleet.released.set()
+        results = await asyncio.gather(*asked)  # of those that ran and of those that were queued
+        assert all(unpack_array(each.payload).shape == (1, 40) for each in results)
+        assert home.controller.requests.num_failed == 0
+        assert home.names() == "ac"
+        assert home.plan.epoch == 2
 
 
-def test_request_error_keeps_the_plan_and_a_failing_probe_ends_it(
+async def test_request_error_keeps_the_plan_and_a_failing_probe_ends_it(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with serving_graph(tmp_path, graph, monkeypatch) as home:
-            home.fleet.asked.clear()
-            home.fleet.failures = [StepFailed(device="segment 1", reason="index out of range")]
-            await ask(home)  # runs again after the probe, a request known to work
-            assert sum(isinstance(message, Run) for _, message in home.fleet.asked) == 3 * 3
-            assert (home.plan.epoch, home.ready) == (1, True)
-            home.fleet.reject_ones = True
-            with pytest.raises(StepFailed):
-                await ask(home, value=1.0)
-            assert (home.plan.epoch, home.ready) == (1, True)
-            home.fleet.broken = StepFailed(device="rank 1", reason="the tensor had not come")
-            asked = ask(home)
-            await home.until(lambda: not home.ready)
-            home.fleet.broken = None
+    async with serving_graph(tmp_path, graph, monkeypatch) as home:
+        home.fleet.asked.clear()
+        home.fleet.failures = [StepFailed(device="segment 1", reason="index out of range")]
+        await ask(home)  # runs again after the probe, a request known to work
+        assert sum(isinstance(message, Run) for _, message in home.fleet.asked) == 3 * 3
+        assert (home.plan.epoch, home.ready) == (1, True)
+        home.fleet.reject_ones = True
+        with pytest.raises(StepFailed):
+            await ask(home, value=1.0)
+        assert (home.plan.epoch, home.ready) == (1, True)
+        home.fleet.broken = StepFailed(device="rank 1", reason="the tensor had not come")
+        asked = ask(home)
+        await home.until(lambda: not home.ready)
+        home.fleet.broken = None
+        await asked
+        assert home.plan.epoch > 1
+
+
+async def test_timed_out_request_keeps_its_slot_until_devices_finish(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving_graph(tmp_path, graph, monkeypatch) as home:
+        home.fleet.released.clear()
+        asked = ask(home, timeout_seconds=0.05)
+        with pytest.raises(HearthError, match=r"0\.05 s"):
             await asked
-            assert home.plan.epoch > 1
+        assert home.controller.requests.admission.num_running == 1
+        home.fleet.released.set()
+        await home.until(lambda: home.controller.requests.admission.num_running == 0)
+        with pytest.raises(BadRequest, match="'image' is missing"):
+            await home.kind.infer(Infer(names=()), ())
 
-    asyncio.run(main())
 
-
-def test_timed_out_request_keeps_its_slot_until_devices_finish(
+async def test_saved_plan_is_reused_for_the_same_graph_only(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with serving_graph(tmp_path, graph, monkeypatch) as home:
-            home.fleet.released.clear()
-            asked = ask(home, timeout_seconds=0.05)
-            with pytest.raises(HearthError, match=r"0\.05 s"):
-                await asked
-            assert home.controller.requests.admission.num_running == 1
-            home.fleet.released.set()
-            await home.until(lambda: home.controller.requests.admission.num_running == 0)
-            with pytest.raises(BadRequest, match="'image' is missing"):
-                await home.kind.infer(Infer(names=()), ())
-
-    asyncio.run(main())
-
-
-def test_saved_plan_is_reused_for_the_same_graph_only(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main() -> None:
-        async with serving_graph(tmp_path, graph, monkeypatch) as home:
-            plan = home.plan
-        saved = StateFile(tmp_path / "state").load().deployments["default"]
-        assert isinstance(saved.goal, GraphGoal)
-        assert saved.plan == plan
-        async with serving_graph(tmp_path, graph, monkeypatch, plan=plan) as home:
-            assert home.plan.body.segments == plan.body.segments
-            assert home.plan.epoch == 2
-            assert not any("planned by" in line for line in home.lines)
-        other = plan.model_copy(update={"model": plan.model.model_copy(update={"sha256": "ff" * 32})})
-        async with serving_graph(tmp_path, graph, monkeypatch, plan=other) as home:
-            assert any("planned by" in line for line in home.lines)
-        with pytest.raises(BadPlan, match="another graph"):
-            async with serving_graph(tmp_path, graph, monkeypatch, plan=other, keep_plan=True):
-                pass
-
-    asyncio.run(main())
+    async with serving_graph(tmp_path, graph, monkeypatch) as home:
+        plan = home.plan
+    saved = StateFile(tmp_path / "state").load().deployments["default"]
+    assert isinstance(saved.goal, GraphGoal)
+    assert saved.plan == plan
+    async with serving_graph(tmp_path, graph, monkeypatch, plan=plan) as home:
+        assert home.plan.body.segments == plan.body.segments
+        assert home.plan.epoch == 2
+        assert not any("planned by" in line for line in home.lines)
+    other = plan.model_copy(update={"model": plan.model.model_copy(update={"sha256": "ff" * 32})})
+    async with serving_graph(tmp_path, graph, monkeypatch, plan=other) as home:
+        assert any("planned by" in line for line in home.lines)
+    with pytest.raises(BadPlan, match="another graph"):
+        async with serving_graph(tmp_path, graph, monkeypatch, plan=other, keep_plan=True):
+            pass
 
 
-def test_graph_with_unsupported_input_type_is_rejected(tmp_path: Path) -> None:
+async def test_graph_with_unsupported_input_type_is_rejected(tmp_path: Path) -> None:
     goal = GraphGoal(model_file=str(save_bfloat16_model(tmp_path / "model.onnx")))
 
-    async def main() -> None:
-        with pytest.raises(BadModelFile, match="its tensor x is of bfloat16"):
-            ServedController(GraphFleet("a", None), tmp_path, goal, None)  # type: ignore[arg-type]
-
-    asyncio.run(main())
+    with pytest.raises(BadModelFile, match="its tensor x is of bfloat16"):
+        ServedController(GraphFleet("a", None), tmp_path, goal, None)  # type: ignore[arg-type]
 
 
-def test_graph_without_weights_is_rejected(tmp_path: Path) -> None:
+async def test_graph_without_weights_is_rejected(tmp_path: Path) -> None:
     from support.graphs import save_graph
 
-    async def main() -> None:
-        path = save_graph(tmp_path / "graph.json", two_branches())
-        with pytest.raises(BadSetting, match="no weights to run"):
-            ServedController(GraphFleet("a", None), tmp_path, GraphGoal(model_file=str(path)), None)  # type: ignore[arg-type]
-
-    asyncio.run(main())
+    path = save_graph(tmp_path / "graph.json", two_branches())
+    with pytest.raises(BadSetting, match="no weights to run"):
+        ServedController(GraphFleet("a", None), tmp_path, GraphGoal(model_file=str(path)), None)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from math import prod
@@ -48,81 +47,68 @@ def held_bytes(home: ServedController, device: str) -> int:
     return sum(4 * prod(array.shape) for array in arrays.values())
 
 
-def test_a_device_holds_only_the_weights_of_its_tiles(
+async def test_a_device_holds_only_the_weights_of_its_tiles(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with serving_tiles(tmp_path, graph, monkeypatch, "ab") as home:
-            held = [held_bytes(home, each) for each in home.names()]
-            assert len(held) == 2
-            assert min(held) >= 32 << 10
-            assert sum(held) == 128 << 10
-            assert any("operators in tiles" in line for line in home.lines)
-
-    asyncio.run(main())
+    async with serving_tiles(tmp_path, graph, monkeypatch, "ab") as home:
+        held = [held_bytes(home, each) for each in home.names()]
+        assert len(held) == 2
+        assert min(held) >= 32 << 10
+        assert sum(held) == 128 << 10
+        assert any("operators in tiles" in line for line in home.lines)
 
 
-def test_tiles_survive_a_restart_and_a_loss(tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with serving_tiles(tmp_path, graph, monkeypatch) as home:
-            plan = home.plan
-            assert plan.model.tiles
-            assert home.names() == "abc"
-        saved = StateFile(tmp_path / "state").load().deployments["default"]
-        assert isinstance(saved.goal, GraphGoal)
-        assert (saved.goal.tiles, saved.plan) == ("auto", plan)
-        async with serving_tiles(tmp_path, graph, monkeypatch, plan=saved.plan) as home:
-            assert home.plan == plan.with_epoch(2)
-            assert not any("planned by" in line for line in home.lines)
-            before = len(home.fleet.asked)
-            home.kill("b")
-            await home.until(lambda: home.ready and home.names() == "ac")
-            assert home.plan.model.tiles == plan.model.tiles
-            assert not any(isinstance(message, Profile) for _, message in home.fleet.asked[before:])
-
-    asyncio.run(main())
-
-
-def test_auto_serves_whole_operators_on_one_device_and_cuts_them_once_others_join(
+async def test_tiles_survive_a_restart_and_a_loss(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with serving_tiles(tmp_path, graph, monkeypatch, "a") as home:
-            assert home.plan.model.tiles == ()
-            home.fleet.add("b")
-            while home.names() != "ab":
-                await home.until(lambda: home.ready)
-                home.now += REPLAN_SECONDS + MAX_PRESENCE_SECONDS
-                await home.wait_for_replanner()
-            assert home.plan.model.tiles
-
-    asyncio.run(main())
-
-
-def test_tiles_of_another_graph_are_refused(tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with serving_tiles(tmp_path, graph, monkeypatch) as home:
-            plan = home.plan
-            first, *others = plan.model.tiles
-            for tiles, reason in (
-                ((), "another graph"),
-                (tuple(others), "another graph"),
-                ((CutOperator(operator=first.operator, pieces=(1, 999, 1)), *others), "its tiles do not fit"),
-            ):
-                model = plan.model.model_copy(update={"tiles": tiles})
-                with pytest.raises(BadPlan, match=reason):
-                    home.kind.check(plan.model_copy(update={"model": model}))
-            home.kind.check(plan)
-
-    asyncio.run(main())
+    async with serving_tiles(tmp_path, graph, monkeypatch) as home:
+        plan = home.plan
+        assert plan.model.tiles
+        assert home.names() == "abc"
+    saved = StateFile(tmp_path / "state").load().deployments["default"]
+    assert isinstance(saved.goal, GraphGoal)
+    assert (saved.goal.tiles, saved.plan) == ("auto", plan)
+    async with serving_tiles(tmp_path, graph, monkeypatch, plan=saved.plan) as home:
+        assert home.plan == plan.with_epoch(2)
+        assert not any("planned by" in line for line in home.lines)
+        before = len(home.fleet.asked)
+        home.kill("b")
+        await home.until(lambda: home.ready and home.names() == "ac")
+        assert home.plan.model.tiles == plan.model.tiles
+        assert not any(isinstance(message, Profile) for _, message in home.fleet.asked[before:])
 
 
-def test_a_graph_that_cannot_be_cut_as_asked_is_rejected(tmp_path: Path, graph: GraphFile) -> None:
-    async def main() -> None:
-        small = save_two_products(tmp_path / "small.onnx", 2, 3)
-        with pytest.raises(
-            CannotTile, match=r"The operator [ay] \(MatMul\) cannot be cut into tiles: none of its axes"
+async def test_auto_serves_whole_operators_on_one_device_and_cuts_them_once_others_join(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving_tiles(tmp_path, graph, monkeypatch, "a") as home:
+        assert home.plan.model.tiles == ()
+        home.fleet.add("b")
+        while home.names() != "ab":
+            await home.until(lambda: home.ready)
+            home.now += REPLAN_SECONDS + MAX_PRESENCE_SECONDS
+            await home.wait_for_replanner()
+        assert home.plan.model.tiles
+
+
+async def test_tiles_of_another_graph_are_refused(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving_tiles(tmp_path, graph, monkeypatch) as home:
+        plan = home.plan
+        first, *others = plan.model.tiles
+        for tiles, reason in (
+            ((), "another graph"),
+            (tuple(others), "another graph"),
+            ((CutOperator(operator=first.operator, pieces=(1, 999, 1)), *others), "its tiles do not fit"),
         ):
-            ServedController(GraphFleet("a", graph), tmp_path, GraphGoal(model_file=str(small), tiles=7), None)
+            model = plan.model.model_copy(update={"tiles": tiles})
+            with pytest.raises(BadPlan, match=reason):
+                home.kind.check(plan.model_copy(update={"model": model}))
+        home.kind.check(plan)
 
-    asyncio.run(main())
+
+async def test_a_graph_that_cannot_be_cut_as_asked_is_rejected(tmp_path: Path, graph: GraphFile) -> None:
+    small = save_two_products(tmp_path / "small.onnx", 2, 3)
+    with pytest.raises(CannotTile, match=r"The operator [ay] \(MatMul\) cannot be cut into tiles: none of its axes"):
+        ServedController(GraphFleet("a", graph), tmp_path, GraphGoal(model_file=str(small), tiles=7), None)

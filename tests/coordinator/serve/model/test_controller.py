@@ -139,40 +139,35 @@ async def prepared_home(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_only_contradictions_end_the_controller(
+async def test_only_contradictions_end_the_controller(
     kind: str, error: Exception, ends: bool, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.001)
 
-    async def main() -> None:
-        case = Case(kind, tmp_path, graph)
-        home = ServedController(case.fleet, tmp_path / "state", case.goal, None)
-        working, attempts = home.kind.plan, 0
+    case = Case(kind, tmp_path, graph)
+    home = ServedController(case.fleet, tmp_path / "state", case.goal, None)
+    working, attempts = home.kind.plan, 0
 
-        async def plan(*arguments: Any) -> Any:
-            nonlocal attempts
-            attempts += 1
-            if attempts <= 2:
-                raise error
-            return await working(*arguments)
+    async def plan(*arguments: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        if attempts <= 2:
+            raise error
+        return await working(*arguments)
 
-        home.kind.plan = plan
-        running = asyncio.create_task(home.controller.run())
-        if ends:
-            with pytest.raises(type(error)):
-                await running
-            assert (attempts, home.controller.lifecycle.phase) == (1, "failed")
-            assert home.controller.state == str(error)
-            return
-        await home.until(lambda: home.ready)
-        assert attempts == 3
-        assert [(move.phase, move.times) for move in home.controller.history() if move.phase == "failed"] == [
-            ("failed", 2)
-        ]
-        home.controller.stop()
-        await running
-
-    asyncio.run(main())
+    home.kind.plan = plan
+    running = asyncio.create_task(home.controller.run())
+    if ends:
+        with pytest.raises(type(error)):
+            await running
+        assert (attempts, home.controller.lifecycle.phase) == (1, "failed")
+        assert home.controller.state == str(error)
+        return
+    await home.until(lambda: home.ready)
+    assert attempts == 3
+    assert [(move.phase, move.times) for move in home.controller.history() if move.phase == "failed"] == [("failed", 2)]
+    home.controller.stop()
+    await running
 
 
 # ---- planned stops --------------------------------------------------------------------------------------------------
@@ -193,125 +188,105 @@ async def stopping(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stop_drains_running_requests_and_refuses_others(kind: str, tmp_path: Path, graph: GraphFile) -> None:
-    async def main() -> None:
-        case = Case(kind, tmp_path, graph)
-        async with stopping(case, tmp_path) as (home, running):
-            case.fleet.released.clear()
-            room = home.kind.capacity(home.controller.deployment)
-            asked = [asyncio.create_task(case.ask(home)) for _ in range(room + 1)]
-            await home.until(lambda: case.fleet.running.total() == 2 * room)
-            home.controller.stop()
-            with pytest.raises(NotServing, match="stopping: running requests finish, new ones are refused"):
-                await asked.pop()  # it was queued
-            with pytest.raises(NotServing, match="stopping"):
-                await case.ask(home)
-            await let_tasks_run()
-            assert (home.controller.lifecycle.phase, running.done()) == ("draining", False)
-            case.fleet.released.set()
-            await asyncio.gather(*asked)
-        assert [move.phase for move in home.controller.history()][-3:] == ["serving", "draining", "idle"]
-
-    asyncio.run(main())
+async def test_stop_drains_running_requests_and_refuses_others(kind: str, tmp_path: Path, graph: GraphFile) -> None:
+    case = Case(kind, tmp_path, graph)
+    async with stopping(case, tmp_path) as (home, running):
+        case.fleet.released.clear()
+        room = home.kind.capacity(home.controller.deployment)
+        asked = [asyncio.create_task(case.ask(home)) for _ in range(room + 1)]
+        await home.until(lambda: case.fleet.running.total() == 2 * room)
+        home.controller.stop()
+        with pytest.raises(NotServing, match="stopping: running requests finish, new ones are refused"):
+            await asked.pop()  # it was queued
+        with pytest.raises(NotServing, match="stopping"):
+            await case.ask(home)
+        await let_tasks_run()
+        assert (home.controller.lifecycle.phase, running.done()) == ("draining", False)
+        case.fleet.released.set()
+        await asyncio.gather(*asked)
+    assert [move.phase for move in home.controller.history()][-3:] == ["serving", "draining", "idle"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("twice", [True, False], ids=["second stop request", "after the deadline"])
-def test_stop_ends_requests_that_exceed_the_drain_timeout(
+async def test_stop_ends_requests_that_exceed_the_drain_timeout(
     kind: str, twice: bool, tmp_path: Path, graph: GraphFile
 ) -> None:
-    async def main() -> None:
-        case = Case(kind, tmp_path, graph)
-        async with stopping(case, tmp_path, drain_seconds=3600 if twice else 0.01) as (home, _):
-            case.fleet.released.clear()
-            asked = asyncio.create_task(case.ask(home))
-            await home.until(lambda: case.fleet.running.total() == 2)
-            home.controller.stop()
-            if twice:
-                home.controller.stop()
-            with pytest.raises(NotServing, match="stop"):
-                await asked
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(("kind", "library"), [("transformer", "torch"), ("graph", "onnxruntime")])
-def test_agents_import_what_workers_need_while_the_first_plan_is_made(
-    kind: str, library: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main() -> None:
-        case = Case(kind, tmp_path, graph)
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal):
-            messages = [each for _, each in case.fleet.asked]
-            pushed = next(index for index, each in enumerate(messages) if isinstance(each, FindMissing) and each.verify)
-            prepared = [
-                device
-                for device, each in case.fleet.asked[:pushed]
-                if isinstance(each, FindMissing) and each.prepare_worker == library
-            ]
-            assert set(prepared) == set(case.fleet.devices)
-
-    asyncio.run(main())
-
-
-def test_controller_that_leaves_its_workers_to_another_one_loads_nothing_for_running_requests(
-    tmp_path: Path, graph: GraphFile
-) -> None:
-    async def main() -> None:
-        case = Case("transformer", tmp_path, graph)
-        home = ServedController(case.fleet, tmp_path / "state", case.goal, None)
-        running = asyncio.create_task(home.controller.run())
-        await home.until(lambda: home.ready)
+    case = Case(kind, tmp_path, graph)
+    async with stopping(case, tmp_path, drain_seconds=3600 if twice else 0.01) as (home, _):
         case.fleet.released.clear()
         asked = asyncio.create_task(case.ask(home))
         await home.until(lambda: case.fleet.running.total() == 2)
-        home.controller.keep_workers = True
-        before = len(case.fleet.asked)
-        running.cancel()
-        await asyncio.gather(running, asked, return_exceptions=True)
-        await let_tasks_run()
-        assert not [
-            message for _, message in case.fleet.asked[before:] if isinstance(message, FindMissing | Load | Unload)
-        ]
-        assert home.phases()[-1] == "serving"
-
-    asyncio.run(main())
-
-
-def test_stop_before_serving_takes_effect_immediately(tmp_path: Path, graph: GraphFile) -> None:
-    async def main() -> None:
-        for begun in (True, False):
-            home = ServedController(TransformerFleet(""), tmp_path, Case("transformer", tmp_path, graph).goal, None)
-            running = asyncio.create_task(home.controller.run())
-            if begun:
-                await home.until(lambda home=home: home.controller.lifecycle.phase == "failed")  # there is no device
+        home.controller.stop()
+        if twice:
             home.controller.stop()
-            await asyncio.wait_for(running, 60)
-            with pytest.raises(NotServing, match="stopped"):
-                await home.hidden_states(1, 1.0)
-
-    asyncio.run(main())
+        with pytest.raises(NotServing, match="stop"):
+            await asked
 
 
-def test_work_that_ends_during_a_stop_is_ignored(tmp_path: Path, graph: GraphFile) -> None:
-    async def main() -> None:
-        case = Case("transformer", tmp_path, graph)
-        settling, settled = asyncio.Event(), asyncio.Event()
+@pytest.mark.parametrize(("kind", "library"), [("transformer", "torch"), ("graph", "onnxruntime")])
+async def test_agents_import_what_workers_need_while_the_first_plan_is_made(
+    kind: str, library: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(kind, tmp_path, graph)
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal):
+        messages = [each for _, each in case.fleet.asked]
+        pushed = next(index for index, each in enumerate(messages) if isinstance(each, FindMissing) and each.verify)
+        prepared = [
+            device
+            for device, each in case.fleet.asked[:pushed]
+            if isinstance(each, FindMissing) and each.prepare_worker == library
+        ]
+        assert set(prepared) == set(case.fleet.devices)
 
-        async def settle(*_: float) -> Any:
-            settling.set()
-            await settled.wait()
 
-        case.fleet.settle = settle  # type: ignore[method-assign]
-        home = ServedController(case.fleet, tmp_path / "state", case.goal, None)
+async def test_controller_that_leaves_its_workers_to_another_one_loads_nothing_for_running_requests(
+    tmp_path: Path, graph: GraphFile
+) -> None:
+    case = Case("transformer", tmp_path, graph)
+    home = ServedController(case.fleet, tmp_path / "state", case.goal, None)
+    running = asyncio.create_task(home.controller.run())
+    await home.until(lambda: home.ready)
+    case.fleet.released.clear()
+    asked = asyncio.create_task(case.ask(home))
+    await home.until(lambda: case.fleet.running.total() == 2)
+    home.controller.keep_workers = True
+    before = len(case.fleet.asked)
+    running.cancel()
+    await asyncio.gather(running, asked, return_exceptions=True)
+    await let_tasks_run()
+    assert not [message for _, message in case.fleet.asked[before:] if isinstance(message, FindMissing | Load | Unload)]
+    assert home.phases()[-1] == "serving"
+
+
+async def test_stop_before_serving_takes_effect_immediately(tmp_path: Path, graph: GraphFile) -> None:
+    for begun in (True, False):
+        home = ServedController(TransformerFleet(""), tmp_path, Case("transformer", tmp_path, graph).goal, None)
         running = asyncio.create_task(home.controller.run())
-        await settling.wait()
-        settled.set()
+        if begun:
+            await home.until(lambda home=home: home.controller.lifecycle.phase == "failed")  # there is no device
         home.controller.stop()
         await asyncio.wait_for(running, 60)
-        assert home.phases() == ["settling", "idle"]
+        with pytest.raises(NotServing, match="stopped"):
+            await home.hidden_states(1, 1.0)
 
-    asyncio.run(main())
+
+async def test_work_that_ends_during_a_stop_is_ignored(tmp_path: Path, graph: GraphFile) -> None:
+    case = Case("transformer", tmp_path, graph)
+    settling, settled = asyncio.Event(), asyncio.Event()
+
+    async def settle(*_: float) -> Any:
+        settling.set()
+        await settled.wait()
+
+    case.fleet.settle = settle  # type: ignore[method-assign]
+    home = ServedController(case.fleet, tmp_path / "state", case.goal, None)
+    running = asyncio.create_task(home.controller.run())
+    await settling.wait()
+    settled.set()
+    home.controller.stop()
+    await asyncio.wait_for(running, 60)
+    assert home.phases() == ["settling", "idle"]
 
 
 # ---- faults of devices and links --------------------------------------------------------------------------------------
@@ -336,27 +311,24 @@ class FaultyFleet(TransformerFleet):
         return await super().call(device_id, message, payload, timeout_seconds)
 
 
-def test_home_serves_without_a_pair_of_devices_whose_link_is_cut_and_with_it_once_it_heals(
+async def test_home_serves_without_a_pair_of_devices_whose_link_is_cut_and_with_it_once_it_heals(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
-        async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
-            assert home.names() == "ab"
-            fleet.cut = True
-            await home.hidden_states(16)
-            await home.until(lambda: home.ready)
-            assert len(home.names()) == 1
-            home.now += REPLAN_SECONDS + MIN_PRESENCE_SECONDS
-            await home.wait_for_replanner()
-            home.now += REPLAN_SECONDS + MIN_PRESENCE_SECONDS
-            await home.wait_for_replanner()
-            assert len(home.names()) == 1
-            fleet.cut = False
-            home.now += REPLAN_SECONDS + MIN_PRESENCE_SECONDS
-            await home.until(lambda: home.ready and home.names() == "ab")
-
-    asyncio.run(main())
+    case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
+    async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
+        assert home.names() == "ab"
+        fleet.cut = True
+        await home.hidden_states(16)
+        await home.until(lambda: home.ready)
+        assert len(home.names()) == 1
+        home.now += REPLAN_SECONDS + MIN_PRESENCE_SECONDS
+        await home.wait_for_replanner()
+        home.now += REPLAN_SECONDS + MIN_PRESENCE_SECONDS
+        await home.wait_for_replanner()
+        assert len(home.names()) == 1
+        fleet.cut = False
+        home.now += REPLAN_SECONDS + MIN_PRESENCE_SECONDS
+        await home.until(lambda: home.ready and home.names() == "ab")
 
 
 @pytest.mark.parametrize(
@@ -370,40 +342,34 @@ def test_home_serves_without_a_pair_of_devices_whose_link_is_cut_and_with_it_onc
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_device_that_fails_while_loading_is_left_out_of_the_next_plan(
+async def test_device_that_fails_while_loading_is_left_out_of_the_next_plan(
     error: HearthError, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
-        fleet.load_error = error
-        async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
-            assert home.names() == "a"
-            assert fleet.devices["b"].is_quarantined(loop_time())
-
-    asyncio.run(main())
+    case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
+    fleet.load_error = error
+    async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
+        assert home.names() == "a"
+        assert fleet.devices["b"].is_quarantined(loop_time())
 
 
-def test_model_that_does_not_fit_without_a_quarantined_device_uses_it(
+async def test_model_that_does_not_fit_without_a_quarantined_device_uses_it(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.001)
 
-    async def main() -> None:
-        case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
-        async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
-            working = home.kind.plan
+    case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
+    async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
+        working = home.kind.plan
 
-            async def plan(cluster: Any, recovering: bool, held: Any = None) -> Any:
-                if len(cluster.devices) < 2:
-                    raise ModelDoesNotFit(model="m", missing_bytes=5)
-                return await working(cluster, recovering, held)
+        async def plan(cluster: Any, recovering: bool, held: Any = None) -> Any:
+            if len(cluster.devices) < 2:
+                raise ModelDoesNotFit(model="m", missing_bytes=5)
+            return await working(cluster, recovering, held)
 
-            home.kind.plan = plan
-            fleet.failures = [WorkerDied(device="b", reason="killed")]
-            await home.hidden_states(16)
-            assert home.names() == "ab"
-
-    asyncio.run(main())
+        home.kind.plan = plan
+        fleet.failures = [WorkerDied(device="b", reason="killed")]
+        await home.hidden_states(16)
+        assert home.names() == "ab"
 
 
 # ---- drift and re-planning of graphs ----------------------------------------------------------------------------------
@@ -417,187 +383,166 @@ def operators_of(home: ServedController) -> dict[str, int]:
     }
 
 
-def test_slower_device_gets_fewer_operators(tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        case = Case("graph", tmp_path, graph)
-        case.goal = case.goal.model_copy(update={"learn": False})  # learning may find the same plan before
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            for _ in range(10):
-                await case.ask(home)
-            share = operators_of(home)
-            case.fleet.slow["a"] = 3.0
-            await home.until_replanned(lambda: case.ask(home))
-            assert home.count_lines("a takes 3.00x its time: changing the plan") == 1
-            assert operators_of(home)["a"] < share["a"]
-            case.fleet.slow["a"] = 1.0  # relative to the plan, which now includes the slowdown
-            home.now += 2 * REPLAN_SECONDS
-            for _ in range(20):
-                await case.ask(home)
-            await home.wait_for_replanner()
-            assert home.count_lines("changing the plan") == 1
-
-    asyncio.run(main())
-
-
-def test_new_device_joins_a_graph_without_failing_requests(
+async def test_slower_device_gets_fewer_operators(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        case = Case("graph", tmp_path, graph)
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            there = case.fleet.devices["b"]
-            home.kill("b")
-            await home.until(lambda: home.ready and home.names() == "a")
-            home.now = 100.0
-            case.fleet.devices["b"] = there
-            await home.wait_for_replanner()
-            assert home.names() == "a"
-            home.now += MIN_PRESENCE_SECONDS
-
-            async def ask() -> None:
-                for _ in range(30):
-                    await case.ask(home)
-
-            asking = asyncio.gather(*(ask() for _ in range(3)))  # none of them fails
-            await home.until(lambda: home.ready and home.names() == "ab")
-            await asking
-            assert home.controller.requests.num_failed == 0
-            assert home.phases()[-6:] == ["serving", "draining", "pushing", "loading", "warming", "serving"]
-            kinds = [type(message) for _, message in case.fleet.asked]
-            assert kinds.index(Unload) < len(kinds) - 1 - kinds[::-1].index(Run)
-
-    asyncio.run(main())
+    case = Case("graph", tmp_path, graph)
+    case.goal = case.goal.model_copy(update={"learn": False})  # learning may find the same plan before
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        for _ in range(10):
+            await case.ask(home)
+        share = operators_of(home)
+        case.fleet.slow["a"] = 3.0
+        await home.until_replanned(lambda: case.ask(home))
+        assert home.count_lines("a takes 3.00x its time: changing the plan") == 1
+        assert operators_of(home)["a"] < share["a"]
+        case.fleet.slow["a"] = 1.0  # relative to the plan, which now includes the slowdown
+        home.now += 2 * REPLAN_SECONDS
+        for _ in range(20):
+            await case.ask(home)
+        await home.wait_for_replanner()
+        assert home.count_lines("changing the plan") == 1
 
 
-def test_requests_run_while_the_links_of_a_new_device_are_measured(
+async def test_new_device_joins_a_graph_without_failing_requests(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        case = Case("graph", tmp_path, graph)
-        new_device = case.fleet.devices.pop("b")
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            profiler = home.tools.profiler
-            measure, begun, released = profiler.measure_links, asyncio.Event(), asyncio.Event()
+    case = Case("graph", tmp_path, graph)
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        there = case.fleet.devices["b"]
+        home.kill("b")
+        await home.until(lambda: home.ready and home.names() == "a")
+        home.now = 100.0
+        case.fleet.devices["b"] = there
+        await home.wait_for_replanner()
+        assert home.names() == "a"
+        home.now += MIN_PRESENCE_SECONDS
 
-            async def measure_slowly(devices: Sequence[Any], *traffic: Any) -> Any:
-                if len(devices) > 1:
-                    begun.set()
-                    await released.wait()
-                return await measure(devices, *traffic)
+        async def ask() -> None:
+            for _ in range(30):
+                await case.ask(home)
 
-            monkeypatch.setattr(profiler, "measure_links", measure_slowly)
-            case.fleet.devices["b"] = new_device
-            await home.wait_for_replanner()
-            home.now += REPLAN_SECONDS + MIN_PRESENCE_SECONDS
-            await asyncio.wait_for(begun.wait(), 10)
-            await case.ask(home, timeout_seconds=3.0)
-            assert home.names() == "a"
-            released.set()
-            await home.until(lambda: home.ready and home.names() == "ab")
+        asking = asyncio.gather(*(ask() for _ in range(3)))  # none of them fails
+        await home.until(lambda: home.ready and home.names() == "ab")
+        await asking
+        assert home.controller.requests.num_failed == 0
+        assert home.phases()[-6:] == ["serving", "draining", "pushing", "loading", "warming", "serving"]
+        kinds = [type(message) for _, message in case.fleet.asked]
+        assert kinds.index(Unload) < len(kinds) - 1 - kinds[::-1].index(Run)
 
-    asyncio.run(main())
+
+async def test_requests_run_while_the_links_of_a_new_device_are_measured(
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("graph", tmp_path, graph)
+    new_device = case.fleet.devices.pop("b")
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        profiler = home.tools.profiler
+        measure, begun, released = profiler.measure_links, asyncio.Event(), asyncio.Event()
+
+        async def measure_slowly(devices: Sequence[Any], *traffic: Any) -> Any:
+            if len(devices) > 1:
+                begun.set()
+                await released.wait()
+            return await measure(devices, *traffic)
+
+        monkeypatch.setattr(profiler, "measure_links", measure_slowly)
+        case.fleet.devices["b"] = new_device
+        await home.wait_for_replanner()
+        home.now += REPLAN_SECONDS + MIN_PRESENCE_SECONDS
+        await asyncio.wait_for(begun.wait(), 10)
+        await case.ask(home, timeout_seconds=3.0)
+        assert home.names() == "a"
+        released.set()
+        await home.until(lambda: home.ready and home.names() == "ab")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_that_survive_a_loss_go_on_in_the_next_plan(
+async def test_workers_that_survive_a_loss_go_on_in_the_next_plan(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        case = Case(kind, tmp_path, graph)
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            lost, already = home.plan, len(case.fleet.asked)
-            held: list[Any] = []
-            working = home.kind.plan
+    case = Case(kind, tmp_path, graph)
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        lost, already = home.plan, len(case.fleet.asked)
+        held: list[Any] = []
+        working = home.kind.plan
 
-            async def plan(cluster: Any, recovering: bool, deployed: Any = None) -> Any:
-                held.append(deployed)
-                return await working(cluster, recovering, deployed)
+        async def plan(cluster: Any, recovering: bool, deployed: Any = None) -> Any:
+            held.append(deployed)
+            return await working(cluster, recovering, deployed)
 
-            home.kind.plan = plan
-            home.kill("b")
-            await home.until(lambda: home.ready and home.plan is not lost)
-            assert held == [lost]  # what the survivors' workers hold counts as free
-            asked = [message for _, message in case.fleet.asked[already:]]
-            new_load = next(index for index, message in enumerate(asked) if isinstance(message, Load))
-            assert not any(isinstance(message, Unload) for message in asked[:new_load])
-            await home.until(lambda: any(isinstance(message, Unload) for _, message in case.fleet.asked[already:]))
-            unloads = [message for _, message in case.fleet.asked[already:] if isinstance(message, Unload)]
-            assert {message.epoch for message in unloads} == {lost.epoch}
-
-    asyncio.run(main())
+        home.kind.plan = plan
+        home.kill("b")
+        await home.until(lambda: home.ready and home.plan is not lost)
+        assert held == [lost]  # what the survivors' workers hold counts as free
+        asked = [message for _, message in case.fleet.asked[already:]]
+        new_load = next(index for index, message in enumerate(asked) if isinstance(message, Load))
+        assert not any(isinstance(message, Unload) for message in asked[:new_load])
+        await home.until(lambda: any(isinstance(message, Unload) for _, message in case.fleet.asked[already:]))
+        unloads = [message for _, message in case.fleet.asked[already:] if isinstance(message, Unload)]
+        assert {message.epoch for message in unloads} == {lost.epoch}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("during", [FindMissing, Load, ConnectPeers, Run], ids=lambda message: message.__name__)
-def test_workers_that_survive_a_loss_during_a_repair_go_on_in_the_plan_after_it(
+async def test_workers_that_survive_a_loss_during_a_repair_go_on_in_the_plan_after_it(
     kind: str, during: type[Message], tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        case = Case(kind, tmp_path, graph, "abc")
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            first, already = home.plan, len(case.fleet.asked)
-            working = case.fleet.call
+    case = Case(kind, tmp_path, graph, "abc")
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        first, already = home.plan, len(case.fleet.asked)
+        working = case.fleet.call
 
-            async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
-                if isinstance(message, during) and device_id == "c" and home.controller.lifecycle.phase != "serving":
-                    home.kill("c")
-                return await working(device_id, message, *arguments, **options)
+        async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
+            if isinstance(message, during) and device_id == "c" and home.controller.lifecycle.phase != "serving":
+                home.kill("c")
+            return await working(device_id, message, *arguments, **options)
 
-            case.fleet.call = call  # type: ignore[method-assign]
-            home.kill("b")
-            await home.until(lambda: home.ready and home.names() == "a")
-            assert "failed" not in home.phases()
-            since = [message for _, message in case.fleet.asked[already:]]
-            last_load = max(index for index, message in enumerate(since) if isinstance(message, Load))
-            assert not any(isinstance(message, Unload) for message in since[:last_load])
-            retired = {first.epoch} if during is FindMissing else {first.epoch, first.epoch + 1}
-            await home.until(
-                lambda: {m.epoch for _, m in case.fleet.asked[already:] if isinstance(m, Unload)} == retired
-            )
-
-    asyncio.run(main())
+        case.fleet.call = call  # type: ignore[method-assign]
+        home.kill("b")
+        await home.until(lambda: home.ready and home.names() == "a")
+        assert "failed" not in home.phases()
+        since = [message for _, message in case.fleet.asked[already:]]
+        last_load = max(index for index, message in enumerate(since) if isinstance(message, Load))
+        assert not any(isinstance(message, Unload) for message in since[:last_load])
+        retired = {first.epoch} if during is FindMissing else {first.epoch, first.epoch + 1}
+        await home.until(lambda: {m.epoch for _, m in case.fleet.asked[already:] if isinstance(m, Unload)} == retired)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
+async def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
-            lost = home.plan.devices[-1].name
-            assert home.count_lines("planned by") == (kind == "graph")  # not for the plans made ahead
-            already = len(case.fleet.asked)
-            home.kill(lost)
-            await home.until(lambda: home.ready and lost not in home.names())
-            assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
-            since = [message for _, message in case.fleet.asked[already:]]
-            first_load = next(index for index, message in enumerate(since) if isinstance(message, Load))
-            asked = [message for message in since[:first_load] if isinstance(message, FindMissing)]
-            assert all(message.read_ahead for message in asked)  # the chunks are known to be there
-            assert home.count_lines("the plan that was made ahead for this loss is loaded") == 1
-            await case.ask(home)
-
-    asyncio.run(main())
+    async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
+        lost = home.plan.devices[-1].name
+        assert home.count_lines("planned by") == (kind == "graph")  # not for the plans made ahead
+        already = len(case.fleet.asked)
+        home.kill(lost)
+        await home.until(lambda: home.ready and lost not in home.names())
+        assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
+        since = [message for _, message in case.fleet.asked[already:]]
+        first_load = next(index for index, message in enumerate(since) if isinstance(message, Load))
+        asked = [message for message in since[:first_load] if isinstance(message, FindMissing)]
+        assert all(message.read_ahead for message in asked)  # the chunks are known to be there
+        assert home.count_lines("the plan that was made ahead for this loss is loaded") == 1
+        await case.ask(home)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plan_that_was_made_ahead_for_one_end_of_a_link_is_deployed_at_once_when_the_link_is_cut(
+async def test_plan_that_was_made_ahead_for_one_end_of_a_link_is_deployed_at_once_when_the_link_is_cut(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
-            one, other = home.plan.devices[0].name, home.plan.devices[1].name
-            home.tools.profiler.link_is_cut(one, other)
-            home.controller.lose_deployment(LinkLost(device=one, peer=other, reason="they cannot connect"))
-            await home.until(lambda: home.ready and not {one, other} <= set(home.names()))
-            assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
-            assert home.count_lines("is loaded, since it does not use the link") == 1
-            await case.ask(home)
-
-    asyncio.run(main())
+    async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
+        one, other = home.plan.devices[0].name, home.plan.devices[1].name
+        home.tools.profiler.link_is_cut(one, other)
+        home.controller.lose_deployment(LinkLost(device=one, peer=other, reason="they cannot connect"))
+        await home.until(lambda: home.ready and not {one, other} <= set(home.names()))
+        assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
+        assert home.count_lines("is loaded, since it does not use the link") == 1
+        await case.ask(home)
 
 
-def test_request_whose_step_failed_goes_on_when_the_plan_is_lost_during_the_check_of_its_link(
+async def test_request_whose_step_failed_goes_on_when_the_plan_is_lost_during_the_check_of_its_link(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class HangingFleet(FaultyFleet):
@@ -609,220 +554,190 @@ def test_request_whose_step_failed_goes_on_when_the_plan_is_lost_during_the_chec
                 await asyncio.sleep(60)
             return await super().call(device_id, message, *arguments, **options)
 
-    async def main() -> None:
-        case, fleet = Case("transformer", tmp_path, graph), HangingFleet("ab")
-        async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
-            fleet.cut = True
-            asking = asyncio.create_task(home.hidden_states(16))
-            await home.until(lambda: fleet.checks)
-            home.tools.profiler.link_is_cut("a", "b")
-            home.controller.lose_deployment(LinkLost(device="a", peer="b", reason="they cannot connect"))
-            await asyncio.wait_for(asking, 5)
-            assert len(home.names()) == 1
-
-    asyncio.run(main())
+    case, fleet = Case("transformer", tmp_path, graph), HangingFleet("ab")
+    async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
+        fleet.cut = True
+        asking = asyncio.create_task(home.hidden_states(16))
+        await home.until(lambda: fleet.checks)
+        home.tools.profiler.link_is_cut("a", "b")
+        home.controller.lose_deployment(LinkLost(device="a", peer="b", reason="they cannot connect"))
+        await asyncio.wait_for(asking, 5)
+        assert len(home.names()) == 1
 
 
-def test_chunks_that_were_sent_ahead_are_read_into_memory_ahead(
+async def test_chunks_that_were_sent_ahead_are_read_into_memory_ahead(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare_at_once(monkeypatch)
     monkeypatch.setattr(preparer, "_READ_AHEAD_EVERY_SECONDS", 0.05)
 
-    async def main() -> None:
-        case = Case("transformer", tmp_path, graph, "abc")
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            await home.until(lambda: "; spare weights: " in home.controller.redundancy)
-            assert all(each.is_prepared for each in home.controller.losses)
-            assert all(each.spare_bytes > 0 and each.missing_bytes == 0 for each in home.controller.losses)
+    case = Case("transformer", tmp_path, graph, "abc")
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        await home.until(lambda: "; spare weights: " in home.controller.redundancy)
+        assert all(each.is_prepared for each in home.controller.losses)
+        assert all(each.spare_bytes > 0 and each.missing_bytes == 0 for each in home.controller.losses)
 
-            def read_ahead() -> list[tuple[str, tuple[str, ...]]]:
-                asked = [(device, each) for device, each in case.fleet.asked if isinstance(each, FindMissing)]
-                assert all((each.prepare_worker is not None) is each.read_ahead for _, each in asked if each.hashes)
-                return [(device, each.hashes) for device, each in asked if each.read_ahead]
+        def read_ahead() -> list[tuple[str, tuple[str, ...]]]:
+            asked = [(device, each) for device, each in case.fleet.asked if isinstance(each, FindMissing)]
+            assert all((each.prepare_worker is not None) is each.read_ahead for _, each in asked if each.hashes)
+            return [(device, each.hashes) for device, each in asked if each.read_ahead]
 
-            first = read_ahead()
-            assert first
-            for device, hashes in first:
-                assert not set(hashes) & set(case.fleet.loads[device].parts.hashes)
-                assert set(hashes) <= case.fleet.stored[device]
-            await home.until(lambda: len(read_ahead()) >= 2 * len(first))  # other programs displace them
-
-    asyncio.run(main())
+        first = read_ahead()
+        assert first
+        for device, hashes in first:
+            assert not set(hashes) & set(case.fleet.loads[device].parts.hashes)
+            assert set(hashes) <= case.fleet.stored[device]
+        await home.until(lambda: len(read_ahead()) >= 2 * len(first))  # other programs displace them
 
 
-def test_chunks_that_are_sent_ahead_do_not_fill_a_small_disk(
+async def test_chunks_that_are_sent_ahead_do_not_fill_a_small_disk(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare_at_once(monkeypatch)
 
-    async def main() -> None:
-        case = Case("transformer", tmp_path, graph, "abc")
-        for name, known in case.fleet.devices.items():
-            assert known.telemetry is not None
-            small = known.telemetry.model_copy(update={"disk_free_bytes": 1000})
-            case.fleet.devices[name] = replace(known, telemetry=small)
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            stored = {name: set(hashes) for name, hashes in case.fleet.stored.items()}
-            await home.until(lambda: home.controller.redundancy.startswith("cannot lose"))
-            assert " would have to store " in home.controller.redundancy
-            assert " ahead, and 250 B are allowed" in home.controller.redundancy
-            assert case.fleet.stored == stored
-            home.kill("a")  # the plan that is made now may use the whole disk
-            await home.until(lambda: home.ready and home.names() == "bc")
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_device_whose_store_has_no_room_gets_no_weights_and_the_log_says_so(
-    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main() -> None:
-        case = Case(kind, tmp_path, graph, "abc")
-        known = case.fleet.devices["b"]
+    case = Case("transformer", tmp_path, graph, "abc")
+    for name, known in case.fleet.devices.items():
         assert known.telemetry is not None
-        full = known.telemetry.model_copy(update={"store_room_bytes": 0})
-        case.fleet.devices["b"] = replace(known, telemetry=full)
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            assert home.names() == "ac"
-            assert home.count_lines("the store of b has room for 0 B of the ") == 1
-            assert not case.fleet.stored["b"]
-
-    asyncio.run(main())
+        small = known.telemetry.model_copy(update={"disk_free_bytes": 1000})
+        case.fleet.devices[name] = replace(known, telemetry=small)
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        stored = {name: set(hashes) for name, hashes in case.fleet.stored.items()}
+        await home.until(lambda: home.controller.redundancy.startswith("cannot lose"))
+        assert " would have to store " in home.controller.redundancy
+        assert " ahead, and 250 B are allowed" in home.controller.redundancy
+        assert case.fleet.stored == stored
+        home.kill("a")  # the plan that is made now may use the whole disk
+        await home.until(lambda: home.ready and home.names() == "bc")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plans_are_made_ahead_while_requests_never_stop(
+async def test_device_whose_store_has_no_room_gets_no_weights_and_the_log_says_so(
+    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(kind, tmp_path, graph, "abc")
+    known = case.fleet.devices["b"]
+    assert known.telemetry is not None
+    full = known.telemetry.model_copy(update={"store_room_bytes": 0})
+    case.fleet.devices["b"] = replace(known, telemetry=full)
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        assert home.names() == "ac"
+        assert home.count_lines("the store of b has room for 0 B of the ") == 1
+        assert not case.fleet.stored["b"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_plans_are_made_ahead_while_requests_never_stop(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare_at_once(monkeypatch)
 
-    async def main() -> None:
-        case = Case(kind, tmp_path, graph, "abc")
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            case.fleet.released.clear()  # no request ends, and others wait
-            room = home.kind.capacity(home.controller.deployment)
-            asked = [asyncio.create_task(case.ask(home, 60.0)) for _ in range(room + 3)]
-            await home.until(lambda: home.controller.requests.admission.num_waiting == 3)
-            await until_prepared(home)
-            case.fleet.released.set()
-            await asyncio.gather(*asked)
-
-    asyncio.run(main())
+    case = Case(kind, tmp_path, graph, "abc")
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        case.fleet.released.clear()  # no request ends, and others wait
+        room = home.kind.capacity(home.controller.deployment)
+        asked = [asyncio.create_task(case.ask(home, 60.0)) for _ in range(room + 3)]
+        await home.until(lambda: home.controller.requests.admission.num_waiting == 3)
+        await until_prepared(home)
+        case.fleet.released.set()
+        await asyncio.gather(*asked)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_worker_that_died_starts_again_in_the_same_plan_and_the_second_one_is_left_out(
+async def test_worker_that_died_starts_again_in_the_same_plan_and_the_second_one_is_left_out(
     kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
-            plan, losses = home.plan, home.controller.losses
-            victim = plan.devices[-1].name
-            case.fleet.failures = [WorkerDied(device=victim, reason="killed")]
-            await case.ask(home)
-            await home.until(lambda: home.ready)
-            assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
-            assert home.plan == plan.with_epoch(plan.epoch + 1)
-            assert home.count_lines("the same plan is loaded again") == 1
-            assert home.controller.redundancy.startswith("yes, any one device")  # at once
-            assert home.controller.losses == losses
-            case.fleet.failures = [WorkerDied(device=victim, reason="killed")]
-            await case.ask(home)
-            await home.until(lambda: home.ready)
-            assert victim not in home.names()
-            assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
-
-    asyncio.run(main())
+    async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
+        plan, losses = home.plan, home.controller.losses
+        victim = plan.devices[-1].name
+        case.fleet.failures = [WorkerDied(device=victim, reason="killed")]
+        await case.ask(home)
+        await home.until(lambda: home.ready)
+        assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
+        assert home.plan == plan.with_epoch(plan.epoch + 1)
+        assert home.count_lines("the same plan is loaded again") == 1
+        assert home.controller.redundancy.startswith("yes, any one device")  # at once
+        assert home.controller.losses == losses
+        case.fleet.failures = [WorkerDied(device=victim, reason="killed")]
+        await case.ask(home)
+        await home.until(lambda: home.ready)
+        assert victim not in home.names()
+        assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
 
 
-def test_log_says_why_no_plan_made_ahead_was_used(
+async def test_log_says_why_no_plan_made_ahead_was_used(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        case = Case("transformer", tmp_path, graph, "abc")
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            await case.ask(home)
-            home.kill("b")
-            await home.until(lambda: home.ready and home.names() == "ac")
-            assert home.count_lines("made ahead can be used: the one for the loss of b was not ready yet") == 1
-
-    asyncio.run(main())
+    case = Case("transformer", tmp_path, graph, "abc")
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        await case.ask(home)
+        home.kill("b")
+        await home.until(lambda: home.ready and home.names() == "ac")
+        assert home.count_lines("made ahead can be used: the one for the loss of b was not ready yet") == 1
 
 
-def test_chunks_that_were_sent_ahead_and_evicted_are_sent_again(
+async def test_chunks_that_were_sent_ahead_and_evicted_are_sent_again(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with prepared_home("transformer", tmp_path, graph, monkeypatch) as (case, home):
-            already, working = len(case.fleet.asked), case.fleet.call
+    async with prepared_home("transformer", tmp_path, graph, monkeypatch) as (case, home):
+        already, working = len(case.fleet.asked), case.fleet.call
 
-            async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
-                if isinstance(message, Load) and not set(message.parts.hashes) <= case.fleet.stored[device_id]:
-                    raise ChunkMissing(chunk="0", device=device_id)
-                return await working(device_id, message, *arguments, **options)
+        async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
+            if isinstance(message, Load) and not set(message.parts.hashes) <= case.fleet.stored[device_id]:
+                raise ChunkMissing(chunk="0", device=device_id)
+            return await working(device_id, message, *arguments, **options)
 
-            case.fleet.call = call  # type: ignore[method-assign]
-            case.fleet.stored["a"].clear()
-            home.kill("b")
-            await home.until(lambda: home.ready and "b" not in home.names())
-            assert "failed" not in home.phases()
-            assert any(isinstance(message, PutChunk | FetchChunks) for _, message in case.fleet.asked[already:])
-
-    asyncio.run(main())
+        case.fleet.call = call  # type: ignore[method-assign]
+        case.fleet.stored["a"].clear()
+        home.kill("b")
+        await home.until(lambda: home.ready and "b" not in home.names())
+        assert "failed" not in home.phases()
+        assert any(isinstance(message, PutChunk | FetchChunks) for _, message in case.fleet.asked[already:])
 
 
-def test_history_is_described(tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        case = Case("transformer", tmp_path, graph)
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
-            home.now = 7.0
-            home.kill("b")
-            await home.until(lambda: home.ready)
-            home.now = 10.0
-            history = home.controller.history()
-            assert [(move.phase, move.seconds_ago, move.cause) for move in history[6:9]] == [
-                ("serving", 10.0, "warm-up request completed"),
-                ("settling", 3.0, "The device b was lost: no answer."),
-                ("profiling", 3.0, "devices: a"),
-            ]
-            assert home.controller.state.startswith("serving")
-
-    asyncio.run(main())
+async def test_history_is_described(tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("transformer", tmp_path, graph)
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+        home.now = 7.0
+        home.kill("b")
+        await home.until(lambda: home.ready)
+        home.now = 10.0
+        history = home.controller.history()
+        assert [(move.phase, move.seconds_ago, move.cause) for move in history[6:9]] == [
+            ("serving", 10.0, "warm-up request completed"),
+            ("settling", 3.0, "The device b was lost: no answer."),
+            ("profiling", 3.0, "devices: a"),
+        ]
+        assert home.controller.state.startswith("serving")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("missing", ["", "b"])
-def test_running_workers_are_taken_over_if_all_of_them_run(
+async def test_running_workers_are_taken_over_if_all_of_them_run(
     kind: str, missing: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        case = Case(kind, tmp_path, graph)
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal, settle_seconds=0) as home:
-            await case.ask(home)
-            running = home.plan
-        steps = {}
-        for rank, device in enumerate(running.devices):
-            steps[device.name] = 40 + rank
-            worker = RunningWorker(epoch=running.epoch, plan_hash=plan_hash(running), rank=rank, last_step=40 + rank)
-            if device.name != missing:
-                case.fleet.devices[device.name] = replace(
-                    case.fleet.devices[device.name], taken_over={DEFAULT_DEPLOYMENT: worker}
-                )
-        case.fleet.asked.clear()
-        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal, running=running) as home:
-            await case.ask(home)
-            sent = [message for _, message in case.fleet.asked]
-            if missing in {device.name for device in running.devices}:
-                assert home.phases()[:2] == ["adopting", "settling"]
-                assert home.plan.epoch == running.epoch + 1
-            else:
-                assert home.phases() == ["adopting", "warming", "serving"]
-                assert home.plan == running
-                assert not any(isinstance(message, Load | ConnectPeers | PutChunk) for message in sent)
-                assert min(message.step for message in sent if isinstance(message, Run)) > max(steps.values())
-                await home.until(lambda: home.controller.deployment.parts)
-                assert len(home.controller.deployment.parts) == running.num_ranks  # so these chunks are not spare
-
-    asyncio.run(main())
+    case = Case(kind, tmp_path, graph)
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal, settle_seconds=0) as home:
+        await case.ask(home)
+        running = home.plan
+    steps = {}
+    for rank, device in enumerate(running.devices):
+        steps[device.name] = 40 + rank
+        worker = RunningWorker(epoch=running.epoch, plan_hash=plan_hash(running), rank=rank, last_step=40 + rank)
+        if device.name != missing:
+            case.fleet.devices[device.name] = replace(
+                case.fleet.devices[device.name], taken_over={DEFAULT_DEPLOYMENT: worker}
+            )
+    case.fleet.asked.clear()
+    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal, running=running) as home:
+        await case.ask(home)
+        sent = [message for _, message in case.fleet.asked]
+        if missing in {device.name for device in running.devices}:
+            assert home.phases()[:2] == ["adopting", "settling"]
+            assert home.plan.epoch == running.epoch + 1
+        else:
+            assert home.phases() == ["adopting", "warming", "serving"]
+            assert home.plan == running
+            assert not any(isinstance(message, Load | ConnectPeers | PutChunk) for message in sent)
+            assert min(message.step for message in sent if isinstance(message, Run)) > max(steps.values())
+            await home.until(lambda: home.controller.deployment.parts)
+            assert len(home.controller.deployment.parts) == running.num_ranks  # so these chunks are not spare

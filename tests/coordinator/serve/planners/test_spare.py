@@ -69,56 +69,44 @@ async def ready(spares: SparePlanners, kind: spare.PlannerKind = "transformer") 
     return spares._ready[kind]  # a KeyError if all attempts failed, as the log says
 
 
-def test_first_plan_waits_for_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_first_plan_waits_for_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spare, "_REST_SECONDS", 1e9)
 
-    async def main() -> None:
-        spares = SparePlanners()
-        spares.keep("transformer", at_once=True)
-        try:
-            assert (await ready(spares)).runs
-        finally:
-            await spares.close()
-
-    asyncio.run(main())
+    spares = SparePlanners()
+    spares.keep("transformer", at_once=True)
+    try:
+        assert (await ready(spares)).runs
+    finally:
+        await spares.close()
 
 
-def test_idle_process_makes_one_plan_and_is_replaced(fresh: list[str]) -> None:
-    async def main() -> None:
-        async with kept() as spares:
-            first = await ready(spares)
-            assert await solve_transformer(REQUEST, spares) == plan_transformer(REQUEST)
-            assert not fresh
-            assert not psutil.pid_exists(first.pid)
-            assert (await ready(spares)).pid != first.pid
-
-    asyncio.run(main())
+async def test_idle_process_makes_one_plan_and_is_replaced(fresh: list[str]) -> None:
+    async with kept() as spares:
+        first = await ready(spares)
+        assert await solve_transformer(REQUEST, spares) == plan_transformer(REQUEST)
+        assert not fresh
+        assert not psutil.pid_exists(first.pid)
+        assert (await ready(spares)).pid != first.pid
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-def test_process_that_died_is_not_used(fresh: list[str], noticed: bool) -> None:
-    async def main() -> None:
-        async with kept() as spares:
-            dead = await ready(spares)
-            os.kill(dead.pid, signal.SIGKILL)
-            if noticed:
-                await until("its death is noticed", lambda: not dead.runs)
-            assert await solve_transformer(REQUEST, spares) == plan_transformer(REQUEST)
-            assert fresh
-            assert (await ready(spares)).pid != dead.pid
-
-    asyncio.run(main())
+async def test_process_that_died_is_not_used(fresh: list[str], noticed: bool) -> None:
+    async with kept() as spares:
+        dead = await ready(spares)
+        os.kill(dead.pid, signal.SIGKILL)
+        if noticed:
+            await until("its death is noticed", lambda: not dead.runs)
+        assert await solve_transformer(REQUEST, spares) == plan_transformer(REQUEST)
+        assert fresh
+        assert (await ready(spares)).pid != dead.pid
 
 
-def test_fresh_process_plans_while_none_of_its_kind_is_ready(fresh: list[str]) -> None:
-    async def main() -> None:
-        async with kept("graph") as spares:
-            other = await ready(spares, "graph")
-            assert await solve_transformer(REQUEST, spares) == plan_transformer(REQUEST)
-            assert fresh
-            assert (other.runs, "transformer" in spares._ready) == (True, False)  # that kind is not served
-
-    asyncio.run(main())
+async def test_fresh_process_plans_while_none_of_its_kind_is_ready(fresh: list[str]) -> None:
+    async with kept("graph") as spares:
+        other = await ready(spares, "graph")
+        assert await solve_transformer(REQUEST, spares) == plan_transformer(REQUEST)
+        assert fresh
+        assert (other.runs, "transformer" in spares._ready) == (True, False)  # that kind is not served
 
 
 def test_process_that_cannot_start_is_done_without(
@@ -179,14 +167,11 @@ def test_death_of_the_coordinator_leaves_no_process() -> None:
     assert not alive
 
 
-def test_serving_keeps_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        goal = TransformerGoal(model_dir=str(write_model(tmp_path / "model")), strategy="hmp")
-        async with serving(monkeypatch, TransformerFleet("ab"), tmp_path / "state", goal) as home:
-            with monkeypatch.context() as patch:  # its end comes before that of `serving`, which patches this, too
-                patch.setattr(spare, "start_planner", start_planner)  # `serving` starts none
-                home.tools.spare_planners.replace("transformer")  # as after a plan: only what is kept is replaced
-                await ready(home.tools.spare_planners)
-                await home.tools.spare_planners.close()
-
-    asyncio.run(main())
+async def test_serving_keeps_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goal = TransformerGoal(model_dir=str(write_model(tmp_path / "model")), strategy="hmp")
+    async with serving(monkeypatch, TransformerFleet("ab"), tmp_path / "state", goal) as home:
+        with monkeypatch.context() as patch:  # its end comes before that of `serving`, which patches this, too
+            patch.setattr(spare, "start_planner", start_planner)  # `serving` starts none
+            home.tools.spare_planners.replace("transformer")  # as after a plan: only what is kept is replaced
+            await ready(home.tools.spare_planners)
+            await home.tools.spare_planners.close()

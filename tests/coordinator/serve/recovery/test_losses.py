@@ -58,46 +58,40 @@ async def until_used(home: ServedController, names: str) -> None:
 
 @pytest.mark.parametrize("during", [Load, ConnectPeers, Run], ids=lambda message: message.__name__)
 @pytest.mark.parametrize("lost", ["b", "c"], ids=["device of both plans", "device of the new plan"])
-def test_loss_while_a_better_plan_is_loaded_fails_no_request(
+async def test_loss_while_a_better_plan_is_loaded_fails_no_request(
     during: type[Message], lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with serving_under_load(tmp_path, monkeypatch, TransformerFleet("ab")) as home:
-            working, begun = home.fleet.call, False
+    async with serving_under_load(tmp_path, monkeypatch, TransformerFleet("ab")) as home:
+        working, begun = home.fleet.call, False
 
-            async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
-                nonlocal begun
-                if isinstance(message, during) and device_id == lost and home.controller.lifecycle.phase != "serving":
-                    begun = True
-                    home.kill(lost)
-                return await working(device_id, message, *arguments, **options)
+        async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
+            nonlocal begun
+            if isinstance(message, during) and device_id == lost and home.controller.lifecycle.phase != "serving":
+                begun = True
+                home.kill(lost)
+            return await working(device_id, message, *arguments, **options)
 
-            home.fleet.call = call  # type: ignore[method-assign]
-            home.fleet.add("c")
-            home.now += REPLAN_SECONDS
-            await home.wait_for_replanner()
-            home.now += REPLAN_SECONDS + MAX_PRESENCE_SECONDS
-            await home.until(lambda: begun and home.ready and home.names() == "abc".replace(lost, ""))
-            assert "failed" not in home.phases()
-
-    asyncio.run(main())
+        home.fleet.call = call  # type: ignore[method-assign]
+        home.fleet.add("c")
+        home.now += REPLAN_SECONDS
+        await home.wait_for_replanner()
+        home.now += REPLAN_SECONDS + MAX_PRESENCE_SECONDS
+        await home.until(lambda: begun and home.ready and home.names() == "abc".replace(lost, ""))
+        assert "failed" not in home.phases()
 
 
-def test_home_serves_on_its_last_device_and_takes_all_others_back(
+async def test_home_serves_on_its_last_device_and_takes_all_others_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with serving_under_load(tmp_path, monkeypatch, TransformerFleet("abc")) as home:
-            there = dict(home.fleet.devices)
-            for lost, left in (("c", "ab"), ("a", "b")):
-                home.kill(lost)
-                await home.until(lambda left=left: home.ready and home.names() == left)
-            served = home.controller.requests.num_served
-            await home.until(lambda: home.controller.requests.num_served > served)
-            home.fleet.devices.update(there)
-            await until_used(home, "abc")
-
-    asyncio.run(main())
+    async with serving_under_load(tmp_path, monkeypatch, TransformerFleet("abc")) as home:
+        there = dict(home.fleet.devices)
+        for lost, left in (("c", "ab"), ("a", "b")):
+            home.kill(lost)
+            await home.until(lambda left=left: home.ready and home.names() == left)
+        served = home.controller.requests.num_served
+        await home.until(lambda: home.controller.requests.num_served > served)
+        home.fleet.devices.update(there)
+        await until_used(home, "abc")
 
 
 class RottingFleet(TransformerFleet):
@@ -118,20 +112,19 @@ class RottingFleet(TransformerFleet):
         return await super().call(device_id, message, *arguments, **options)
 
 
-def test_all_damaged_chunks_of_a_device_are_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        fleet = RottingFleet("ab")
-        async with serving_under_load(tmp_path, monkeypatch, fleet) as home:
-            rotten = set(fleet.loads["b"].parts.hashes)
-            assert len(rotten) > 3
-            fleet.damaged["b"] = set(rotten)
-            already = len(fleet.asked)
-            fleet.failures = [WorkerDied(device="b", reason="killed")]
-            await home.until(lambda: fleet.failures == [] and not fleet.damaged["b"])
-            await home.until(lambda: home.ready and home.names() == "ab")
-            since = [message for device, message in fleet.asked[already:] if device == "b"]
-            assert sum(isinstance(message, Load) for message in since) <= 2  # the second one succeeds
-            assert rotten <= fleet.stored["b"]
-            assert rotten & {message.hash for message in since if isinstance(message, PutChunk)}
-
-    asyncio.run(main())
+async def test_all_damaged_chunks_of_a_device_are_replaced_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = RottingFleet("ab")
+    async with serving_under_load(tmp_path, monkeypatch, fleet) as home:
+        rotten = set(fleet.loads["b"].parts.hashes)
+        assert len(rotten) > 3
+        fleet.damaged["b"] = set(rotten)
+        already = len(fleet.asked)
+        fleet.failures = [WorkerDied(device="b", reason="killed")]
+        await home.until(lambda: fleet.failures == [] and not fleet.damaged["b"])
+        await home.until(lambda: home.ready and home.names() == "ab")
+        since = [message for device, message in fleet.asked[already:] if device == "b"]
+        assert sum(isinstance(message, Load) for message in since) <= 2  # the second one succeeds
+        assert rotten <= fleet.stored["b"]
+        assert rotten & {message.hash for message in since if isinstance(message, PutChunk)}

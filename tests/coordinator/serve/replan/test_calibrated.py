@@ -68,54 +68,45 @@ def saved(folder: Path) -> Measurements:
     return Measurements(path, SPEC, lambda device: 1.0)
 
 
-def test_device_that_is_slower_than_profiled_gets_less_work(
+async def test_device_that_is_slower_than_profiled_gets_less_work(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with measured_home(tmp_path, graph, monkeypatch, slow="a", tardy="a") as home:
-            assert "a" in home.names()
-            await home.until_replanned(lambda: ask(home))
-            assert "a" not in home.names()
-            assert home.count_lines("with the measured times") == 1
-            await ask(home, 15)
-            await home.until(lambda: home.count_lines("the new plan is kept"))
-            assert home.controller.requests.num_failed == 0
-        factors = saved(tmp_path).calibration.device_factors()
-        assert factors["a"] == pytest.approx(3.0, rel=0.05)
-        # After a restart, the first plan knows the slow device.
-        async with measured_home(tmp_path, graph, monkeypatch, slow="a") as home:
-            assert "a" not in home.names()
-
-    asyncio.run(main())
+    async with measured_home(tmp_path, graph, monkeypatch, slow="a", tardy="a") as home:
+        assert "a" in home.names()
+        await home.until_replanned(lambda: ask(home))
+        assert "a" not in home.names()
+        assert home.count_lines("with the measured times") == 1
+        await ask(home, 15)
+        await home.until(lambda: home.count_lines("the new plan is kept"))
+        assert home.controller.requests.num_failed == 0
+    factors = saved(tmp_path).calibration.device_factors()
+    assert factors["a"] == pytest.approx(3.0, rel=0.05)
+    # After a restart, the first plan knows the slow device.
+    async with measured_home(tmp_path, graph, monkeypatch, slow="a") as home:
+        assert "a" not in home.names()
 
 
-def test_change_that_makes_requests_slower_is_taken_back(
+async def test_change_that_makes_requests_slower_is_taken_back(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with measured_home(tmp_path, graph, monkeypatch, slow="a") as home:
-            before = home.plan
-            home.fleet.tardy = "c"
-            await home.until_replanned(lambda: ask(home))
-            assert "c" in home.names()
-            await home.until_replanned(lambda: ask(home))
-            assert home.plan.body == before.body
-            assert home.count_lines("the new plan is taken back") == 1
-            await ask(home, 20)
-            assert home.plan.body == before.body
-
-    asyncio.run(main())
+    async with measured_home(tmp_path, graph, monkeypatch, slow="a") as home:
+        before = home.plan
+        home.fleet.tardy = "c"
+        await home.until_replanned(lambda: ask(home))
+        assert "c" in home.names()
+        await home.until_replanned(lambda: ask(home))
+        assert home.plan.body == before.body
+        assert home.count_lines("the new plan is taken back") == 1
+        await ask(home, 20)
+        assert home.plan.body == before.body
 
 
-def test_without_calibration_nothing_is_measured(
+async def test_without_calibration_nothing_is_measured(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with measured_home(tmp_path, graph, monkeypatch, slow="a", learn=False) as home:
-            await ask(home, 15)
-        assert not (tmp_path / "state" / FOLDER).exists()
-
-    asyncio.run(main())
+    async with measured_home(tmp_path, graph, monkeypatch, slow="a", learn=False) as home:
+        await ask(home, 15)
+    assert not (tmp_path / "state" / FOLDER).exists()
 
 
 def test_damaged_file_is_set_aside(tmp_path: Path) -> None:

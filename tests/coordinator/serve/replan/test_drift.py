@@ -278,42 +278,36 @@ async def ask(home: ServedController, count: int) -> None:
         assert (await home.hidden_states(16)).shape == (16, 24)
 
 
-def test_slower_device_gets_a_smaller_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with serving_transformer(tmp_path, monkeypatch) as home:
-            await ask(home, 10)
-            home.fleet.slow["a"] = 8.0
-            await home.until_replanned(lambda: ask(home, 1))
-            assert home.plan.body.heads == (0, 3)
-            assert home.count_lines("a takes 8.00x its time: changing the plan") == 1
-            assert home.tools.profiler.slowdown("a") == pytest.approx(8.0)
-            # The new plan's prediction holds, so nothing more is done.
-            home.fleet.slow["a"] = 1.0  # the fake's factor is relative to the plan, which now includes the slowdown
-            home.now += 2 * REPLAN_SECONDS
-            await ask(home, 30)
-            await home.wait_for_replanner()
-            assert home.count_lines("changing the plan") == 1
-
-    asyncio.run(main())
+async def test_slower_device_gets_a_smaller_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving_transformer(tmp_path, monkeypatch) as home:
+        await ask(home, 10)
+        home.fleet.slow["a"] = 8.0
+        await home.until_replanned(lambda: ask(home, 1))
+        assert home.plan.body.heads == (0, 3)
+        assert home.count_lines("a takes 8.00x its time: changing the plan") == 1
+        assert home.tools.profiler.slowdown("a") == pytest.approx(8.0)
+        # The new plan's prediction holds, so nothing more is done.
+        home.fleet.slow["a"] = 1.0  # the fake's factor is relative to the plan, which now includes the slowdown
+        home.now += 2 * REPLAN_SECONDS
+        await ask(home, 30)
+        await home.wait_for_replanner()
+        assert home.count_lines("changing the plan") == 1
 
 
-def test_device_left_out_as_slow_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with serving_transformer(tmp_path, monkeypatch, strategy="auto") as home:
-            assert home.names() == "ab"
-            await ask(home, 10)
-            home.fleet.slow["a"] = 1000.0
-            await ask(home, 15)
-            await home.until(lambda: home.names() == "b" and home.ready)
-            home.fleet.slow["a"] = 1.0
-            home.now += REMEASURE_SLOW_SECONDS
-            await home.wait_for_replanner()
-            assert home.names() == "b"
-            home.now += MIN_PRESENCE_SECONDS
-            await home.until(lambda: home.names() == "ab" and home.ready)
-            assert home.tools.profiler.slowdown("a") == 1.0
-
-    asyncio.run(main())
+async def test_device_left_out_as_slow_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving_transformer(tmp_path, monkeypatch, strategy="auto") as home:
+        assert home.names() == "ab"
+        await ask(home, 10)
+        home.fleet.slow["a"] = 1000.0
+        await ask(home, 15)
+        await home.until(lambda: home.names() == "b" and home.ready)
+        home.fleet.slow["a"] = 1.0
+        home.now += REMEASURE_SLOW_SECONDS
+        await home.wait_for_replanner()
+        assert home.names() == "b"
+        home.now += MIN_PRESENCE_SECONDS
+        await home.until(lambda: home.names() == "ab" and home.ready)
+        assert home.tools.profiler.slowdown("a") == 1.0
 
 
 def equal_agents_of_one_machine() -> TransformerFleet:
@@ -325,7 +319,7 @@ def equal_agents_of_one_machine() -> TransformerFleet:
     return fleet
 
 
-def test_plan_from_the_profile_of_an_equal_device_is_replaced_once_it_is_measured(
+async def test_plan_from_the_profile_of_an_equal_device_is_replaced_once_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device b is eight times as slow as a, although its telemetry is the same."""
@@ -343,20 +337,17 @@ def test_plan_from_the_profile_of_an_equal_device_is_replaced_once_it_is_measure
 
     monkeypatch.setattr(fleet, "call", call)
 
-    async def main() -> None:
-        async with serving(monkeypatch, fleet, tmp_path / "state", transformers(tmp_path), provisional=True) as home:
-            assert home.plan.body.heads in ((1, 2), (2, 1))  # as for equal devices
-            await ask(home, 1)
-            await home.until(lambda: home.plan.epoch == 2 and home.ready)
-            assert home.count_lines("b: measured: changing the plan") == 1
-            assert (profiled, home.plan.body.heads) == (["a", "a", "b"], (3, 0))  # a was probed first
-            await ask(home, 1)
-            assert home.controller.requests.num_failed == 0
-
-    asyncio.run(main())
+    async with serving(monkeypatch, fleet, tmp_path / "state", transformers(tmp_path), provisional=True) as home:
+        assert home.plan.body.heads in ((1, 2), (2, 1))  # as for equal devices
+        await ask(home, 1)
+        await home.until(lambda: home.plan.epoch == 2 and home.ready)
+        assert home.count_lines("b: measured: changing the plan") == 1
+        assert (profiled, home.plan.body.heads) == (["a", "a", "b"], (3, 0))  # a was probed first
+        await ask(home, 1)
+        assert home.controller.requests.num_failed == 0
 
 
-def test_measurement_that_a_request_disturbs_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_measurement_that_a_request_disturbs_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = equal_agents_of_one_machine()
     working, profiled, released = fleet.call, [], asyncio.Event()
 
@@ -369,115 +360,97 @@ def test_measurement_that_a_request_disturbs_is_not_kept(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(fleet, "call", call)
 
-    async def main() -> None:
-        async with serving(monkeypatch, fleet, tmp_path / "state", transformers(tmp_path), provisional=True) as home:
-            await home.until(lambda: profiled == ["a", "a", "b"])  # a was probed first
-            await ask(home, 1)
-            released.set()
-            await home.wait_for_replanner()
-            assert home.count_lines("b: measured") == 0
-            assert profiled == ["a", "a", "b"]
-            home.now += 60.0
-            await home.until(lambda: home.count_lines("b: measured: the plan stays") == 1)
-            assert profiled == ["a", "a", "b", "b"]
-
-    asyncio.run(main())
+    async with serving(monkeypatch, fleet, tmp_path / "state", transformers(tmp_path), provisional=True) as home:
+        await home.until(lambda: profiled == ["a", "a", "b"])  # a was probed first
+        await ask(home, 1)
+        released.set()
+        await home.wait_for_replanner()
+        assert home.count_lines("b: measured") == 0
+        assert profiled == ["a", "a", "b"]
+        home.now += 60.0
+        await home.until(lambda: home.count_lines("b: measured: the plan stays") == 1)
+        assert profiled == ["a", "a", "b", "b"]
 
 
-def test_drifted_links_are_measured_again_and_the_best_plan_stays(
+async def test_drifted_links_are_measured_again_and_the_best_plan_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with serving_transformer(tmp_path, monkeypatch) as home:
-            await ask(home, 10)
-            before = home.plan
-            home.fleet.link_factor = 2.0
-            await ask(home, 12)
-            await home.until(lambda: home.count_lines("the links have changed: the plan stays"))
-            rates = {link.bytes_per_second for link in home.tools.profiler.links.values()}
-            assert rates == {home.fleet.link_bytes_per_second / 2}
-            await ask(home, BASELINE_STEPS)  # the new baseline
-            home.fleet.link_factor = 4.0
-            await ask(home, 30)
-            await home.wait_for_replanner()
-            assert home.count_lines("the plan stays") == 1  # not before the pause is over
-            home.now += REPLAN_SECONDS
-            await home.until(lambda: home.count_lines("the plan stays") == 2)
-            assert home.plan is before
-
-    asyncio.run(main())
+    async with serving_transformer(tmp_path, monkeypatch) as home:
+        await ask(home, 10)
+        before = home.plan
+        home.fleet.link_factor = 2.0
+        await ask(home, 12)
+        await home.until(lambda: home.count_lines("the links have changed: the plan stays"))
+        rates = {link.bytes_per_second for link in home.tools.profiler.links.values()}
+        assert rates == {home.fleet.link_bytes_per_second / 2}
+        await ask(home, BASELINE_STEPS)  # the new baseline
+        home.fleet.link_factor = 4.0
+        await ask(home, 30)
+        await home.wait_for_replanner()
+        assert home.count_lines("the plan stays") == 1  # not before the pause is over
+        home.now += REPLAN_SECONDS
+        await home.until(lambda: home.count_lines("the plan stays") == 2)
+        assert home.plan is before
 
 
-def test_returning_device_joins_without_failing_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with serving_transformer(tmp_path, monkeypatch) as home:
-            there = home.fleet.devices["b"]
-            home.kill("b")
-            await home.until(lambda: home.names() == "a" and home.ready)
-            home.now = 100.0
-            home.fleet.devices["b"] = there
-            await home.wait_for_replanner()
-            home.now += MIN_PRESENCE_SECONDS - 1
-            await home.wait_for_replanner()
-            assert home.names() == "a"
-            home.now += 1
-            asking = asyncio.create_task(ask(home, 200))  # none of them fails
-            await home.until(lambda: home.names() == "ab" and home.ready)
-            await asking
-            assert home.count_lines("b can join: changing the plan") == 1
-            assert StateFile(tmp_path / "state").load().deployments["default"].plan == home.plan
-            assert not home.count_lines("trying again")
-
-    asyncio.run(main())
+async def test_returning_device_joins_without_failing_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving_transformer(tmp_path, monkeypatch) as home:
+        there = home.fleet.devices["b"]
+        home.kill("b")
+        await home.until(lambda: home.names() == "a" and home.ready)
+        home.now = 100.0
+        home.fleet.devices["b"] = there
+        await home.wait_for_replanner()
+        home.now += MIN_PRESENCE_SECONDS - 1
+        await home.wait_for_replanner()
+        assert home.names() == "a"
+        home.now += 1
+        asking = asyncio.create_task(ask(home, 200))  # none of them fails
+        await home.until(lambda: home.names() == "ab" and home.ready)
+        await asking
+        assert home.count_lines("b can join: changing the plan") == 1
+        assert StateFile(tmp_path / "state").load().deployments["default"].plan == home.plan
+        assert not home.count_lines("trying again")
 
 
-def test_excluded_device_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with serving_transformer(tmp_path, monkeypatch, exclude=("c",)) as home:
-            home.fleet.add("c")
-            await home.wait_for_replanner()
-            home.now += MIN_PRESENCE_SECONDS
-            await home.wait_for_replanner()
-            assert home.names() == "ab"
-
-    asyncio.run(main())
+async def test_excluded_device_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving_transformer(tmp_path, monkeypatch, exclude=("c",)) as home:
+        home.fleet.add("c")
+        await home.wait_for_replanner()
+        home.now += MIN_PRESENCE_SECONDS
+        await home.wait_for_replanner()
+        assert home.names() == "ab"
 
 
-def test_given_plan_is_kept_when_devices_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with serving_transformer(tmp_path / "free", monkeypatch, "a") as free:
-            plan = free.plan
-            async with serving_transformer(tmp_path / "kept", monkeypatch, "a", plan, keep_plan=True) as kept:
-                # the harness without a given plan shows how long joining takes
-                for name, members in (("b", "ab"), ("c", "abc")):
-                    for home in (free, kept):
-                        home.fleet.add(name)
-                    await free.wait_for_replanner()
-                    for home in (free, kept):
-                        home.now += REPLAN_SECONDS
-                    await free.until(lambda members=members: free.names() == members and free.ready)
-                assert kept.plan == plan
-
-    asyncio.run(main())
+async def test_given_plan_is_kept_when_devices_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving_transformer(tmp_path / "free", monkeypatch, "a") as free:
+        plan = free.plan
+        async with serving_transformer(tmp_path / "kept", monkeypatch, "a", plan, keep_plan=True) as kept:
+            # the harness without a given plan shows how long joining takes
+            for name, members in (("b", "ab"), ("c", "abc")):
+                for home in (free, kept):
+                    home.fleet.add(name)
+                await free.wait_for_replanner()
+                for home in (free, kept):
+                    home.now += REPLAN_SECONDS
+                await free.until(lambda members=members: free.names() == members and free.ready)
+            assert kept.plan == plan
 
 
-def test_limits_apply_and_unknown_names_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_limits_apply_and_unknown_names_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = tuple(parse_limit(text) for text in ("a=1GiB", "b=50%", "c=2GiB", "cellar=1GiB"))
 
     def budgets(home: ServedController) -> dict[str, int]:
         return {device.name: device.budget_bytes >> 30 for device in home.plan.devices}  # type: ignore[union-attr]
 
-    async def main() -> None:
-        async with serving_transformer(tmp_path, monkeypatch, limits=limits) as home:
-            assert budgets(home) == {"a": 1, "b": 4}
-            assert home.count_lines("no device here is called cellar yet") == 1
-            home.fleet.add("c")
-            await home.wait_for_replanner()
-            home.now += MIN_PRESENCE_SECONDS
-            await home.until(lambda: home.names() == "abc" and home.ready)
-            assert budgets(home) == {"a": 1, "b": 4, "c": 2}  # half of what is offered, not half of the limited budget
-
-    asyncio.run(main())
+    async with serving_transformer(tmp_path, monkeypatch, limits=limits) as home:
+        assert budgets(home) == {"a": 1, "b": 4}
+        assert home.count_lines("no device here is called cellar yet") == 1
+        home.fleet.add("c")
+        await home.wait_for_replanner()
+        home.now += MIN_PRESENCE_SECONDS
+        await home.until(lambda: home.names() == "abc" and home.ready)
+        assert budgets(home) == {"a": 1, "b": 4, "c": 2}  # half of what is offered, not half of the limited budget
 
 
 def test_given_plan_that_exceeds_a_limit_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,81 +470,69 @@ def test_given_plan_that_exceeds_a_limit_is_rejected(tmp_path: Path, monkeypatch
         assert num_refusals == refused
 
 
-def test_device_that_cannot_be_measured_does_not_disturb_serving(
+async def test_device_that_cannot_be_measured_does_not_disturb_serving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with serving_transformer(tmp_path, monkeypatch) as home:
-            working = home.fleet.call
+    async with serving_transformer(tmp_path, monkeypatch) as home:
+        working = home.fleet.call
 
-            async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
-                if device_id == "c" and isinstance(message, Profile):
-                    raise DeviceLost(device="c", reason="of all times now")
-                return await working(device_id, message, *rest, **named)
+        async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
+            if device_id == "c" and isinstance(message, Profile):
+                raise DeviceLost(device="c", reason="of all times now")
+            return await working(device_id, message, *rest, **named)
 
-            home.fleet.call = call  # type: ignore[method-assign]
-            home.fleet.add("c")
-            await home.wait_for_replanner()
-            home.now += MIN_PRESENCE_SECONDS
-            await home.until(lambda: home.count_lines("c can join: the plan stays"))
-            home.now += 10 * REPLAN_SECONDS
-            await ask(home, 5)
-            await home.wait_for_replanner()
-            assert home.count_lines("c can join") == 1
-
-    asyncio.run(main())
+        home.fleet.call = call  # type: ignore[method-assign]
+        home.fleet.add("c")
+        await home.wait_for_replanner()
+        home.now += MIN_PRESENCE_SECONDS
+        await home.until(lambda: home.count_lines("c can join: the plan stays"))
+        home.now += 10 * REPLAN_SECONDS
+        await ask(home, 5)
+        await home.wait_for_replanner()
+        assert home.count_lines("c can join") == 1
 
 
 @pytest.mark.parametrize(("budget", "chosen"), [(0.2, "int8"), (0.01, "bf16"), (0.005, "fp16"), (1e-4, "exact")])
-def test_fastest_format_within_the_budget_is_measured_and_used(
+async def test_fastest_format_within_the_budget_is_measured_and_used(
     budget: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with serving_transformer(tmp_path, monkeypatch, accuracy_budget=budget) as home:
-            await ask(home, 1)  # served immediately, in the exact format
-            await home.until(lambda: home.count_lines(f"activations travel as {chosen} "))
-            home.fleet.asked.clear()
-            await ask(home, 30)
-            steps = [message for _, message in home.fleet.asked if isinstance(message, Run)]
-            assert {step.values for step in steps} == {chosen}
-            assert not home.count_lines("the plan stays")  # a faster format is no drift
-
-    asyncio.run(main())
+    async with serving_transformer(tmp_path, monkeypatch, accuracy_budget=budget) as home:
+        await ask(home, 1)  # served immediately, in the exact format
+        await home.until(lambda: home.count_lines(f"activations travel as {chosen} "))
+        home.fleet.asked.clear()
+        await ask(home, 30)
+        steps = [message for _, message in home.fleet.asked if isinstance(message, Run)]
+        assert {step.values for step in steps} == {chosen}
+        assert not home.count_lines("the plan stays")  # a faster format is no drift
 
 
-def test_nothing_is_calibrated_without_a_budget_or_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with serving_transformer(tmp_path / "plain", monkeypatch) as home:
-            await ask(home, 2)
-            values = {message.values for _, message in home.fleet.asked if isinstance(message, Run)}
-            assert values == {None}
-        async with serving_transformer(tmp_path / "alone", monkeypatch, names="a", accuracy_budget=0.1) as home:
-            await ask(home, 2)
-            await home.wait_for_replanner()
-            assert not home.count_lines("activations")
-
-    asyncio.run(main())
+async def test_nothing_is_calibrated_without_a_budget_or_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving_transformer(tmp_path / "plain", monkeypatch) as home:
+        await ask(home, 2)
+        values = {message.values for _, message in home.fleet.asked if isinstance(message, Run)}
+        assert values == {None}
+    async with serving_transformer(tmp_path / "alone", monkeypatch, names="a", accuracy_budget=0.1) as home:
+        await ask(home, 2)
+        await home.wait_for_replanner()
+        assert not home.count_lines("activations")
 
 
-def test_messages_of_a_plan_change_are_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with serving_transformer(tmp_path, monkeypatch) as home:
-            await ask(home, 10)
-            home.fleet.slow["a"] = 8.0
-            before = home.plan
-            asking = asyncio.create_task(ask(home, 40))
-            await home.until(lambda: home.plan is not before and home.ready)
-            await asking
-            kinds = [type(message) for _, message in home.fleet.asked]
-            first_run = kinds.index(Run)
-            reload = first_run + kinds[first_run:].index(Load)
-            assert FindMissing in kinds[first_run:reload]  # weights were sent while the old plan served
-            assert Unload not in kinds[:reload]  # workers go on in the new plan
-            connect = reload + kinds[reload:].index(ConnectPeers)
-            warm_up = connect + kinds[connect:].index(Run)
-            await home.until(lambda: Unload in [type(message) for _, message in home.fleet.asked[warm_up:]])
-
-    asyncio.run(main())
+async def test_messages_of_a_plan_change_are_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving_transformer(tmp_path, monkeypatch) as home:
+        await ask(home, 10)
+        home.fleet.slow["a"] = 8.0
+        before = home.plan
+        asking = asyncio.create_task(ask(home, 40))
+        await home.until(lambda: home.plan is not before and home.ready)
+        await asking
+        kinds = [type(message) for _, message in home.fleet.asked]
+        first_run = kinds.index(Run)
+        reload = first_run + kinds[first_run:].index(Load)
+        assert FindMissing in kinds[first_run:reload]  # weights were sent while the old plan served
+        assert Unload not in kinds[:reload]  # workers go on in the new plan
+        connect = reload + kinds[reload:].index(ConnectPeers)
+        warm_up = connect + kinds[connect:].index(Run)
+        await home.until(lambda: Unload in [type(message) for _, message in home.fleet.asked[warm_up:]])
 
 
 @pytest.mark.parametrize(

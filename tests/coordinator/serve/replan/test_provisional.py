@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -63,77 +62,62 @@ class Home:
         return "".join(device for device, message in self.fleet.asked if isinstance(message, Profile))
 
 
-def test_machine_that_serves_is_measured_while_no_request_runs(tmp_path: Path) -> None:
-    async def main() -> None:
-        home = Home(tmp_path, {"a": "one", "b": "one"})
-        await home.settle()
-        await home.admission.enter(1.0)
-        assert await home.measure_next() == home.profiled() == ""
-        home.admission.leave()
-        assert (await home.measure_next(), home.profiled()) == ("", "b")
-        assert [await home.measure_next() for _ in range(2)] == ["b", ""]
-        assert home.profiled() == "b"
-
-    asyncio.run(main())
+async def test_machine_that_serves_is_measured_while_no_request_runs(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"a": "one", "b": "one"})
+    await home.settle()
+    await home.admission.enter(1.0)
+    assert await home.measure_next() == home.profiled() == ""
+    home.admission.leave()
+    assert (await home.measure_next(), home.profiled()) == ("", "b")
+    assert [await home.measure_next() for _ in range(2)] == ["b", ""]
+    assert home.profiled() == "b"
 
 
-def test_other_machines_are_measured_meanwhile(tmp_path: Path) -> None:
-    async def main() -> None:
-        home = Home(tmp_path, {"a": "one", "b": "one", "c": "two"}, memory_available_bytes=_PROFILER_BYTES - 1)
-        await home.settle()
-        await home.admission.enter(1.0)
-        await home.measure_next()
-        await home.measure_next()
-        assert home.profiled() == "c"
-
-    asyncio.run(main())
+async def test_other_machines_are_measured_meanwhile(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"a": "one", "b": "one", "c": "two"}, memory_available_bytes=_PROFILER_BYTES - 1)
+    await home.settle()
+    await home.admission.enter(1.0)
+    await home.measure_next()
+    await home.measure_next()
+    assert home.profiled() == "c"
 
 
 @pytest.mark.parametrize(("free_bytes", "measured"), [(_PROFILER_BYTES, "b"), (_PROFILER_BYTES - 1, "")])
-def test_profiler_takes_no_memory_that_a_worker_may_need(free_bytes: int, measured: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        home = Home(tmp_path, {"a": "one", "b": "one"}, memory_available_bytes=free_bytes)
-        await home.settle()
-        await home.measure_next()
-        assert home.profiled() == measured
-
-    asyncio.run(main())
+async def test_profiler_takes_no_memory_that_a_worker_may_need(free_bytes: int, measured: str, tmp_path: Path) -> None:
+    home = Home(tmp_path, {"a": "one", "b": "one"}, memory_available_bytes=free_bytes)
+    await home.settle()
+    await home.measure_next()
+    assert home.profiled() == measured
 
 
-def test_failed_measurement_is_tried_again_later(tmp_path: Path) -> None:
-    async def main() -> None:
-        home = Home(tmp_path, {"a": "one", "b": "two"})
-        await home.settle()
-        working = home.fleet.call
+async def test_failed_measurement_is_tried_again_later(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"a": "one", "b": "two"})
+    await home.settle()
+    working = home.fleet.call
 
-        async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
-            if isinstance(message, Profile) and home.now == 0.0:
-                home.fleet.asked.append((device_id, message))
-                raise DeviceLost(device=device_id, reason="of all times now")
-            return await working(device_id, message, *rest, **named)
+    async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
+        if isinstance(message, Profile) and home.now == 0.0:
+            home.fleet.asked.append((device_id, message))
+            raise DeviceLost(device=device_id, reason="of all times now")
+        return await working(device_id, message, *rest, **named)
 
-        home.fleet.call = call  # type: ignore[method-assign]
-        assert [await home.measure_next() for _ in range(2)] == ["", ""]
-        assert home.profiled() == "b"
-        assert home.lines[-1].startswith("b could not be measured yet: The device b was lost")
-        home.now = _AGAIN_SECONDS
-        assert [await home.measure_next() for _ in range(2)] == ["", "b"]
-        assert home.profiled() == "bb"
-
-    asyncio.run(main())
+    home.fleet.call = call  # type: ignore[method-assign]
+    assert [await home.measure_next() for _ in range(2)] == ["", ""]
+    assert home.profiled() == "b"
+    assert home.lines[-1].startswith("b could not be measured yet: The device b was lost")
+    home.now = _AGAIN_SECONDS
+    assert [await home.measure_next() for _ in range(2)] == ["", "b"]
+    assert home.profiled() == "bb"
 
 
-def test_links_are_measured_pair_by_pair(tmp_path: Path) -> None:
-    async def main() -> None:
-        home = Home(tmp_path, {"a": "one", "b": "two", "c": "three"})
-        await home.settle()
-        for name in "bc":
-            await home.profiler.measure_provisional(home.fleet.devices[name], WORKLOAD, lambda: False)
-        home.profiler.provisional_links |= {("a", "b"), ("b", "c"), ("c", "b")}
-        await home.admission.enter(1.0)
-        await home.measure_next()
-        assert home.profiler.provisional_links == {("a", "b")}
-        home.admission.leave()
-        assert [await home.measure_next() for _ in range(2)] == ["", "abc"]
-
-    asyncio.run(main())
+async def test_links_are_measured_pair_by_pair(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"a": "one", "b": "two", "c": "three"})
+    await home.settle()
+    for name in "bc":
+        await home.profiler.measure_provisional(home.fleet.devices[name], WORKLOAD, lambda: False)
+    home.profiler.provisional_links |= {("a", "b"), ("b", "c"), ("c", "b")}
+    await home.admission.enter(1.0)
+    await home.measure_next()
+    assert home.profiler.provisional_links == {("a", "b")}
+    home.admission.leave()
+    assert [await home.measure_next() for _ in range(2)] == ["", "abc"]

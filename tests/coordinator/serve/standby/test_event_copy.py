@@ -67,30 +67,27 @@ def holds(path: Path, cause: str) -> bool:
     return any(isinstance(each.event, wire.PhaseChanged) and each.event.cause == cause for each in events)
 
 
-def test_coordinator_that_takes_over_shows_the_events_of_the_leader_and_counts_on(tmp_path: Path) -> None:
+async def test_coordinator_that_takes_over_shows_the_events_of_the_leader_and_counts_on(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "leader" / "events", tmp_path / "standby" / "events"
 
-    async def main() -> None:
-        async with recording(theirs) as earlier:  # it led another home's models once
-            earlier.record(phase("long ago"))
-        async with recording(ours) as leader:
-            leader.record(phase("one"))
-            async with copied(leader, theirs):
-                await until("the first event", lambda: holds(theirs, "one"))
-                leader.record(phase("two"))
-                await until("the second event", lambda: holds(theirs, "two"))
-            leader.record(phase("three"))
-            async with copied(leader, theirs):  # it follows again
-                await until("the third event", lambda: holds(theirs, "three"))
-            assert not leader.is_watched
-            _, cursor = await causes(leader)
-        async with recording(theirs) as successor:
-            successor.record(phase("four"))
-            assert (await causes(successor))[0] == ["one", "two", "three", "four"]
-            since = wire.WatchEvents(since=cursor, follow=False)
-            async with aclosing(await successor.watch(since)) as answers:
-                first = await anext(answers)
-            assert isinstance(first, wire.EventsRecorded)
-            assert ([each.event for each in first.events], first.has_gap) == ([phase("four")], False)
-
-    asyncio.run(main())
+    async with recording(theirs) as earlier:  # it led another home's models once
+        earlier.record(phase("long ago"))
+    async with recording(ours) as leader:
+        leader.record(phase("one"))
+        async with copied(leader, theirs):
+            await until("the first event", lambda: holds(theirs, "one"))
+            leader.record(phase("two"))
+            await until("the second event", lambda: holds(theirs, "two"))
+        leader.record(phase("three"))
+        async with copied(leader, theirs):  # it follows again
+            await until("the third event", lambda: holds(theirs, "three"))
+        assert not leader.is_watched
+        _, cursor = await causes(leader)
+    async with recording(theirs) as successor:
+        successor.record(phase("four"))
+        assert (await causes(successor))[0] == ["one", "two", "three", "four"]
+        since = wire.WatchEvents(since=cursor, follow=False)
+        async with aclosing(await successor.watch(since)) as answers:
+            first = await anext(answers)
+        assert isinstance(first, wire.EventsRecorded)
+        assert ([each.event for each in first.events], first.has_gap) == ([phase("four")], False)

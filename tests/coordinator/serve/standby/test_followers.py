@@ -18,112 +18,96 @@ def confirm(followers: Followers, follower: Follower) -> None:
     followers.confirm(receipt)
 
 
-def test_change_waits_until_each_standby_has_confirmed_it() -> None:
-    async def main() -> None:
-        followers = Followers()
-        attic, cellar = (followers.join(name, confirms=True) for name in ("attic", "cellar"))
-        confirm(followers, attic)
-        change = asyncio.create_task(followers.copy_change())
-        await asyncio.wait_for(attic.wait_news(600.0), 60)  # it is sent at once
-        confirm(followers, attic)
-        await asyncio.sleep(0.01)
-        assert not change.done()
-        confirm(followers, cellar)
-        await asyncio.wait_for(change, 60)
-        assert followers.latest_is_copied
-        assert not followers.receipt(attic, followers.num_changes)  # there is nothing more to confirm
-
-    asyncio.run(main())
+async def test_change_waits_until_each_standby_has_confirmed_it() -> None:
+    followers = Followers()
+    attic, cellar = (followers.join(name, confirms=True) for name in ("attic", "cellar"))
+    confirm(followers, attic)
+    change = asyncio.create_task(followers.copy_change())
+    await asyncio.wait_for(attic.wait_news(600.0), 60)  # it is sent at once
+    confirm(followers, attic)
+    await asyncio.sleep(0.01)
+    assert not change.done()
+    confirm(followers, cellar)
+    await asyncio.wait_for(change, 60)
+    assert followers.latest_is_copied
+    assert not followers.receipt(attic, followers.num_changes)  # there is nothing more to confirm
 
 
-def test_receipt_of_an_earlier_copy_does_not_confirm_a_change() -> None:
-    async def main() -> None:
-        followers = Followers()
-        attic = followers.join("attic", confirms=True)
-        earlier = followers.receipt(attic, followers.num_changes)
-        change = asyncio.create_task(followers.copy_change())
-        await asyncio.sleep(0)
-        followers.confirm(earlier)
-        await asyncio.sleep(0.01)
-        assert not change.done()
-        confirm(followers, attic)
-        await asyncio.wait_for(change, 60)
-
-    asyncio.run(main())
+async def test_receipt_of_an_earlier_copy_does_not_confirm_a_change() -> None:
+    followers = Followers()
+    attic = followers.join("attic", confirms=True)
+    earlier = followers.receipt(attic, followers.num_changes)
+    change = asyncio.create_task(followers.copy_change())
+    await asyncio.sleep(0)
+    followers.confirm(earlier)
+    await asyncio.sleep(0.01)
+    assert not change.done()
+    confirm(followers, attic)
+    await asyncio.wait_for(change, 60)
 
 
-def test_change_waits_for_no_standby_that_is_gone_or_too_old_to_confirm() -> None:
-    async def main() -> None:
-        followers = Followers()
-        await followers.copy_change()
-        old = followers.join("old", confirms=False)
-        await followers.copy_change()
-        assert not followers.receipt(old, followers.num_changes)
-        gone = followers.join("gone", confirms=True)
-        change = asyncio.create_task(followers.copy_change())
-        await asyncio.sleep(0)
-        followers.leave(gone)
-        await asyncio.wait_for(change, 0.5)
-        assert not followers.latest_is_copied
-
-    asyncio.run(main())
+async def test_change_waits_for_no_standby_that_is_gone_or_too_old_to_confirm() -> None:
+    followers = Followers()
+    await followers.copy_change()
+    old = followers.join("old", confirms=False)
+    await followers.copy_change()
+    assert not followers.receipt(old, followers.num_changes)
+    gone = followers.join("gone", confirms=True)
+    change = asyncio.create_task(followers.copy_change())
+    await asyncio.sleep(0)
+    followers.leave(gone)
+    await asyncio.wait_for(change, 0.5)
+    assert not followers.latest_is_copied
 
 
-def test_late_standby_delays_one_change_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_late_standby_delays_one_change_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(module, "_CONFIRM_SECONDS", 0.05)
 
-    async def main() -> None:
-        followers = Followers()
-        attic = followers.join("attic", confirms=True)
-        with caplog.at_level(logging.WARNING):
-            await followers.copy_change()
-        assert "the standby attic has not confirmed a change of keys" in caplog.text
-        monkeypatch.setattr(module, "_CONFIRM_SECONDS", 600.0)
-        await asyncio.wait_for(followers.copy_change(), 60)
-        assert not followers.latest_is_copied
-        confirm(followers, attic)  # it is waited for again
-        change = asyncio.create_task(followers.copy_change())
-        await asyncio.sleep(0.01)
-        assert not change.done()
-        confirm(followers, attic)
-        await asyncio.wait_for(change, 60)
-        assert followers.latest_is_copied
-
-    asyncio.run(main())
+    followers = Followers()
+    attic = followers.join("attic", confirms=True)
+    with caplog.at_level(logging.WARNING):
+        await followers.copy_change()
+    assert "the standby attic has not confirmed a change of keys" in caplog.text
+    monkeypatch.setattr(module, "_CONFIRM_SECONDS", 600.0)
+    await asyncio.wait_for(followers.copy_change(), 60)
+    assert not followers.latest_is_copied
+    confirm(followers, attic)  # it is waited for again
+    change = asyncio.create_task(followers.copy_change())
+    await asyncio.sleep(0.01)
+    assert not change.done()
+    confirm(followers, attic)
+    await asyncio.wait_for(change, 60)
+    assert followers.latest_is_copied
 
 
 # ---- hand-over ---------------------------------------------------------------------------------------------------------
 
 
-def test_leader_leaves_once_a_standby_accepts() -> None:
-    async def main() -> None:
-        followers = Followers()
-        leader = HandOver(followers)
-        assert not await leader.offer()  # there is none
-        follower = followers.join("attic", confirms=True)
-        with pytest.raises(BadRequest, match="goes on leading"):
-            leader.accept()
-        hears = asyncio.create_task(follower.wait_news(600.0))
-        offer = asyncio.create_task(leader.offer())
-        await asyncio.wait_for(hears, 60)
-        assert leader.is_offered
+async def test_leader_leaves_once_a_standby_accepts() -> None:
+    followers = Followers()
+    leader = HandOver(followers)
+    assert not await leader.offer()  # there is none
+    follower = followers.join("attic", confirms=True)
+    with pytest.raises(BadRequest, match="goes on leading"):
         leader.accept()
-        assert await offer
-        assert leader.accepted.is_set()
+    hears = asyncio.create_task(follower.wait_news(600.0))
+    offer = asyncio.create_task(leader.offer())
+    await asyncio.wait_for(hears, 60)
+    assert leader.is_offered
+    leader.accept()
+    assert await offer
+    assert leader.accepted.is_set()
 
-    asyncio.run(main())
 
-
-def test_offer_that_no_standby_accepts_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_offer_that_no_standby_accepts_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the standby was stopped just before the leader: nobody would end the workers."""
     monkeypatch.setattr(module, "_ACCEPT_SECONDS", 0.05)
 
-    async def main() -> None:
-        followers = Followers()
-        leader = HandOver(followers)
-        followers.join("attic", confirms=True)
-        assert not await leader.offer()
-        with pytest.raises(BadRequest):
-            leader.accept()
-
-    asyncio.run(main())
+    followers = Followers()
+    leader = HandOver(followers)
+    followers.join("attic", confirms=True)
+    assert not await leader.offer()
+    with pytest.raises(BadRequest):
+        leader.accept()

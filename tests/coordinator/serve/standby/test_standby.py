@@ -40,23 +40,20 @@ async def standby_of(home: HomeKey, folder: Path, leaders: Sequence[str] = ()) -
         yield Standby(settings, home, lambda line: None, trust, port, leaders)
 
 
-def test_only_administrators_learn_the_name_of_the_leader(tmp_path: Path) -> None:
+async def test_only_administrators_learn_the_name_of_the_leader(tmp_path: Path) -> None:
     home = new_home_key()
     admin = Caller(derive_keypair(home.key_bytes(), "admin").public)
 
-    async def main() -> None:
-        async with standby_of(home, tmp_path, ["kitchen"]) as standby:
-            pass
-        standby._leader_name = "kitchen"
-        for caller, learns in ((admin, True), (Caller("an app"), False)):
-            ready = await standby.handle(caller, wire.GetReadiness(request_id="1", timeout_seconds=1.0), ())
-            assert isinstance(ready, wire.Readiness)
-            assert ("kitchen" in ready.state) is learns
-            with pytest.raises(NotServing) as refused:
-                await standby.handle(caller, wire.GetModelInfo(request_id="2", timeout_seconds=1.0), ())
-            assert ("kitchen" in str(refused.value)) is learns
-
-    asyncio.run(main())
+    async with standby_of(home, tmp_path, ["kitchen"]) as standby:
+        pass
+    standby._leader_name = "kitchen"
+    for caller, learns in ((admin, True), (Caller("an app"), False)):
+        ready = await standby.handle(caller, wire.GetReadiness(request_id="1", timeout_seconds=1.0), ())
+        assert isinstance(ready, wire.Readiness)
+        assert ("kitchen" in ready.state) is learns
+        with pytest.raises(NotServing) as refused:
+            await standby.handle(caller, wire.GetModelInfo(request_id="2", timeout_seconds=1.0), ())
+        assert ("kitchen" in str(refused.value)) is learns
 
 
 async def nothing_to_copy() -> AsyncGenerator[Reply, None]:
@@ -87,31 +84,29 @@ async def leading(
             await gatekeeper.close()
 
 
-def test_forged_records_do_not_keep_a_standby_from_its_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forged_records_do_not_keep_a_standby_from_its_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Anyone on the network can advertise coordinators with the fingerprint of this home."""
     monkeypatch.setattr(module, "_CONNECT_SECONDS", 1.0)
     home = new_home_key()
     own = fingerprint(derive_keypair(home.key_bytes(), "coordinator").public)
 
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0), backlog=128) as silent, zmq_context() as context:
-            async with leading(home) as leader_port, standby_of(home, tmp_path) as standby:
-                ports = [silent.getsockname()[1], *range(1, 40), leader_port]  # none listens at the ports up to 39
-                records = {
-                    str(port): DiscoveredService(str(port), ("127.0.0.1",), port, PROTOCOL_VERSION, own)
-                    for port in ports
-                }
-                standby._browser = cast(Any, SimpleNamespace(services=records))
-                following = asyncio.create_task(standby._follow(context))
-                await until("the leader", lambda: standby._leader_name == "kitchen", seconds=20)
-                records.clear()  # as when forged records have displaced it
-                assert standby._endpoints() == [f"tcp://127.0.0.1:{leader_port}"]
-                await cancel_all([following])
-
-    asyncio.run(main())
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as silent, zmq_context() as context:
+        async with leading(home) as leader_port, standby_of(home, tmp_path) as standby:
+            ports = [silent.getsockname()[1], *range(1, 40), leader_port]  # none listens at the ports up to 39
+            records = {
+                str(port): DiscoveredService(str(port), ("127.0.0.1",), port, PROTOCOL_VERSION, own) for port in ports
+            }
+            standby._browser = cast(Any, SimpleNamespace(services=records))
+            following = asyncio.create_task(standby._follow(context))
+            await until("the leader", lambda: standby._leader_name == "kitchen", seconds=20)
+            records.clear()  # as when forged records have displaced it
+            assert standby._endpoints() == [f"tcp://127.0.0.1:{leader_port}"]
+            await cancel_all([following])
 
 
-def test_standby_asks_for_everything_again_after_its_disk_has_failed(
+async def test_standby_asks_for_everything_again_after_its_disk_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then it confirms no change of keys."""
@@ -127,36 +122,30 @@ def test_standby_asks_for_everything_again_after_its_disk_has_failed(
         async for alive in nothing_to_copy():
             yield alive
 
-    async def main() -> None:
-        async with leading(home, profiles) as port, standby_of(home, tmp_path, [f"127.0.0.1:{port}"]) as standby:
-            in_the_way.touch()  # the folder cannot be made
-            with zmq_context() as context:
-                following = asyncio.create_task(standby._follow(context))
-                await until("two copies", lambda: num_copies >= 2, seconds=20)
-                in_the_way.unlink()
-                await until("the file", (in_the_way / "a.json").is_file, seconds=20)
-                await cancel_all([following])
-
-    asyncio.run(main())
+    async with leading(home, profiles) as port, standby_of(home, tmp_path, [f"127.0.0.1:{port}"]) as standby:
+        in_the_way.touch()  # the folder cannot be made
+        with zmq_context() as context:
+            following = asyncio.create_task(standby._follow(context))
+            await until("two copies", lambda: num_copies >= 2, seconds=20)
+            in_the_way.unlink()
+            await until("the file", (in_the_way / "a.json").is_file, seconds=20)
+            await cancel_all([following])
 
 
-def test_standby_looks_for_its_leader_on_a_network_that_comes_late(
+async def test_standby_looks_for_its_leader_on_a_network_that_comes_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
     addresses = ["127.0.0.1"]
     monkeypatch.setattr("hearth.platform.network.all_addresses", lambda: list(addresses))
 
-    async def main() -> None:
-        async with standby_of(new_home_key(), tmp_path) as standby:
-            running = asyncio.create_task(standby.run())
-            await until("the search", lambda: standby._browser is not None and standby._browser._zeroconf is not None)
-            browser = standby._browser
-            assert browser is not None
-            first = browser._zeroconf
-            addresses.append("127.0.0.2")
-            await until("new sockets", lambda: browser._zeroconf not in (first, None), seconds=20)
-            standby._stopped.set()
-            assert await running is None
-
-    asyncio.run(main())
+    async with standby_of(new_home_key(), tmp_path) as standby:
+        running = asyncio.create_task(standby.run())
+        await until("the search", lambda: standby._browser is not None and standby._browser._zeroconf is not None)
+        browser = standby._browser
+        assert browser is not None
+        first = browser._zeroconf
+        addresses.append("127.0.0.2")
+        await until("new sockets", lambda: browser._zeroconf not in (first, None), seconds=20)
+        standby._stopped.set()
+        assert await running is None

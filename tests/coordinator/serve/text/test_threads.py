@@ -15,33 +15,26 @@ LONG = 1 << 20
 WAIT_SECONDS = 60.0
 
 
-def test_long_texts_delay_no_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_texts_delay_no_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_MAX_WAITING_LONG", 2)
-
-    async def main() -> None:
-        threads, release = TextThreads(), threading.Event()
-        long = [asyncio.create_task(threads.run(WAIT_SECONDS, LONG, release.wait, WAIT_SECONDS)) for _ in range(2)]
-        try:
-            await asyncio.sleep(0)
-            assert await threads.run(WAIT_SECONDS, 5, "short".upper) == "SHORT"
-            with pytest.raises(QueueFull):
-                await threads.run(WAIT_SECONDS, LONG, release.wait)
-        finally:
-            release.set()
-        assert await asyncio.gather(*long) == [True, True]
-
-    asyncio.run(main())
+    pool, release = TextThreads(), threading.Event()
+    long = [asyncio.create_task(pool.run(WAIT_SECONDS, LONG, release.wait, WAIT_SECONDS)) for _ in range(2)]
+    try:
+        await asyncio.sleep(0)
+        assert await pool.run(WAIT_SECONDS, 5, "short".upper) == "SHORT"
+        with pytest.raises(QueueFull):
+            await pool.run(WAIT_SECONDS, LONG, release.wait)
+    finally:
+        release.set()
+    assert await asyncio.gather(*long) == [True, True]
 
 
-def test_caller_waits_no_longer_than_its_deadline() -> None:
-    async def main() -> None:
-        threads, release = TextThreads(), threading.Event()
-        try:
-            with pytest.raises(DeadlineExceeded):
-                await threads.run(0.01, LONG, release.wait, WAIT_SECONDS)
-        finally:
-            release.set()
-        with pytest.raises(ValueError, match="invalid literal"):
-            await threads.run(WAIT_SECONDS, 1, int, "x")
-
-    asyncio.run(main())
+async def test_caller_waits_no_longer_than_its_deadline() -> None:
+    pool, release = TextThreads(), threading.Event()
+    try:
+        with pytest.raises(DeadlineExceeded):
+            await pool.run(0.01, LONG, release.wait, WAIT_SECONDS)
+    finally:
+        release.set()
+    with pytest.raises(ValueError, match="invalid literal"):
+        await pool.run(WAIT_SECONDS, 1, int, "x")
