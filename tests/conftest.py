@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 import re
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +26,9 @@ settings.register_profile("few", settings.get_profile("quick"), max_examples=10)
 settings.register_profile("ci", settings.get_profile("quick"), max_examples=60)
 settings.register_profile("nightly", settings.get_profile("quick"), max_examples=200)
 settings.load_profile("ci" if "CI" in os.environ else "quick")
+
+
+COROUTINE_LIMIT_SECONDS = 300.0  # reached only by tests that hang, also on a busy machine
 
 
 @pytest.fixture(scope="session")
@@ -75,11 +79,22 @@ def _starts_processes(item: pytest.Item) -> bool:
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a coroutine function in an event loop of its own."""
+    """Run a coroutine function in an event loop of its own, in which the context managers among its fixtures are entered."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    asyncio.run(pyfuncitem.obj(**arguments))
+
+    async def run() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().call_later(COROUTINE_LIMIT_SECONDS, task.cancel)
+        async with AsyncExitStack() as stack:
+            arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+            for name, value in arguments.items():
+                if isinstance(value, AbstractAsyncContextManager):
+                    arguments[name] = await stack.enter_async_context(value)
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(run())
     return True
 
 

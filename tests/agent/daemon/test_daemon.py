@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,75 +124,58 @@ class Agent:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Agent], Awaitable[None]]], list[int]]:
-    """Run a scenario; returns the epochs of the plans that were loaded."""
+@asynccontextmanager
+async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     monkeypatch.setattr(daemon_module, "WorkerProcess", Worker)
     monkeypatch.setattr(Worker, "started", [], raising=False)
-
-    def run_it(scenario: Callable[[Agent], Awaitable[None]]) -> list[int]:
-        async def main() -> None:
-            agent = Agent(tmp_path)
-            await agent.ask(wire.AcquireLease(holder=LOAD.holder, holder_name="c", seconds=30.0))
-            await scenario(agent)
-
-        asyncio.run(asyncio.wait_for(main(), 30))
-        return Worker.started
-
-    return run_it
+    agent = Agent(tmp_path)
+    await agent.ask(wire.AcquireLease(holder=LOAD.holder, holder_name="c", seconds=30.0))
+    yield agent  # noqa: PT022 (the context manager needs it)
 
 
-Run = Callable[[Callable[[Agent], Awaitable[None]]], list[int]]
-
-
-def test_lease_that_ends_while_chunks_are_hashed_leaves_no_worker(run: Run) -> None:
-    async def scenario(agent: Agent) -> None:
-        loading = agent.load(epoch=1)
-        await until("hashing has begun", lambda: agent.store.num_verified == 1)
-        await agent.ask(wire.ReleaseLease(holder=LOAD.holder))
-        agent.store.finish()
-        with pytest.raises(LeaseLost):
-            await loading
-
-    assert run(scenario) == []
+async def test_lease_that_ends_while_chunks_are_hashed_leaves_no_worker(agent: Agent) -> None:
+    loading = agent.load(epoch=1)
+    await until("hashing has begun", lambda: agent.store.num_verified == 1)
+    await agent.ask(wire.ReleaseLease(holder=LOAD.holder))
+    agent.store.finish()
+    with pytest.raises(LeaseLost):
+        await loading
+    assert Worker.started == []
 
 
 STANDBY = wire.AcquireLease(holder="s", holder_name="standby", seconds=2.0, ended="c")
 
 
-def test_standby_gets_the_lease_of_a_coordinator_that_has_ended_before_it_runs_out(run: Run) -> None:
-    async def scenario(agent: Agent) -> None:
-        connected = True
-        await agent.ask(wire.Heartbeat(holder=LOAD.holder), lambda: connected)
-        with pytest.raises(AgentBusy):
-            await agent.ask(STANDBY)
-        connected = False
-        with pytest.raises(AgentBusy):
-            await agent.ask(STANDBY.model_copy(update={"ended": None}))
-        with pytest.raises(AgentBusy):
-            await agent.ask(STANDBY.model_copy(update={"ended": "another"}))
-        began = asyncio.get_running_loop().time()
-        assert isinstance(await agent.ask(STANDBY), wire.LeaseGranted)
-        assert CLOSED_LEASE_SECONDS <= asyncio.get_running_loop().time() - began < 2 * CLOSED_LEASE_SECONDS
-        with pytest.raises(LeaseLost):
-            await agent.ask(wire.Heartbeat(holder=LOAD.holder))
-
-    run(scenario)
-
-
-def test_coordinator_that_connects_again_keeps_its_lease(run: Run) -> None:
-    async def scenario(agent: Agent) -> None:
-        await agent.ask(wire.Heartbeat(holder=LOAD.holder), lambda: False)
-        asking = asyncio.create_task(agent.ask(STANDBY))
-        await asyncio.sleep(0.5 * CLOSED_LEASE_SECONDS)
-        await agent.ask(wire.Heartbeat(holder=LOAD.holder), lambda: False)  # the connection was reset once more
-        with pytest.raises(AgentBusy):
-            await asking
+async def test_standby_gets_the_lease_of_a_coordinator_that_has_ended_before_it_runs_out(agent: Agent) -> None:
+    connected = True
+    await agent.ask(wire.Heartbeat(holder=LOAD.holder), lambda: connected)
+    with pytest.raises(AgentBusy):
+        await agent.ask(STANDBY)
+    connected = False
+    with pytest.raises(AgentBusy):
+        await agent.ask(STANDBY.model_copy(update={"ended": None}))
+    with pytest.raises(AgentBusy):
+        await agent.ask(STANDBY.model_copy(update={"ended": "another"}))
+    began = asyncio.get_running_loop().time()
+    assert isinstance(await agent.ask(STANDBY), wire.LeaseGranted)
+    assert CLOSED_LEASE_SECONDS <= asyncio.get_running_loop().time() - began < 2 * CLOSED_LEASE_SECONDS
+    with pytest.raises(LeaseLost):
         await agent.ask(wire.Heartbeat(holder=LOAD.holder))
 
-    run(scenario)
+
+async def test_coordinator_that_connects_again_keeps_its_lease(agent: Agent) -> None:
+    await agent.ask(wire.Heartbeat(holder=LOAD.holder), lambda: False)
+    asking = asyncio.create_task(agent.ask(STANDBY))
+    await asyncio.sleep(0.5 * CLOSED_LEASE_SECONDS)
+    await agent.ask(wire.Heartbeat(holder=LOAD.holder), lambda: False)  # the connection was reset once more
+    with pytest.raises(AgentBusy):
+        await asking
+    await agent.ask(wire.Heartbeat(holder=LOAD.holder))
 
 
-def test_lease_that_ends_while_the_worker_is_stopped_is_not_granted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lease_that_ends_while_the_worker_is_stopped_is_not_granted(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told, ended = asyncio.Event(), asyncio.Event()
 
     async def stop(self: Worker) -> None:
@@ -200,20 +184,17 @@ def test_lease_that_ends_while_the_worker_is_stopped_is_not_granted(run: Run, mo
 
     monkeypatch.setattr(Worker, "stop", stop)
 
-    async def scenario(agent: Agent) -> None:
-        agent.store.finish()
-        await agent.load(epoch=1)
-        asking = asyncio.create_task(
-            agent.ask(STANDBY.model_copy(update={"holder": LOAD.holder, "adopt": {LOAD.deployment: 7}}))
-        )
-        await told.wait()
-        await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_workers=True))
-        assert isinstance(await agent.ask(STANDBY), wire.LeaseGranted)
-        ended.set()
-        with pytest.raises(LeaseLost):
-            await asking
-
-    run(scenario)
+    agent.store.finish()
+    await agent.load(epoch=1)
+    asking = asyncio.create_task(
+        agent.ask(STANDBY.model_copy(update={"holder": LOAD.holder, "adopt": {LOAD.deployment: 7}}))
+    )
+    await told.wait()
+    await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_workers=True))
+    assert isinstance(await agent.ask(STANDBY), wire.LeaseGranted)
+    ended.set()
+    with pytest.raises(LeaseLost):
+        await asking
 
 
 @pytest.mark.parametrize(
@@ -226,87 +207,75 @@ def test_lease_that_ends_while_the_worker_is_stopped_is_not_granted(run: Run, mo
         ("s", {"chat": 1, "camera": 1, "another": 2}, [("chat", 1)]),
     ],
 )
-def test_next_lease_takes_over_the_workers_that_it_names(
-    run: Run, holder: str, adopt: dict[str, int] | None, kept: list[tuple[str, int]]
+async def test_next_lease_takes_over_the_workers_that_it_names(
+    agent: Agent, holder: str, adopt: dict[str, int] | None, kept: list[tuple[str, int]]
 ) -> None:
-    async def scenario(agent: Agent) -> None:
-        await agent.load_two()
-        if holder != LOAD.holder:
-            await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_workers=True))
-        request = wire.AcquireLease(holder=holder, holder_name="next", seconds=30.0, adopt=adopt)
-        granted = await agent.ask(request)
-        assert isinstance(granted, wire.LeaseGranted)
-        assert [(each.deployment, each.epoch) for each in granted.workers] == kept
-        assert granted.last_epoch == 2
-        assert await agent.workers(holder) == kept
-
-    run(scenario)
-
-
-def test_worker_that_is_still_loading_is_kept_but_not_taken_over(run: Run) -> None:
-    async def scenario(agent: Agent) -> None:
-        await agent.load_two()
-        agent.daemon._workers["chat"].state = "loading"
-        granted = await agent.ask(wire.AcquireLease(holder=LOAD.holder, holder_name="c", seconds=30.0))
-        assert isinstance(granted, wire.LeaseGranted)
-        assert [each.deployment for each in granted.workers] == ["camera"]
-        assert await agent.workers() == [("chat", 1), ("camera", 2)]
-
-    run(scenario)
-
-
-def test_lease_is_released_with_all_workers_or_without(run: Run) -> None:
-    async def scenario(agent: Agent) -> None:
-        await agent.load_two()
+    await agent.load_two()
+    if holder != LOAD.holder:
         await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_workers=True))
-        with pytest.raises(LeaseLost):
-            await agent.workers()
-        assert set(agent.daemon._workers) == {"chat", "camera"}
-        await agent.ask(STANDBY.model_copy(update={"adopt": {"chat": 1, "camera": 2}}))
-        await agent.ask(wire.ReleaseLease(holder=STANDBY.holder))
-        assert not agent.daemon._workers
-
-    run(scenario)
+    request = wire.AcquireLease(holder=holder, holder_name="next", seconds=30.0, adopt=adopt)
+    granted = await agent.ask(request)
+    assert isinstance(granted, wire.LeaseGranted)
+    assert [(each.deployment, each.epoch) for each in granted.workers] == kept
+    assert granted.last_epoch == 2
+    assert await agent.workers(holder) == kept
 
 
-def test_workers_that_no_coordinator_takes_over_are_stopped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_is_still_loading_is_kept_but_not_taken_over(agent: Agent) -> None:
+    await agent.load_two()
+    agent.daemon._workers["chat"].state = "loading"
+    granted = await agent.ask(wire.AcquireLease(holder=LOAD.holder, holder_name="c", seconds=30.0))
+    assert isinstance(granted, wire.LeaseGranted)
+    assert [each.deployment for each in granted.workers] == ["camera"]
+    assert await agent.workers() == [("chat", 1), ("camera", 2)]
+
+
+async def test_lease_is_released_with_all_workers_or_without(agent: Agent) -> None:
+    await agent.load_two()
+    await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_workers=True))
+    with pytest.raises(LeaseLost):
+        await agent.workers()
+    assert set(agent.daemon._workers) == {"chat", "camera"}
+    await agent.ask(STANDBY.model_copy(update={"adopt": {"chat": 1, "camera": 2}}))
+    await agent.ask(wire.ReleaseLease(holder=STANDBY.holder))
+    assert not agent.daemon._workers
+
+
+async def test_workers_that_no_coordinator_takes_over_are_stopped(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(daemon_module, "LEASE_CHECK_SECONDS", 0.0)
     monkeypatch.setattr(Lease, "is_abandoned", lambda lease, now: not lease.is_live(now))
 
-    async def scenario(agent: Agent) -> None:
-        await agent.load_two()
-        watching = asyncio.create_task(agent.daemon.watch_leases())
-        await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_workers=True))
-        await until("both workers are stopped", lambda: not agent.daemon._workers)
-        await cancel_all([watching])
-
-    run(scenario)
+    await agent.load_two()
+    watching = asyncio.create_task(agent.daemon.watch_leases())
+    await agent.ask(wire.ReleaseLease(holder=LOAD.holder, keep_workers=True))
+    await until("both workers are stopped", lambda: not agent.daemon._workers)
+    await cancel_all([watching])
 
 
-def test_one_deployment_is_unloaded_and_the_other_goes_on(run: Run) -> None:
-    async def scenario(agent: Agent) -> None:
-        await agent.load_two()
-        await agent.ask(wire.Unload(holder=LOAD.holder, deployment="chat", epoch=1))
-        assert await agent.workers() == [("camera", 2)]
-        await agent.load(2, "chat")  # each deployment has epochs of its own
-        assert await agent.workers() == [("camera", 2), ("chat", 2)]
-
-    assert run(scenario) == [1, 2, 2]
+async def test_one_deployment_is_unloaded_and_the_other_goes_on(agent: Agent) -> None:
+    await agent.load_two()
+    await agent.ask(wire.Unload(holder=LOAD.holder, deployment="chat", epoch=1))
+    assert await agent.workers() == [("camera", 2)]
+    await agent.load(2, "chat")  # each deployment has epochs of its own
+    assert await agent.workers() == [("camera", 2), ("chat", 2)]
+    assert Worker.started == [1, 2, 2]
 
 
-def test_agent_that_stops_while_chunks_are_hashed_leaves_no_worker(run: Run) -> None:
-    async def scenario(agent: Agent) -> None:
-        loading = agent.load(epoch=1)
-        await until("hashing has begun", lambda: agent.store.num_verified == 1)
-        await agent.daemon.close()
-        agent.store.finish()
-        with pytest.raises(LeaseLost):
-            await loading
-
-    assert run(scenario) == []
+async def test_agent_that_stops_while_chunks_are_hashed_leaves_no_worker(agent: Agent) -> None:
+    loading = agent.load(epoch=1)
+    await until("hashing has begun", lambda: agent.store.num_verified == 1)
+    await agent.daemon.close()
+    agent.store.finish()
+    with pytest.raises(LeaseLost):
+        await loading
+    assert Worker.started == []
 
 
-def test_agent_that_stops_while_it_stops_a_worker_waits_for_that(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_agent_that_stops_while_it_stops_a_worker_waits_for_that(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told, ended = asyncio.Event(), asyncio.Event()
     stopped = []
 
@@ -317,67 +286,58 @@ def test_agent_that_stops_while_it_stops_a_worker_waits_for_that(run: Run, monke
 
     monkeypatch.setattr(Worker, "stop", stop)
 
-    async def scenario(agent: Agent) -> None:
-        agent.store.finish()
-        await agent.load(epoch=1)
-        unloading = asyncio.create_task(agent.ask(wire.Unload(holder=LOAD.holder, epoch=1)))
-        await told.wait()
-        await cancel_all([unloading])
-        asyncio.get_running_loop().call_later(0.01, ended.set)
-        await agent.daemon.close()
-        assert stopped == [1]
-
-    run(scenario)
+    agent.store.finish()
+    await agent.load(epoch=1)
+    unloading = asyncio.create_task(agent.ask(wire.Unload(holder=LOAD.holder, epoch=1)))
+    await told.wait()
+    await cancel_all([unloading])
+    asyncio.get_running_loop().call_later(0.01, ended.set)
+    await agent.daemon.close()
+    assert stopped == [1]
 
 
-def test_disk_that_does_not_answer_fails_the_request_and_is_reported(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+async def test_disk_that_does_not_answer_fails_the_request_and_is_reported(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(daemon_module, "read_seconds", lambda num_bytes: 0.05)
 
-    async def scenario(agent: Agent) -> None:
-        with pytest.raises(StoreFailed, match=f"{tmp_path} has not answered for 0.05 s"):
-            await agent.load(epoch=1)
-        heartbeat = wire.Heartbeat(holder=LOAD.holder)
-        state = await agent.ask(heartbeat)
-        assert isinstance(state, wire.AgentState)
-        assert state.num_hung == 1
-        agent.store.finish()
-        await until("the thread to end", lambda: not disk.hung_paths())
-        assert (await agent.ask(heartbeat)).num_hung == 0  # type: ignore[union-attr]
-
-    assert run(scenario) == []
+    with pytest.raises(StoreFailed, match=f"{tmp_path} has not answered for 0.05 s"):
+        await agent.load(epoch=1)
+    heartbeat = wire.Heartbeat(holder=LOAD.holder)
+    state = await agent.ask(heartbeat)
+    assert isinstance(state, wire.AgentState)
+    assert state.num_hung == 1
+    agent.store.finish()
+    await until("the thread to end", lambda: not disk.hung_paths())
+    assert (await agent.ask(heartbeat)).num_hung == 0  # type: ignore[union-attr]
+    assert Worker.started == []
 
 
-def test_plan_that_is_unloaded_while_it_loads_leaves_no_worker(run: Run) -> None:
-    async def scenario(agent: Agent) -> None:
-        loading = agent.load(epoch=1)
-        await until("hashing has begun", lambda: agent.store.num_verified == 1)
-        await agent.ask(wire.Unload(holder=LOAD.holder, epoch=1))
-        agent.store.finish()
-        with pytest.raises(BadRequest, match="unloaded before it had loaded"):
-            await loading
-        assert isinstance(await agent.load(epoch=2), wire.WorkerBound)
-
-    assert run(scenario) == [2]
+async def test_plan_that_is_unloaded_while_it_loads_leaves_no_worker(agent: Agent) -> None:
+    loading = agent.load(epoch=1)
+    await until("hashing has begun", lambda: agent.store.num_verified == 1)
+    await agent.ask(wire.Unload(holder=LOAD.holder, epoch=1))
+    agent.store.finish()
+    with pytest.raises(BadRequest, match="unloaded before it had loaded"):
+        await loading
+    assert isinstance(await agent.load(epoch=2), wire.WorkerBound)
+    assert Worker.started == [2]
 
 
-def test_newer_plan_does_not_wait_for_the_older_one_to_load(run: Run) -> None:
-    async def scenario(agent: Agent) -> None:
-        older = agent.load(epoch=1)
-        await until("hashing has begun", lambda: agent.store.num_verified == 1)
-        newer = agent.load(epoch=2)
-        await asyncio.sleep(0)
-        agent.store.finish()
-        with pytest.raises(BadRequest, match="replaced by that of epoch 2"):
-            await older
-        assert isinstance(await newer, wire.WorkerBound)
-
-    assert run(scenario) == [2]
+async def test_newer_plan_does_not_wait_for_the_older_one_to_load(agent: Agent) -> None:
+    older = agent.load(epoch=1)
+    await until("hashing has begun", lambda: agent.store.num_verified == 1)
+    newer = agent.load(epoch=2)
+    await asyncio.sleep(0)
+    agent.store.finish()
+    with pytest.raises(BadRequest, match="replaced by that of epoch 2"):
+        await older
+    assert isinstance(await newer, wire.WorkerBound)
+    assert Worker.started == [2]
 
 
-def test_newer_plan_is_loaded_by_the_process_that_still_loads_the_older_one(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+async def test_newer_plan_is_loaded_by_the_process_that_still_loads_the_older_one(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_up = asyncio.Event()
 
@@ -400,73 +360,62 @@ def test_newer_plan_is_loaded_by_the_process_that_still_loads_the_older_one(
     monkeypatch.setattr(Worker, "can_reload", lambda self, request: given_up.is_set())
     monkeypatch.setattr(Worker, "added_chunks", lambda self, request: [], raising=False)
 
-    async def scenario(agent: Agent) -> None:
-        agent.store.finish()
-        older = agent.load(epoch=1)
-        await until("the process loads", lambda: any(each.epoch == 1 for each in agent.daemon._workers.values()))
-        newer = agent.load(epoch=2)
-        with pytest.raises(StepFailed, match="replaced"):
-            await older
-        assert isinstance(await newer, wire.WorkerBound)
-
-    assert run(scenario) == [2]
+    agent.store.finish()
+    older = agent.load(epoch=1)
+    await until("the process loads", lambda: any(each.epoch == 1 for each in agent.daemon._workers.values()))
+    newer = agent.load(epoch=2)
+    with pytest.raises(StepFailed, match="replaced"):
+        await older
+    assert isinstance(await newer, wire.WorkerBound)
+    assert Worker.started == [2]
 
 
-def test_changes_of_a_worker_are_reported_at_once_while_the_lease_lasts(run: Run) -> None:
-    async def scenario(agent: Agent) -> None:
-        reports = await agent.ask(wire.WatchWorkers(holder=LOAD.holder))
-        assert isinstance(reports, AsyncGenerator)
-        assert await anext(reports) == wire.AgentState(boot_id=agent.daemon.boot_id)
-        agent.store.finish()
-        await agent.load(epoch=1)
-        worker = agent.daemon._workers[LOAD.deployment]
-        assert isinstance(worker, Worker)
-        for late_rank in (2, None):
-            following = asyncio.ensure_future(anext(reports))
-            await asyncio.sleep(0)
-            worker.late_rank = late_rank
-            worker.change()
-            state = await asyncio.wait_for(following, 1)
-            assert isinstance(state, wire.AgentState)
-            assert [each.late_rank for each in state.workers] == [late_rank]
-        await agent.ask(wire.ReleaseLease(holder=LOAD.holder))
+async def test_changes_of_a_worker_are_reported_at_once_while_the_lease_lasts(agent: Agent) -> None:
+    reports = await agent.ask(wire.WatchWorkers(holder=LOAD.holder))
+    assert isinstance(reports, AsyncGenerator)
+    assert await anext(reports) == wire.AgentState(boot_id=agent.daemon.boot_id)
+    agent.store.finish()
+    await agent.load(epoch=1)
+    worker = agent.daemon._workers[LOAD.deployment]
+    assert isinstance(worker, Worker)
+    for late_rank in (2, None):
+        following = asyncio.ensure_future(anext(reports))
+        await asyncio.sleep(0)
+        worker.late_rank = late_rank
         worker.change()
-        with pytest.raises(LeaseLost):
-            await anext(reports)
+        state = await asyncio.wait_for(following, 1)
+        assert isinstance(state, wire.AgentState)
+        assert [each.late_rank for each in state.workers] == [late_rank]
+    await agent.ask(wire.ReleaseLease(holder=LOAD.holder))
+    worker.change()
+    with pytest.raises(LeaseLost):
+        await anext(reports)
 
-    run(scenario)
 
-
-def test_template_of_workers_is_started_when_one_is_expected(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_template_of_workers_is_started_when_one_is_expected(
+    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[str] = []
     monkeypatch.setattr(Spawner, "prepare", lambda spawner, library: prepared.append(library))
 
-    async def scenario(agent: Agent) -> None:
-        agent.daemon._store = ShardStore(tmp_path / "chunks", 10_000, "kitchen")
-        request = wire.FindMissing(holder=LOAD.holder, hashes=())
-        await agent.ask(request)
-        assert prepared == []
-        await agent.ask(request.model_copy(update={"prepare_worker": "torch"}))
-        assert prepared == ["torch"]
-
-    run(scenario)
+    agent.daemon._store = ShardStore(tmp_path / "chunks", 10_000, "kitchen")
+    request = wire.FindMissing(holder=LOAD.holder, hashes=())
+    await agent.ask(request)
+    assert prepared == []
+    await agent.ask(request.model_copy(update={"prepare_worker": "torch"}))
+    assert prepared == ["torch"]
 
 
-def test_half_of_the_free_memory_is_used_for_chunks_that_are_read_ahead(run: Run, tmp_path: Path) -> None:
-    async def scenario(agent: Agent) -> None:
-        store = ShardStore(tmp_path / "chunks", 10_000, "kitchen")
-        agent.daemon._store = store
-        names = []
-        for index, size in enumerate((400, 300, 50)):
-            name, data = chunk(index, size)
-            names.append(name)
-            if index < 2:
-                store.put(name, data)
-        request = wire.FindMissing(holder=LOAD.holder, hashes=tuple(names))
-        assert await agent.ask(request) == wire.ChunksMissing(hashes=(names[2],))
-        found = await agent.ask(request.model_copy(update={"read_ahead": True}))
-        assert found == wire.ChunksMissing(hashes=(names[2],), stored_bytes=700, read_ahead_bytes=400)
-
-    run(scenario)
+async def test_half_of_the_free_memory_is_used_for_chunks_that_are_read_ahead(agent: Agent, tmp_path: Path) -> None:
+    store = ShardStore(tmp_path / "chunks", 10_000, "kitchen")
+    agent.daemon._store = store
+    names = []
+    for index, size in enumerate((400, 300, 50)):
+        name, data = chunk(index, size)
+        names.append(name)
+        if index < 2:
+            store.put(name, data)
+    request = wire.FindMissing(holder=LOAD.holder, hashes=tuple(names))
+    assert await agent.ask(request) == wire.ChunksMissing(hashes=(names[2],))
+    found = await agent.ask(request.model_copy(update={"read_ahead": True}))
+    assert found == wire.ChunksMissing(hashes=(names[2],), stored_bytes=700, read_ahead_bytes=400)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -104,8 +104,9 @@ class FakeAgent:
             yield server.port
 
 
-def run(scenario: Callable[[FakeAgent], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(FakeAgent()), 120))
+@pytest.fixture
+def agent() -> FakeAgent:
+    return FakeAgent()
 
 
 def fleet_of(port: int) -> Fleet:
@@ -129,130 +130,110 @@ async def fleet_with_a_broken_connection(agent: FakeAgent) -> tuple[Fleet, int]:
     return fleet, port
 
 
-def test_device_whose_connection_breaks_is_out_of_plans_at_once_and_back_when_it_answers() -> None:
-    async def scenario(agent: FakeAgent) -> None:
-        fleet, port = await fleet_with_a_broken_connection(agent)
+async def test_device_whose_connection_breaks_is_out_of_plans_at_once_and_back_when_it_answers(
+    agent: FakeAgent,
+) -> None:
+    fleet, port = await fleet_with_a_broken_connection(agent)
+    assert fleet.usable() == []
+    began = loop_time()
+    await until("the device is dead", lambda: fleet.devices["a"].health == "dead")
+    assert loop_time() - began < RECONNECT_SECONDS + 1.0
+    async with agent.listening(port):
+        await until("the device is back", fleet.usable)
+        await fleet.__aexit__()
+
+
+async def test_lease_counts_only_for_a_moment_after_its_connection_was_closed(agent: FakeAgent) -> None:
+    async with agent.listening() as port:
+        fleet = fleet_of(port)
+        await fleet.__aenter__()
+        await until("the lease is there", fleet.leased)
+    closed = loop_time()
+    await until("the lease counts no longer", lambda: not fleet.leased(), seconds=5)
+    assert loop_time() - closed < CLOSED_LEASE_SECONDS
+    async with agent.listening(port):
+        await until("the lease counts again", fleet.leased, seconds=10)
+        await fleet.__aexit__()
+
+
+async def test_workers_of_all_deployments_are_known_once_the_lease_is_granted_again(agent: FakeAgent) -> None:
+    chat = wire.RunningWorker(deployment="chat", epoch=3, plan_hash="0" * 64, rank=0, last_step=5)
+    camera = chat.model_copy(update={"deployment": "camera", "epoch": 4})
+    agent.workers = (chat, camera)
+    async with agent.listening() as port:
+        async with fleet_of(port) as fleet:
+            fleet.running_epochs |= {"chat": 3, "camera": 4}
+            await until("the device", lambda: fleet.usable())
+            (device,) = fleet.usable()
+            assert device.taken_over == {"chat": chat, "camera": camera}
+            for worker in agent.workers:
+                known = device.worker(worker.deployment)
+                assert known is not None
+                assert (known.state, known.epoch) == ("ready", worker.epoch)
+            del fleet.running_epochs["chat"]
+            agent.workers = (camera,)
+            await fleet.acquire_again("a")
+            assert fleet.devices["a"].taken_over == {"camera": camera}
+            assert fleet.devices["a"].worker("chat") is None
+            assert agent.adopted == [{"chat": 3, "camera": 4}, {"camera": 4}]
+
+
+async def test_device_that_is_reached_over_a_new_connection_answers_again(agent: FakeAgent) -> None:
+    fleet, port = await fleet_with_a_broken_connection(agent)
+    assert not await fleet.answers_again("a")
+    async with agent.listening(port):
+        await until("the device is back", fleet.usable)
+        assert await fleet.answers_again("a")
+        await fleet.__aexit__()
+
+
+async def test_calls_to_a_silent_device_end_once_it_is_dead(agent: FakeAgent) -> None:
+    async with agent.listening() as port, fleet_of(port) as fleet:
+        await until("the device is there", fleet.usable)
+        async with fleet.bulk_connection("a") as bulk:
+            agent.silent = True
+            with pytest.raises(DeviceLost):
+                await asyncio.gather(fleet.call("a", FIND, timeout_seconds=20), bulk.call(FIND, timeout_seconds=20))
+        assert fleet.devices["a"].health == "dead"
+        agent.silent = False
+        await until("the device is back", fleet.usable)
+
+
+async def test_device_on_a_radio_link_is_known_without_its_lease_too(agent: FakeAgent) -> None:
+    agent.late_seconds = 0.005
+    access = Access(COORDINATOR, AGENT.public)
+    async with (
+        agent.listening() as port,
+        Fleet(access, None, static_devices=f"127.0.0.1:{port}", browse=False) as fleet,
+    ):
+        await until(
+            "its round trips are known", lambda: "a" in fleet.devices and fleet.devices["a"].is_on_radio, seconds=10
+        )
+        assert registry.dead_seconds(fleet.devices["a"], loop_time()) == MAX_DEAD_SECONDS
+
+
+async def test_device_that_falls_silent_before_it_grants_its_lease_is_in_no_plan(agent: FakeAgent) -> None:
+    agent.grants = False
+    async with agent.listening() as port, fleet_of(port) as fleet:
+        await until("the device is known", lambda: fleet.devices)
         assert fleet.usable() == []
-        began = loop_time()
-        await until("the device is dead", lambda: fleet.devices["a"].health == "dead")
-        assert loop_time() - began < RECONNECT_SECONDS + 1.0
-        async with agent.listening(port):
-            await until("the device is back", fleet.usable)
-            await fleet.__aexit__()
-
-    run(scenario)
+        agent.grants = True
+        await until("the device is there", fleet.usable)
 
 
-def test_lease_counts_only_for_a_moment_after_its_connection_was_closed() -> None:
-    async def scenario(agent: FakeAgent) -> None:
-        async with agent.listening() as port:
-            fleet = fleet_of(port)
-            await fleet.__aenter__()
-            await until("the lease is there", fleet.leased)
-        closed = loop_time()
-        await until("the lease counts no longer", lambda: not fleet.leased(), seconds=5)
-        assert loop_time() - closed < CLOSED_LEASE_SECONDS
-        async with agent.listening(port):
-            await until("the lease counts again", fleet.leased, seconds=10)
-            await fleet.__aexit__()
-
-    run(scenario)
-
-
-def test_workers_of_all_deployments_are_known_once_the_lease_is_granted_again() -> None:
-    async def scenario(agent: FakeAgent) -> None:
-        chat = wire.RunningWorker(deployment="chat", epoch=3, plan_hash="0" * 64, rank=0, last_step=5)
-        camera = chat.model_copy(update={"deployment": "camera", "epoch": 4})
-        agent.workers = (chat, camera)
-        async with agent.listening() as port:
-            async with fleet_of(port) as fleet:
-                fleet.running_epochs |= {"chat": 3, "camera": 4}
-                await until("the device", lambda: fleet.usable())
-                (device,) = fleet.usable()
-                assert device.taken_over == {"chat": chat, "camera": camera}
-                for worker in agent.workers:
-                    known = device.worker(worker.deployment)
-                    assert known is not None
-                    assert (known.state, known.epoch) == ("ready", worker.epoch)
-                del fleet.running_epochs["chat"]
-                agent.workers = (camera,)
-                await fleet.acquire_again("a")
-                assert fleet.devices["a"].taken_over == {"camera": camera}
-                assert fleet.devices["a"].worker("chat") is None
-                assert agent.adopted == [{"chat": 3, "camera": 4}, {"camera": 4}]
-
-    run(scenario)
-
-
-def test_device_that_is_reached_over_a_new_connection_answers_again() -> None:
-    async def scenario(agent: FakeAgent) -> None:
-        fleet, port = await fleet_with_a_broken_connection(agent)
-        assert not await fleet.answers_again("a")
-        async with agent.listening(port):
-            await until("the device is back", fleet.usable)
-            assert await fleet.answers_again("a")
-            await fleet.__aexit__()
-
-    run(scenario)
-
-
-def test_calls_to_a_silent_device_end_once_it_is_dead() -> None:
-    async def scenario(agent: FakeAgent) -> None:
-        async with agent.listening() as port, fleet_of(port) as fleet:
-            await until("the device is there", fleet.usable)
-            async with fleet.bulk_connection("a") as bulk:
-                agent.silent = True
-                with pytest.raises(DeviceLost):
-                    await asyncio.gather(fleet.call("a", FIND, timeout_seconds=20), bulk.call(FIND, timeout_seconds=20))
-            assert fleet.devices["a"].health == "dead"
-            agent.silent = False
-            await until("the device is back", fleet.usable)
-
-    run(scenario)
-
-
-def test_device_on_a_radio_link_is_known_without_its_lease_too() -> None:
-    async def scenario(agent: FakeAgent) -> None:
-        agent.late_seconds = 0.005
-        access = Access(COORDINATOR, AGENT.public)
-        async with (
-            agent.listening() as port,
-            Fleet(access, None, static_devices=f"127.0.0.1:{port}", browse=False) as fleet,
-        ):
-            await until(
-                "its round trips are known", lambda: "a" in fleet.devices and fleet.devices["a"].is_on_radio, seconds=10
-            )
-            assert registry.dead_seconds(fleet.devices["a"], loop_time()) == MAX_DEAD_SECONDS
-
-    run(scenario)
-
-
-def test_device_that_falls_silent_before_it_grants_its_lease_is_in_no_plan() -> None:
-    async def scenario(agent: FakeAgent) -> None:
-        agent.grants = False
-        async with agent.listening() as port, fleet_of(port) as fleet:
-            await until("the device is known", lambda: fleet.devices)
-            assert fleet.usable() == []
-            agent.grants = True
-            await until("the device is there", fleet.usable)
-
-    run(scenario)
-
-
-def test_device_that_is_silent_when_its_agent_starts_again_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_device_that_is_silent_when_its_agent_starts_again_is_lost(
+    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its last heartbeat shows another boot, and the hello that follows has no answer."""
     monkeypatch.setattr(fleet_module, "_HELLO_SECONDS", 0.5)
 
-    async def scenario(agent: FakeAgent) -> None:
-        async with agent.listening() as port, fleet_of(port) as fleet:
-            await until("the device is there", fleet.usable)
-            asked = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
-            agent.boot_id = "another"
-            with pytest.raises(DeviceLost):
-                await asked
-            assert fleet.devices["a"].health == "dead"
-
-    run(scenario)
+    async with agent.listening() as port, fleet_of(port) as fleet:
+        await until("the device is there", fleet.usable)
+        asked = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
+        agent.boot_id = "another"
+        with pytest.raises(DeviceLost):
+            await asked
+        assert fleet.devices["a"].health == "dead"
 
 
 async def test_forged_records_neither_use_up_sockets_nor_keep_a_real_agent_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,58 +267,51 @@ def found_at(port: int) -> DiscoveredService:
     return DiscoveredService(f"record-{port}", ("127.0.0.1",), port, PROTOCOL_VERSION, fingerprint(AGENT.public))
 
 
-def test_agents_are_found_while_another_one_has_only_said_hello() -> None:
-    async def scenario(agent: FakeAgent) -> None:
-        agent.tells_telemetry.clear()
-        async with Fleet(Access(COORDINATOR, AGENT.public), "test", browse=False) as fleet, agent.listening() as port:
-            fleet._connections.on_discovered(found_at(port))
-            await until("it has said hello", lambda: "a" in fleet._connections.by_device)
-            fleet._connections.on_discovered(found_at(port + 1))
-            agent.tells_telemetry.set()
+async def test_agents_are_found_while_another_one_has_only_said_hello(agent: FakeAgent) -> None:
+    agent.tells_telemetry.clear()
+    async with Fleet(Access(COORDINATOR, AGENT.public), "test", browse=False) as fleet, agent.listening() as port:
+        fleet._connections.on_discovered(found_at(port))
+        await until("it has said hello", lambda: "a" in fleet._connections.by_device)
+        fleet._connections.on_discovered(found_at(port + 1))
+        agent.tells_telemetry.set()
+        await until("the device is there", fleet.usable)
+
+
+async def test_device_with_a_new_address_is_asked_there_and_its_old_one_no_longer_matters(agent: FakeAgent) -> None:
+    healths: list[str] = []
+    access = Access(COORDINATOR, AGENT.public)
+    async with (
+        Fleet(access, "test", browse=False, on_change=lambda device: healths.append(device.health)) as fleet,
+        agent.listening() as new_port,
+    ):
+        async with agent.listening() as old_port:
+            fleet._connections.on_discovered(found_at(old_port))
             await until("the device is there", fleet.usable)
-
-    run(scenario)
-
-
-def test_device_with_a_new_address_is_asked_there_and_its_old_one_no_longer_matters() -> None:
-    async def scenario(agent: FakeAgent) -> None:
-        healths: list[str] = []
-        access = Access(COORDINATOR, AGENT.public)
-        async with (
-            Fleet(access, "test", browse=False, on_change=lambda device: healths.append(device.health)) as fleet,
-            agent.listening() as new_port,
-        ):
-            async with agent.listening() as old_port:
-                fleet._connections.on_discovered(found_at(old_port))
-                await until("the device is there", fleet.usable)
-                fleet._connections.on_discovered(found_at(new_port))
-                await until("its new address is known", lambda: fleet.devices["a"].port == new_port)
-                await asyncio.sleep(HEARTBEAT_SECONDS + 0.1)  # the old address takes its last heartbeat
-            await asyncio.sleep(3 * HEARTBEAT_SECONDS)
-            await fleet.call("a", wire.Heartbeat(holder="test"))
-            assert set(healths) == {"alive"}
-            assert fleet.refusals == []
-
-    run(scenario)
+            fleet._connections.on_discovered(found_at(new_port))
+            await until("its new address is known", lambda: fleet.devices["a"].port == new_port)
+            await asyncio.sleep(HEARTBEAT_SECONDS + 0.1)  # the old address takes its last heartbeat
+        await asyncio.sleep(3 * HEARTBEAT_SECONDS)
+        await fleet.call("a", wire.Heartbeat(holder="test"))
+        assert set(healths) == {"alive"}
+        assert fleet.refusals == []
 
 
-def test_key_that_was_revoked_before_its_agent_answered_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_key_that_was_revoked_before_its_agent_answered_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fleet_module, "_HELLO_SECONDS", 0.05)
     monkeypatch.setattr(fleet_module, "_RETRY_SECONDS", 0.01)
     home, admitted = new_keypair(), [AGENT.public]
 
-    async def scenario(_: FakeAgent) -> None:
-        access = Access(COORDINATOR, home.public)
-        fleet = Fleet(access, "test", static_devices="127.0.0.1:1", browse=False, device_keys=lambda: admitted)
-        async with fleet:
-            (connection,) = fleet._connections.by_address.values()
-            await until("the device's key to be tried", lambda: connection.client.server_key == AGENT.public)
-            admitted.clear()
-            await fleet.drop_revoked()
-            (connection,) = fleet._connections.by_address.values()
-            assert (connection.client.server_key, connection.server_keys) == (home.public, [home.public])
-
-    run(scenario)
+    access = Access(COORDINATOR, home.public)
+    fleet = Fleet(access, "test", static_devices="127.0.0.1:1", browse=False, device_keys=lambda: admitted)
+    async with fleet:
+        (connection,) = fleet._connections.by_address.values()
+        await until("the device's key to be tried", lambda: connection.client.server_key == AGENT.public)
+        admitted.clear()
+        await fleet.drop_revoked()
+        (connection,) = fleet._connections.by_address.values()
+        assert (connection.client.server_key, connection.server_keys) == (home.public, [home.public])
 
 
 async def fleet_that_admits(admitted: list[str], port: int) -> Fleet:
@@ -352,46 +326,40 @@ async def fleet_that_admits(admitted: list[str], port: int) -> Fleet:
 
 
 @pytest.mark.parametrize("is_revoked", [True, False])
-def test_device_at_a_static_address_comes_back_with_a_key_that_is_admitted_later(
-    is_revoked: bool, monkeypatch: pytest.MonkeyPatch
+async def test_device_at_a_static_address_comes_back_with_a_key_that_is_admitted_later(
+    agent: FakeAgent, is_revoked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_module, "_HELLO_SECONDS", 0.5)
     monkeypatch.setattr(fleet_module, "_RETRY_SECONDS", 0.01)
     first, second = new_keypair(), new_keypair()
     admitted = [first.public]
 
-    async def scenario(agent: FakeAgent) -> None:
-        async with agent.listening(keypair=first) as port:
-            fleet = await fleet_that_admits(admitted, port)
-            if is_revoked:
-                admitted.clear()
-                await fleet.drop_revoked()
-                assert (fleet.usable(), fleet.devices["a"].reason) == ([], "its key was revoked")
-            admitted.append(second.public)
-            fleet.key_admitted(second.public)
-        await until("the device is lost", lambda: not fleet.usable())
-        async with agent.listening(port, second):
-            await until("the device is back", fleet.usable)
-            await fleet.__aexit__()
-
-    run(scenario)
-
-
-def test_key_that_is_revoked_while_the_leases_are_released_leaves_no_connection() -> None:
-    admitted = [AGENT.public]
-
-    async def scenario(agent: FakeAgent) -> None:
-        async with agent.listening() as port:
-            fleet = await fleet_that_admits(admitted, port)
-            agent.silent = True
-            ending = asyncio.create_task(fleet.__aexit__())
-            await asyncio.sleep(0.05)
+    async with agent.listening(keypair=first) as port:
+        fleet = await fleet_that_admits(admitted, port)
+        if is_revoked:
             admitted.clear()
             await fleet.drop_revoked()
-            await ending
-        assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("the connection to")]
+            assert (fleet.usable(), fleet.devices["a"].reason) == ([], "its key was revoked")
+        admitted.append(second.public)
+        fleet.key_admitted(second.public)
+    await until("the device is lost", lambda: not fleet.usable())
+    async with agent.listening(port, second):
+        await until("the device is back", fleet.usable)
+        await fleet.__aexit__()
 
-    run(scenario)
+
+async def test_key_that_is_revoked_while_the_leases_are_released_leaves_no_connection(agent: FakeAgent) -> None:
+    admitted = [AGENT.public]
+
+    async with agent.listening() as port:
+        fleet = await fleet_that_admits(admitted, port)
+        agent.silent = True
+        ending = asyncio.create_task(fleet.__aexit__())
+        await asyncio.sleep(0.05)
+        admitted.clear()
+        await fleet.drop_revoked()
+        await ending
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("the connection to")]
 
 
 def test_an_address_that_is_given_twice_gets_one_connection() -> None:
@@ -404,79 +372,70 @@ def test_an_address_that_is_given_twice_gets_one_connection() -> None:
     assert asyncio.run(leave()) == set()
 
 
-def test_worker_that_dies_is_known_before_the_next_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(agent: FakeAgent) -> None:
-        heard: list[str] = []
+async def test_worker_that_dies_is_known_before_the_next_heartbeat(
+    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
 
-        def note(device: Device) -> None:
-            heard.extend(each.state for each in device.state.workers) if device.state is not None else None
+    def note(device: Device) -> None:
+        heard.extend(each.state for each in device.state.workers) if device.state is not None else None
 
-        async with agent.listening() as port:
-            monkeypatch.setattr("coordinator.devices.registry.HEARTBEAT_SECONDS", 20.0)
-            access = Access(COORDINATOR, AGENT.public)
-            fleet = Fleet(access, "test", static_devices=f"127.0.0.1:{port}", browse=False, on_change=note)
-            async with fleet:
-                await until("the device is there", fleet.usable)
-                agent.worker_failed.set()
-                await until("the report", lambda: heard == ["failed"], seconds=15)
-
-    run(scenario)
+    async with agent.listening() as port:
+        monkeypatch.setattr("coordinator.devices.registry.HEARTBEAT_SECONDS", 20.0)
+        access = Access(COORDINATOR, AGENT.public)
+        fleet = Fleet(access, "test", static_devices=f"127.0.0.1:{port}", browse=False, on_change=note)
+        async with fleet:
+            await until("the device is there", fleet.usable)
+            agent.worker_failed.set()
+            await until("the report", lambda: heard == ["failed"], seconds=15)
 
 
 @pytest.mark.parametrize("num_witnesses", [1, 2])
-def test_device_that_others_wait_for_and_that_does_not_answer_is_dead_at_once(
-    num_witnesses: int, monkeypatch: pytest.MonkeyPatch
+async def test_device_that_others_wait_for_and_that_does_not_answer_is_dead_at_once(
+    agent: FakeAgent, num_witnesses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_module, "LATE_SECONDS", 1.0)  # the tests' processes may be busy
 
-    async def scenario(agent: FakeAgent) -> None:
-        async with agent.listening() as port, fleet_of(port) as fleet:
-            await until("the device is there", fleet.usable)
-            assert not await fleet.is_lost("a", lambda: num_witnesses)
-            calling = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
-            agent.silent = True
-            began = loop_time()
-            assert await fleet.is_lost("a", lambda: num_witnesses)
-            assert loop_time() - began < (0.9 if num_witnesses == 1 else 0.6) * DEAD_SECONDS
-            assert fleet.devices["a"].health == "dead"
-            with pytest.raises(DeviceLost):
-                await calling
-            await asyncio.sleep(0.2)
-            assert fleet.devices["a"].health == "dead"  # a heartbeat that was on its way changes nothing
-            agent.silent = False
-            await until("the device is back", fleet.usable)
-
-    run(scenario)
+    async with agent.listening() as port, fleet_of(port) as fleet:
+        await until("the device is there", fleet.usable)
+        assert not await fleet.is_lost("a", lambda: num_witnesses)
+        calling = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
+        agent.silent = True
+        began = loop_time()
+        assert await fleet.is_lost("a", lambda: num_witnesses)
+        assert loop_time() - began < (0.9 if num_witnesses == 1 else 0.6) * DEAD_SECONDS
+        assert fleet.devices["a"].health == "dead"
+        with pytest.raises(DeviceLost):
+            await calling
+        await asyncio.sleep(0.2)
+        assert fleet.devices["a"].health == "dead"  # a heartbeat that was on its way changes nothing
+        agent.silent = False
+        await until("the device is back", fleet.usable)
 
 
-def test_second_witness_that_reports_while_the_device_is_asked_shortens_the_wait_for_its_answer(
+async def test_second_witness_that_reports_while_the_device_is_asked_shortens_the_wait_for_its_answer(
+    agent: FakeAgent,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fleet_module, "LATE_SECONDS", 1.0)
 
-    async def scenario(agent: FakeAgent) -> None:
-        async with agent.listening() as port, fleet_of(port) as fleet:
-            await until("the device is there", fleet.usable)
-            agent.silent = True
-            began = loop_time()
-            assert await fleet.is_lost("a", lambda: 1 if loop_time() - began < 0.1 else 2)
-            assert loop_time() - began < 0.6 * DEAD_SECONDS
-
-    run(scenario)
+    async with agent.listening() as port, fleet_of(port) as fleet:
+        await until("the device is there", fleet.usable)
+        agent.silent = True
+        began = loop_time()
+        assert await fleet.is_lost("a", lambda: 1 if loop_time() - began < 0.1 else 2)
+        assert loop_time() - began < 0.6 * DEAD_SECONDS
 
 
-def test_lease_lasts_longer_on_a_device_that_is_often_silent_if_a_standby_waits_for_its_end() -> None:
-    async def scenario(agent: FakeAgent) -> None:
-        async with agent.listening() as port, fleet_of(port) as fleet:
-            await until("the device is there", fleet.usable)
-            fleet.devices["a"] = replace(
-                fleet.devices["a"], watched_since=loop_time() - 60, silences=((loop_time(), 1.5),)
-            )
-            await asyncio.sleep(2 * HEARTBEAT_SECONDS)
-            fleet.lease_seconds = STANDBY_LEASE_SECONDS
-            await until("a lease for a silent device", lambda: agent.leases == [LEASE_SECONDS, 4.5], seconds=5)
-            fleet.devices["a"] = replace(fleet.devices["a"], silences=((loop_time(), 0.6),))
-            await until("a shorter lease", lambda: agent.leases[2:] == [STANDBY_LEASE_SECONDS], seconds=5)
-            assert fleet.leased() == {"a"}
-
-    run(scenario)
+async def test_lease_lasts_longer_on_a_device_that_is_often_silent_if_a_standby_waits_for_its_end(
+    agent: FakeAgent,
+) -> None:
+    async with agent.listening() as port, fleet_of(port) as fleet:
+        await until("the device is there", fleet.usable)
+        fleet.devices["a"] = replace(fleet.devices["a"], watched_since=loop_time() - 60, silences=((loop_time(), 1.5),))
+        await asyncio.sleep(2 * HEARTBEAT_SECONDS)
+        fleet.lease_seconds = STANDBY_LEASE_SECONDS
+        await until("a lease for a silent device", lambda: agent.leases == [LEASE_SECONDS, 4.5], seconds=5)
+        fleet.devices["a"] = replace(fleet.devices["a"], silences=((loop_time(), 0.6),))
+        await until("a shorter lease", lambda: agent.leases[2:] == [STANDBY_LEASE_SECONDS], seconds=5)
+        assert fleet.leased() == {"a"}

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from typing import Any
 
@@ -121,36 +121,22 @@ def raw_client(context: zmq.asyncio.Context, endpoint: str, rcvhwm: int = 1000) 
     return socket
 
 
-def run(
-    scenario: Callable[[RpcServer, RpcClient, Any], Awaitable[None]], sndhwm: int = 1000, policy: Policy = ACCEPT_ALL
-) -> None:
-    async def main() -> None:
-        async with pair(sndhwm=sndhwm, policy=policy) as (server, client, context):
-            await asyncio.wait_for(scenario(server, client, context), 30)
-
-    asyncio.run(main())
-
-
-def test_payload_frames_round_trip() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+async def test_payload_frames_round_trip() -> None:
+    async with pair() as (_, client, _):
         reply = await client.call(Done(), [b"a" * 100_000, b""], timeout_seconds=30)
         assert reply.message == Done()
         assert [bytes(frame) for frame in reply.payload] == [b"a" * 100_000, b""]
 
-    run(scenario)
 
-
-def test_concurrent_calls_get_their_own_answers() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+async def test_concurrent_calls_get_their_own_answers() -> None:
+    async with pair() as (_, client, _):
         payloads = [str(i).encode() for i in range(100)]
         replies = await asyncio.gather(*(client.call(Done(), [p], timeout_seconds=10) for p in payloads))
         assert [bytes(reply.payload[0]) for reply in replies] == payloads
 
-    run(scenario)
 
-
-def test_errors_keep_their_type() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+async def test_errors_keep_their_type() -> None:
+    async with pair() as (_, client, _):
         with pytest.raises(TextTooLong) as error:
             await client.call(GetReadiness(), timeout_seconds=30)
         assert error.value.max_tokens == 8
@@ -158,26 +144,22 @@ def test_errors_keep_their_type() -> None:
             await client.call(GetStatus(), timeout_seconds=30)
         assert await client.call(Done(), timeout_seconds=30)
 
-    run(scenario)
 
-
-def test_every_call_has_a_deadline() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+async def test_every_call_has_a_deadline() -> None:
+    async with pair() as (_, client, _):
         with pytest.raises(DeadlineExceeded):
             await client.call(ListDevices(), timeout_seconds=0.2)
         assert await client.call(Done(), timeout_seconds=30)
 
-    run(scenario)
 
-
-def test_server_knows_whether_the_connection_of_a_request_is_open() -> None:
+async def test_server_knows_whether_the_connection_of_a_request_is_open() -> None:
     callers: list[Caller] = []
 
     async def note(caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
         callers.append(caller)
         return Done()
 
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+    async with pair() as (server, client, context):
         server._handler = note
         other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other")
         for each in (client, other):
@@ -188,11 +170,9 @@ def test_server_knows_whether_the_connection_of_a_request_is_open() -> None:
         assert callers[0].is_connected()
         await client.call(Done(), timeout_seconds=30)
 
-    run(scenario)
 
-
-def test_other_protocol_version_is_reported() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+async def test_other_protocol_version_is_reported() -> None:
+    async with pair() as (_, client, context):
         assert (await client.hello(CoordinatorWelcome, timeout_seconds=30)).name == "far"
         other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other version")
         with pytest.raises(ProtocolMismatch) as error:
@@ -202,11 +182,9 @@ def test_other_protocol_version_is_reported() -> None:
             await client.hello(AgentWelcome, timeout_seconds=30)
         await other.close()
 
-    run(scenario)
 
-
-def test_malformed_and_oversized_frames_are_counted_and_dropped() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+async def test_malformed_and_oversized_frames_are_counted_and_dropped() -> None:
+    async with pair() as (server, client, context):
         raw = raw_client(context, client.endpoint)
         for frames in (
             [b"short", b""],
@@ -223,11 +201,9 @@ def test_malformed_and_oversized_frames_are_counted_and_dropped() -> None:
         assert await client.call(Done(), timeout_seconds=30)
         assert await client.call(ListApps(), timeout_seconds=30)
 
-    run(scenario)
 
-
-def test_invalid_field_name_as_long_as_a_message_gets_a_short_answer() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+async def test_invalid_field_name_as_long_as_a_message_gets_a_short_answer() -> None:
+    async with pair() as (_, client, context):
         raw = raw_client(context, client.endpoint)
         fields = {"v": PROTOCOL_VERSION, "t": "failed", "code": "X", "details": {"k" * (3 << 20): []}}
         await raw.send_multipart([bytes(8), msgpack.packb(fields)])
@@ -237,11 +213,9 @@ def test_invalid_field_name_as_long_as_a_message_gets_a_short_answer() -> None:
         raw.close()
         assert await client.call(Done(), timeout_seconds=30)
 
-    run(scenario)
 
-
-def test_server_whose_messages_wait_has_not_worked() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+async def test_server_whose_messages_wait_has_not_worked() -> None:
+    async with pair() as (server, client, context):
         await client.call(Done(), timeout_seconds=30)
         assert server.has_worked()
         assert server.has_worked()  # nothing waits
@@ -251,13 +225,11 @@ def test_server_whose_messages_wait_has_not_worked() -> None:
         await until("the message", lambda: not server.has_worked())
         raw.close()
 
-    run(scenario)
 
-
-def test_idle_connections_leave_room_for_others() -> None:
+async def test_idle_connections_leave_room_for_others() -> None:
     raise_file_limit()
 
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+    async with pair() as (server, client, context):
         with ExitStack() as stack:
             for _ in range(2000):
                 stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
@@ -266,11 +238,9 @@ def test_idle_connections_leave_room_for_others() -> None:
             assert await client.call(Done(), timeout_seconds=10)
             await late.close()
 
-    run(scenario)
 
-
-def test_flood_of_messages_leaves_time_for_other_tasks() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+async def test_flood_of_messages_leaves_time_for_other_tasks() -> None:
+    async with pair() as (server, client, context):
         raw = raw_client(context, client.endpoint)
         await raw.send_multipart([b"short", b""])
         await until("the connection", lambda: server.refusals.count == 1)
@@ -284,14 +254,12 @@ def test_flood_of_messages_leaves_time_for_other_tasks() -> None:
         assert turns > num_messages / 2
         raw.close()
 
-    run(scenario)
 
-
-def test_flood_of_refused_messages_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_flood_of_refused_messages_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hearth.wire.intake._REFUSAL_BURST", 20.0)
     monkeypatch.setattr("hearth.wire.intake._REFUSALS_PER_SECOND", 0.1)
 
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+    async with pair() as (_, client, context):
         await client.call(Done(), timeout_seconds=30)
         raw = raw_client(context, client.endpoint)
         monitor = raw.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -301,8 +269,6 @@ def test_flood_of_refused_messages_ends_its_connection(monkeypatch: pytest.Monke
         assert await client.call(Done(), timeout_seconds=30)
         raw.disable_monitor()
         raw.close()
-
-    run(scenario)
 
 
 async def test_calls_fail_on_connection_loss_and_client_reconnects() -> None:
@@ -330,20 +296,20 @@ async def test_closing_ends_calls_that_wait_for_the_connection() -> None:
             await asyncio.wait_for(waiting, 10)
 
 
-def test_port_in_use_error_names_the_option() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+async def test_port_in_use_error_names_the_option() -> None:
+    async with pair() as (server, _, _):
         with zmq_context() as context, pytest.raises(PortInUse, match="--port"):
             RpcServer(context, "127.0.0.1", server.port, SERVER, "test", echo)
 
-    run(scenario)
 
-
-def test_request_is_authorised_before_it_is_decoded() -> None:
+async def test_request_is_authorised_before_it_is_decoded() -> None:
     def authorise(public_key: str, kind: type[Message]) -> None:
         if kind is not Hello:
             raise NotAuthorised(role="app", action=f"send {kind.__name__}")
 
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+    async with pair(
+        policy=Policy({kind.tag: kind for kind in (Hello, ListDevices)}, authorise, sizes=CLIENT_SIZES)
+    ) as (server, client, context):
         raw = raw_client(context, client.endpoint)
         for tag, error in (("list_devices", b"NotAuthorised"), ("load", b"UnknownMessage"), ("hello", b"BadMessage")):
             await raw.send_multipart(
@@ -353,20 +319,25 @@ def test_request_is_authorised_before_it_is_decoded() -> None:
         raw.close()
         assert server.refusals.count == 3
 
-    run(scenario, policy=Policy({kind.tag: kind for kind in (Hello, ListDevices)}, authorise, sizes=CLIENT_SIZES))
 
-
-def test_requests_of_a_key_start_at_a_limited_rate_and_others_are_not_delayed() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+async def test_requests_of_a_key_start_at_a_limited_rate_and_others_are_not_delayed() -> None:
+    async with pair(policy=Policy(limits=lambda public_key: Limits(per_second=20.0, burst=5.0))) as (
+        _,
+        client,
+        _,
+    ):
         began = time.monotonic()
         await asyncio.gather(*(client.call(Done(), timeout_seconds=30) for _ in range(15)))
         assert time.monotonic() - began > 0.4
 
-    run(scenario, policy=Policy(limits=lambda public_key: Limits(per_second=20.0, burst=5.0)))
 
-
-def test_key_whose_requests_hold_too_much_memory_is_refused() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+async def test_key_whose_requests_hold_too_much_memory_is_refused() -> None:
+    policy = Policy(limits=lambda public_key: Limits(total_bytes=1 << 20, request_bytes=1 << 20))
+    async with pair(policy=policy) as (
+        server,
+        client,
+        _,
+    ):
         with pytest.raises(FrameTooLarge):
             await client.call(Done(), [bytes(2 << 20)], timeout_seconds=30)
         waiting = asyncio.create_task(client.call(ListDevices(), [bytes(1 << 19)], timeout_seconds=30))
@@ -374,8 +345,6 @@ def test_key_whose_requests_hold_too_much_memory_is_refused() -> None:
         with pytest.raises(QueueFull):
             await client.call(Done(), [bytes(700_000)], timeout_seconds=30)
         waiting.cancel()
-
-    run(scenario, policy=Policy(limits=lambda public_key: Limits(total_bytes=1 << 20, request_bytes=1 << 20)))
 
 
 # ---- streams --------------------------------------------------------------------------------------------------------
@@ -389,8 +358,8 @@ def stream(client: RpcClient, prompt: str, max_tokens: int, timeout_seconds: flo
     return client.stream(request, timeout_seconds=timeout_seconds, last=TextEnded)
 
 
-def test_stream_arrives_in_order_up_to_its_last_message() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+async def test_stream_arrives_in_order_up_to_its_last_message() -> None:
+    async with pair() as (server, client, _):
         messages = [reply.message async for reply in stream(client, "all", 200)]
         assert messages[-1] == END
         assert [message.token_ids for message in messages[:-1]] == [(index,) for index in range(200)]  # type: ignore[union-attr]
@@ -398,11 +367,9 @@ def test_stream_arrives_in_order_up_to_its_last_message() -> None:
         await until("the request's end", lambda: not server.num_running)
         assert not client.pending
 
-    run(scenario)
 
-
-def test_error_inside_a_stream_ends_it_with_its_type() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+async def test_error_inside_a_stream_ends_it_with_its_type() -> None:
+    async with pair() as (_, client, _):
         received = []
 
         async def read() -> None:
@@ -414,12 +381,10 @@ def test_error_inside_a_stream_ends_it_with_its_type() -> None:
         assert (len(received), error.value.index) == (10, 10)
         assert await client.call(Done(), timeout_seconds=30)
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("way", ["aclose", "cancel"])
-def test_abandoned_stream_is_closed_at_the_server(way: str) -> None:
-    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+async def test_abandoned_stream_is_closed_at_the_server(way: str) -> None:
+    async with pair() as (server, client, _):
         began = asyncio.Event()
 
         async def read() -> None:
@@ -438,12 +403,10 @@ def test_abandoned_stream_is_closed_at_the_server(way: str) -> None:
         await until("the end of all requests", lambda: not server.num_running)
         assert not client.pending
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("limits", [{"timeout_seconds": 0.2}, {"timeout_seconds": 60, "total_seconds": 0.2}])
-def test_stream_is_cancelled_when_the_next_answer_times_out(limits: dict[str, float]) -> None:
-    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+async def test_stream_is_cancelled_when_the_next_answer_times_out(limits: dict[str, float]) -> None:
+    async with pair() as (server, client, _):
         await client.call(Done(), timeout_seconds=30)  # the handshake has no part in the timeout
         late = client.stream(ListDevices(), last=Done, **limits)
         with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
@@ -451,11 +414,10 @@ def test_stream_is_cancelled_when_the_next_answer_times_out(limits: dict[str, fl
         await until("the end of all requests", lambda: not server.num_running)
         assert not client.pending
 
-    run(scenario)
 
+async def test_streams_and_calls_run_concurrently() -> None:
+    async with pair() as (_, client, _):
 
-def test_streams_and_calls_run_concurrently() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         async def read(index: int) -> list[str]:
             replies = [reply.message async for reply in stream(client, f"stream {index}", 50)]
             return [message.text for message in replies[:-1] if isinstance(message, TextGenerated)]
@@ -467,11 +429,9 @@ def test_streams_and_calls_run_concurrently() -> None:
             assert found[8].message == Done()
             await anext(endless)
 
-    run(scenario)
 
-
-def test_only_the_requesting_connection_can_cancel() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+async def test_only_the_requesting_connection_can_cancel() -> None:
+    async with pair() as (_, client, context):
         async with aclosing(stream(client, "mine", ENDLESS)) as mine:
             await anext(mine)
             (request_id,) = client.pending
@@ -486,11 +446,9 @@ def test_only_the_requesting_connection_can_cancel() -> None:
             other.close()
         await until("the generator's end", lambda: closed == ["mine"])
 
-    run(scenario)
 
-
-def test_request_cancelled_before_it_runs_is_removed() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+async def test_request_cancelled_before_it_runs_is_removed() -> None:
+    async with pair() as (server, client, context):
         raw = raw_client(context, client.endpoint)
         for index in range(50):
             request_id = index.to_bytes(8, "big")
@@ -502,11 +460,9 @@ def test_request_cancelled_before_it_runs_is_removed() -> None:
         await until("the end of all requests", lambda: not server.num_running)
         raw.close()
 
-    run(scenario)
 
-
-def test_disconnected_caller_is_noticed_at_the_next_answer() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+async def test_disconnected_caller_is_noticed_at_the_next_answer() -> None:
+    async with pair() as (_, client, context):
         closed.clear()
         other = raw_client(context, client.endpoint)
         await other.send_multipart([bytes(8), encode(Generate(prompt="gone", max_tokens=ENDLESS))])
@@ -515,13 +471,11 @@ def test_disconnected_caller_is_noticed_at_the_next_answer() -> None:
         await until("the generator's end", lambda: closed == ["gone"])
         assert await client.call(Done(), timeout_seconds=30)
 
-    run(scenario)
 
-
-def test_stalled_caller_blocks_no_other_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_caller_blocks_no_other_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "_STALLED_SECONDS", 3.0)
 
-    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+    async with pair(sndhwm=10) as (_, client, context):
         raw = raw_client(context, client.endpoint, rcvhwm=10)
         closed.clear()
         await raw.send_multipart([bytes(8), encode(Generate(prompt="large", max_tokens=ENDLESS))])
@@ -532,8 +486,6 @@ def test_stalled_caller_blocks_no_other_and_is_dropped(monkeypatch: pytest.Monke
             await asyncio.sleep(0.01)
         assert answered_before
         raw.close()
-
-    run(scenario, sndhwm=10)
 
 
 async def test_connection_loss_ends_a_stream() -> None:
@@ -548,8 +500,9 @@ async def test_connection_loss_ends_a_stream() -> None:
             await anext(stream(client, "nobody", 1, timeout_seconds=0.3))
 
 
-def test_requests_of_a_revoked_key_end_at_once() -> None:
-    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+async def test_requests_of_a_revoked_key_end_at_once() -> None:
+    async with pair() as (server, client, _):
+
         async def read() -> None:
             async for _ in stream(client, "revoked", ENDLESS):
                 pass
@@ -564,8 +517,6 @@ def test_requests_of_a_revoked_key_end_at_once() -> None:
             with pytest.raises(AppRevoked):
                 await asyncio.wait_for(ended, 30)
         assert closed == ["revoked"]
-
-    run(scenario)
 
 
 async def test_servers_can_follow_one_another_on_one_port() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -57,94 +58,77 @@ class Home:
         self.witnesses.device_changed(self.devices[device_id], self.deployment)
 
 
-def run(scenario: Callable[[Home], Awaitable[None]]) -> None:
-    async def main() -> None:
-        home = Home()
-        try:
-            await asyncio.wait_for(scenario(home), 30)
-        finally:
-            await home.witnesses.close()
-
-    asyncio.run(main())
+@pytest.fixture
+@asynccontextmanager
+async def home() -> AsyncIterator[Home]:
+    home = Home()
+    yield home
+    await home.witnesses.close()
 
 
-def test_device_that_others_wait_for_is_asked_at_once_with_the_number_of_witnesses() -> None:
-    async def scenario(home: Home) -> None:
-        home.lost = {"id1"}
-        home.waits("id0", 1)
-        home.waits("id2", 1)
-        await let_tasks_run()
-        assert home.asked == [("id1", 2), ("id1", 2)]
-        assert home.found == []  # the fleet reports the loss
-
-    run(scenario)
+async def test_device_that_others_wait_for_is_asked_at_once_with_the_number_of_witnesses(home: Home) -> None:
+    home.lost = {"id1"}
+    home.waits("id0", 1)
+    home.waits("id2", 1)
+    await let_tasks_run()
+    assert home.asked == [("id1", 2), ("id1", 2)]
+    assert home.found == []  # the fleet reports the loss
 
 
-def test_devices_that_wait_for_one_that_waits_are_witnesses_too_and_a_ring_of_them_ends() -> None:
-    async def scenario(home: Home) -> None:
-        home.waits("id1", 0)
-        home.waits("id2", 1)
-        await let_tasks_run()
-        assert home.asked == [("id0", 2), ("id1", 1)]
-        home.waits("id0", 2)
-        await let_tasks_run()
-        assert home.asked[-1] == ("id2", 2)
-
-    run(scenario)
+async def test_devices_that_wait_for_one_that_waits_are_witnesses_too_and_a_ring_of_them_ends(home: Home) -> None:
+    home.waits("id1", 0)
+    home.waits("id2", 1)
+    await let_tasks_run()
+    assert home.asked == [("id0", 2), ("id1", 1)]
+    home.waits("id0", 2)
+    await let_tasks_run()
+    assert home.asked[-1] == ("id2", 2)
 
 
-def test_link_that_cannot_be_used_is_reported_with_both_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_link_that_cannot_be_used_is_reported_with_both_devices(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "connect_seconds", lambda *_: 0.05)
 
-    async def scenario(home: Home) -> None:
-        home.cut = {("id2", "id1"), ("id1", "id2")}
-        home.waits("id0", 2)  # it waits because the other one does
-        home.waits("id2", 1)
-        await until("the finding", lambda: home.found, seconds=5)
-        (error,) = home.found
-        assert isinstance(error, LinkLost)
-        assert home.reported == ("id2", "id1")
-        assert (error.device, error.peer) == (home.devices["id2"].name, home.devices["id1"].name)
-
-    run(scenario)
+    home.cut = {("id2", "id1"), ("id1", "id2")}
+    home.waits("id0", 2)  # it waits because the other one does
+    home.waits("id2", 1)
+    await until("the finding", lambda: home.found, seconds=5)
+    (error,) = home.found
+    assert isinstance(error, LinkLost)
+    assert home.reported == ("id2", "id1")
+    assert (error.device, error.peer) == (home.devices["id2"].name, home.devices["id1"].name)
 
 
 @pytest.mark.parametrize("one_way", [False, True])
-def test_link_is_not_lost_if_it_works_one_way_or_a_device_does_not_answer_at_once(
-    one_way: bool, monkeypatch: pytest.MonkeyPatch
+async def test_link_is_not_lost_if_it_works_one_way_or_a_device_does_not_answer_at_once(
+    home: Home, one_way: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "connect_seconds", lambda *_: 0.02)
     monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.01)
 
-    async def scenario(home: Home) -> None:
-        home.cut = {("id2", "id1")} if one_way else {("id2", "id1"), ("id1", "id2")}
-        home.stalled = not one_way
-        home.waits("id2", 1)
-        await until("the check is repeated", lambda: len(home.asked) >= 3, seconds=5)
-        assert home.found == []
-
-    run(scenario)
+    home.cut = {("id2", "id1")} if one_way else {("id2", "id1"), ("id1", "id2")}
+    home.stalled = not one_way
+    home.waits("id2", 1)
+    await until("the check is repeated", lambda: len(home.asked) >= 3, seconds=5)
+    assert home.found == []
 
 
-def test_nothing_happens_while_device_and_link_are_well(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_happens_while_device_and_link_are_well(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.01)
 
-    async def scenario(home: Home) -> None:
-        home.waits("id0", 1)
-        home.waits("id0", 1)  # the same report again begins no second check
-        await until("the check is repeated", lambda: len(home.asked) >= 3, seconds=5)
-        home.waits("id0", None)
-        await until("the end of the check", lambda: not home.witnesses._checks, seconds=5)
-        assert home.found == []
-
-    run(scenario)
+    home.waits("id0", 1)
+    home.waits("id0", 1)  # the same report again begins no second check
+    await until("the check is repeated", lambda: len(home.asked) >= 3, seconds=5)
+    home.waits("id0", None)
+    await until("the end of the check", lambda: not home.witnesses._checks, seconds=5)
+    assert home.found == []
 
 
 @pytest.mark.parametrize(("late_rank", "epoch"), [(None, 1), (1, 7), (3, 1), (0, 1)])
-def test_reports_of_other_plans_and_impossible_ones_are_ignored(late_rank: int | None, epoch: int) -> None:
-    async def scenario(home: Home) -> None:
-        home.waits("id0", late_rank, epoch)
-        await let_tasks_run()
-        assert home.asked == []
-
-    run(scenario)
+async def test_reports_of_other_plans_and_impossible_ones_are_ignored(
+    home: Home, late_rank: int | None, epoch: int
+) -> None:
+    home.waits("id0", late_rank, epoch)
+    await let_tasks_run()
+    assert home.asked == []
