@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,18 @@ def two_branches(flops: float = 1.0, out_bytes: int = 100, weights: int = 10) ->
     parameters = [Parameter(f"w{index}", weights) for index in range(6)]
     edges = [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)]
     return from_edges("two-branches", operators, [out_bytes] * 6, edges, parameters)
+
+
+def layered_graph(num_operators: int, fan_out: bool = False) -> GraphSpec:
+    """Operators read one or two of the 20 before them, or the last reads all and these the first."""
+    rng, n, edges = Random(0), num_operators, set[tuple[int, int]]()
+    for target in range(1, n):
+        edges.update((rng.randrange(max(0, target - 20), target), target) for _ in range(0 if fan_out else 2))
+    if fan_out:
+        edges = {(0, middle) for middle in range(1, n - 1)} | {(middle, n - 1) for middle in range(1, n - 1)}
+    operators = [Operator(f"op{index}", "Conv", rng.uniform(1, 20), (index,)) for index in range(n)]
+    parameters = [Parameter(f"w{index}", 1000) for index in range(n)]
+    return from_edges("layered", operators, [10_000] * n, sorted(edges), parameters)
 
 
 def cluster_of(

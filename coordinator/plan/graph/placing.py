@@ -35,6 +35,7 @@ def place_operators(
     spec = with_wire_sizes(spec, request.wire.values)
     media = cluster.media_crossed if cluster.media else ()
     if request.objective == "throughput":
+        deadline = options.clock() + options.time_limit_seconds
         solution = plan_pipeline(
             spec,
             _with_coordinator_transfers(request.spec, cluster),
@@ -44,7 +45,9 @@ def place_operators(
             options,
             media if request.congestion else (),
         )
-        return rebalance(request, solution, rooms) if method.rebalances and cluster.measured else solution
+        if not (method.rebalances and cluster.measured):
+            return solution
+        return rebalance(request, solution, rooms, lambda: options.clock() >= deadline)
     coarse = coarsen(spec)
     seconds = coarse.group_seconds(cluster.seconds)
     problem = placement_problem(

@@ -7,7 +7,7 @@ too much work, and moving the cuts passes some of it on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from coordinator.models.onnx.cutting import cut
@@ -24,9 +24,12 @@ _MAX_TIME_RATIO = 0.998
 
 
 def rebalance(
-    request: GraphRequest, solution: Solution[OperatorAssignment], room_bytes: Sequence[int]
+    request: GraphRequest,
+    solution: Solution[OperatorAssignment],
+    room_bytes: Sequence[int],
+    stop: Callable[[], bool],
 ) -> Solution[OperatorAssignment]:
-    """A pipeline planner's solution with the bottleneck as simulated, or a better one with moved cuts.
+    """A pipeline planner's solution with the bottleneck as simulated, or a better one with cuts moved until `stop()`.
 
     The planner's bound remains valid: the CPU cost of transfers only adds to the bottleneck.
     """
@@ -66,6 +69,8 @@ def rebalance(
             for new_end in range(
                 max(first, old_end - _MAX_MOVE_OPERATORS), min(last, old_end + _MAX_MOVE_OPERATORS) + 1
             ):
+                if stop():
+                    break
                 moved = [*ends[:cut_index], new_end, *ends[cut_index + 1 :]]
                 if new_end != old_end and (found := seconds(moved)) < best * _MAX_TIME_RATIO:
                     best, ends = found, moved

@@ -37,7 +37,7 @@ from coordinator.plan.graph.throughput.problem import (
     Stages,
     pipeline_problem,
 )
-from coordinator.plan.graph.throughput.published import published_stages, search_note
+from coordinator.plan.graph.throughput.published import Stop, published_stages, search_note
 from coordinator.plan.graph.throughput.search import FeasibilityProblem, SearchLimitReached, StageLimits
 from coordinator.plan.solution import OperatorAssignment, SearchOptions, Solution
 from hearth.errors import ModelDoesNotFit
@@ -47,6 +47,10 @@ PIPELINE_EXACT, PIPELINE = "pipeline-exact", "pipeline"
 # Ratio of values at which the search ends if the values below are undecided: far below the error of a prediction.
 _UNDECIDED_RATIO = 1.002
 _MAX_SUBSETS = 16  # of the devices on media that are searched too: more than all of four devices have
+# Of the time limit, when the exact search ends, and when its bound does. The rest is for moving the cuts (rebalance.py).
+_SEARCH_SHARE, _BOUND_SHARE = 0.7, 0.8
+_MAX_VALUES = 2_000_000  # possible bottlenecks that are listed: sorting them takes a quarter of a second
+_IDLE_SHARE = 0.01  # of the work: a device with less is left out where that costs nothing
 
 
 def plan_pipeline(
@@ -64,34 +68,56 @@ def plan_pipeline(
     straight to its consumer. For a bound that also holds on devices, only tensors between adjacent blocks are
     counted. `pipeline-exact` is never worse than `pipeline` with the same seed. Raises ModelDoesNotFit.
     """
+    began = options.clock()
+
+    def stop_after(share: float) -> Stop:
+        return lambda: options.clock() >= began + share * options.time_limit_seconds
+
     chain = fine_chain(spec)
     coarse = pipeline_problem(spec, seconds, memory_bytes, rate, candidate_chain(spec), media)
     fine = pipeline_problem(spec, seconds, memory_bytes, rate, chain, media)
     as_published = replace(coarse, media=())  # the paper knows no media
     # A bound leaves media out, because its search does.
     adjacent_only = replace(fine, boundary_bytes=tuple(map(float, chain.adjacent_bytes(spec))), media=())
-    began = options.clock()
-
-    def stop() -> bool:
-        return options.clock() > began + options.time_limit_seconds
-
+    stop, stop_bound = stop_after(_SEARCH_SHARE), stop_after(_BOUND_SHARE)
+    note = ""
     if strategy == PIPELINE_EXACT:
         try:
-            known = [to_fine_chain(coarse, published_stages(as_published, Random(options.seed)))]
+            known = [to_fine_chain(coarse, published_stages(as_published, Random(options.seed), stop=stop))]
         except ModelDoesNotFit:
             known = []
         problem, stages = fine, best_stages(fine, Random(options.seed), stop, known).assignment
-        bound = best_stages(adjacent_only, Random(options.seed), stop, [stages]).bound
+        bound = best_stages(adjacent_only, Random(options.seed), stop_bound, [stages]).bound
         took = options.clock() - began
     else:
-        problem, stages = coarse, published_stages(as_published, Random(options.seed))
+        problem, stages = coarse, published_stages(as_published, Random(options.seed), stop=stop)
         took = options.clock() - began  # without the bound, which is not part of this planner
-        bound = relaxed_bound(adjacent_only, to_fine_chain(coarse, stages))
+        bound = relaxed_bound(adjacent_only, to_fine_chain(coarse, stages), stop_bound)
+        note = search_note(stages)
+    stages = without_idle_devices(problem, stages)
     value = problem.bottleneck_seconds(stages)
     bound = min(bound, value)
-    note = search_note(stages) if strategy == PIPELINE else ""
     assignment = OperatorAssignment(problem.assignment(stages))
     return Solution(assignment, value, bound, bound >= value, took, (note,) if note else ())
+
+
+def without_idle_devices(problem: PipelineProblem, stages: Stages) -> Stages:
+    """The pipeline without stages that have less than 1 % of the work, where that makes its bottleneck no longer."""
+    work = problem.seconds.min(axis=1)
+    for device in [stage.device for stage in stages]:
+        index = next(index for index, each in enumerate(stages) if each.device == device)
+        small, merged = stages[index], list[Stages]()
+        if work[small.first : small.last + 1].sum() >= _IDLE_SHARE * work.sum():
+            continue
+        for other, part in ((index - 1, {"last": small.last}), (index + 1, {"first": small.first})):
+            if 0 <= other < len(stages):
+                longer = stages[other]._replace(**part)
+                if problem.stage_bytes[longer.first, longer.last] <= problem.memory_bytes[longer.device]:
+                    changed = (longer if each is stages[other] else each for each in stages if each is not small)
+                    merged.append(tuple(changed))
+        best = min(merged, key=problem.bottleneck_seconds, default=stages)
+        stages = best if problem.bottleneck_seconds(best) <= problem.bottleneck_seconds(stages) else stages
+    return stages
 
 
 def to_fine_chain(coarse: PipelineProblem, stages: Stages) -> Stages:
@@ -103,9 +129,7 @@ def to_fine_chain(coarse: PipelineProblem, stages: Stages) -> Stages:
 # ---- the exact planner ---------------------------------------------------------------------------------------------------
 
 
-def best_stages(
-    problem: PipelineProblem, rng: Random, stop: Callable[[], bool], known: Sequence[Stages] = ()
-) -> Solution[Stages]:
+def best_stages(problem: PipelineProblem, rng: Random, stop: Stop, known: Sequence[Stages] = ()) -> Solution[Stages]:
     """Search until the optimum is proven, or until `stop()`. Raises ModelDoesNotFit.
 
     `known` are pipelines to start from, and should include the published planner's; if empty, that one is computed here.
@@ -137,85 +161,136 @@ def _fewer_on_media(problem: PipelineProblem) -> Iterator[list[int]]:
 
 
 def _best_without_media(
-    problem: PipelineProblem, rng: Random, stop: Callable[[], bool], known: Sequence[Stages], seen: list[Stages]
+    problem: PipelineProblem, rng: Random, stop: Stop, known: Sequence[Stages], seen: list[Stages]
 ) -> Solution[Stages]:
     """As `best_stages`, for a problem without media. `known` and all pipelines that are found are added to `seen`."""
     limits = StageLimits(problem)
     seen += known or _starting_pipelines(limits, rng, stop)
-    best = min(seen, key=problem.bottleneck_seconds)
-    values = _possible_bottlenecks(problem, problem.bottleneck_seconds(best))
-    # No pipeline is below values[proven]; `best` is at values[high].
-    proven, high = _first_with_walk(limits, values), len(values) - 1
-    critical: set[int] = set()
-    low, step, top = proven, 0, high
-    while low < high and not stop():  # the optimum is often at or near the bound: go up from there in growing steps
-        if low > proven and values[high] <= values[low] * _UNDECIDED_RATIO:
-            break  # the values below are undecided, and the rest of the interval is too small to matter
-        middle = min(low + step, (low + high) // 2)
-        try:
-            found = FeasibilityProblem(limits, values[middle]).find_pipeline(critical, stop)
-        except SearchLimitReached:
-            low, top, step = middle + 1, min(top, middle), high
-            continue
-        if found is None:
-            low = middle + 1
-            proven = max(proven, low)
-            step = max(2 * step, 1)
-        else:
-            best, high = found, bisect_left(values, problem.bottleneck_seconds(found))
-            seen.append(found)
-    top = min(top, high)
-    while proven < top and not stop():  # some values stayed undecided: try to raise the bound
-        middle = (proven + top) // 2
-        try:
-            found = FeasibilityProblem(limits, values[middle]).find_pipeline(critical, stop)
-        except SearchLimitReached:
-            top = middle
-            continue
-        if found is None:
-            proven = middle + 1
-        else:
-            best, top = found, bisect_left(values, problem.bottleneck_seconds(found))
-            seen.append(found)
-    value = problem.bottleneck_seconds(best)
-    bound = min(values[proven], value)
-    return Solution(best, value, bound, bound >= value)
+    search = _Bisection(limits, seen, stop)
+    search.run()
+    bound = min(search.proven, search.value)
+    return Solution(search.best, search.value, bound, bound >= search.value)
 
 
-def relaxed_bound(problem: PipelineProblem, stages: Stages) -> float:
-    """A lower bound on the bottleneck: the optimum if devices could be used more than once.
+class _Bisection:
+    """Search for the least bottleneck between a bound, `proven`, and `value`, that of the best pipeline.
+
+    Pipelines that are found are added to `seen`, which holds one at least.
+    """
+
+    def __init__(self, limits: StageLimits, seen: list[Stages], stop: Stop) -> None:
+        self._limits, self._problem, self._seen, self._stop = limits, limits.problem, seen, stop
+        self._critical: set[int] = set()
+        self.best = min(seen, key=self._problem.bottleneck_seconds)
+        self.value = self._problem.bottleneck_seconds(self.best)
+        self.proven = _least_walk(limits, self.value, stop)
+
+    def run(self) -> None:
+        """Decide about values until the optimum is proven, or until `stop()`."""
+        floor = self._narrow()
+        if self._stop():
+            return
+        values = _possible_bottlenecks(self._problem, floor, self.value)
+        first, top = 0, len(values) - 1  # no pipeline is below values[first]
+        low, step, high = first, 0, top  # the best is at values[high]; values from `first` to `low` are undecided
+        while low < high and not self._stop():  # the optimum is often at or near the bound: go up in growing steps
+            if low > first and values[high] <= values[low] * _UNDECIDED_RATIO:
+                break  # the values below are undecided, and the rest of the interval is too small to matter
+            middle = min(low + step, (low + high) // 2)
+            answer = self._has_pipeline(values[middle])
+            if answer is None:
+                low, top, step = middle + 1, min(top, middle), high
+            elif answer:
+                high = bisect_left(values, self.value)
+            else:
+                first = low = middle + 1
+                step = max(2 * step, 1)
+        top = min(top, high)
+        while first < top and not self._stop():  # some values stayed undecided: try to raise the bound
+            middle = (first + top) // 2
+            answer = self._has_pipeline(values[middle])
+            if answer is None:
+                top = middle
+            elif answer:
+                top = bisect_left(values, self.value)
+            else:
+                first = middle + 1
+        if first or floor <= self.proven:
+            self.proven = values[first]
+
+    def _narrow(self) -> float:
+        """Halve the range while it has too many values to list; returns its lower end, below which values may be undecided."""
+        low = self.proven
+        while _num_stages_between(self._problem, low, self.value) > _MAX_VALUES and not self._stop():
+            middle = (low + self.value) / 2
+            answer = self._has_pipeline(middle)
+            if answer is False:
+                self.proven = middle
+            if not answer:
+                low = middle
+        return low
+
+    def _has_pipeline(self, beta: float) -> bool | None:
+        """Whether there is a pipeline within `beta`; None if that is not decided. Keeps the one that is found."""
+        try:
+            found = FeasibilityProblem(self._limits, beta).find_pipeline(self._critical, self._stop)
+        except SearchLimitReached:
+            return None
+        if found is None:
+            return False
+        self.best, self.value = found, self._problem.bottleneck_seconds(found)
+        self._seen.append(found)
+        return True
+
+
+def relaxed_bound(problem: PipelineProblem, stages: Stages, stop: Stop = lambda: False) -> float:
+    """A lower bound on the bottleneck: the optimum if devices could be used more than once, or less if `stop()` comes first.
 
     `stages` is any known pipeline.
     """
-    values = _possible_bottlenecks(problem, problem.bottleneck_seconds(stages))
-    return values[_first_with_walk(StageLimits(problem), values)]
+    return _least_walk(StageLimits(problem), problem.bottleneck_seconds(stages), stop)
 
 
-def _first_with_walk(limits: StageLimits, values: Sequence[float]) -> int:
-    """The index of the least value with a walk (a pipeline that may repeat devices). The last value has one."""
-    return bisect_left(
-        range(len(values) - 1), True, key=lambda index: FeasibilityProblem(limits, values[index]).has_walk
+def _least_walk(limits: StageLimits, upper: float, stop: Stop) -> float:
+    """The least possible bottleneck with a walk (a pipeline that may repeat devices), or a lower bound; `upper` has one."""
+    low, high = 0.0, upper
+    while _num_stages_between(limits.problem, low, high) > _MAX_VALUES:
+        if stop():
+            return low
+        middle = (low + high) / 2
+        low, high = (low, middle) if FeasibilityProblem(limits, middle).has_walk else (middle, high)
+    values = _possible_bottlenecks(limits.problem, low, high)
+    first, last = 0, len(values) - 1
+    while first < last and not stop():
+        index = (first + last) // 2
+        first, last = (first, index) if FeasibilityProblem(limits, values[index]).has_walk else (index + 1, last)
+    return values[first]
+
+
+def _num_stages_between(problem: PipelineProblem, lower: float, upper: float) -> int:
+    """About how many stages take from `lower` to `upper`."""
+    return sum(
+        int((np.searchsorted(column, column + upper, "right") - np.searchsorted(column, column + lower)).sum())
+        for column in problem.cumulative_seconds.T
     )
 
 
-def _possible_bottlenecks(problem: PipelineProblem, upper: float) -> list[float]:
-    """All possible values of a bottleneck of at most `upper`, sorted and unique; `upper` is included."""
-    rates = np.unique(problem.link_rates)
-    arrays = [np.array([0.0, upper])]
-    for size in sorted(set(problem.boundary_bytes)):
-        arrays.append(size / rates[rates > 0])
+def _possible_bottlenecks(problem: PipelineProblem, lower: float, upper: float) -> list[float]:
+    """The possible values of a bottleneck from `lower` to `upper`, sorted and unique; `upper` is one."""
+    rates, elapsed = np.unique(problem.link_rates), problem.cumulative_seconds
+    arrays = [np.array([0.0, upper]), np.divide.outer(np.unique(problem.boundary_bytes), rates[rates > 0]).ravel()]
     if problem.seconds.any():
-        for first in range(problem.num_blocks):
-            arrays.append((problem.cumulative_seconds[first + 1 :] - problem.cumulative_seconds[first]).ravel())
-    values: list[float] = np.unique(np.concatenate([part[part <= upper] for part in arrays])).tolist()
+        arrays += [(elapsed[first + 1 :] - elapsed[first]).ravel() for first in range(problem.num_blocks)]
+    kept = np.concatenate([part[(lower <= part) & (part <= upper)] for part in arrays])
+    values: list[float] = np.unique(kept).tolist()
     return values
 
 
-def _starting_pipelines(limits: StageLimits, rng: Random, stop: Callable[[], bool]) -> list[Stages]:
+def _starting_pipelines(limits: StageLimits, rng: Random, stop: Stop) -> list[Stages]:
     problem = limits.problem
     pipelines = []
     searches: Sequence[Callable[[], Stages]] = (
-        lambda: published_stages(problem, rng),
+        lambda: published_stages(problem, rng, stop=stop),
         lambda: largest_first(problem),
     )
     for search in searches:

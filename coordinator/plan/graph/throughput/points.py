@@ -16,7 +16,8 @@ tensors then cross the cut. `fine_chain` includes these cuts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from coordinator.plan.graph.bits import reachable_sets, set_bits
@@ -126,27 +127,42 @@ def candidate_points(spec: GraphSpec) -> tuple[int, ...]:
 def _low_memory_order(spec: GraphSpec, block: Sequence[int]) -> list[int]:
     inside = set(block)
     waits_for = {operator: sum(each in inside for each in spec.predecessors[operator]) for operator in block}
+    tensors = {each.name: each for operator in block for each in (*spec.consumed[operator], *spec.produced[operator])}
     # Operators of this block that still need each tensor, plus one if other blocks need it: that one never dies here.
     needed = {
-        tensor.name: sum(each in inside for each in tensor.consumers)
-        + any(each not in inside for each in tensor.consumers)
-        for operator in block
-        for tensor in (*spec.consumed[operator], *spec.produced[operator])
+        name: sum(each in inside for each in tensor.consumers) + any(each not in inside for each in tensor.consumers)
+        for name, tensor in tensors.items()
     }
     order: list[int] = []
-    ready = {operator: 0 for operator in block if not waits_for[operator]}  # the step since which it is ready
-    while ready:
-        # Among equals, take the one that became ready last: a branch is followed to its end.
-        operator = min(ready, key=lambda each: (_added_bytes(spec, each, needed), -ready[each], each))
+    ready: dict[int, int] = {}  # the step since which it is ready
+    # Among equals, the one that became ready last comes first: a branch is followed to its end. An operator has an entry
+    # for each value that its bytes have had; they only get less, so that the newest entry comes first.
+    queue: list[tuple[int, int, int]] = []
+
+    def enqueue(operator: int) -> None:
+        heappush(queue, (_added_bytes(spec, operator, needed), -ready[operator], operator))
+
+    def make_ready(operators: Iterable[int]) -> None:
+        for operator in operators:
+            ready[operator] = len(order)
+            enqueue(operator)
+
+    make_ready(operator for operator in block if not waits_for[operator])
+    while queue:
+        operator = heappop(queue)[-1]
+        if operator not in ready:
+            continue
         del ready[operator]
         order.append(operator)
         for tensor in spec.consumed[operator]:
             needed[tensor.name] -= 1
-        for after in spec.successors[operator]:
-            if after in inside:
-                waits_for[after] -= 1
-                if not waits_for[after]:
-                    ready[after] = len(order)
+            for last in tensor.consumers if needed[tensor.name] == 1 else ():
+                if last in ready:
+                    enqueue(last)
+        after = [each for each in spec.successors[operator] if each in inside]
+        for each in after:
+            waits_for[each] -= 1
+        make_ready(each for each in after if not waits_for[each])
     return order
 
 

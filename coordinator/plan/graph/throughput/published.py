@@ -13,9 +13,11 @@ too little, the smallest devices are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple
+
+import numpy as np
 
 from coordinator.plan.graph.bits import set_bits
 from coordinator.plan.graph.throughput.k_path import Links, k_path, longest_coloured_path
@@ -24,6 +26,7 @@ from hearth.errors import ModelDoesNotFit
 
 # Classes of transfers: the largest number that the paper tries, and the best one it finds.
 NUM_CLASSES = 20
+Stop = Callable[[], bool]  # whether the time is over
 
 
 class Partitioning(NamedTuple):
@@ -33,16 +36,21 @@ class Partitioning(NamedTuple):
     transfers: tuple[float, ...]
 
 
-def published_stages(problem: PipelineProblem, rng: Random, num_classes: int = NUM_CLASSES) -> Stages:
-    """Algorithms 1 to 3. Uses fewer classes if `num_classes` yield no placement. Raises ModelDoesNotFit."""
+def published_stages(
+    problem: PipelineProblem, rng: Random, num_classes: int = NUM_CLASSES, stop: Stop = lambda: False
+) -> Stages:
+    """Algorithms 1 to 3. Uses fewer classes if `num_classes` yield no placement. Raises ModelDoesNotFit.
+
+    After `stop()`, the partitions of which no path is known yet go to the devices in order.
+    """
     partitioning, devices = equal_partitions(problem)
     links = Links(problem, devices)
     for classes in range(num_classes, 0, -1):
         of_cut = transfer_classes(problem, partitioning.transfers, classes)
-        nodes = match_paths(links, of_cut, rng)
+        nodes = match_paths(links, of_cut, rng, stop)
         if nodes is not None:
             return stages_from(partitioning.last, nodes)
-    # Every search missed, by chance: any order of the devices is a placement.
+    # Every search missed, by chance or for lack of time: any order of the devices is a placement.
     return stages_from(partitioning.last, devices[: len(partitioning.last)])
 
 
@@ -84,20 +92,22 @@ def min_transfer_partitioning(problem: PipelineProblem, budget_bytes: int, max_s
     The paper does not say what happens if there are more partitions than nodes; this takes the least sum with at most
     `max_stages` partitions.
     """
-    n, sizes = problem.num_blocks, (*problem.boundary_bytes, 0.0)
+    n, sizes = problem.num_blocks, np.array([*problem.boundary_bytes, 0.0])
     reach = [problem.last_block(first, budget_bytes) for first in range(n)]
-    cost: list[float] = [math.inf] * n + [0.0]  # of the blocks from each one on, in at most len(choices) stages
+    cost = np.array([math.inf] * n + [0.0])  # of the blocks from each one on, in at most len(choices) stages
     choices: list[list[int]] = []  # [stages left - 1][first block]: the last block of the first of these stages
     while len(choices) < max_stages:
-        rest, cost, choice = cost, [math.inf] * n + [0.0], [0] * n
+        rest, cost, choice = cost, np.array([math.inf] * n + [0.0]), [0] * n
+        cut_cost = rest[1:] + sizes  # of a stage that ends with each block, and of all after it
         for first in range(n):
-            for last in range(reach[first], first - 1, -1):  # the longest of equals
-                if rest[last + 1] + sizes[last] < cost[first]:
-                    cost[first], choice[first] = rest[last + 1] + sizes[last], last
+            if reach[first] >= first:
+                longest_first = cut_cost[first : reach[first] + 1][::-1]
+                choice[first] = reach[first] - int(longest_first.argmin())  # the longest of equals
+                cost[first] = cut_cost[choice[first]]
         choices.append(choice)
-        if cost == rest:  # more stages would change nothing
+        if np.array_equal(cost, rest):  # more stages would change nothing
             break
-    if math.isinf(cost[0]):
+    if np.isinf(cost[0]):
         return None
     ends, first = list[int](), 0
     for left in range(max_stages, 0, -1):
@@ -124,7 +134,7 @@ def transfer_classes(problem: PipelineProblem, transfers: Sequence[float], num_c
 # ---- Algorithms 2 and 3 ------------------------------------------------------------------------------------------------
 
 
-def match_paths(links: Links, classes: Sequence[int], rng: Random) -> tuple[int, ...] | None:
+def match_paths(links: Links, classes: Sequence[int], rng: Random, stop: Stop) -> tuple[int, ...] | None:
     """Algorithm 3 for the classes of the transfers, in order: the device of each partition, or None."""
     nodes: list[int | None] = [None] * (len(classes) + 1)
     unused = links.devices
@@ -132,7 +142,7 @@ def match_paths(links: Links, classes: Sequence[int], rng: Random) -> tuple[int,
         return (next(set_bits(unused)),)
     for first, last in class_runs(classes):
         start, end = nodes[first], nodes[last + 1]
-        path = _best_path(links, unused, last - first + 2, start, end, rng)
+        path = _best_path(links, unused, last - first + 2, (start, end), rng, stop)
         if path is None:
             return None
         nodes[first : last + 2] = path
@@ -152,14 +162,14 @@ def class_runs(classes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _best_path(
-    links: Links, unused: int, k: int, start: int | None, end: int | None, rng: Random
+    links: Links, unused: int, k: int, ends: tuple[int | None, int | None], rng: Random, stop: Stop
 ) -> tuple[int, ...] | None:
     """Algorithm 2: binary search for the highest threshold whose links contain a path of k vertices."""
     low, high = 0, len(links.thresholds)
     best = None
-    while low < high:
+    while low < high and not stop():
         middle = (low + high) // 2
-        path = k_path(links.graph_at_threshold(middle), unused, k, start, end, rng)
+        path = k_path(links.graph_at_threshold(middle), unused, k, *ends, rng)
         if path is None:
             low = middle + 1
         else:

@@ -53,7 +53,7 @@ class FeasibilityProblem:
             cut + 1: self._links.graph_at_threshold(level) for cut, level in enumerate(levels) if level >= 0
         }
         self._positions = [0, *self._graphs]
-        self._limits = {position: limits.stage_limits(position, beta) for position in self._positions}
+        self._limits = limits.stage_limits(self._positions, beta)
         self._device_fractions = limits.device_fractions(beta)
         # By position, the devices with a walk to the end if their stage ends there.
         self._reaches_end, startable = self._walks_to_end()
@@ -63,7 +63,7 @@ class FeasibilityProblem:
     def find_pipeline(self, critical: set[int], stop: Callable[[], bool]) -> Stages | None:
         """A pipeline, or None if there is none. Newly found critical devices are added to the set, for the next decision.
 
-        Raises TooMuchWork.
+        Raises SearchLimitReached.
         """
         if not self.has_walk:
             return None
@@ -86,7 +86,7 @@ class FeasibilityProblem:
             if not repeated:
                 return walk
             critical |= repeated
-            if not tried_depth_first and (found := self._depth_first(_MAX_DEPTH_FIRST_STEPS)) is not None:
+            if not tried_depth_first and (found := self._depth_first(_MAX_DEPTH_FIRST_STEPS, stop)) is not None:
                 return found
             tried_depth_first = True
 
@@ -115,8 +115,10 @@ class FeasibilityProblem:
 
     # ---- depth-first search, for a quick positive answer ---------------------------------------------------------------
 
-    def _depth_first(self, steps: int) -> Stages | None:
+    def _depth_first(self, steps: int, stop: Callable[[], bool]) -> Stages | None:
         def ways_on(path: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+            if stop():
+                return iter(())
             end, device = path[-1] if path else (0, None)
             return self._next_stages(end, device, sum(1 << each for _, each in path))
 
@@ -146,7 +148,7 @@ class FeasibilityProblem:
     def _find_walk(
         self, tracked: int, twins: Sequence[int], stop: Callable[[], bool], ranking: _Ranking | None = None
     ) -> Stages | None:
-        """A walk that visits no tracked device twice, but may repeat others; None if there is none. Raises TooMuchWork.
+        """A walk that visits no tracked device twice, but may repeat others; None if there is none. Raises SearchLimitReached.
 
         With a ranking of used devices, only the best states are kept at each position (beam search): then None proves
         nothing.
@@ -257,12 +259,27 @@ class StageLimits:
         self._has_compute = bool(problem.seconds.any())
         self._cached_limits: dict[tuple[int, bytes], _DeviceLimits] = {}
 
-    def stage_limits(self, first: int, beta: float) -> _DeviceLimits:
-        """The last positions at which a stage from `first` may end, each with the mask of its devices; farthest first."""
-        limits: NDArray[np.int64] = self._memory_limits[first]
+    def stage_limits(self, positions: Sequence[int], beta: float) -> dict[int, _DeviceLimits]:
+        """By position, the last ones at which a stage from there may end, each with its devices; farthest first."""
+        limits = self._memory_limits
         if self._has_compute:
-            elapsed = self.problem.cumulative_seconds
-            limits = np.minimum(limits, first + ((elapsed[first + 1 :] - elapsed[first]) <= beta).sum(axis=0))
+            limits = np.minimum(limits, self._ends_within(beta))
+        return {first: self._by_limit(first, limits[first]) for first in positions}
+
+    def _ends_within(self, beta: float) -> NDArray[np.int64]:
+        """[N, K]: the last position at which a stage from each one ends in time."""
+        elapsed, n = self.problem.cumulative_seconds, self.problem.num_blocks
+        ends = np.stack([np.searchsorted(column, column[:-1] + beta, "right") - 1 for column in elapsed.T], axis=1)
+        firsts, devices = np.arange(n)[:, None], np.arange(elapsed.shape[1])
+        while True:  # the sum was rounded; the difference of both times decides
+            late = (ends > firsts) & (elapsed[ends, devices] - elapsed[:-1] > beta)
+            after = np.minimum(ends + 1, n)
+            early = (ends < n) & (elapsed[after, devices] - elapsed[:-1] <= beta)
+            if not late.any() and not early.any():
+                return ends
+            ends = np.where(early, after, ends - late)
+
+    def _by_limit(self, first: int, limits: NDArray[np.int64]) -> _DeviceLimits:
         key = (first, limits.tobytes())
         if key not in self._cached_limits:
             self._cached_limits[key] = [

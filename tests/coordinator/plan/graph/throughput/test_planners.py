@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.graphs import chain, from_edges
+from support.graphs import chain, cluster_of, from_edges, layered_graph
 from support.schedule_checker import check_stages
+from support.step_clock import StepClock
 
+from coordinator.plan.graph.placing import place_operators
+from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.throughput.k_path import (
     FAILURE_PROBABILITY,
     colour_coded_path,
@@ -29,6 +32,7 @@ from coordinator.plan.graph.throughput.planners import (
     best_stages,
     plan_pipeline,
     relaxed_bound,
+    without_idle_devices,
 )
 from coordinator.plan.graph.throughput.problem import MediaCrossed, PipelineProblem, Stage, Stages, pipeline_problem
 from coordinator.plan.graph.throughput.published import (
@@ -38,10 +42,11 @@ from coordinator.plan.graph.throughput.published import (
     published_stages,
     transfer_classes,
 )
+from coordinator.plan.methods import GRAPH_METHODS
 from coordinator.plan.solution import Candidate, SearchOptions, with_reasons
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
-from hearth.plan.profile import SharedMedium, media_between
+from hearth.plan.profile import SharedMedium, WireCost, media_between
 from tools.research.partition import nearest_stages, theorem_bound
 from tools.research.pipelines import random_stages
 
@@ -203,8 +208,8 @@ def _nearest_walk(problem: PipelineProblem, start: int, devices: Sequence[int], 
 def test_exact_is_never_worse_than_published_even_without_time(seed: int) -> None:
     rng = Random(seed)
     problem = larger_problem(rng, num_blocks=12, num_devices=9)
-    published = published_stages(problem, Random(seed))
     for stop in (lambda: True, lambda: False):
+        published = published_stages(problem, Random(seed), stop=stop)
         answer = best_stages(problem, Random(seed), stop)
         check_stages(problem, answer.assignment)
         value = problem.bottleneck_seconds(answer.assignment)
@@ -228,6 +233,39 @@ def test_slow_devices_and_links_are_avoided() -> None:
     slow = best_stages(pipeline_problem(spec, seconds, [100] * 3, [[1.0] * 3] * 3), Random(0), after_a_minute())
     assert len(slow.assignment) == 1
     assert slow.value == 3.0
+
+
+@pytest.mark.parametrize("fan_out", [False, True], ids=["layers", "fan-out"])
+@pytest.mark.parametrize("strategy", [PIPELINE, PIPELINE_EXACT])
+def test_planner_keeps_its_time_limit_with_thousands_of_operators(strategy: str, fan_out: bool) -> None:
+    spec = layered_graph(3000, fan_out)
+    request = GraphRequest(spec, cluster_of(spec, [1e3, 7e2, 4e2], 1e7, wire=WireCost()), "throughput", strategy)
+    (method,) = GRAPH_METHODS.select(strategy, "throughput")
+    began = time.process_time()
+    place_operators(request, method, SearchOptions(1.0, 0, time.process_time), None)
+    assert time.process_time() - began < 4.0  # 30 to 80 without looks at the clock
+
+
+def test_time_limit_ends_the_moving_of_cuts() -> None:
+    """Transfers take as long as compute: the middle stage has too much work. Each simulation needs a look at the clock."""
+    spec = chain(1, [100] * 14)
+    cluster = cluster_of(spec, [1.0] * 3, 1e6, wire=WireCost(encrypted_seconds_per_byte=0.005))
+    request = GraphRequest(spec, cluster, "throughput", PIPELINE_EXACT)
+    (method,) = GRAPH_METHODS.select(PIPELINE_EXACT, "throughput")
+    long, short = (place_operators(request, method, SearchOptions(t, 0, StepClock()), None) for t in (1e6, 5.0))
+    assert long.value < short.value
+
+
+def test_stage_with_next_to_no_work_is_left_out_where_that_costs_nothing() -> None:
+    """Device 2 has the last operator, 0.1 % of the work: it goes to the device before it, if that has room."""
+    spec, stages = chain(1, [8, 8, 8], [10, 10, 10]), (Stage(0, 0, 0), Stage(1, 1, 1), Stage(2, 2, 2))
+
+    def left(first: float, second: float, room: int) -> Stages:
+        seconds = [[first] * 3, [second] * 3, [0.01] * 3]
+        return without_idle_devices(pipeline_problem(spec, seconds, [20, room, 20], [[1.0] * 3] * 3), stages)
+
+    assert left(9.0, 8.5, 20) == (Stage(0, 0, 0), Stage(1, 2, 1))
+    assert left(9.0, 8.5, 10) == left(8.5, 9.0, 20) == stages  # no room; slower
 
 
 # ---- partitions ---------------------------------------------------------------------------------------------------------
