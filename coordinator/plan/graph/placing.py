@@ -29,13 +29,13 @@ def place_operators(
     For latency, operators that onnxruntime fuses are placed together, and bounds hold for such placements only.
     Raises ModelDoesNotFit and NoPlacement.
     """
+    deadline = options.clock() + options.time_limit_seconds
     spec, cluster, rates = request.spec, request.cluster, request.cluster.bytes_per_second
     weights = spec.parameter_bytes(range(spec.num_operators))
     rooms = [device.room_bytes(weights) for device in cluster.devices]
     spec = with_wire_sizes(spec, request.wire.values)
     media = cluster.media_crossed if cluster.media else ()
     if request.objective == "throughput":
-        deadline = options.clock() + options.time_limit_seconds
         solution = plan_pipeline(
             spec,
             _with_coordinator_transfers(request.spec, cluster),
@@ -62,7 +62,8 @@ def place_operators(
     )
     held = held_devices(request)
     pins = {index: held[group[0]] for index, group in enumerate(coarse.groups) if group[0] in held}
-    solution = solve_placement(problem, method.name, options, pins, policy)
+    left = options._replace(time_limit_seconds=max(0.0, deadline - options.clock()))
+    solution = solve_placement(problem, method.name, left, pins, policy)
     devices = coarse.expand_assignment(solution.assignment.devices)
     starts = coarse.operator_starts(solution.assignment.starts, devices, cluster.seconds)
     return solution.with_assignment(OperatorAssignment(devices, starts))

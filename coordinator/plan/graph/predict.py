@@ -154,15 +154,15 @@ def peak_activation_bytes(spec: GraphSpec, operators: Sequence[int]) -> int:
     own = set(operators)
     alive = 0
     ends: dict[int, list[int]] = {}
-    for tensor in spec.tensors:
+    touched = {each.name: each for operator in own for each in (*spec.consumed[operator], *spec.produced[operator])}
+    for tensor in touched.values():
         uses = [consumer for consumer in tensor.consumers if consumer in own]
-        if tensor.source in own or uses:
-            # Tensors that leave the segment stay alive until it ends.
-            leaves = tensor.source in own and (tensor.is_output or len(uses) < len(tensor.consumers))
-            last_use = max(own) if leaves or not uses else max(uses)
-            ends.setdefault(last_use, []).append(tensor.num_bytes)
-            if tensor.source not in own:
-                alive += tensor.num_bytes
+        # Tensors that leave the segment stay alive until it ends.
+        leaves = tensor.source in own and (tensor.is_output or len(uses) < len(tensor.consumers))
+        last_use = max(own) if leaves or not uses else max(uses)
+        ends.setdefault(last_use, []).append(tensor.num_bytes)
+        if tensor.source not in own:
+            alive += tensor.num_bytes
     peak = alive
     for operator in sorted(own):
         alive += sum(tensor.num_bytes for tensor in spec.produced[operator])

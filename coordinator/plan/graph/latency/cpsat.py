@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -45,14 +45,16 @@ class WindowContext(NamedTuple):
 class SolverLimits:
     """When the solver stops.
 
-    `seconds` are wall-clock time. `deterministic_seconds` are the solver's own count of its work: with one worker, a run
-    that ends by this count repeats exactly. `linearization` is CP-SAT's level: 0 searches fast, 2 gives good bounds.
+    `seconds` are wall-clock time, with a `clock` for building the model, too. `deterministic_seconds` are the solver's own
+    count of its work: with one worker, a run that ends by this count repeats exactly. `linearization` is CP-SAT's level:
+    0 searches fast, 2 gives good bounds.
     """
 
     seconds: float
     deterministic_seconds: float = math.inf
     num_workers: int = 1
     linearization: int = 1
+    clock: Callable[[], float] = lambda: 0.0
 
 
 def solve_placement_model(
@@ -71,6 +73,7 @@ def solve_placement_model(
     pins = pins or {}
     if below <= 0:
         return SolverResult(None, below)
+    began = limits.clock()
     model = _PlacementModel(problem, pins, below - 1, context)
     if hint is not None:
         model.hint(hint)
@@ -78,7 +81,7 @@ def solve_placement_model(
     solver.parameters.num_workers = limits.num_workers
     solver.parameters.random_seed = 0
     solver.parameters.linearization_level = limits.linearization
-    solver.parameters.max_time_in_seconds = max(limits.seconds, 0.0)
+    solver.parameters.max_time_in_seconds = max(limits.seconds - (limits.clock() - began), 0.0)
     if limits.deterministic_seconds < math.inf:
         solver.parameters.max_deterministic_time = limits.deterministic_seconds
     status = solver.solve(model.model)

@@ -5,8 +5,8 @@
    (decomposition.py, paths.py). Where segments stay large, near cuts give a bound and an initial placement; list
    scheduling adds the operators that they leave out.
 3. Solve small graphs as one model (cpsat.py).
-4. In turns, each twice as long as the one before: solve windows of the best schedule (windows.py), and anneal from the best
-   starts and from the best schedule (annealing.py). The better half of the starts takes part in the next turn.
+4. In turns: anneal from the best starts and from the best schedule (annealing.py), and solve windows of the best schedule
+   (windows.py). In the next turn, runs have twice as many moves, and the better half of the starts takes part.
 
 `moirai` (arXiv 2312.04025) is the search without annealing, `doppler` (arXiv 2505.23131) with. Doppler learns a policy that
 places and orders operators; its schedules are among the starts of a caller who has one, and its probabilities are those of the
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 # Of the time of `doppler`. On tiled graphs with slow links annealing gains several times as much as windows; these get enough
 # to sweep a graph of 200 operators once in 10 seconds.
 _ANNEALING_SHARE = 0.85
+_MOVES_PER_OPERATOR = 10  # of each run in the first turn: all runs of that turn take a second with 200 operators
 # Operators of a graph that is solved as one model, and of a segment that is not cut at near cuts. A model has a variable for
 # each edge and pair of devices; up to this size, a proof takes minutes at most.
 _MAX_MODEL_OPERATORS = 60
@@ -52,10 +53,9 @@ _MAX_MODEL_OPERATORS = 60
 # After this share of the time no further list is tried: a list of 3,000 operators takes a second, and what follows improves the
 # best one by more.
 _LISTS_SHARE = 0.25
-_NUM_TURNS = 4  # the first is 1/15 of the time, so that no choice is made late
-_NUM_STARTS = 4  # in the first two turns; each later one keeps the better half
+_NUM_STARTS = 4  # in the first turn; each later one keeps the better half
 _UNLIMITED = 1 << 62  # moves of a run, which ends by the clock
-_PRICES_OF_A_STEP = 1.5  # in those of an offer: annealing prices its result once, an offer exactly and in ticks
+_PRICES_OF_A_STEP = 3.0  # in those of an offer: its result is priced, and so is the plan that is made of it in the end
 _IDLE_SHARE = 0.01  # of the work: a device with less is left out where that costs nothing
 _MIN_SOLVER_SECONDS = 2.0  # importing CP-SAT and building its first models take most of a shorter limit
 
@@ -135,7 +135,7 @@ def solve_doppler(
     search = _Search(problem, "doppler", options)
     search.offer_lists(starts, sample)
     if is_short_search(options):
-        search.anneal(search.starts[:1], search.deadline)
+        search.anneal(search.starts[:1], _UNLIMITED)
     else:
         search.use_solver(1.0 - _ANNEALING_SHARE)
     if not search.is_over:
@@ -219,29 +219,33 @@ class _Search:
         """Solve windows and anneal until the time is over, or the best schedule is proven to be optimal."""
         from coordinator.plan.graph.latency.windows import WindowSearch  # imports CP-SAT
 
-        windows = WindowSearch(self._ticked, self._num_workers)
-        starts = self.starts[:_NUM_STARTS]
-        for turn in range(_NUM_TURNS):
-            now, seconds = self._clock(), self._seconds_left / (2 ** (_NUM_TURNS - turn) - 1)
-            self._solve_windows(windows, now + (1.0 - annealing_share) * seconds)
-            if annealing_share:
-                starts = self.anneal(starts, now + seconds)[: _NUM_STARTS >> turn]
-            self._leave_out_idle_devices()
+        windows = WindowSearch(self._ticked, self._num_workers, self._clock)
+        starts, moves = self.starts[:_NUM_STARTS], _MOVES_PER_OPERATOR * self._problem.num_operators
+        began, annealing_seconds = self._clock(), 0.0
+        while not self.is_over:
+            now, known = self._clock(), self._best
+            if annealing_share and annealing_seconds <= annealing_share * (now - began):
+                starts = self.anneal(starts, moves)
+                starts, moves = starts[: max(1, len(starts) // 2)], 2 * moves
+                annealing_seconds += self._clock() - now
+            else:
+                self._solve_window(windows)
+            if self._best is not known:
+                self._leave_out_idle_devices()
 
-    def anneal(self, starts: Sequence[Start], deadline: float) -> list[Start]:
+    def anneal(self, starts: Sequence[Start], moves: int) -> list[Start]:
         """One run from each start and one from the best schedule. Returns the starts by the makespans that they led to.
 
         Every run begins at its start, not at an earlier result: what cooled down fast is a trap for a longer run.
         """
         makespans: list[float] = []
         for index in range(len(starts) + 1):
-            now = self._clock()
-            left = min(deadline - now, self._seconds_left)
+            left = self._seconds_left
             if self._is_proven or left <= 0.0:
                 break
-            end = now + left / (len(starts) + 1 - index)
+            end = self._clock() + left / (len(starts) + 1 - index)
             schedule, probabilities = starts[index] if index < len(starts) else Start(self._incumbent)
-            found = improve(self._problem, schedule, self._random, _UNLIMITED, self._clock, end, probabilities)
+            found = improve(self._problem, schedule, self._random, moves, self._clock, end, probabilities)
             self._offer(found.assignment, found.order)
             makespans.append(found.makespan)
         ranked = sorted(zip(makespans, starts, strict=False), key=lambda each: each[0])
@@ -319,12 +323,11 @@ class _Search:
             self._offer(result.schedule.assignment, result.schedule.order)
         self._bound_ticks = max(self._bound_ticks, result.bound)
 
-    def _solve_windows(self, windows: WindowSearch, deadline: float) -> None:
-        while not self.is_over and self._clock() < deadline:
-            better = windows.step(self._incumbent_in_ticks, self._seconds_left)
-            self._bound_ticks = max(self._bound_ticks, windows.bound)
-            if better is not None:
-                self._offer(better.assignment, better.order)
+    def _solve_window(self, windows: WindowSearch) -> None:
+        better = windows.step(self._incumbent_in_ticks, self._seconds_left)
+        self._bound_ticks = max(self._bound_ticks, windows.bound)
+        if better is not None:
+            self._offer(better.assignment, better.order)
 
     def _leave_out_idle_devices(self) -> None:
         found = without_idle_devices(self._problem, self._incumbent)

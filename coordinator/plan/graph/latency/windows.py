@@ -8,7 +8,7 @@ result is simulated before it is accepted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,8 +31,10 @@ class WindowSearch:
     begins with the smallest again, for which the solver takes twice the time; its windows begin elsewhere.
     """
 
-    def __init__(self, problem: PlacementProblem, num_workers: int = 1) -> None:
-        self._problem, self._num_workers = problem, num_workers
+    def __init__(
+        self, problem: PlacementProblem, num_workers: int = 1, clock: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._problem, self._num_workers, self._clock = problem, num_workers, clock
         most = max(_WINDOW_OPERATORS, _MAX_WINDOW_CHANNELS // problem.num_devices**2)
         self._max_size = min(problem.num_operators, most)
         self._size, self._round = min(_WINDOW_OPERATORS, self._max_size), 0
@@ -43,7 +45,7 @@ class WindowSearch:
     def step(self, known: Schedule, seconds: float) -> Schedule | None:
         """Solve the next window of a schedule within `seconds`. None if it finds nothing better."""
         inside = known.operator_order[self._position : self._position + self._size]
-        limits = SolverLimits(seconds, _WINDOW_SECONDS * 2**self._round, self._num_workers)
+        limits = SolverLimits(seconds, _WINDOW_SECONDS * 2**self._round, self._num_workers, clock=self._clock)
         if len(inside) == self._problem.num_operators:
             result = solve_placement_model(self._problem, limits, round(known.makespan), hint=known)
             self.bound, found = max(self.bound, result.bound), result.schedule
