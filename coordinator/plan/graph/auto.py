@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from coordinator.plan.graph.build import build_plan
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.memory import MAX_GRAPH_CHUNK_BYTES, reserved_bytes
-from coordinator.plan.graph.placing import place_operators, solve_placement
+from coordinator.plan.graph.placing import place_in_blocks, place_operators, solve_placement
 from coordinator.plan.graph.request import GraphRequest, objective_seconds, restricted, stored_weights
 from coordinator.plan.graph.tasks import tensor_transfers
 from coordinator.plan.methods import GRAPH_METHODS, LOCAL, Method
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 # Per strategy: memory other than weights is known only once the operators are placed. Each attempt is a whole search.
 _MAX_ATTEMPTS = 4
+_BLOCKS = "blocks"  # the strategy of a plan that `place_in_blocks` made
 GraphCandidate = Candidate[GraphPlan]
 _TIE_TOLERANCE = 1.01  # within 1 % of the fastest, fewer devices win: each device is one more that can fail
 # Of a search for which requests wait: with the rest of planning and the start of a planner process, a plan of 500 operators
@@ -192,11 +193,24 @@ def _plan_graph(
         if chosen is not None:
             break
     else:
-        raise _no_plan_error(request, candidates)
+        chosen = _in_blocks(request) if request.strategy == "auto" and request.objective == "latency" else None
+        if chosen is None:
+            raise _no_plan_error(request, candidates)
+        candidates.append(chosen)
     others = [each for each in candidates if each is not chosen]
     if not has_several_devices:
         return with_reasons(_as_only_plan(chosen), others, request.strategy)
     return with_reasons(_with_bound(chosen, candidates), others, request.strategy)
+
+
+def _in_blocks(request: GraphRequest) -> GraphCandidate | None:
+    """A plan for devices with so little memory that the tensors of every other plan have no room; None if it has none, too."""
+    solution = Solution(OperatorAssignment(place_in_blocks(with_reserved_bytes(request))), math.inf)
+    plan = build_plan(request, solution, _BLOCKS)
+    budgets = {device.device_id: device.budget_bytes for device in request.cluster.devices}
+    if _why_not_sendable(request, plan) or any(each.memory.total > budgets[each.device_id] for each in plan.devices):
+        return None
+    return _make_candidate(_BLOCKS, _BLOCKS, plan, replace(solution, value=objective_seconds(plan)))
 
 
 def _in_order_of_urgency(request: GraphRequest) -> list[list[Method]]:

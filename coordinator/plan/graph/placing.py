@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from coordinator.plan.graph.cluster import GraphCluster
@@ -67,6 +69,28 @@ def place_operators(
     devices = coarse.expand_assignment(solution.assignment.devices)
     starts = coarse.operator_starts(solution.assignment.starts, devices, cluster.seconds)
     return solution.with_assignment(OperatorAssignment(devices, starts))
+
+
+def place_in_blocks(request: GraphRequest) -> tuple[int, ...]:
+    """[n]: devices of operators in blocks by depth, one block a device, with weights in proportion to its room.
+
+    Where memory is short this needs the least: with few segments, few requests are in flight, and hardly a weight is on two
+    devices.
+    """
+    coarse, cluster = coarsen(request.spec), request.cluster
+    spec, depths = coarse.spec, list[int]()
+    for before in spec.predecessors:
+        depths.append(max((depths[each] + 1 for each in before), default=0))
+    weights = max(spec.parameter_bytes(range(spec.num_operators)), 1)
+    ends = list(accumulate(device.room_bytes(weights) for device in cluster.devices))
+    devices, placed_bytes, homes = [0] * spec.num_operators, 0, dict[int, int]()  # by weight: its first device
+    for operator in sorted(range(spec.num_operators), key=lambda each: (depths[each], each)):
+        used = spec.operators[operator].parameters
+        device = min(bisect_right(ends, placed_bytes / weights * ends[-1]), len(ends) - 1)
+        devices[operator] = max((homes.get(each, device) for each in used), default=device)
+        placed_bytes += sum(spec.parameters[each].num_bytes for each in set(used) - homes.keys())
+        homes |= dict.fromkeys(used, devices[operator])
+    return coarse.expand_assignment(devices)
 
 
 def _with_coordinator_transfers(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:

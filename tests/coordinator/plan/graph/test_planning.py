@@ -18,7 +18,8 @@ from support.graphs import chain, cluster_of, from_edges, two_branches
 from coordinator.devices.cluster_file import read_cluster
 from coordinator.devices.graph_profiling import operator_seconds
 from coordinator.models.onnx.cutting import check_segments, cut
-from coordinator.plan.graph.auto import plan_graph
+from coordinator.plan.graph import auto
+from coordinator.plan.graph.auto import GraphCandidate, plan_graph, without_plan
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
 from coordinator.plan.graph.memory import memory_by_rank
 from coordinator.plan.graph.predict import (
@@ -31,7 +32,7 @@ from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.graph.tasks import request_tasks, tensor_transfers
 from coordinator.plan.graph.throughput.planners import plan_pipeline
 from coordinator.plan.limits import parse_limit
-from coordinator.plan.methods import GRAPH_METHODS
+from coordinator.plan.methods import GRAPH_METHODS, Method
 from coordinator.plan.simulator import compute_resources, send_resources, simulate, transfer_resources
 from coordinator.plan.solution import SearchOptions
 from coordinator.serve.planners.process import solve_graph
@@ -220,6 +221,30 @@ def test_named_strategies_find_a_plan_if_each_device_has_room_for_all_weights_on
         planned = plan_graph(GraphRequest(spec, cluster, "latency", strategy, 0.5), time.monotonic).chosen.plan
         assert planned is not None
         assert all(each.memory.total <= each.budget_bytes for each in planned.devices)
+
+
+@pytest.mark.parametrize("budget", [18 << 20, 16 << 20])
+def test_auto_takes_blocks_where_no_search_finds_room(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chains with the same weights: each device holds half of them for both, and the tensors of few segments."""
+    length, size = 8, 1 << 20
+    operators = [Operator(f"op{index}", "MatMul", 1.0, (index % length,)) for index in range(2 * length)]
+    edges = [(index, index + 1) for index in range(2 * length - 1) if index != length - 1]
+    weights = [Parameter(f"w{index}", size) for index in range(length)]
+    spec = from_edges("chains", operators, [size // 4] * len(operators), edges, weights)
+    request = GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, budget, process_bytes=0, load_bytes=length * size))
+
+    def finds_nothing(request: GraphRequest, method: Method, *_: object) -> GraphCandidate:
+        return without_plan(method.name, NoPlacement(graph=spec.name, strategy=method.name))
+
+    monkeypatch.setattr(auto, "try_method", finds_nothing)
+    try:
+        plan = plan_graph(request, time.monotonic).plan
+    except NoPlacement:
+        assert budget == 16 << 20
+        return
+    ranks = plan.body.ranks_of_operators()
+    assert all(ranks[each] == (each % length) // (length // 2) for each in range(2 * length))
+    assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
 
 
 def test_activations_are_reserved_for_the_segments_of_a_device() -> None:
