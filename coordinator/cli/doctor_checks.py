@@ -299,22 +299,16 @@ def check_gpus(telemetry: Mapping[str, Telemetry]) -> list[CheckResult]:
         for name, each in sorted(telemetry.items())
         if each.gpu_problem
     ]
-    used = [
-        f"{name} ({each.gpu.name})"
-        for name, each in sorted(telemetry.items())
-        if each.compute_device == "cuda" and each.gpu is not None
-    ]
+    on_gpu = {name: each.gpu for name, each in sorted(telemetry.items()) if each.compute_device == "cuda"}
+    used = [f"{name} ({gpu.name})" for name, gpu in on_gpu.items() if gpu is not None]
     return [*findings, CheckResult("GPU", "ok", f"used by {', '.join(used)}")] if used else findings
 
 
 def check_clocks(clocks: Mapping[str, float], now: float) -> CheckResult:
     """Compare clocks with `now`. Only logs and caches use them, so a wrong clock is a warning."""
     differences = {name: clock - now for name, clock in clocks.items()}
-    wrong = [
-        f"{name} by {difference:+.0f} s"
-        for name, difference in differences.items()
-        if abs(difference) > CLOCK_TOLERANCE_SECONDS
-    ]
+    far = {name: seconds for name, seconds in differences.items() if abs(seconds) > CLOCK_TOLERANCE_SECONDS}
+    wrong = [f"{name} by {seconds:+.0f} s" for name, seconds in far.items()]
     if wrong:
         do = "Turn on time synchronisation (timedatectl set-ntp true) there."
         return CheckResult("clock", "warning", f"clocks differ from this one's: {', '.join(wrong)}", do)

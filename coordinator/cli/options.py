@@ -63,7 +63,9 @@ class HomeOptions:
         return await connect_async(self.address, self.key, timeout_seconds, self.interfaces)
 
 
-_SAMPLING = "Sampling"
+def _sampling(text: str) -> Any:
+    """An option of sampling."""
+    return typer.Option(help=text, rich_help_panel="Sampling")
 
 
 @dataclass(frozen=True)
@@ -72,30 +74,22 @@ class SamplingOptions:
 
     temperature: Annotated[
         float | None,
-        typer.Option(
-            help="0 takes the most likely token; 1 samples from the model's distribution.", rich_help_panel=_SAMPLING
-        ),
+        _sampling("0 takes the most likely token; 1 samples from the model's distribution."),
     ] = None
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample from the k most likely tokens (0 disables).", rich_help_panel=_SAMPLING)
-    ] = None
+    top_k: Annotated[int | None, _sampling("Sample from the k most likely tokens (0 disables).")] = None
     top_p: Annotated[
         float | None,
-        typer.Option(
-            help="Sample from the smallest set of likely tokens with this total probability.", rich_help_panel=_SAMPLING
-        ),
+        _sampling("Sample from the smallest set of likely tokens with this total probability."),
     ] = None
     min_p: Annotated[
         float | None,
-        typer.Option(help="Drop tokens less likely than this fraction of the top token.", rich_help_panel=_SAMPLING),
+        _sampling("Drop tokens less likely than this fraction of the top token."),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(help="Values above 1 penalise tokens already in the context.", rich_help_panel=_SAMPLING),
+        _sampling("Values above 1 penalise tokens already in the context."),
     ] = None
-    seed: Annotated[
-        int | None, typer.Option(help="Random seed: the same seed gives the same tokens.", rich_help_panel=_SAMPLING)
-    ] = None
+    seed: Annotated[int | None, _sampling("Random seed: the same seed gives the same tokens.")] = None
 
 
 @dataclass(frozen=True)
@@ -125,11 +119,8 @@ def expanded(command: Callable[..., _R]) -> Callable[..., _R]:
         hints = get_type_hints(group, include_extras=True)
         for field in fields(group):
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            parameters.append(
-                inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
-                )
-            )
+            option = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default)
+            parameters.append(option.replace(annotation=hints[field.name]))
 
     @functools.wraps(command)
     def wrapper(**given: Any) -> _R:

@@ -89,10 +89,8 @@ class ChunkScheduler:
             if chunk is not None and self._may_send(source, target, chunk_hash):
                 batch.append(pending.pop(chunk_hash))
                 num_bytes += chunk.num_bytes
-        expects_more = (
-            bool(self._pending.get(source) and self._coordinator_queues[source])
-            or self._num_in_flight_from_coordinator[source] > 0
-        )
+        receives = self._num_in_flight_from_coordinator[source] > 0
+        expects_more = receives or bool(self._pending.get(source) and self._coordinator_queues[source])
         if num_bytes < min_bytes and expects_more:
             pending.update((chunk.hash, chunk) for chunk in batch)
             queue.extendleft(chunk.hash for chunk in reversed(batch))

@@ -10,7 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 
 from coordinator.deploy.chunk_scheduler import Chunk, ChunkScheduler
@@ -78,9 +78,7 @@ class Distribution:
 
         Raises BadCheckpoint, DiskHung, StoreFull, DeviceLost, NoRoomAhead, ...
         """
-        per_device = await all_or_first_error(
-            self._lacking_chunks(device, chunks) for device, chunks in needed_chunks.items()
-        )
+        per_device = await all_or_first_error(starmap(self._lacking_chunks, needed_chunks.items()))
         lacking = dict(zip(needed_chunks, per_device, strict=True))
         held = await self._held_hashes({chunk.hash for chunks in lacking.values() for chunk in chunks})
         for device, chunks in lacking.items():
@@ -89,16 +87,8 @@ class Distribution:
             self._report_progress(device)
         self._scheduler = ChunkScheduler(lacking, held)
         targets = [device for device, chunks in lacking.items() if chunks]
-        await all_or_first_error(
-            [
-                *(self._send_to(target) for target in targets),
-                *(
-                    self._forward(source, target)
-                    for source, target in product({*held, *targets}, targets)
-                    if source != target
-                ),
-            ]
-        )
+        pairs = [(source, target) for source, target in product({*held, *targets}, targets) if source != target]
+        await all_or_first_error([*map(self._send_to, targets), *starmap(self._forward, pairs)])
 
     def _check_room(self, device: str) -> None:
         """Raise NoRoomAhead if a device would have to store more than it may."""

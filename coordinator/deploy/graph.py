@@ -40,10 +40,8 @@ async def segment_weights(chunks: SegmentChunks, plan: GraphPlan) -> AsyncIterat
     segments = plan.body.segments
     seconds = read_seconds(await on_disk(chunks.path, FILE_SECONDS, chunks.num_bytes))
     contents = [await on_disk(chunks.path, seconds, chunks.files_and_chunks, segment) for segment in segments]
-    by_rank = [
-        [each for segment, each in zip(segments, contents, strict=True) if segment.rank == rank]
-        for rank in range(plan.num_ranks)
-    ]
+    of_segments = list(zip(segments, contents, strict=True))
+    by_rank = [[each for segment, each in of_segments if segment.rank == rank] for rank in range(plan.num_ranks)]
     yield Weights(
         chunks=[
             list({chunk.hash: chunk for _, own in contents_of_rank for chunk in own}.values())

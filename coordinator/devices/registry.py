@@ -294,11 +294,8 @@ def check_device_id_unique(known: Device | None, welcome: AgentWelcome, host: st
         return
     if (known.host, known.port) == (host, port):
         return  # the same agent after a restart
-    raise DuplicateDevice(
-        device_id=welcome.device_id,
-        first=f"{known.name} ({known.host}:{known.port})",
-        second=f"{welcome.name} ({host}:{port})",
-    )
+    first, second = f"{known.name} ({known.host}:{known.port})", f"{welcome.name} ({host}:{port})"
+    raise DuplicateDevice(device_id=welcome.device_id, first=first, second=second)
 
 
 def sorted_by_name(devices: Iterable[Device]) -> list[Device]:
@@ -311,11 +308,8 @@ def usable(devices: list[Device], now: float) -> list[Device]:
 
     If all of them are quarantined: those of the lowest degree (`Quarantine.degree`).
     """
-    connected = [
-        device
-        for device in sorted_by_name(devices)
-        if device.health in ("alive", "suspect") and device.disconnected_at is None
-    ]
+    alive = (device for device in sorted_by_name(devices) if device.health in ("alive", "suspect"))
+    connected = [device for device in alive if device.disconnected_at is None]
     lowest = min((_degree(device, now) for device in connected), default=(0, 0))
     return [device for device in connected if _degree(device, now) == lowest]
 

@@ -102,10 +102,8 @@ def plan_within_stores(
     if not wanted:
         return planned
     used = {device.device_id for device in planned.plan.devices}
-    notes = tuple(
-        f"{_describe(known[each], num_bytes)}: it gets {'less' if each in used else 'none'}"
-        for each, num_bytes in wanted.items()
-    )
+    gets = {each: "less" if each in used else "none" for each in wanted}
+    notes = tuple(f"{_describe(known[each], num_bytes)}: it gets {gets[each]}" for each, num_bytes in wanted.items())
     plan = with_budgets(planned.plan, {each: device.budget_bytes for each, device in known.items()})
     return replace(planned, chosen=replace(planned.chosen, plan=plan), notes=(*planned.notes, *notes))
 

@@ -105,10 +105,8 @@ class Resources:
             for each in plan.devices
             if each.device_id in devices and self.holders(name, [each.device_id])
         }
-        budgets = {
-            each.device_id: min(each.budget_bytes, rooms.get(each.device_id, each.budget_bytes))
-            for each in plan.devices
-        }
+        budgets = {each.device_id: each.budget_bytes for each in plan.devices}
+        budgets |= {device_id: min(budgets[device_id], room) for device_id, room in rooms.items()}
         return with_budgets(plan, budgets) if rooms else plan
 
     def held_bytes(self, name: str) -> int:
@@ -156,11 +154,8 @@ class Resources:
 
     def _taken(self, name: str, device: Device) -> Taken:
         held = device.telemetry.memory_held_bytes if device.telemetry is not None else {}
-        num_bytes = sum(
-            max(planned.get(device.device_id, 0) - held.get(other, 0), 0)
-            for other, planned in self._planned.items()
-            if other != name
-        )
+        planned = {other: plans.get(device.device_id, 0) for other, plans in self._planned.items() if other != name}
+        num_bytes = sum(max(num_planned - held.get(other, 0), 0) for other, num_planned in planned.items())
         return Taken(num_bytes, self._load_of_others(name, device.device_id))
 
     def _load_of_others(self, name: str, device_id: str) -> float:

@@ -78,10 +78,8 @@ def largest_remainder(weights: Sequence[float], total: int) -> tuple[int, ...]:
     exact = [Fraction(weight) for weight in weights]
     quotas = [weight * total / sum(exact) for weight in exact]
     shares = [math.floor(quota) for quota in quotas]
-    by_remainder = sorted(
-        (rank for rank, weight in enumerate(weights) if weight > 0),
-        key=lambda rank: (shares[rank] - quotas[rank], rank),
-    )
+    positive = [rank for rank, weight in enumerate(weights) if weight > 0]
+    by_remainder = sorted(positive, key=lambda rank: (shares[rank] - quotas[rank], rank))
     for i in range(total - sum(shares)):
         shares[by_remainder[i % len(by_remainder)]] += 1
     return tuple(shares)

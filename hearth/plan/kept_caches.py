@@ -83,10 +83,8 @@ def reserved_bytes(spec: ModelSpec, body: TransformerBody, rank: int) -> int:
 def covered_rows(spec: ModelSpec, held: Sequence[HeldBlock]) -> int:
     """Length of the longest prefix of a sequence whose rows are held for all layers and heads."""
     whole = CacheBlock(Span(0, spec.num_layers), Span(0, spec.num_kv_heads))
-    return min(
-        max((each.num_rows for each in held if each.block.covers(cell)), default=0)
-        for cell in _cells(whole, [each.block for each in held])
-    )
+    cells = _cells(whole, [each.block for each in held])
+    return min(max((each.num_rows for each in held if each.block.covers(cell)), default=0) for cell in cells)
 
 
 def plan_transfers(plan: TransformerPlan, held: Sequence[HeldBlock], num_rows: int) -> tuple[CacheTransfer, ...]:

@@ -252,9 +252,5 @@ def agent_trust(credential: HomeKey | DeviceKey) -> AgentTrust:
 def new_device_key(home: HomeKey, name: str) -> DeviceKey:
     """Generate the key of one agent of this home."""
     shared = agent_trust(home)
-    return DeviceKey(
-        name=name,
-        secret=new_keypair().secret,
-        coordinator_public=shared.coordinator_public,
-        admin_public=shared.admin_public,
-    )
+    coordinator, admin = shared.coordinator_public, shared.admin_public
+    return DeviceKey(name=name, secret=new_keypair().secret, coordinator_public=coordinator, admin_public=admin)

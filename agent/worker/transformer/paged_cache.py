@@ -169,10 +169,8 @@ class SequenceCache:
         Raises StepFailed if the capacity is exceeded (a scheduler bug).
         """
         if len(self.tokens) + len(token_ids) > self.capacity:
-            raise StepFailed(
-                device="this device",
-                reason=f"{len(self.tokens) + len(token_ids)} tokens in a KV cache for {self.capacity}",
-            )
+            num_tokens = len(self.tokens) + len(token_ids)
+            raise StepFailed(device="this device", reason=f"{num_tokens} tokens in a KV cache for {self.capacity}")
         self.tokens.extend(token_ids)
         self.num_drafted = num_drafted
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -78,11 +78,8 @@ class Shard:
 
     def num_bytes(self) -> int:
         """Memory of all weights in bytes; tied weights, which may be a part of the word embeddings, count once."""
-        ranges = sorted(
-            piece
-            for part in _weights_in(self)
-            for piece in (map(memory_range, part) if isinstance(part, tuple) else part.memory)
-        )
+        parts = (map(memory_range, part) if isinstance(part, tuple) else part.memory for part in _weights_in(self))
+        ranges = sorted(chain.from_iterable(parts))
         total = counted_to = 0
         for start, size in ranges:
             total += max(start + size - max(start, counted_to), 0)

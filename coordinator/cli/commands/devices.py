@@ -95,10 +95,8 @@ def devices(
                 profiler = Profiler(fleet, state_dir / "profiles", report, keeps_links=False)
                 links = await profiler.measure_links(settled) if measure else {}
                 reasons = await left_out
-                infos = [
-                    each.model_copy(update={"reason": each.reason or reasons.get(each.device_id, "")})
-                    for each in fleet.device_infos()
-                ]
+                known = [(each, each.reason or reasons.get(each.device_id, "")) for each in fleet.device_infos()]
+                infos = [each.model_copy(update={"reason": reason}) for each, reason in known]
                 return infos, list(links.values()), fleet.refusals
         finally:
             await cancel_all([left_out])

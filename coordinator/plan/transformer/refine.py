@@ -75,9 +75,8 @@ def reordered(spec: ModelSpec, body: TransformerBody, order: Sequence[int]) -> T
     """The body whose rank r has the share of rank `order[r]` of this one; of a pipeline, its number of layers."""
     if isinstance(body, Pipeline):
         stages = Pipeline.of(spec, [body.layers[rank] for rank in order], body.seq_len)
-        return body.model_copy(
-            update={"layers": stages.layers, "row_weights": stages.row_weights, "vocabulary": stages.vocabulary}
-        )
+        changes = {"layers": stages.layers, "row_weights": stages.row_weights, "vocabulary": stages.vocabulary}
+        return body.model_copy(update=changes)
     columns = _reordered_items(body.columns, spec.ffn_size, COLUMN_GRAIN, order)
     vocabulary = _reordered_items(body.vocabulary, spec.vocab_size, VOCABULARY_GRAIN, order)
     heads, weights = (tuple(shares[rank] for rank in order) for shares in (body.heads, body.row_weights))
@@ -276,10 +275,8 @@ def add_kv_copies(request: PlanRequest, plan: TransformerPlan) -> TransformerPla
     if any(body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers)):
         return plan
     copying = body.model_copy(update={"generation": limits.model_copy(update={"kv_copies": True})})
-    devices = tuple(
-        device.model_copy(update={"memory": rank_memory(plan.model, copying, rank)})
-        for rank, device in enumerate(plan.devices)
-    )
+    memory = [rank_memory(plan.model, copying, rank) for rank in range(plan.num_ranks)]
+    devices = tuple(each.model_copy(update={"memory": own}) for each, own in zip(plan.devices, memory, strict=True))
     if any(device.memory.total > device.budget_bytes for device in devices):
         return plan
     return plan.model_copy(update={"body": copying, "devices": devices})

@@ -141,10 +141,8 @@ class ClientPort(RequestServer):
         try:
             await process.start(self._trust, self._listener.fileno())
             self._process = process
-            tasks = [
-                asyncio.ensure_future(each)
-                for each in (process.wait(), process.watch(self._trust), self._receive_loop(process))
-            ]
+            running = (process.wait(), process.watch(self._trust), self._receive_loop(process))
+            tasks = [asyncio.ensure_future(each) for each in running]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return str(next(iter(done)).result())
         except asyncio.CancelledError:  # by `close`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,9 +209,8 @@ class TransformerKind:
         if not isinstance(model.tokenizer, SentenceTokenizer):
             raise BadRequest(reason="the model has no tokenizer.json; send token ids instead of texts")
         num_characters = sum(map(len, request.texts))
-        encoded = await self._threads.run(
-            request.timeout_seconds, num_characters, model.tokenizer.encode, request.texts, model.seq_len
-        )
+        encode = partial(model.tokenizer.encode, request.texts, model.seq_len)
+        encoded = await self._threads.run(request.timeout_seconds, num_characters, encode)
 
         batches = step_batches([len(ids) for ids in encoded], model.seq_len)
         vectors: list[Array] = []  # of the batches that are done, also on an earlier plan

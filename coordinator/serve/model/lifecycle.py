@@ -28,6 +28,11 @@ _BRING_UP = (*UNPLANNED, "pushing", "loading", "warming")
 
 
 @dataclass(frozen=True)
+class _OfDeployment:
+    epoch: int
+
+
+@dataclass(frozen=True)
 class GoalSet:
     """Serve a model. `plan`, for instance saved before a power cut, is tried first.
 
@@ -40,11 +45,8 @@ class GoalSet:
     unloaded: bool = False
 
 
-@dataclass(frozen=True)
-class WorkersTakenOver:
+class WorkersTakenOver(_OfDeployment):
     """All workers of the deployment `epoch` run and are controlled by this coordinator."""
-
-    epoch: int
 
 
 @dataclass(frozen=True)
@@ -103,25 +105,16 @@ class PlanMade:
     last_epoch: int
 
 
-@dataclass(frozen=True)
-class ChunksPushed:
+class ChunksPushed(_OfDeployment):
     """Every device has the weight chunks of its rank."""
 
-    epoch: int
 
-
-@dataclass(frozen=True)
-class WorkersLoaded:
+class WorkersLoaded(_OfDeployment):
     """All workers have loaded their weights and are connected."""
 
-    epoch: int
 
-
-@dataclass(frozen=True)
-class WarmedUp:
+class WarmedUp(_OfDeployment):
     """The warm-up request succeeded."""
-
-    epoch: int
 
 
 @dataclass(frozen=True)
@@ -148,11 +141,8 @@ class ActionFailed:
     error: HearthError
 
 
-@dataclass(frozen=True)
-class WentIdle:
+class WentIdle(_OfDeployment):
     """No request has come for as long as the model stays loaded without one."""
-
-    epoch: int
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,8 @@ class DriftMonitor:
         self._compute_drifted = self._compute_drifted + 1 if self._has_compute_drifted() else 0
         if total_seconds is not None:
             self._total.add(total_seconds, self._plan.predicted.latency_seconds * relative_size)
-            self._total_drifted = (
-                self._total_drifted + 1 if abs(self._total.average_change) > math.log(TOTAL_DRIFT) else 0
-            )
+            has_drifted = abs(self._total.average_change) > math.log(TOTAL_DRIFT)
+            self._total_drifted = self._total_drifted + 1 if has_drifted else 0
         self.drift = self._sustained_drift()
         return self.drift
 
@@ -92,9 +91,8 @@ class DriftMonitor:
 
     def _sustained_drift(self) -> SustainedDrift | None:
         if self._compute_drifted >= SUSTAINED_STEPS:
-            return SustainedDrift(
-                factors={name: math.exp(ratio.recent_median) for name, ratio in self._devices.items()}
-            )
+            factors = {name: math.exp(ratio.recent_median) for name, ratio in self._devices.items()}
+            return SustainedDrift(factors=factors)
         # A beginning compute drift may explain the drift of the whole step.
         if self._total_drifted >= SUSTAINED_STEPS and not self._compute_drifted and self._plan.num_ranks > 1:
             return SustainedDrift(links_suspect=True)

@@ -52,10 +52,8 @@ class ReplicaFile:
         for offset in range(0, max(self.sent_bytes, 1), _PART_BYTES):
             size = min(_PART_BYTES, self.sent_bytes - offset)
             is_last = offset + size >= self.sent_bytes
-            yield (
-                ReplicaPart(path=self.path, num_bytes=self.num_bytes, offset=offset, is_last=is_last),
-                self._read(offset, size),
-            )
+            part = ReplicaPart(path=self.path, num_bytes=self.num_bytes, offset=offset, is_last=is_last)
+            yield part, self._read(offset, size)
 
     def _read(self, offset: int, size: int) -> bytes:
         if self.source is None:

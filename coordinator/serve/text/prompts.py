@@ -134,10 +134,8 @@ class TextTokenizer:
             return None
         added = self._tokenizer.get_added_tokens_decoder().keys()  # llguidance takes the byte 0xff for special, too
         special = [token_id for token_id in sorted(added) if token_id < num_tokens and read.is_special_token(token_id)]
-        tokens = [
-            b"" if self._tokenizer.id_to_token(token_id) is None else read.decode_bytes([token_id])
-            for token_id in range(num_tokens)
-        ]
+        known = (self._tokenizer.id_to_token(token_id) is not None for token_id in range(num_tokens))
+        tokens = [read.decode_bytes([token_id]) if is_known else b"" for token_id, is_known in enumerate(known)]
         return Vocabulary(tokens, special, tuple(stop_ids))
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from hearth.errors import DeadlineExceeded, QueueFull
 from hearth.platform.asyncio_tools import with_timeout
@@ -16,7 +16,6 @@ _SHORT_CHARACTERS = 1 << 16
 _MAX_WAITING_SHORT = 1024
 _MAX_WAITING_LONG = 16
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -44,20 +43,13 @@ class TextThreads:
         """
         return await self._in_lane(self._grammars, "reading the vocabulary or the grammar", timeout_seconds, function)
 
-    async def run(
-        self,
-        timeout_seconds: float,
-        num_characters: int,
-        function: Callable[_P, _T],
-        *args: _P.args,
-        **kwargs: _P.kwargs,
-    ) -> _T:
+    async def run(self, timeout_seconds: float, num_characters: int, function: Callable[[], _T]) -> _T:
         """Call `function` in a thread. A call that has begun cannot be stopped, but its caller waits no longer.
 
         Raises QueueFull, DeadlineExceeded and the function's errors.
         """
         lane = self._short if num_characters <= _SHORT_CHARACTERS else self._long
-        return await self._in_lane(lane, "the tokenisation", timeout_seconds, lambda: function(*args, **kwargs))
+        return await self._in_lane(lane, "the tokenisation", timeout_seconds, function)
 
     async def _in_lane(self, lane: _Lane, action: str, timeout_seconds: float, function: Callable[[], _T]) -> _T:
         if lane.num_calls >= lane.max_waiting:

@@ -228,10 +228,8 @@ class Leader:
         self._scheduler.expire(sequence.number)  # if it was cancelled meanwhile
         if (request := self._requests.pop(sequence.number, None)) is None:
             return []
-        error = BadGrammar(
-            what="grammar",
-            reason=f"after {len(sequence.generated)} tokens no further one was found, or a device cannot apply it",
-        )
+        reason = f"after {len(sequence.generated)} tokens no further one was found, or a device cannot apply it"
+        error = BadGrammar(what="grammar", reason=reason)
         return [(request.request_id, Failed.of(error))]
 
     def _answer_tokens(self, sequence: SequenceState, request: _PendingRequest, count: int) -> Replies:

@@ -154,10 +154,8 @@ class _StageSearch:
             return
         speeds = [device_capacity(self._request, blocks) for blocks in self._blocks]
         budgets = [device.budget_bytes for device in self._devices]
-        chosen = {
-            tuple(sorted(sorted(all_devices, key=lambda device: -values[device])[:count]))
-            for values in (speeds, budgets)
-        }
+        fastest = [sorted(all_devices, key=lambda device: -values[device]) for values in (speeds, budgets)]
+        chosen = {tuple(sorted(order[:count])) for order in fastest}
         yield from sorted(chosen)
 
     def orders(self, subset: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

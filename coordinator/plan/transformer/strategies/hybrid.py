@@ -130,10 +130,8 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
         if len(set(modes)) > 1 or len(modes) <= num_simulated:
             timeline = simulate(self.step_tasks(layout, modes, first_row)[0])
             return timeline.makespan, timeline.busy_seconds
-        short, long = (
-            simulate(self.step_tasks(layout, modes[:count], first_row)[0])
-            for count in (num_simulated // 2, num_simulated)
-        )
+        counts = (num_simulated // 2, num_simulated)
+        short, long = (simulate(self.step_tasks(layout, modes[:count], first_row)[0]) for count in counts)
         repeats = (len(modes) - num_simulated) / _LAYERS_TO_SETTLE
         busy = {
             key: seconds + repeats * (seconds - short.busy_seconds.get(key, 0.0))
@@ -158,10 +156,8 @@ class TensorParallelStrategy(TransformerStrategy[TensorParallel]):
                 for start, blocks, read in zip(ready, layout.blocks, num_bytes, strict=True)
             ]
 
-        attention = [
-            decode.attention_bytes(spec, heads, num_tokens, blocks)
-            for heads, blocks in zip(body.heads, layout.blocks, strict=True)
-        ]
+        head_blocks = zip(body.heads, layout.blocks, strict=True)
+        attention = [decode.attention_bytes(spec, heads, num_tokens, blocks) for heads, blocks in head_blocks]
         mlp = [decode.mlp_bytes(spec, columns) for columns in body.columns]
         head = [decode.head_bytes(spec, vocabulary) for vocabulary in body.vocabulary]
         with_heads = [rank for rank in ranks if body.heads[rank]]
