@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +34,6 @@ from hearth.wire.messages import (
     ChunkRef,
     GenerateTokens,
     GenerationEnded,
-    Sampling,
     ShardParts,
     TokensGenerated,
     WorkerBound,
@@ -127,27 +125,6 @@ def _refuse_to_read(model_dir: Path, ref: ChunkRef) -> bytes:
     raise BadCheckpoint(path=str(model_dir), reason=reason)
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """How rank 0 continues a prompt; the fields are those of `GenerateTokens`.
-
-    A step guesses `max_drafted` tokens at most. The answer follows `grammar`, unless it is empty. With `top_log_probs`, each
-    token comes with its log-probability and those of this many most likely ones.
-    """
-
-    max_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    stop_ids: tuple[int, ...] = ()
-    first_index: int = 0
-    stream: str = ""  # the same when the answer continues on the next deployment
-    prefix_scope: str = ""  # requests of one scope share the KV cache of equal prefixes
-    max_drafted: int = 0
-    grammar: str = ""
-    top_log_probs: int | None = None
-    values: ValueFormatName | None = None  # None: the deployment's
-    logits: Literal["", "keep", "compare"] = ""
-
-
 class TransformerDeployment(Deployment):
     """The caller must run steps one at a time; generations may run concurrently."""
 
@@ -205,20 +182,20 @@ class TransformerDeployment(Deployment):
     async def generate(
         self,
         token_ids: np.ndarray[Any, Any],
-        asked: Continuation,
+        request: GenerateTokens,
         timeout_seconds: float,
         may_return: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         """Stream rank 0's continuation of a prompt [T] int32: tokens, then the end. Closing early drops the sequence.
 
         If the stream `may_return` then, here or on the next deployment, rank 0 keeps its KV cache for a while.
-        `timeout_seconds` bounds the wait for each reply.
+        `timeout_seconds` bounds the wait for each reply. The format of activations is that of the request, else the
+        deployment's.
 
         Raises as `run` does; except for errors of scope `request`, a failure ends all running sequences.
         """
         self.check_may_run()
-        settings = {**vars(asked), "values": asked.values or self.values}
-        request = GenerateTokens(**self.command_fields, **settings)
+        request = request.model_copy(update={"values": request.values or self.values})
         first = self.plan.devices[0].device_id
         stream = self._fleet.stream(first, request, pack_array(token_ids), GenerationEnded, timeout_seconds, may_return)
         async with aclosing(stream) as replies:

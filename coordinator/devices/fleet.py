@@ -264,7 +264,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 log.warning("no telemetry from %s: %s", device.name, error)
                 return
             if device.device_id in self.devices:
-                self._update(device.device_id, telemetry=telemetry)
+                self._replace(replace(self.devices[device.device_id], telemetry=telemetry))
 
         await asyncio.gather(*(read(device) for device in self.usable()))
 
@@ -520,9 +520,6 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self.devices[device.device_id] = device
         if before.health != device.health or _worker_states(before) != _worker_states(device):
             self._on_change(device)
-
-    def _update(self, device_id: str, **changes: Any) -> None:
-        self._replace(replace(self.devices[device_id], **changes))
 
     async def _release_all(self) -> None:
         release = wire.ReleaseLease(holder=self.holder, keep_workers=self.keep_workers)

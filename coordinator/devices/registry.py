@@ -228,11 +228,6 @@ def connect_seconds(one: Device, other: Device, now: float) -> float:
     return min(max(patience, _MIN_CONNECT_SECONDS), _MAX_CONNECT_SECONDS)
 
 
-def suspect_seconds(device: Device, now: float) -> float:
-    """Seconds without an answer after which the device is suspect."""
-    return _SUSPECT_FRACTION * dead_seconds(device, now)
-
-
 def after_missed_heartbeat(device: Device, now: float) -> Device:
     """The record after a missed heartbeat: alive, then suspect, then dead."""
     silence_seconds = now - device.last_seen
@@ -240,9 +235,10 @@ def after_missed_heartbeat(device: Device, now: float) -> Device:
         return device
     if device.disconnected_at is not None and now - device.disconnected_at >= RECONNECT_SECONDS:
         return replace(device, health="dead", reason="its connection broke, and it accepts no new one")
-    if silence_seconds < suspect_seconds(device, now):
+    limit_seconds = dead_seconds(device, now)
+    if silence_seconds < _SUSPECT_FRACTION * limit_seconds:
         return device
-    health: Health = "dead" if silence_seconds >= dead_seconds(device, now) else "suspect"
+    health: Health = "dead" if silence_seconds >= limit_seconds else "suspect"
     return replace(device, health=health, reason=f"no answer for {silence_seconds:.1f} s")
 
 

@@ -90,7 +90,8 @@ class Homes:
         Raises BadKey for a text that is no token, WrongKey or AppRevoked if the coordinator refuses it, Unreachable, ...
         """
         key = parse_token(token, self._own.coordinator_public) if token is not None else self._own
-        self._raise_if_refused(key)
+        if self._is_refused(key.secret):
+            raise WrongKey(endpoint="the coordinator")
         connection = self._connections.setdefault(key.secret, _Connection())
         self._connections.move_to_end(key.secret)
         connection.num_users += 1
@@ -135,10 +136,6 @@ class Homes:
                     await each.home.close()
 
     # ---- refused tokens -------------------------------------------------------------------------------------------
-
-    def _raise_if_refused(self, key: AppKey) -> None:
-        if self._is_refused(key.secret):
-            raise WrongKey(endpoint="the coordinator")
 
     def _is_refused(self, secret: str) -> bool:
         refused_at = self._refused.get(_digest(secret))

@@ -14,7 +14,7 @@ from coordinator.cli.output import out
 from coordinator.cli.plans.live import LiveDevices
 from coordinator.cli.render import tables
 from coordinator.deploy.deployment import Weights
-from coordinator.deploy.transformer import Continuation, TransformerDeployment, shard_weights
+from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.block_profiling import block_cluster, block_workload, chosen_kernels
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profile_file import SavedTransformerProfile, read_transformer_profile
@@ -42,7 +42,7 @@ from hearth.plan.kernels import KernelChoice
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
-from hearth.wire.messages import DeviceTrace, GenerationEnded
+from hearth.wire.messages import DeviceTrace, GenerateTokens, GenerationEnded
 
 _NUM_ALTERNATIVES = 3  # candidates shown without --explain, so that plan and alternatives fit on one screen
 _SEED = 20240525  # arbitrary; fixed, so that all plans are timed on the same tokens
@@ -187,7 +187,8 @@ async def _run_seconds(deployment: TransformerDeployment, seed: int) -> float:
     ids = random.integers(0, plan.model.vocab_size, length, dtype=np.int32)
     if not new_tokens:
         return (await deployment.run_step(*pack_sequences([ids.tolist()]), "mean")).step_seconds
-    async with aclosing(deployment.generate(ids, Continuation(new_tokens), _TOKEN_TIMEOUT_SECONDS)) as answers:
+    request = GenerateTokens(**deployment.command_fields, max_tokens=new_tokens)
+    async with aclosing(deployment.generate(ids, request, _TOKEN_TIMEOUT_SECONDS)) as answers:
         async for answer in answers:
             if isinstance(answer, GenerationEnded):
                 return answer.prefill_seconds + answer.decode_seconds

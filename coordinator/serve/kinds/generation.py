@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from coordinator.deploy.transformer import Continuation, TransformerDeployment
+from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.serve.kinds.accuracy import DECODED_TOKENS
 from coordinator.serve.requests.runner import Requests, Ticket
 from coordinator.serve.text.answer_reader import AnswerReader, Piece, joined
@@ -150,8 +150,8 @@ async def probe(deployment: TransformerDeployment) -> None:
     """Generate two tokens: checks that all workers reach each other in prefill and decoding, and loads the kernels."""
     context = max_context_tokens(deployment.plan)
     prompt = np.zeros(max(min(_PROBE_TOKENS, context - 2), 1), np.int32)
-    max_tokens = max(min(2, context - len(prompt)), 1)
-    async with aclosing(deployment.generate(prompt, Continuation(max_tokens), _PROBE_SECONDS)) as answers:
+    request = wire.GenerateTokens(**deployment.command_fields, max_tokens=max(min(2, context - len(prompt)), 1))
+    async with aclosing(deployment.generate(prompt, request, _PROBE_SECONDS)) as answers:
         async for _ in answers:
             pass
 
@@ -165,8 +165,11 @@ async def decode_prompt(
     """
     # The same noise for all formats leads to the same tokens, as far as their logits agree; top-p brings all of them to rank 0.
     sampling = wire.Sampling(temperature=1.0, top_p=_ALL_LOGITS, seed=1)
-    asked = Continuation(DECODED_TOKENS, sampling, values=values, logits="keep" if keep else "compare")
-    async with aclosing(deployment.generate(token_ids, asked, _PROBE_SECONDS)) as answers:
+    request = wire.GenerateTokens(
+        **deployment.command_fields, max_tokens=DECODED_TOKENS, sampling=sampling, values=values,
+        logits="keep" if keep else "compare",
+    )  # fmt: skip
+    async with aclosing(deployment.generate(token_ids, request, _PROBE_SECONDS)) as answers:
         async for answer in answers:
             if isinstance(answer, wire.GenerationEnded):
                 error = 0.0 if keep else answer.logit_error
@@ -221,8 +224,8 @@ class GenerationRunner:
             began = ticket.deadline - request.timeout_seconds
             generation = _RunningGeneration(model, request, prompt, began, scope, grammar)
             generation.remaining_tokens(model.spec.max_positions)  # refuse early a prompt that can never fit
-            if request.generated:
-                await self._in_thread(ticket, request, generation.replay)
+            if request.generated:  # the client has these tokens and their text from an earlier attempt
+                await self._in_thread(ticket, request, partial(generation.append, request.generated))
             async with aclosing(self._stream(generation, ticket)) as messages:
                 async for message in messages:
                     yield message
@@ -399,10 +402,11 @@ class _RunningGeneration:
         self._num_deployments += 1
         if self._num_deployments == 1:
             self._sent_at = self._clock()
-        asked = Continuation(
-            max_tokens,
-            self._sampling,
-            self.model.defaults.stop_ids,
+        request = wire.GenerateTokens(
+            **deployment.command_fields,
+            max_tokens=max_tokens,
+            sampling=self._sampling,
+            stop_ids=self.model.defaults.stop_ids,
             first_index=len(self._tokens),
             stream=self._stream_name,
             prefix_scope=self._prefix_scope,
@@ -412,14 +416,10 @@ class _RunningGeneration:
         )
         return deployment.generate(
             np.asarray([*self._prompt, *self._tokens], np.int32),
-            asked,
+            request,
             deadline - self._clock() + REPLY_MARGIN_SECONDS,
             lambda: self.reason is None and caller_may_return(),
         )
-
-    def replay(self) -> None:
-        """Take over the tokens that the client has from an earlier attempt, with their text."""
-        self.append(self.request.generated)
 
     def append(self, token_ids: Sequence[int], log_probs: Sequence[wire.TokenLogProbs] = ()) -> wire.TextGenerated:
         """Append the next tokens, up to one that completes a stop text, which ends the answer."""

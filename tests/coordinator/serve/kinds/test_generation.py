@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli.app import app
 from coordinator.cli.commands import chat as chat_command
-from coordinator.deploy.transformer import Continuation, TransformerDeployment
+from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.serve.kinds import generation
 from coordinator.serve.kinds.generation import GenerationRunner, TextModel, max_context_tokens, probe
 from coordinator.serve.replan.drift import MIN_PRESENCE_SECONDS
@@ -133,11 +133,12 @@ class Script:
     open_now: int = 0
     may_return: list[bool] = field(default_factory=list)  # whether each stream that has ended may go on
     tokens_given: int = 0
+    command_fields: ClassVar[dict[str, Any]] = {"holder": "coordinator", "epoch": 1}
 
     async def generate(
         self,
         token_ids: np.ndarray[Any, Any],
-        asked: Continuation | GenerateTokens,
+        asked: GenerateTokens,
         timeout_seconds: float,
         may_return: Callable[[], bool] = lambda: False,
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
@@ -648,7 +649,8 @@ async def deployed(
     agents: Agents,
 ) -> tuple[TransformerDeployment, AsyncGenerator[TokensGenerated | GenerationEnded, None]]:
     deployment = TransformerDeployment(agents, PLAN)  # type: ignore[arg-type]
-    return deployment, deployment.generate(np.asarray([1, 2, 3], np.int32), Continuation(9), 5.0)
+    request = GenerateTokens(**deployment.command_fields, max_tokens=9)
+    return deployment, deployment.generate(np.asarray([1, 2, 3], np.int32), request, 5.0)
 
 
 async def test_deployment_streams_from_rank_0() -> None:
@@ -680,8 +682,9 @@ async def test_device_loss_ends_the_stream_immediately() -> None:
             pass
     assert time.monotonic() - began < 10
     assert script.open_now == 0
+    request = GenerateTokens(**deployment.command_fields, max_tokens=1)
     with pytest.raises(WorkerDied):
-        await anext(deployment.generate(np.ones(1, np.int32), Continuation(1), 1.0))
+        await anext(deployment.generate(np.ones(1, np.int32), request, 1.0))
 
 
 @pytest.mark.parametrize("error", ERRORS_OF_A_REQUEST, ids=repr)
