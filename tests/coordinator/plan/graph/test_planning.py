@@ -223,14 +223,14 @@ def test_named_strategies_find_a_plan_if_each_device_has_room_for_all_weights_on
         assert all(each.memory.total <= each.budget_bytes for each in planned.devices)
 
 
-@pytest.mark.parametrize("budget", [18 << 20, 16 << 20])
+@pytest.mark.parametrize("budget", [14 << 20, 13 << 20])
 def test_auto_takes_blocks_where_no_search_finds_room(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chains with the same weights: each device holds half of them for both, and the tensors of few segments."""
     length, size = 8, 1 << 20
     operators = [Operator(f"op{index}", "MatMul", 1.0, (index % length,)) for index in range(2 * length)]
     edges = [(index, index + 1) for index in range(2 * length - 1) if index != length - 1]
     weights = [Parameter(f"w{index}", size) for index in range(length)]
-    spec = from_edges("chains", operators, [size // 4] * len(operators), edges, weights)
+    spec = from_edges("chains", operators, [size // 16] * len(operators), edges, weights)
     request = GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, budget, process_bytes=0, load_bytes=length * size))
 
     def finds_nothing(request: GraphRequest, method: Method, *_: object) -> GraphCandidate:
@@ -240,10 +240,10 @@ def test_auto_takes_blocks_where_no_search_finds_room(budget: int, monkeypatch: 
     try:
         plan = plan_graph(request, time.monotonic).plan
     except NoPlacement:
-        assert budget == 16 << 20
+        assert budget == 13 << 20
         return
     ranks = plan.body.ranks_of_operators()
-    assert all(ranks[each] == (each % length) // (length // 2) for each in range(2 * length))
+    assert [ranks[each] for each in range(2 * length)] == 2 * [0, 0, 0, 0, 1, 1, 1, 1]
     assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
 
 
