@@ -20,7 +20,7 @@ from support.waiting import wait_for
 
 from coordinator.serve.model.lifecycle import HISTORY_LENGTH
 from hearth.platform.units import format_seconds
-from tools.bench.findings import COUNT, all_hold, equal, findings_table, without_target
+from tools.bench.results import COUNT, all_hold, equal, findings_table, without_target
 from tools.testbed import Testbed, load_scenario
 from tools.testbed.cluster import what_is_missing
 

@@ -26,10 +26,8 @@ from support.waiting import wait_for
 from typing_extensions import Self
 
 from hearth.platform.units import format_bytes, format_seconds
-from tools.bench.findings import COUNT, Finding, all_hold, at_most, equal, findings_table, without_target
-from tools.bench.homes import agent_names, agents, hub_scenario
-from tools.bench.results import Table
-from tools.bench.shared_devices import agent_of, worker_of
+from tools.bench.homes import agent_names, agent_of, agents, hub_scenario, worker_of
+from tools.bench.results import COUNT, Finding, Table, all_hold, at_most, equal, findings_table, without_target
 from tools.bench.stats import percentile
 from tools.testbed import Testbed
 from tools.testbed.cluster import what_is_missing

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tools.bench.findings import all_hold
 from tools.bench.graph_clients import interval_seconds
-from tools.bench.graph_findings import of_answers, of_pipelines, of_placements, served_table
 from tools.bench.graph_home import Served
+from tools.bench.graphs import of_answers, of_pipelines, of_placements, served_table
+from tools.bench.results import all_hold
 
 
 def served(

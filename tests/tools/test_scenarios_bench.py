@@ -14,8 +14,15 @@ from tools.bench.drive import EngineRunners
 from tools.bench.experiment import Context, make_experiment, read_settings
 from tools.bench.measure import Models, emulated
 from tools.bench.profiles import Profiles
-from tools.bench.scenario_findings import ScenarioRow, ratio_to_local, rescaled_error, summarise_scenarios
-from tools.bench.scenarios import Scenarios, distinct_plans, timed_scenarios
+from tools.bench.scenarios import (
+    ScenarioRow,
+    Scenarios,
+    distinct_plans,
+    ratio_to_local,
+    rescaled_error,
+    summarise_scenarios,
+    timed_scenarios,
+)
 from tools.bench.shapes import Shape
 from tools.testbed import Scenario
 

@@ -239,11 +239,11 @@ class GlooRunners(ProcessGroup):
     """torch.distributed on gloo; `join` selects the devices that take part."""
 
     def __init__(self, testbed: Testbed, devices: Sequence[str]) -> None:
-        super().__init__(testbed, "gloo")
+        super().__init__(testbed, "baselines")
         self._members: list[str] = []
         self._next_port = _FIRST_GLOO_PORT
         for name in devices:
-            self.start(name)
+            self.start(name, "gloo")
 
     def join(self, devices: Sequence[str]) -> None:
         if self._members == list(devices):

@@ -12,20 +12,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 from xml.etree import ElementTree
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from hearth.errors import BadSetting, InternalError
 from tools.bench.experiment import Context, Experiment, Named
-from tools.bench.results import REPOSITORY, Summary, Table
+from tools.bench.results import REPOSITORY, Record, Summary, Table
 
 _TEST = "tests/agent/worker/transformer/generation/test_published_widths.py"
 _NO_TESTS = 5  # exit status of pytest
 
 
-class ExactnessRow(BaseModel):
+class ExactnessRow(Record):
     """One plan of one family."""
-
-    model_config = ConfigDict(frozen=True)
 
     family: str
     case: str

@@ -20,7 +20,7 @@ Named: TypeAlias = Mapping[str, Mapping[str, Any]]
 # Modules of experiments. A name is looked up in this order.
 MODULES = (
     "tools.bench.strategies", "tools.bench.scenarios", "tools.bench.generation", "tools.bench.exactness",
-    "tools.bench.speculation", "tools.bench.prefix_cache", "tools.bench.graphs", "tools.bench.faults", "tools.bench.idle_cost",
+    "tools.bench.shortcuts", "tools.bench.graphs", "tools.bench.faults", "tools.bench.idle_cost",
     "tools.bench.http.overhead", "tools.bench.http.turns", "tools.bench.versions", "tools.bench.one_core",
     "tools.bench.kernel_speed", "tools.research.partition", "tools.research.points", "tools.research.moirai",
     "tools.research.coarsening", "tools.research.doppler",

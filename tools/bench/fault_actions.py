@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hearth.errors import InternalError
 from tools.bench.fault_home import FaultHome
-from tools.bench.shared_devices import HUB, agent_of, template_of, worker_of
+from tools.bench.homes import HUB, agent_of, template_of, worker_of
 
 _RESTART_SECONDS = 1.0  # RestartSec of the systemd units
 _CUT_SECONDS = 10.0  # for which a link is cut

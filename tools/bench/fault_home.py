@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +16,19 @@ from hearth.errors import BadSetting, InternalError
 from tools.bench.child import losses_are_prepared
 from tools.bench.experiment import Context
 from tools.bench.fault_rows import Happened, answers_steadily
-from tools.bench.homes import agent_names, decoder_directory, forget_plans, stop_coordinator
+from tools.bench.homes import (
+    HUB,
+    agent_names,
+    decoder_directory,
+    devices_with_disks,
+    forget_plans,
+    shared_scenario,
+    stop_coordinator,
+    template_of,
+    worker_of,
+)
 from tools.bench.processes import ClientProcess, DeviceProcess
 from tools.bench.results import REPOSITORY
-from tools.bench.shared_devices import HUB, devices_with_disks, shared_scenario, template_of, worker_of
 from tools.testbed import Testbed
 from tools.testbed.cluster import check_possible, wait_until
 
@@ -96,10 +105,10 @@ class FaultHome:
         self.testbed, self.load = testbed, load
         self.names = agent_names(testbed)
         self._clients, self._model = clients, model
+        self._apps: list[tuple[DeviceProcess, int]] = [(clients, CLIENTS)]  # processes, and the clients of each
         self._coordinators: dict[str, subprocess.Popen[bytes]] = {}  # by device, and name
         self.has_standby = False
         self.began = 0.0  # of the load
-        self._far: DeviceProcess | None = None  # clients on the device of the standby
         self._served = 0.0  # since when the coordinator of the hub runs
         self._template_seconds: dict[int, float] = {}  # CPU time of the templates of workers, by pid, at the last look
         self._num_planned = 0  # devices of the first plan: a graph may leave some out
@@ -115,35 +124,23 @@ class FaultHome:
         status = self._clients.ready_status(_READY_SECONDS)
         self._num_planned = len(status["plan"]["devices"])
         if far_clients:
-            device, key = self.names[-1], str(self.testbed.key)
-            self._far = DeviceProcess(
-                self.testbed, "load_clients", device, key, self.testbed.address(HUB), limited=False
-            )
-        for process in self._processes:
-            process.call("prepare", load=self.load, vocab_size=_DECODER["vocab_size"], max_tokens=_MAX_TOKENS)
+            options = (str(self.testbed.key), self.testbed.address(HUB))
+            far = DeviceProcess(self.testbed, "load_clients", self.names[-1], *options, limited=False)
+            self._apps.append((far, _FAR_CLIENTS))
+        self._call("prepare", load=self.load, vocab_size=_DECODER["vocab_size"], max_tokens=_MAX_TOKENS)
         if standby:
             self._start_standby()
 
     def begin(self) -> None:
         """Start the load."""
-        for process, count in zip(self._processes, (CLIENTS, _FAR_CLIENTS), strict=False):
-            process.call("take")
+        self._call("take")
+        for process, count in self._apps:
             process.call("begin", num_clients=count)
         self.began = time.monotonic()
 
-    def end(self) -> None:
-        """Stop the load."""
-        for process in self._processes:
-            process.call("end")
-
-    @property
-    def _processes(self) -> list[DeviceProcess]:
-        """The processes of the clients."""
-        return [self._clients] if self._far is None else [self._clients, self._far]
-
-    @property
-    def num_clients(self) -> int:
-        return CLIENTS + (_FAR_CLIENTS if self._far is not None else 0)
+    def _call(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Call a method of all clients' processes."""
+        return [process.call(method, **arguments) for process, _ in self._apps]
 
     def start_coordinator(self, device: str) -> None:
         """Start the coordinator of the hub, or the standby of another device, always with the same options."""
@@ -165,9 +162,7 @@ class FaultHome:
         device = self.names[-1]
         self.start_coordinator(device)
         wait_until("the standby", lambda: self._follows(device), _ANSWER_SECONDS)
-        addresses = ",".join(map(self.testbed.address, (HUB, device)))
-        for process in self._processes:
-            process.call("use", addresses=addresses)
+        self._call("use", addresses=",".join(map(self.testbed.address, (HUB, device))))
         self.has_standby = True
 
     def _follows(self, device: str) -> bool:
@@ -177,7 +172,7 @@ class FaultHome:
 
     def redeploy(self) -> None:
         """Stop the load and the coordinators, serve on all devices again, and start the load."""
-        self.end()
+        self._call("end")
         for process in reversed(self._coordinators.values()):  # the standby first, so that it does not take over
             stop_coordinator(process)
         forget_plans(self.testbed)
@@ -209,22 +204,19 @@ class FaultHome:
     def take(self) -> list[Happened]:
         """What has happened to the clients since the last call."""
         return [
-            (each[0], each[1] + number * CLIENTS, each[2], each[3])
-            for number, process in enumerate(self._processes)
-            for each in process.call("take")["happened"]
+            (seconds, client + number * CLIENTS, kind, what)
+            for number, taken in enumerate(self._call("take"))
+            for seconds, client, kind, what in taken["happened"]
         ]
 
     def planned(self) -> list[str]:
         """The names of the devices of the plan, once the coordinator answers. Raises InternalError."""
-        found: list[str] = []
-
-        def is_known(state: HomeState) -> bool:
-            found[:] = state.planned
-            return bool(found)
-
-        if not self.wait_for(is_known, _ANSWER_SECONDS):
-            reason = f"it names no plan within {_ANSWER_SECONDS:g} s; its log ends: {self.logs_since({}, 500)}"
-            raise InternalError(where="the coordinator", reason=reason)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while not (found := self.look().planned):
+            if time.monotonic() > deadline:
+                reason = f"it names no plan within {_ANSWER_SECONDS:g} s; its log ends: {self.logs_since({}, 500)}"
+                raise InternalError(where="the coordinator", reason=reason)
+            time.sleep(_POLL_SECONDS)
         return found
 
     def workers(self) -> dict[str, int]:
@@ -283,9 +275,8 @@ class FaultHome:
             happened += self.take()
             now = time.monotonic()
             since = since if holds_now else now
-            if now - since >= steady_seconds and answers_steadily(
-                happened, range(self.num_clients), now - steady_seconds, now
-            ):
+            clients = range(sum(count for _, count in self._apps))
+            if now - since >= steady_seconds and answers_steadily(happened, clients, now - steady_seconds, now):
                 return True, happened
             if now > deadline:
                 return False, happened
@@ -312,37 +303,13 @@ class FaultHome:
 class HomeState:
     """What the coordinator says of itself; nothing, if it does not answer."""
 
-    def __init__(self, answer: dict[str, Any]) -> None:
-        self._status: dict[str, Any] = answer.get("status", {})
-        self._devices: Sequence[dict[str, Any]] = answer.get("devices", ())
-
-    @property
-    def phase(self) -> str:
-        return str(self._status.get("phase", ""))
-
-    @property
-    def serves(self) -> bool:
-        return self.phase == "serving"
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        return list(self._status.get("history", ()))
-
-    @property
-    def planned(self) -> list[str]:
-        """The names of the plan's devices."""
-        return [device["name"] for device in (self._status.get("plan") or {}).get("devices", ())]
-
-    @property
-    def prepared(self) -> bool:
-        """Whether the loss of each device has been prepared for, with the devices that are there now, or found impossible."""
-        return losses_are_prepared(str(self._status.get("redundancy", "")))
-
-    @property
-    def coordinator(self) -> str:
-        """The name of the coordinator that answered; empty if none did."""
-        return str(self._status.get("name", ""))
-
-    @property
-    def alive(self) -> set[str]:
-        return {device["name"] for device in self._devices if device["state"] == "alive"}
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        status = answer.get("status", {})
+        self.phase: str = status.get("phase", "")
+        self.serves = self.phase == "serving"
+        self.history: list[dict[str, Any]] = status.get("history", [])
+        self.coordinator: str = status.get("name", "")  # the name of the coordinator that answered
+        self.planned: list[str] = [device["name"] for device in (status.get("plan") or {}).get("devices", ())]
+        # Whether the loss of each device has been prepared for, with the devices that are there now, or found impossible.
+        self.prepared = losses_are_prepared(status.get("redundancy", ""))
+        self.alive = {device["name"] for device in answer.get("devices", ()) if device["state"] == "alive"}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
 from hearth.platform.units import format_seconds
-from tools.bench.results import Summary, Table
+from tools.bench.results import Record, Summary, Table
 
 _MOST_HARMS = 10  # errors that the conclusions name
 
@@ -20,14 +18,12 @@ Happened = tuple[float, int, str, str]
 _DELIVERY_SECONDS = 0.1  # after a network was parted: answers that had passed it may still be read
 
 
-class FaultRow(BaseModel):
+class FaultRow(Record):
     """One fault under load.
 
     `pause_seconds`: a client's longest time between two answers (of a stream: two tokens) around the fault, less its
     median time before; of the client that waited longest. `rejoin_pause_seconds`: the same after the repair.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     load: str
     number: int  # in the schedule of its load
@@ -42,8 +38,8 @@ class FaultRow(BaseModel):
     again_seconds: float  # from the fault to the end of that pause
     limit_seconds: float | None = None  # of the pause
     recovered: bool = True  # serves, with all devices there, when the observation ended
-    workers_before: dict[str, int] = {}  # pids by device
-    workers_after: dict[str, int] = {}
+    workers_before: Mapping[str, int] = {}  # pids by device
+    workers_after: Mapping[str, int] = {}
     phases: tuple[str, ...] = ()  # of the deployment, with seconds since the fault
     plan_devices_before: int = 0  # devices of the plan at the fault; 0: an earlier version did not record it
     plan_devices: int = 0  # after it

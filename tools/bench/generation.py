@@ -1,31 +1,39 @@
-"""Kind `generation`: generation speed of a decoder on one device, on several, and of `transformers` on one, interleaved."""
+"""Experiments `generation`: a decoder of random weights on one device, on several, and by `transformers` on one, interleaved.
+
+`Decoding` has the settings and the home that all experiments with a decoder in the worker's engine share.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from hearth.errors import BadSetting
 from hearth.plan.common import VALUE_FORMATS, ValueFormatName, WireFormat
-from hearth.plan.model_spec import ModelSpec, WeightFormat
+from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, ClusterProfile
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.homes import Model, decoder_directory
+from tools.bench.load import interleaved
 from tools.bench.measure import MIN_ROUNDS, emulated
 from tools.bench.plans import describe, with_body
 from tools.bench.processes import DeviceProcess
-from tools.bench.profiles import Profiles, Report
-from tools.bench.results import Summary, Table
-from tools.bench.stats import Ratio, paired_ratio, rotated
-from tools.testbed import load_scenario
+from tools.bench.profiles import Profiles
+from tools.bench.results import Record, Summary, Table
+from tools.bench.stats import Ratio, paired_ratio
+from tools.testbed import Scenario, Testbed, load_scenario
 from tools.testbed.cluster import check_possible
 
 Variant = Literal["local", "hmp", "hmp, 2 micro-batches", "auto"]
@@ -40,10 +48,99 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-class GenerationRow(BaseModel):
-    """One strategy at one link rate. `prefill` and `decode`: seconds by round; decoding excludes the first token."""
+class Decoding(Experiment):
+    """Settings of experiments with a decoder, and its home."""
 
-    model_config = ConfigDict(frozen=True)
+    PAGE = "generation"
+    SEQUENCES: ClassVar[int] = 1  # of which the KV cache has room
+
+    scenario: str = "whole-cores"
+    model: Model = LLAMA
+    weights: WeightFormat = "int8"
+    wire: ValueFormatName = "exact"
+    prompt_tokens: int = Field(256, ge=1)
+    step_rows: int | None = Field(None, ge=1)  # of a prefill step; None: the prompt in one step
+    new_tokens: int = Field(64, ge=2)
+    rounds: int = Field(MIN_ROUNDS, ge=1)
+    repeat_disturbed: bool = True  # profile again what other programs disturbed
+
+    @contextmanager
+    def home(self, context: Context) -> Iterator[Decoder]:
+        """The model, and the worker's engine on all devices of the scenario. Raises BadSetting."""
+        scenario = load_scenario(self.scenario)
+        check_possible(scenario)
+        context.report("making the model")
+        model = self.stored(self.model, context.folder)
+        with (
+            emulated(scenario, context.folder / "testbed", real_mbit=True) as testbed,
+            EngineRunners(testbed, [device.name for device in scenario.devices]) as engine,
+        ):
+            profiles = Profiles(scenario, testbed, engine, context.report, self.repeat_disturbed)
+            yield Decoder(self, scenario, testbed, engine, profiles, model, context.report)
+
+    def stored(self, model: Model, folder: Path) -> StoredModel:
+        """A model of this shape with random weights."""
+        return StoredModel(decoder_directory(model, folder, "float32"), folder / "store", self.weights)
+
+    def plan(
+        self, strategy: str, model: StoredModel, cluster: ClusterProfile, draft: StoredModel | None = None
+    ) -> TransformerPlan:
+        """The coordinator's plan; of `local`, on the first device. `draft`: the draft model."""
+        if strategy == "local":
+            cluster = cluster.subset((cluster.devices[0].device_id,))
+        micro_batches = 2 if strategy == "hmp, 2 micro-batches" else 1
+        expected = GenerationRequest(
+            self.prompt_tokens + self.new_tokens, self.SEQUENCES, self.prompt_tokens, self.new_tokens,
+            draft=draft.spec if draft is not None else None,
+        )  # fmt: skip
+        wire, strategy = WireFormat(values=self.wire), strategy.partition(",")[0]
+        request = PlanRequest(model.spec, cluster, self.rows, wire, strategy, generation=expected)
+        plan = plan_transformer(request).plan
+        return plan if micro_batches == 1 else with_body(request, plan, micro_batches=micro_batches)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a prefill step."""
+        return self.step_rows or self.prompt_tokens
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder's home: plans are loaded side by side."""
+
+    settings: Decoding
+    scenario: Scenario
+    testbed: Testbed
+    engine: EngineRunners
+    profiles: Profiles
+    model: StoredModel
+    report: Callable[[str], None]
+
+    @property
+    def names(self) -> list[str]:
+        return [device.name for device in self.scenario.devices]
+
+    @property
+    def prompt(self) -> list[int]:
+        return made_up_prompt(self.model.spec.vocab_size, self.settings.prompt_tokens)
+
+    def profile(self, mbit: float) -> ClusterProfile:
+        """Set the real rate of all links, and profile."""
+        self.testbed.set_mbit(mbit)
+        return self.profiles.current(self.model, self.names, self.settings.rows, mbit)
+
+    def load(
+        self, strategy: str, cluster: ClusterProfile, mbit: float, draft: StoredModel | None = None
+    ) -> TransformerPlan:
+        """Plan and load; the strategy is the id of the plan in the engine."""
+        self.report(f"loading {strategy}")
+        plan, rate = self.settings.plan(strategy, self.model, cluster, draft), mbit * 1e6 / 8
+        self.engine.load(strategy, plan, self.model, plan.num_ranks > 1, rate, profile=cluster, draft=draft)
+        return plan
+
+
+class GenerationRow(Record):
+    """One strategy at one link rate. `prefill` and `decode`: seconds by round; decoding excludes the first token."""
 
     scenario: str
     mbit: float
@@ -79,11 +176,10 @@ class GenerationRow(BaseModel):
         return f"{self.scenario}, {self.mbit:.0f} Mbit/s{wire}, {self.prompt_tokens} + {self.new_tokens} tokens"
 
 
-class Generation(Experiment):
-    """Generation by a decoder of random weights: on one device, on two, and with transformers on one."""
+class Generation(Decoding):
+    """Generation on one device, on several, and with transformers on one."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(GenerationRow)
-    PAGE = "generation"
     NAMED: ClassVar[Named] = {
         "generation": {"title": "Generation by Hearth and transformers, int8 weights", "mbit": [125, 500]},
         "generation-int4": {
@@ -105,73 +201,45 @@ class Generation(Experiment):
         },
     }  # fmt: skip
 
-    scenario: str = "whole-cores"
-    model: Model = LLAMA
-    weights: WeightFormat = "int8"
-    wire: ValueFormatName = "exact"
     mbit: tuple[float, ...] = Field((125.0, 500.0, 940.0), min_length=1)  # real rates
-    prompt_tokens: int = Field(256, ge=1)
-    step_rows: int | None = Field(None, ge=1)  # of a prefill step; None: the prompt in one step
-    new_tokens: int = Field(64, ge=2)
     rounds: int = Field(MIN_ROUNDS, ge=MIN_ROUNDS)
     # Format of transformers' weights; without instructions for bfloat16 it takes minutes for a long prompt in that format.
     reference: Literal["bfloat16", "float32"] = "bfloat16"
-    repeat_disturbed: bool = True  # profile again what other programs disturbed
 
     def measure(self, context: Context) -> Iterator[GenerationRow]:
-        scenario = load_scenario(self.scenario)
-        if len(scenario.devices) < 2:
-            raise BadSetting(setting="scenario", reason=f"{scenario.name} has one device; two are compared")
-        check_possible(scenario)
-        context.report("making the model")
-        model = StoredModel(
-            decoder_directory(self.model, context.folder, "float32"), context.folder / "store", self.weights
-        )
-        names = [device.name for device in scenario.devices]
+        if len(load_scenario(self.scenario).devices) < 2:
+            raise BadSetting(setting="scenario", reason=f"{self.scenario} has one device; two are compared")
         with (
-            emulated(scenario, context.folder / "testbed", real_mbit=True) as testbed,
-            EngineRunners(testbed, names) as engine,
-            DeviceProcess(testbed, "reference", names[0]) as reference,
+            self.home(context) as home,
+            DeviceProcess(home.testbed, "baselines", home.names[0], REFERENCE) as reference,
         ):
             context.report(f"loading {REFERENCE}")
-            reference.call("load", model_dir=str(model.directory), dtype=self.reference)
-            profiles = Profiles(scenario, testbed, engine, context.report, self.repeat_disturbed)
+            reference.call("load", model_dir=str(home.model.directory), dtype=self.reference)
             for mbit in self.mbit:
-                testbed.set_mbit(mbit)
-                cluster = profiles.current(model, names, self._step_rows, mbit)
-                plans = {variant: self._plan(variant, model.spec, cluster) for variant in VARIANTS}
-                for variant, plan in plans.items():
-                    context.report(f"loading {variant}")
-                    engine.load(variant, plan, model, plan.num_ranks > 1, mbit * 1e6 / 8, profile=cluster)
-                found = self._rounds(engine, reference, model.spec.vocab_size, context.report)
-                links = _link_seconds(engine, names, VALUE_FORMATS[self.wire].num_bytes(model.spec.hidden_size, 1))
+                cluster = home.profile(mbit)
+                plans = {variant: home.load(variant, cluster, mbit) for variant in VARIANTS}
+                runs = {name: partial(self._generate, home, reference, name) for name in (REFERENCE, *VARIANTS)}
+                found, _ = interleaved(runs, self.rounds, context.report)
+                links = _link_seconds(home, VALUE_FORMATS[self.wire].num_bytes(home.model.spec.hidden_size, 1))
                 for variant in VARIANTS:
-                    engine.unload(variant)
-                setting = {"scenario": scenario.name, "mbit": mbit, "wire": self.wire}
-                yield self._row(REFERENCE, found, **setting, weights=self.reference, devices=names[0])
+                    home.engine.unload(variant)
+                setting = {"scenario": home.scenario.name, "mbit": mbit, "wire": self.wire}
+                yield self._row(REFERENCE, found, **setting, weights=self.reference, devices=home.names[0])
                 for variant, plan in plans.items():
-                    predicted = {
-                        "predicted_token_seconds": plan.predicted.decode_seconds or None,
-                        "predicted_prompt_seconds": plan.predicted.prompt_seconds,
-                    }
                     shared = {**links, **self._kernels(plan, cluster)} if variant == "hmp" else {}
-                    more = {**setting, **shared, **predicted}
-                    yield self._row(variant, found, **more, weights=self.weights, devices=describe(plan))
+                    yield self._row(
+                        variant, found, **setting, **shared, weights=self.weights, devices=describe(plan),
+                        predicted_token_seconds=plan.predicted.decode_seconds or None,
+                        predicted_prompt_seconds=plan.predicted.prompt_seconds,
+                    )  # fmt: skip
 
-    @property
-    def _step_rows(self) -> int:
-        return self.step_rows or self.prompt_tokens
-
-    def _plan(self, variant: Variant, spec: ModelSpec, cluster: ClusterProfile) -> TransformerPlan:
-        strategy = "hmp" if variant == "hmp, 2 micro-batches" else variant
-        if variant == "local":
-            cluster = cluster.subset((cluster.devices[0].device_id,))
-        context = self.prompt_tokens + self.new_tokens
-        expected = GenerationRequest(context, 1, self.prompt_tokens, self.new_tokens)
-        wire = WireFormat(values=self.wire)
-        request = PlanRequest(spec, cluster, self._step_rows, wire, strategy, generation=expected)
-        plan = plan_transformer(request).plan
-        return plan if strategy == variant else with_body(request, plan, micro_batches=2)
+    def _generate(self, home: Decoder, reference: DeviceProcess, name: str) -> dict[str, Any]:
+        if name == REFERENCE:
+            return reference.call("generate", prompt=home.prompt, num_tokens=self.new_tokens, dtype=self.reference)
+        answer = home.engine.generate(name, home.prompt, self.new_tokens)
+        if name == "hmp":
+            answer["computing"] = home.engine.compute_tokens(name, self.prompt_tokens, self.new_tokens)
+        return answer
 
     def _kernels(self, plan: TransformerPlan, cluster: ClusterProfile) -> dict[str, float]:
         """The matrix products of a token by the profile, and the number of exchanges that it waits for."""
@@ -190,30 +258,6 @@ class Generation(Experiment):
             "num_exchanges": 2 * spec.num_layers + 2,
         }
 
-    def _rounds(
-        self, engine: EngineRunners, reference: DeviceProcess, vocab_size: int, report: Report
-    ) -> dict[str, list[dict[str, Any]]]:
-        """The answers of every strategy by round, after a warm-up round."""
-        prompt = made_up_prompt(vocab_size, self.prompt_tokens)
-
-        def generate(name: str) -> dict[str, Any]:
-            if name == REFERENCE:
-                return reference.call("generate", prompt=prompt, num_tokens=self.new_tokens, dtype=self.reference)
-            answer = engine.generate(name, prompt, self.new_tokens)
-            if name == "hmp":
-                answer["computing"] = engine.compute_tokens(name, self.prompt_tokens, self.new_tokens)
-            return answer
-
-        report("warming up")
-        for name in (REFERENCE, *VARIANTS):
-            generate(name)
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in (REFERENCE, *VARIANTS)}
-        for index in range(self.rounds):
-            report(f"round {index + 1} of {self.rounds}")
-            for name in rotated(list(found), index):
-                found[name].append(generate(name))
-        return found
-
     def _row(self, name: str, found: Mapping[str, Sequence[Mapping[str, Any]]], **more: Any) -> GenerationRow:
         def seconds(part: str, strategy: str = name) -> tuple[float, ...]:
             return tuple(answer[part] for answer in found[strategy])
@@ -226,30 +270,33 @@ class Generation(Experiment):
         )  # fmt: skip
 
     def summary(self, rows: Sequence[GenerationRow]) -> Summary:
-        said, tables = [], []
-        for setting in dict.fromkeys(row.setting for row in rows):
-            group = [row for row in rows if row.setting == setting]
-            tables.append(Table.of(setting, _COLUMNS, map(_cells, group)))
-            alone = next((row for row in group if row.strategy == "local"), None)
-            for row in group:
-                if alone is not None and row is not alone and row.predicted_prompt_seconds:
-                    gain = paired_ratio(alone.prefill, row.prefill)
-                    said.append(
-                        f"{setting}: the prompt takes {row.strategy} {statistics.median(row.prefill):.2f} s (predicted "
-                        f"{row.predicted_prompt_seconds:.2f} s), {gain.median:.2f} {gain.interval} times as fast as one device"
-                    )
-                if alone is not None and row.kernel_seconds and row.ping_seconds:
-                    said.append(_bound(alone, row))
-                if alone is not None and row.computing and row.ping_seconds:
-                    said.append(_bound_by_rounds(alone, row))
-                if row.exchange_seconds and row.ping_seconds and row.swap_seconds:
-                    exchange, ping, swap = (1e3 * s for s in (row.exchange_seconds, row.ping_seconds, row.swap_seconds))
-                    said.append(
-                        f"{row.mbit:.0f} Mbit/s: one exchange of partial sums takes {exchange:.2f} ms. A raw ping of that "
-                        f"size takes {2 * ping:.2f} ms there and back ({exchange / ping / 2:.2f} x), {ping:.2f} ms one way "
-                        f"({exchange / ping:.2f} x); a raw message each way at once {swap:.2f} ms ({exchange / swap:.2f} x)"
-                    )
+        by_setting = {row.setting: [each for each in rows if each.setting == row.setting] for row in rows}
+        said = [line for group in by_setting.values() for line in _conclusions(group)]
+        tables = [Table.of_columns(setting, _COLUMNS, group) for setting, group in by_setting.items()]
         return Summary(conclusions=tuple(said), tables=tuple(tables))
+
+
+def _conclusions(group: Sequence[GenerationRow]) -> Iterator[str]:
+    """What the rows of one setting show of several devices."""
+    alone = next((row for row in group if row.strategy == "local"), None)
+    for row in group:
+        if alone is not None and row is not alone and row.predicted_prompt_seconds:
+            gain = paired_ratio(alone.prefill, row.prefill)
+            yield (
+                f"{row.setting}: the prompt takes {row.strategy} {statistics.median(row.prefill):.2f} s (predicted "
+                f"{row.predicted_prompt_seconds:.2f} s), {gain} times as fast as one device"
+            )
+        if alone is not None and row.kernel_seconds and row.ping_seconds:
+            yield _bound(alone, row)
+        if alone is not None and row.computing and row.ping_seconds:
+            yield _bound_by_rounds(alone, row)
+        if row.exchange_seconds and row.ping_seconds and row.swap_seconds:
+            exchange, ping, swap = (1e3 * each for each in (row.exchange_seconds, row.ping_seconds, row.swap_seconds))
+            yield (
+                f"{row.mbit:.0f} Mbit/s: one exchange of partial sums takes {exchange:.2f} ms. A raw ping of that "
+                f"size takes {2 * ping:.2f} ms there and back ({exchange / ping / 2:.2f} x), {ping:.2f} ms one way "
+                f"({exchange / ping:.2f} x); a raw message each way at once {swap:.2f} ms ({exchange / swap:.2f} x)"
+            )
 
 
 def _bound(alone: GenerationRow, row: GenerationRow) -> str:
@@ -261,7 +308,7 @@ def _bound(alone: GenerationRow, row: GenerationRow) -> str:
     bound = alone.token_seconds / (row.kernel_seconds + fixed + row.num_exchanges * row.ping_seconds)
     gain = paired_ratio(alone.decode, row.decode)
     return (
-        f"{row.setting}: {row.strategy} decodes {gain.median:.2f} {gain.interval} times as fast as one device, "
+        f"{row.setting}: {row.strategy} decodes {gain} times as fast as one device, "
         f"{gain.median / bound:.0%} of the {bound:.2f} times that these allow: kernels "
         f"{1e3 * row.alone_kernel_seconds:.2f} ms on one device and {1e3 * row.kernel_seconds:.2f} ms, "
         f"{1e3 * fixed:.2f} ms for the rest of a token, {row.num_exchanges} raw one-way messages of "
@@ -278,29 +325,30 @@ def _bound_by_rounds(alone: GenerationRow, row: GenerationRow) -> str:
     seconds = statistics.median(row.computing) / (row.new_tokens - 1)
     return (
         f"{row.setting}: the computations of {row.strategy} alone, on all devices at once, take {1e3 * seconds:.2f} ms a "
-        f"token; with {row.num_exchanges} raw one-way messages they allow {bound.median:.2f} {bound.interval} times one "
+        f"token; with {row.num_exchanges} raw one-way messages they allow {bound} times one "
         f"device's speed, of which {reached.median:.0%} [{reached.low:.0%}, {reached.high:.0%}] are reached"
     )
 
 
-_COLUMNS = ("strategy", "weights", "ran", "prefill tok/s", "decode tok/s", "min..max", "predicted", "over transformers")
+_COLUMNS: Mapping[str, Callable[[GenerationRow], object]] = {
+    "strategy": lambda row: row.strategy,
+    "weights": lambda row: row.weights,
+    "ran": lambda row: row.devices,
+    "prefill tok/s": lambda row: f"{row.prompt_tokens / statistics.median(row.prefill):.0f}",
+    "decode tok/s": lambda row: f"{1 / row.token_seconds:.1f}",
+    "min..max": lambda row: (
+        f"{(row.new_tokens - 1) / max(row.decode):.1f}..{(row.new_tokens - 1) / min(row.decode):.1f}"
+    ),
+    "predicted": lambda row: f"{1 / row.predicted_token_seconds:.1f}" if row.predicted_token_seconds else "-",
+    "over transformers": lambda row: row.decode_ratio,
+}
 
 
-def _cells(row: GenerationRow) -> tuple[str, ...]:
-    num = row.new_tokens - 1
-    ratio, predicted = row.decode_ratio, row.predicted_token_seconds
-    return (
-        row.strategy, row.weights, row.devices, f"{row.prompt_tokens / statistics.median(row.prefill):.0f}",
-        f"{num / statistics.median(row.decode):.1f}", f"{num / max(row.decode):.1f}..{num / min(row.decode):.1f}",
-        f"{1 / predicted:.1f}" if predicted else "-", f"{ratio.median:.2f} {ratio.interval}",
-    )  # fmt: skip
-
-
-def _link_seconds(engine: EngineRunners, names: Sequence[str], num_bytes: int) -> dict[str, float]:
+def _link_seconds(home: Decoder, num_bytes: int) -> dict[str, float]:
     """Seconds of one exchange of partial sums, and of raw messages of that size."""
-    message = (names[0], names[1], num_bytes, _EXCHANGES)
+    message = (home.names[0], home.names[1], num_bytes, _EXCHANGES)
     return {
-        "exchange_seconds": engine.exchange_seconds("hmp", _EXCHANGES),
-        "ping_seconds": engine.ping_seconds(*message),
-        "swap_seconds": engine.swap_seconds(*message),
+        "exchange_seconds": home.engine.exchange_seconds("hmp", _EXCHANGES),
+        "ping_seconds": home.engine.ping_seconds(*message),
+        "swap_seconds": home.engine.swap_seconds(*message),
     }

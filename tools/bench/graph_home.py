@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from coordinator.devices.profile_file import read_graph_profile
 from coordinator.models.graph_file import GraphFile
@@ -24,6 +24,7 @@ from hearth.plan.plan import GraphPlan, plan_from_json
 from hearth.wire.messages import WireStats
 from tools.bench.homes import agent_names, stop_coordinator
 from tools.bench.processes import ClientProcess
+from tools.bench.results import Record
 from tools.bench.stats import rotated
 from tools.testbed import Testbed
 
@@ -32,16 +33,14 @@ _AHEAD_SECONDS = 1.0  # limit of a search for a plan that is made ahead, for the
 _LOAD_MARGIN_SECONDS = 300.0  # added to the timeout of a measurement, for requests on slow devices
 
 
-class Round(BaseModel):
+class Round(Record):
     """Measurements of a plan that was deployed once."""
-
-    model_config = ConfigDict(frozen=True)
 
     seconds: float  # per answer of a full pipeline (throughput), or of one request (latency)
     answers: int
     difference: float = 0.0  # largest difference from the output of one device, relative to its largest value
     errors: tuple[str, ...] = ()
-    compute: dict[str, float] = {}  # by device, seconds of its segments in one answer at full load
+    compute: Mapping[str, float] = {}  # by device, seconds of its segments in one answer at full load
     wire: WireStats = WireStats()  # of all tensors between devices
 
 

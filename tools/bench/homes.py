@@ -1,19 +1,25 @@
-"""Homes to measure: real agents on the devices of a testbed, the coordinator and client apps on a hub, and a model."""
+"""Homes to measure: real agents on the devices of a testbed, the coordinator and client apps on a hub, and a model.
+
+Also finds the processes of agents and workers, and other checkouts.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from coordinator.models.checkpoint.families import FAMILIES
 from hearth.errors import BadSetting
 from tools.bench.shapes import SHAPES, find_shape, save_random_model
 from tools.testbed import Scenario, Testbed, load_scenario
+from tools.testbed.scenario import EmulatedDevice
 
 _HUB = "hub"  # scenario whose coordinator has its own link
 _STOP_SECONDS = 20.0  # for a coordinator to end after SIGTERM: longer than it drains requests
@@ -94,3 +100,74 @@ def decoder_directory(model: Model, folder: Path, dtype: str = "bfloat16") -> Pa
             setting="model", reason=f"the model_type {model.get('model_type')} is not a decoder that Hearth supports"
         )
     return save_random_model(folder / "model", {**model, "bos_token_id": None, "eos_token_id": None}, dtype=dtype)
+
+
+def checkout(setting: str, folder: Path) -> Path:
+    """A checkout of Hearth, to be measured next to this one. Raises BadSetting."""
+    if not (folder / "tools" / "bench" / "runner.py").is_file():
+        raise BadSetting(setting=setting, reason=f"{folder} is not a checkout of Hearth with tools/bench/runner.py")
+    return folder.resolve()
+
+
+HUB = "hub"  # the device of the coordinator and of client apps
+
+
+def shared_scenario(num_devices: int, cores: int, mbit: float) -> Scenario:
+    """Devices and a hub that share this machine's cores."""
+    share = cores / (num_devices + 1)
+    names = (*(f"m{number}" for number in range(num_devices)), HUB)
+    devices = tuple(EmulatedDevice(name=name, cpu_share=share, instruction_set="native", mbit=mbit) for name in names)
+    return Scenario(name="faults", coordinator=HUB, devices=devices)
+
+
+@contextmanager
+def devices_with_disks(scenario: Scenario, folder: Path, cores: int, disk_bytes: int) -> Iterator[Testbed]:
+    """A testbed whose agents keep their stores on file systems of `disk_bytes`, and whose devices may use all `cores`."""
+    home = Path(tempfile.mkdtemp(prefix="home-", dir=folder))
+    stores = [home / device.name / "store" for device in scenario.devices if device.name != scenario.coordinator]
+    try:
+        for store in stores:
+            store.mkdir(parents=True)
+            _command("mount", "-t", "tmpfs", "-o", f"size={disk_bytes}", "none", str(store))
+        with Testbed(scenario, home) as testbed:
+            for cgroup in testbed.cgroups.values():
+                cgroup.set_cpu_share(cores)
+            for name in agent_names(testbed):
+                testbed.start_agent(name)
+            yield testbed
+    finally:
+        for store in stores:
+            _command("umount", "--lazy", str(store), check=False)
+
+
+def _command(*arguments: str, check: bool = True) -> None:
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise BadSetting(setting="the testbed", reason=f"`{' '.join(arguments)}`: {done.stderr.strip()}")
+
+
+def agent_of(testbed: Testbed, device: str) -> psutil.Process | None:
+    """The agent process of a device, if it runs."""
+    return with_argument(testbed.pids(device), "/hearth-agent")
+
+
+def worker_of(testbed: Testbed, device: str) -> psutil.Process | None:
+    """The worker process of a device, if there is one."""
+    return with_argument(testbed.pids(device), "agent.worker.main")
+
+
+def template_of(testbed: Testbed, device: str) -> psutil.Process | None:
+    """The process from which a device's workers are forked, if there is one."""
+    return with_argument(testbed.pids(device), "agent.worker.fork_server")
+
+
+def with_argument(pids: Iterable[int], end: str) -> psutil.Process | None:
+    """The first of these processes that has an argument with this end, if one does."""
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            if any(part.endswith(end) for part in process.cmdline()):
+                return process
+        except psutil.NoSuchProcess:
+            continue
+    return None

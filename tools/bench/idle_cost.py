@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from hearth.platform.units import format_bytes
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.fault_home import LOADS, LoadName, served_home
-from tools.bench.results import Summary, Table
+from tools.bench.results import Record, Summary, Table
 from tools.testbed import Testbed
 
 _SETTLE_SECONDS = 20.0  # from a served home to the first count: plans and weights for later have been made
 
 
-class ProcessUse(BaseModel):
+class ProcessUse(Record):
     """What one process uses. `role`: the module or the program that it runs."""
-
-    model_config = ConfigDict(frozen=True)
 
     device: str
     role: str
@@ -36,10 +34,8 @@ class ProcessUse(BaseModel):
     threads: int
 
 
-class Census(BaseModel):
+class Census(Record):
     """All processes of a home, and what else it holds."""
-
-    model_config = ConfigDict(frozen=True)
 
     seconds: float  # monotonic
     processes: tuple[ProcessUse, ...]
@@ -57,10 +53,8 @@ class Census(BaseModel):
         return sorted({process.role for process in self.processes})
 
 
-class IdleRow(BaseModel):
+class IdleRow(Record):
     """A home at the beginning and at the end of a time without requests."""
-
-    model_config = ConfigDict(frozen=True)
 
     load: str  # whose model is served
     model_bytes: int  # of its files

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from agent.worker.transformer.kernel_times import layer_shapes, measure_kernels
@@ -27,7 +27,7 @@ from agent.worker.transformer.shard import filled_layer
 from hearth.plan.kernels import KERNEL_ROWS, KernelChoice, KernelTime, choose_kernels
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from tools.bench.experiment import Context, Experiment, Named
-from tools.bench.results import Summary, Table
+from tools.bench.results import Record, Summary, Table
 from tools.bench.stats import Ratio, paired_ratio, rotated
 
 DEFAULT, CHOSEN = "default", "chosen"  # kernels; the others are named by their layout and kernel
@@ -39,13 +39,11 @@ _WEIGHT_SCALE = 0.02  # standard deviation of the weights
 _HOPELESS = 2.0  # times the fastest kernel's time in the table: such a kernel is not measured again
 
 
-class KernelRow(BaseModel):
+class KernelRow(Record):
     """Products of `rows` rows with one layer's matrices. `seconds`: of all of them, by round.
 
     `error`: relative, of the worst matrix, against the product in float64 with the weights as they are stored.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     weights: str
     rows: int

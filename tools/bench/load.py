@@ -9,8 +9,11 @@ from typing import NamedTuple, TypeVar
 
 import psutil
 
+from tools.bench.stats import rotated
+
 _KTHREADD = 2  # pid of the parent of kernel threads, which do not count as foreign: they work for us too
 _TRUSTED_SHARE = 0.05  # of all cores: measurements with more steal or foreign load are not trusted
+_Name = TypeVar("_Name")
 _Result = TypeVar("_Result")
 
 
@@ -85,6 +88,24 @@ def calmest_of(measure: Callable[[], _Result], most_times: int) -> _Result:
         results.append(measure())
         loads.append(load_between([(before, snapshot())]))
     return results[calmest(loads, 1)[0]]
+
+
+def interleaved(
+    runs: Mapping[_Name, Callable[[], _Result]], rounds: int, report: Callable[[str], None]
+) -> tuple[dict[_Name, list[_Result]], str]:
+    """Run all of `runs` in every round, in rotated order, after a warm-up round that does not count.
+
+    Returns the results of each by round, and why times cannot be trusted; empty if they can.
+    """
+    for run in runs.values():
+        run()
+    found: dict[_Name, list[_Result]] = {name: [] for name in runs}
+    before = snapshot()
+    for index in range(rounds):
+        report(f"round {index + 1} of {rounds}")
+        for name in rotated(list(runs), index):
+            found[name].append(runs[name]())
+    return found, load_between([(before, snapshot())]).distrust
 
 
 def foreign_seconds(before: Mapping[int, Process], after: Mapping[int, Process], our_pid: int) -> float:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
@@ -30,12 +30,13 @@ from hearth.plan.profile import ClusterProfile
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.generation import LLAMA
-from tools.bench.homes import decoder_directory
+from tools.bench.homes import checkout, decoder_directory
+from tools.bench.load import interleaved
 from tools.bench.measure import MIN_ROUNDS, emulated
 from tools.bench.processes import DeviceProcess
 from tools.bench.profiles import Profiles
-from tools.bench.results import Summary, Table
-from tools.bench.stats import Ratio, paired_ratio, rotated
+from tools.bench.results import Record, Summary, Table
+from tools.bench.stats import Ratio, paired_ratio
 from tools.testbed import Scenario, Testbed, load_scenario
 from tools.testbed.cluster import check_possible
 
@@ -45,15 +46,14 @@ _CALL_SECONDS = 300.0  # timeout of one answer of llama.cpp, and of writing its 
 _RATE = 1e9  # bytes per second of links, which one device does not use
 
 Answer = Mapping[str, Any]
+Generate = Callable[[list[int]], Answer]
 
 
-class OneCoreRow(BaseModel):
+class OneCoreRow(Record):
     """One program and weight format. `prefill` and `decode`: seconds by round; decoding excludes the first token.
 
     The ratios are speeds of Hearth over this program's, in the same rounds.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     program: str
     weights: str
@@ -107,7 +107,8 @@ class OneCore(Experiment):
     def measure(self, context: Context) -> Iterator[OneCoreRow]:
         scenario = self._scenario()
         check_possible(scenario)
-        self._check_paths()
+        old_tree = checkout("old", self.old) if self.old is not None else None
+        self._check_llama()
         name = scenario.devices[0].name
         context.report("making the model")
         directory = decoder_directory(self.model, context.folder, "float32")
@@ -115,23 +116,26 @@ class OneCore(Experiment):
             testbed = stack.enter_context(emulated(scenario, context.folder / "new", real_mbit=True))
             engine = stack.enter_context(EngineRunners(testbed, [name]))
             profiles = Profiles(scenario, testbed, engine, context.report)
-            programs, said = self._others(stack, testbed, name, directory, context)
-            old = None
-            if self.old is not None:
-                old_testbed = stack.enter_context(emulated(scenario, context.folder / "old", True, self.old.resolve()))
-                old = old_testbed, stack.enter_context(EngineRunners(old_testbed, [name]))
+            others, said = self._others(stack, testbed, name, directory, context)
+            if old_tree is not None:
+                old_testbed = stack.enter_context(emulated(scenario, context.folder / "old", True, old_tree))
+                old = stack.enter_context(EngineRunners(old_testbed, [name]))
             for weights in self.weights:
                 model = StoredModel(directory, context.folder / "store", weights)
                 cluster = profiles.current(model, [name], self.prompt_tokens, None)
+                prompt, engines = made_up_prompt(model.spec.vocab_size, self.prompt_tokens), {NEW: engine}
                 context.report(f"loading {weights}")
-                programs[NEW], said[NEW] = self._hearth(engine, model, cluster)
-                if old is not None:
-                    programs[OLD], said[OLD] = self._old_hearth(*old, model, cluster, context.folder), "-"
-                found = self._rounds(programs, model.spec.vocab_size, context)
+                said[NEW] = self._load(engine, model, cluster)
+                if old_tree is not None:
+                    self._load_old(old_testbed, old, model, cluster)
+                    engines[OLD], said[OLD] = old, "-"
+                runs: dict[str, Callable[[], Answer]] = {name: partial(each, prompt) for name, each in others.items()}
+                for program, each in engines.items():
+                    runs[program] = partial(each.generate, "one", prompt, self.new_tokens)
+                found, _ = interleaved(runs, self.rounds, context.report)
                 yield from self._rows(found, said, weights)
-                engine.unload("one")
-                if old is not None:
-                    old[1].unload("one")
+                for each in engines.values():
+                    each.unload("one")
 
     def _scenario(self) -> Scenario:
         """One whole core, with the instructions that were asked for."""
@@ -144,9 +148,7 @@ class OneCore(Experiment):
             raise BadSetting(setting="instructions", reason=f"'{self.instructions}' is not known") from None
         return scenario.model_copy(update={"devices": (device,)})
 
-    def _check_paths(self) -> None:
-        if self.old is not None and not (self.old / "tools" / "bench" / "runner.py").is_file():
-            raise BadSetting(setting="old", reason=f"{self.old} is not a checkout of Hearth with tools/bench/runner.py")
+    def _check_llama(self) -> None:
         if self.llama_python is not None and not self.llama_python.is_file():
             raise BadSetting(
                 setting="llama_python", reason=f"there is no {self.llama_python}; make it by `python -m venv`, then "
@@ -155,49 +157,42 @@ class OneCore(Experiment):
 
     def _others(
         self, stack: ExitStack, testbed: Testbed, name: str, directory: Path, context: Context
-    ) -> tuple[dict[str, Callable[[list[int]], Answer]], dict[str, str]]:
+    ) -> tuple[dict[str, Generate], dict[str, str]]:
         """The programs that are not Hearth, and what each says about itself."""
-        programs: dict[str, Callable[[list[int]], Answer]] = {}
+        programs: dict[str, Generate] = {}
         said: dict[str, str] = {}
         if self.transformers:
-            reference = stack.enter_context(DeviceProcess(testbed, "reference", name))
-            for dtype in self.transformers:
-                context.report(f"loading transformers in {dtype}")
-                reference.call("load", model_dir=str(directory), dtype=dtype)
-                programs[f"transformers {dtype}"] = partial(_call_reference, reference, dtype, self.new_tokens)
-                said[f"transformers {dtype}"] = "-"
-        if self.llama_python is None:
-            context.report("llama.cpp is left out: set llama_python to compare with it")
-            return programs, said
-        context.report("writing the model of llama.cpp")
-        llama = stack.enter_context(_LlamaCpp(testbed, name, self.llama_python))
-        path = str(context.folder / "model.gguf")
-        llama.call("make", path=path, config=self.model)
-        about = llama.call("load", path=path, context=self.prompt_tokens + self.new_tokens)
-        programs[LLAMA_CPP] = lambda prompt: llama.call("generate", prompt=prompt, num_tokens=self.new_tokens)
-        said[LLAMA_CPP] = f"{about['version']}: {about['system']}"
+            reference = stack.enter_context(DeviceProcess(testbed, "baselines", name, "transformers"))
+        for dtype in self.transformers:
+            context.report(f"loading transformers in {dtype}")
+            reference.call("load", model_dir=str(directory), dtype=dtype)
+            programs[f"transformers {dtype}"] = partial(_call_reference, reference, dtype, self.new_tokens)
+            said[f"transformers {dtype}"] = "-"
+        if self.llama_python is not None:
+            context.report("writing the model of llama.cpp")
+            llama = stack.enter_context(_LlamaCpp(testbed, name, self.llama_python))
+            path = str(context.folder / "model.gguf")
+            llama.call("make", path=path, config=self.model)
+            about = llama.call("load", path=path, context=self.prompt_tokens + self.new_tokens)
+            programs[LLAMA_CPP] = lambda prompt: llama.call("generate", prompt=prompt, num_tokens=self.new_tokens)
+            said[LLAMA_CPP] = f"{about['version']}: {about['system']}"
         return programs, said
 
-    def _hearth(
-        self, engine: EngineRunners, model: StoredModel, cluster: ClusterProfile
-    ) -> tuple[Callable[[list[int]], Answer], str]:
+    def _load(self, engine: EngineRunners, model: StoredModel, cluster: ClusterProfile) -> str:
+        """Load Hearth with the kernels of its profile; returns the layout and kernels of the largest matrix."""
         expected = GenerationRequest(self.prompt_tokens + self.new_tokens, 1, self.prompt_tokens, self.new_tokens)
         request = PlanRequest(model.spec, cluster, self.prompt_tokens, WireFormat(), "local", generation=expected)
         (device,) = cluster.devices
         times = tuple(time for time in device.blocks.kernels if time.layout not in self.leave_out)
-        kernels = choose_kernels(times)
         blocks = device.blocks.model_copy(update={"kernels": times})
         chosen = cluster.model_copy(update={"devices": (device.model_copy(update={"blocks": blocks}),)})
         engine.load("one", plan_transformer(request).plan, model, False, _RATE, profile=chosen)
-        up = max(kernels, key=lambda choice: choice.num_outputs, default=None)
-        text = "" if up is None else f"{up.layout}: " + ", ".join(dict.fromkeys(up.kernels))
-        return lambda prompt: engine.generate("one", prompt, self.new_tokens), text
+        up = max(choose_kernels(times), key=lambda choice: choice.num_outputs, default=None)
+        return "" if up is None else f"{up.layout}: " + ", ".join(dict.fromkeys(up.kernels))
 
-    def _old_hearth(
-        self, testbed: Testbed, engine: EngineRunners, model: StoredModel, cluster: ClusterProfile, folder: Path
-    ) -> Callable[[list[int]], Answer]:
-        """The older checkout, with a plan that it makes itself."""
-        profile = folder / "profile.json"
+    def _load_old(self, testbed: Testbed, engine: EngineRunners, model: StoredModel, cluster: ClusterProfile) -> None:
+        """Load the older checkout, with a plan that it makes itself."""
+        profile = testbed.folder / "profile.json"
         profile.write_text(cluster.model_dump_json())
         text = testbed.plan(
             str(model.directory), "--strategy", "local", "--seq-len", str(self.prompt_tokens), "--load-profile",
@@ -205,36 +200,20 @@ class OneCore(Experiment):
             model.spec.weights,
         )  # fmt: skip
         engine.load("one", plan_from_json(text, TransformerPlan), model, False, _RATE, text)
-        return lambda prompt: engine.generate("one", prompt, self.new_tokens)
-
-    def _rounds(
-        self, programs: Mapping[str, Callable[[list[int]], Answer]], vocab_size: int, context: Context
-    ) -> dict[str, list[Answer]]:
-        """The answers of every program by round, after a warm-up round."""
-        prompt = made_up_prompt(vocab_size, self.prompt_tokens)
-        found: dict[str, list[Answer]] = {name: [] for name in programs}
-        for index in range(self.rounds + 1):
-            for name in rotated(list(programs), index):
-                context.report(f"round {index} of {self.rounds}: {name}")
-                answer = programs[name](prompt)
-                if index:
-                    found[name].append(answer)
-        return found
 
     def _rows(
         self, found: Mapping[str, Sequence[Answer]], said: Mapping[str, str], weights: str
     ) -> Iterator[OneCoreRow]:
-        def seconds(program: str, part: str) -> tuple[float, ...]:
-            return tuple(answer[part] for answer in found[program])
-
-        for program in found:
+        for program, answers in found.items():
             own = weights if program in (NEW, OLD) else "Q4_0" if program == LLAMA_CPP else program.split()[-1]
+            seconds = {part: tuple(each[part] for each in answers) for part in ("prefill", "decode")}
+            gains = {
+                f"{part}_gain": paired_ratio(each, [answer[part] for answer in found[NEW]])
+                for part, each in seconds.items()
+            }
             yield OneCoreRow(
                 program=program, weights=own, instructions=self.instructions, kernels=said[program],
-                prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens, prefill=seconds(program, "prefill"),
-                decode=seconds(program, "decode"),
-                prefill_gain=paired_ratio(seconds(program, "prefill"), seconds(NEW, "prefill")),
-                decode_gain=paired_ratio(seconds(program, "decode"), seconds(NEW, "decode")),
+                prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens, **seconds, **gains,
             )  # fmt: skip
 
     def summary(self, rows: Sequence[OneCoreRow]) -> Summary:
@@ -244,8 +223,8 @@ class OneCore(Experiment):
             "instructions": lambda row: row.instructions,
             "prefill tok/s": lambda row: f"{row.prompt_tokens / statistics.median(row.prefill):.1f}",
             "decode tok/s": lambda row: f"{(row.new_tokens - 1) / statistics.median(row.decode):.1f}",
-            "Hearth's prefill over it": lambda row: f"{row.prefill_gain.median:.2f} {row.prefill_gain.interval}",
-            "Hearth's decode over it": lambda row: f"{row.decode_gain.median:.2f} {row.decode_gain.interval}",
+            "Hearth's prefill over it": lambda row: row.prefill_gain,
+            "Hearth's decode over it": lambda row: row.decode_gain,
             "kernels": lambda row: row.kernels,
         }
         sizes = dict.fromkeys((row.prompt_tokens, row.new_tokens) for row in rows)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hearth.plan.common import ValueFormatName
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.plans import Entry, Lz4, Name
+from tools.bench.results import Record
 from tools.bench.stats import Ratio
 
 
-class Row(BaseModel):
+class Row(Record):
     """One strategy in one setting. Without `seconds`, it was not run; `notes` give the reason."""
-
-    model_config = ConfigDict(frozen=True)
 
     scenario: str
     devices: int = Field(ge=1)  # available to the strategy

@@ -8,11 +8,13 @@ Transformers run in the worker's engine, all plans loaded side by side; the grap
 from __future__ import annotations
 
 import shutil
+import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
@@ -23,21 +25,161 @@ from coordinator.plan.transformer.request import GenerationRequest, PlanRequest,
 from hearth.errors import BadSetting
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
+from hearth.platform.units import format_seconds
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.graph_home import GraphHome
 from tools.bench.homes import Model, agent_names, decoder_directory, on_quietest_core
-from tools.bench.load import load_between, snapshot
+from tools.bench.load import interleaved, load_between, snapshot
 from tools.bench.measure import Models, emulated, without_memory_limits
 from tools.bench.plans import describe
-from tools.bench.results import Summary
-from tools.bench.scenario_findings import AUTO, ScenarioRow, summarise_scenarios
+from tools.bench.results import COUNT, PERCENT, Finding, Record, Summary, Table, at_most, summarise, without_target
 from tools.bench.shapes import find_shape
-from tools.bench.stats import rotated
+from tools.bench.stats import Ratio, bootstrap_interval, paired_ratio
 from tools.graph_models import NETWORKS, build, export
 from tools.testbed import Scenario, Testbed, load_scenario
 from tools.testbed.cluster import check_possible
 from tools.testbed.scenario import SCENARIOS
+
+AUTO = "auto"
+TARGET_ERROR = 0.20  # median of the relative errors of predictions, in each scenario
+TARGET_RATIO = 1.05  # `auto` / the best single device, median of paired rounds
+CLAIM_ROUNDS = 15  # rounds that a claim needs
+
+
+class ScenarioRow(Record):
+    """One plan of a workload in a scenario. `same_plan_as`: the strategy whose plan is the same, measured once for both."""
+
+    scenario: str
+    workload: str
+    strategy: str
+    plan: str  # in a few words
+    media: tuple[str, ...] = ()  # devices of each medium in the profile; of graphs: not recorded
+    actual_media: tuple[str, ...] | None = None  # those of the scenario; None: not recorded
+    predicted_seconds: float = Field(gt=0)
+    seconds: tuple[float, ...] = Field(min_length=1)  # by round
+    # Of a decoder, the part of both until the first token.
+    predicted_prompt_seconds: float = 0.0
+    prompt_seconds: tuple[float, ...] = ()
+    same_plan_as: str | None = None
+    distrust: str = ""  # why the times cannot be trusted: other programs ran during the rounds
+    errors: tuple[str, ...] = ()  # of requests
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def prediction_error(self) -> float:
+        """predicted / median - 1."""
+        return self.predicted_seconds / self.median_seconds - 1
+
+    @property
+    def at(self) -> str:
+        return f"{self.scenario}, {self.workload}"
+
+
+def _best_single_device(row: ScenarioRow, rows: Iterable[ScenarioRow]) -> ScenarioRow | None:
+    """The row to compare with. None: the same plan, or no single device was measured."""
+    local = next((each for each in rows if each.at == row.at and each.strategy == LOCAL), None)
+    return None if row is local or row.same_plan_as == LOCAL else local
+
+
+def ratio_to_local(row: ScenarioRow, rows: Iterable[ScenarioRow]) -> Ratio | None:
+    """Time over that of the best single device in the same rounds. None: the same plan, or no single device was measured."""
+    local = _best_single_device(row, rows)
+    return paired_ratio(row.seconds, local.seconds) if local else None
+
+
+def rescaled_error(row: ScenarioRow, rows: Iterable[ScenarioRow]) -> float | None:
+    """Relative error of the prediction, rescaled by the steps of the best single device in the same rounds.
+
+    It leaves out what made all devices slower or faster alike since they were profiled. None: in the same cases as
+    `ratio_to_local`.
+    """
+    local = _best_single_device(row, rows)
+    if local is None:
+        return None
+    return row.predicted_seconds / local.predicted_seconds / paired_ratio(row.seconds, local.seconds).median - 1
+
+
+def summarise_scenarios(rows: Sequence[ScenarioRow]) -> Summary:
+    """Findings by scenario, and the table of all rows."""
+    findings: list[Finding] = []
+    for scenario in dict.fromkeys(row.scenario for row in rows):
+        group = [row for row in rows if row.scenario == scenario]
+        measured = [row for row in group if row.same_plan_as is None]
+        errors = [abs(row.prediction_error) for row in measured]
+        worst = max(measured, key=lambda row: abs(row.prediction_error))
+        detail = f"{len(errors)} plans; worst {worst.prediction_error:+.0%}: {worst.workload}, {worst.strategy}"
+        figure = f"{scenario}: error of predictions, median"
+        findings.append(at_most(figure, statistics.median(errors), TARGET_ERROR, PERCENT, detail))
+        rescaled = [abs(error) for row in measured if (error := rescaled_error(row, rows)) is not None]
+        if rescaled:
+            figure = f"{scenario}: the same, rescaled by the best single device"
+            findings.append(
+                without_target(figure, statistics.median(rescaled), PERCENT, f"{len(rescaled)} other plans")
+            )
+        findings += [_of_auto(row, rows) for row in group if row.strategy == AUTO]
+        findings += _of_media(scenario, group)
+    failed = sum(len(row.errors) for row in rows)
+    findings.append(at_most("failed requests", failed, 0, "{:.0f}".format))
+    least = min((len(row.seconds) for row in rows), default=0)
+    title = f"{least} rounds" + ("" if least >= CLAIM_ROUNDS else f"; a claim needs {CLAIM_ROUNDS}")
+    return summarise(title, findings, _table(rows))
+
+
+def _of_media(scenario: str, rows: Sequence[ScenarioRow]) -> list[Finding]:
+    """Media that a profile lacks, or has although there is none, of all workloads."""
+    known = [row for row in rows if row.actual_media is not None]
+    if not known:
+        return []
+    wrong = {f"{row.workload}: {each}" for row in known for each in {*row.media} ^ {*(row.actual_media or ())}}
+    return [at_most(f"{scenario}: media missed or invented", len(wrong), 0, COUNT, "; ".join(sorted(wrong)))]
+
+
+def _of_auto(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> Finding:
+    figure = f"{row.at}: time of auto, over that of the best single device"
+    if row.same_plan_as == LOCAL:
+        return without_target(figure, 1.0, "{:.2f}".format, "the same plan, measured once")
+    ratio = ratio_to_local(row, rows)
+    if ratio is None:
+        raise ValueError(f"{row.at}: no single device was measured")
+    return at_most(figure, ratio.median, TARGET_RATIO, "{:.2f}".format, f"{ratio.interval}, {row.plan}")
+
+
+def _table(rows: Sequence[ScenarioRow]) -> Table:
+    def over(row: ScenarioRow) -> object:
+        ratio = ratio_to_local(row, rows)
+        return ratio if ratio is not None else "same plan" if row.same_plan_as else "-"
+
+    def rescaled(row: ScenarioRow) -> str:
+        error = rescaled_error(row, rows)
+        return "-" if error is None else f"{error:+.0%}"
+
+    def measured(row: ScenarioRow) -> str:
+        prompt = f" (prompt {format_seconds(statistics.median(row.prompt_seconds))})" if row.prompt_seconds else ""
+        return format_seconds(row.median_seconds) + prompt
+
+    def predicted(row: ScenarioRow) -> str:
+        prompt = f" (prompt {format_seconds(row.predicted_prompt_seconds)})" if row.prompt_seconds else ""
+        return format_seconds(row.predicted_seconds) + prompt
+
+    media = dict.fromkeys(f"{row.scenario}: one medium for {each}" for row in rows for each in row.media)
+    distrusted = dict.fromkeys(f"{row.at}: untrusted, {row.distrust}" for row in rows if row.distrust)
+    columns: Mapping[str, Callable[[ScenarioRow], object]] = {
+        "scenario, workload": lambda row: f"{row.at} (untrusted)" if row.distrust else row.at,
+        "strategy": lambda row: row.strategy,
+        "plan": lambda row: row.plan,
+        "predicted": predicted,
+        "measured": measured,
+        "interval": lambda row: "..".join(map(format_seconds, bootstrap_interval(row.seconds))),
+        "error": lambda row: f"{row.prediction_error:+.0%}",
+        "rescaled": rescaled,
+        "over one device": over,
+    }
+    return Table.of_columns("seconds of one step or request", columns, rows, [*media, *distrusted])
+
 
 Workload = Literal["prefill", "decoder", "graph"]
 # Packets that are lost for good make TCP wait for fractions of a second: that scenario is for correctness only.
@@ -49,13 +191,6 @@ _LLAMA: dict[str, Any] = {
     "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 8000, "max_position_embeddings": 2048,
     "eos_token_id": None,
 }  # fmt: skip
-
-
-class _Measured(NamedTuple):
-    """Seconds of one step or request; `prompt` of them are a decoder's until the first token."""
-
-    seconds: float
-    prompt: float = 0.0
 
 
 def _several(value: Any) -> Any:
@@ -134,22 +269,31 @@ class Scenarios(Experiment):
         report("profiling")
         cluster = home_profile(testbed, model, self._step_rows(workload))
         plans = {name: self._plan(workload, name, model, cluster) for name in (LOCAL, AUTO, *self.also)}
+        prompt = made_up_prompt(model.spec.vocab_size, self.prompt_tokens)
         with EngineRunners(testbed, agent_names(testbed)) as engine:
+
+            def run(name: str) -> dict[str, float]:
+                """Seconds of one step or request; of a decoder also of the prompt."""
+                if workload == "prefill":
+                    return {"seconds": engine.run(name, self.seq_len).seconds}
+                answer = engine.generate(name, prompt, self.new_tokens)
+                return {"seconds": answer["prefill"] + answer["decode"], "prompt": answer["prefill"]}
+
             distinct = distinct_plans(plans)
             for name in dict.fromkeys(distinct.values()):
                 report(f"loading {name}")
                 engine.load(name, plans[name], model, plans[name].num_ranks > 1, _WITHOUT_LIMIT, profile=cluster)
-            before = snapshot()
-            measured = self._rounds(workload, engine, list(dict.fromkeys(distinct.values())), model, report)
-            distrust = load_between([(before, snapshot())]).distrust
+            runs = {name: partial(run, name) for name in distinct.values()}
+            measured, distrust = interleaved(runs, self.rounds, report)
         for name, plan in plans.items():
+            found = measured[distinct[name]]
             yield ScenarioRow(
                 scenario=testbed.scenario.name, workload=workload, strategy=name, plan=describe(plan),
                 media=tuple(_names(cluster, medium.device_ids) for medium in cluster.media),
                 actual_media=tuple(", ".join(sorted(testbed.scenario.stations(each.name))) for each in testbed.scenario.media),
-                predicted_seconds=self._predicted(plan), seconds=tuple(each.seconds for each in measured[distinct[name]]),
+                predicted_seconds=self._predicted(plan), seconds=tuple(each["seconds"] for each in found),
                 predicted_prompt_seconds=plan.predicted.prompt_seconds,
-                prompt_seconds=tuple(each.prompt for each in measured[distinct[name]] if each.prompt),
+                prompt_seconds=tuple(each["prompt"] for each in found if "prompt" in each),
                 same_plan_as=distinct[name] if distinct[name] != name else None, distrust=distrust,
             )  # fmt: skip
 
@@ -174,33 +318,6 @@ class Scenarios(Experiment):
         if plan.body.generation is None:
             return plan.predicted.latency_seconds
         return plan.predicted.prompt_seconds + (self.new_tokens - 1) * plan.predicted.decode_seconds
-
-    def _rounds(
-        self,
-        workload: Workload,
-        engine: EngineRunners,
-        names: Sequence[str],
-        model: StoredModel,
-        report: Callable[[str], None],
-    ) -> dict[str, list[_Measured]]:
-        """What each plan took, by round, after a warm-up round."""
-        prompt = made_up_prompt(model.spec.vocab_size, self.prompt_tokens)
-
-        def run(name: str) -> _Measured:
-            if workload == "prefill":
-                return _Measured(engine.run(name, self.seq_len).seconds)
-            answer = engine.generate(name, prompt, self.new_tokens)
-            return _Measured(answer["prefill"] + answer["decode"], answer["prefill"])
-
-        found: dict[str, list[_Measured]] = {name: [] for name in names}
-        report("warming up")
-        for name in names:
-            run(name)
-        for index in range(self.rounds):
-            report(f"round {index + 1} of {self.rounds}")
-            for name in rotated(names, index):
-                found[name].append(run(name))
-        return found
 
     # ---- the graph ------------------------------------------------------------------------------------------------
 

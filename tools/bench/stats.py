@@ -22,6 +22,9 @@ class Ratio(NamedTuple):
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.median:.2f} {self.interval}"
+
     @property
     def interval(self) -> str:
         return f"[{self.low:.2f}, {self.high:.2f}]"

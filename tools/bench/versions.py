@@ -9,11 +9,7 @@ and files. Both run the same plan, made by the old checkout; the new one must re
 from __future__ import annotations
 
 import json
-import os
-import select
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,38 +17,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from coordinator.plan.graph.predict import requests_in_flight
-from hearth.errors import BadSetting, DeadlineExceeded, InternalError
+from hearth.errors import InternalError
 from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from hearth.platform.units import format_seconds
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment, Named
-from tools.bench.fault_home import make_model
 from tools.bench.generation import LLAMA
-from tools.bench.homes import agent_names, agents, decoder_directory, hub_scenario, on_quietest_core
-from tools.bench.load import Snapshot, load_between, snapshot
+from tools.bench.homes import agent_names, agents, checkout, decoder_directory, hub_scenario, on_quietest_core
+from tools.bench.load import interleaved
 from tools.bench.measure import Models, emulated
 from tools.bench.profiles import Profiles, Report
-from tools.bench.results import Summary, Table
+from tools.bench.results import Record, Summary, Table
 from tools.bench.shapes import find_shape
-from tools.bench.shared_devices import shared_scenario
 from tools.bench.stats import Ratio, paired_ratio
 from tools.graph_models import build, export
 from tools.testbed import Testbed, load_scenario
 from tools.testbed.cluster import wait_until
 
-MOST_RATIO = 1.05  # new / old seconds; its confidence interval must also reach 1.00 or below
+MOST_RATIO = 1.02  # new / old seconds; its confidence interval must also reach 1.00 or below
 _LAYERS, _ROWS = 4, 284  # of BERT-Large
 _STEPS = 3  # per round, of which the median counts
 _PROMPT, _TOKENS = 256, 64  # tokens of a generation request
 _PIPELINE_DEVICES, _PIPELINE_CORES, _PIPELINE_MBIT = 3, 0.45, 60.0  # number, CPU share and link rate of the devices
 _LOAD_SECONDS = 8.0  # at full load, after half as long with one request at a time
 _READY_SECONDS = 240.0  # for the coordinator to serve
-_EMBED_MBIT = 1000.0
-_EMBEDS = 30  # calls of a round, of which the median counts
-_EMBED_SECONDS = 60.0  # for their answers
 
 
 class Round(NamedTuple):
@@ -63,7 +54,6 @@ class Round(NamedTuple):
 
 
 Work = Callable[[], Round]
-_EMBED_APP = Path(__file__).parent / "embed_app.py"
 Trees = tuple[Path, Path]  # the old checkout, and the new one
 Sides = tuple[Work, Work]  # of these
 
@@ -79,11 +69,7 @@ class Steps:
 
 
 PIPELINE = "resnet50"
-# Number of devices of homes that embed. They share all cores, so that the latency is that of the programs.
-EMBEDDING = {"embed-1": 1, "embed-4": 4}
-Case = Literal[
-    "galaxy-a", "galaxy-c", "slow-hmp", "slow-auto", "generate-local", "generate-hmp", "resnet50", "embed-1", "embed-4"
-]
+Case = Literal["galaxy-a", "galaxy-c", "slow-hmp", "slow-auto", "generate-local", "generate-hmp", "resnet50"]
 STEPS: dict[str, Steps] = {
     "galaxy-a": Steps("galaxy-a", "hmp"),
     "galaxy-c": Steps("galaxy-c", "hmp"),
@@ -94,10 +80,8 @@ STEPS: dict[str, Steps] = {
 }
 
 
-class VersionsRow(BaseModel):
+class VersionsRow(Record):
     """One figure of one case. Seconds are by round."""
-
-    model_config = ConfigDict(frozen=True)
 
     case: str
     figure: str
@@ -117,13 +101,7 @@ class Versions(Experiment):
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(VersionsRow)
     PAGE = "versions"
-    NAMED: ClassVar[Named] = {
-        "versions": {"title": "Two versions of Hearth"},
-        "versions-latency": {
-            "title": "Latency without faults: an app that embeds, with one and with four devices",
-            "cases": ["embed-1", "embed-4"],
-        },
-    }  # fmt: skip
+    NAMED: ClassVar[Named] = {"versions": {"title": "Two versions of Hearth"}}
 
     old: Path = Path("../hearth-old")  # made by `git worktree add ../hearth-old COMMIT`
     new: Path = Path()
@@ -131,11 +109,11 @@ class Versions(Experiment):
     rounds: int = Field(15, ge=2)  # of each side and case
 
     def measure(self, context: Context) -> Iterator[VersionsRow]:
-        trees = (_checkout("old", self.old), _checkout("new", self.new))
+        trees = (checkout("old", self.old), checkout("new", self.new))
         for name in self.cases:
             at = context.folder / name
             at.mkdir()
-            make = steps if name in STEPS else embedding if name in EMBEDDING else pipeline
+            make = steps if name in STEPS else pipeline
             with make(name, trees, at, context.report) as works:
                 yield from compare(name, works, self.rounds, context.report)
 
@@ -162,21 +140,12 @@ _COLUMNS: dict[str, Callable[[VersionsRow], str]] = {
 
 
 def compare(name: str, sides: Sides, rounds: int, report: Report) -> Iterator[VersionsRow]:
-    """Run a warm-up round of each side, then the measured rounds; yield a row for each figure."""
-    for work in sides:
-        work()
-    found: tuple[list[Round], list[Round]] = ([], [])
-    spans: list[tuple[Snapshot, Snapshot]] = []
-    for index in range(rounds):
-        report(f"{name}: round {index + 1} of {rounds}")
-        before = snapshot()
-        for side in (1, 0) if index % 2 else (0, 1):
-            found[side].append(sides[side]())
-        spans.append((before, snapshot()))
-    first, distrust = found[0][0], load_between(spans).distrust
+    """Measure both sides in rounds; yield a row for each figure."""
+    found, distrust = interleaved(dict(enumerate(sides)), rounds, lambda step: report(f"{name}: {step}"))
+    first = found[0][0]
     same = None if first.output is None else all(each.output == first.output for each in (*found[0], *found[1]))
     for figure in first.seconds:
-        old, new = (tuple(each.seconds[figure] for each in side) for side in found)
+        old, new = (tuple(each.seconds[figure] for each in side) for side in found.values())
         yield VersionsRow(
             case=name, figure=figure, ratio=paired_ratio(new, old), same_output=same, distrust=distrust,
             old_seconds=old, new_seconds=new,
@@ -253,47 +222,6 @@ def pipeline(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[
         yield partial(_load, homes[0], at_once), partial(_load, homes[1], at_once)
 
 
-@contextmanager
-def embedding(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
-    """Rounds of calls of an app, alternating between homes of both checkouts."""
-    cores, num_devices = len(os.sched_getaffinity(0)), EMBEDDING[name]
-    scenario = shared_scenario(num_devices, cores, _EMBED_MBIT)
-    report(f"{name}: making the testbeds")
-    with ExitStack() as stack:
-        homes = [stack.enter_context(agents(scenario, folder, _EMBED_MBIT, tree=tree)) for tree in trees]
-        for home in homes:
-            for cgroup in home.cgroups.values():
-                cgroup.set_cpu_share(cores)
-        report(f"{name}: planning and loading")
-        _serve(homes, make_model("embed", folder), ("--strategy", "hmp" if num_devices > 1 else "local"))
-        apps = [_embed_app(home) for home in homes]
-        for app in apps:
-            _embed(app, _READY_SECONDS)
-        yield partial(_embed, apps[0]), partial(_embed, apps[1])
-
-
-def _embed_app(home: Testbed) -> subprocess.Popen[bytes]:
-    hub = home.scenario.coordinator_device
-    with (home.folder / "embed_app.log").open("ab") as log:
-        return home.popen(
-            hub, sys.executable, str(_EMBED_APP), str(home.key), home.address(hub), limited=False,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, memory_limited=False,
-        )  # fmt: skip
-
-
-def _embed(app: subprocess.Popen[bytes], timeout_seconds: float = _EMBED_SECONDS) -> Round:
-    assert app.stdin is not None
-    assert app.stdout is not None
-    app.stdin.write(b"%d\n" % _EMBEDS)
-    app.stdin.flush()
-    if not select.select([app.stdout], [], [], timeout_seconds)[0]:
-        raise DeadlineExceeded(action="embedding", seconds=timeout_seconds)
-    if not (line := app.stdout.readline()):
-        raise InternalError(where="the app that embeds", reason="it has ended; embed_app.log of the testbed says why")
-    found = json.loads(line)
-    return Round({"embed": statistics.median(found["seconds"])}, found["sum"])
-
-
 def _serve(homes: Sequence[Testbed], model: Path, options: Sequence[str], plan_options: Sequence[str] = ()) -> str:
     """Start coordinators that serve the same plan, made by the first home. Returns the plan file of that one."""
     devices = agent_names(homes[0])
@@ -327,9 +255,3 @@ def _load(home: Testbed, at_once: int) -> Round:
     if failed := found["alone"]["errors"] or found["load"]["errors"]:
         raise InternalError(where=f"the load of {PIPELINE}", reason=str(failed))
     return Round({"latency": found["alone"]["p50_seconds"], "answer": 1 / found["load"]["per_second"]})
-
-
-def _checkout(setting: str, folder: Path) -> Path:
-    if not (folder / "tools" / "bench" / "runner.py").is_file():
-        raise BadSetting(setting=setting, reason=f"{folder} is not a checkout of Hearth with tools/bench/runner.py")
-    return folder.resolve()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from coordinator.devices.graph_profiling import graph_workload, operator_seconds
 from coordinator.models.graph_file import GraphFile, read_graph_file
@@ -23,7 +23,7 @@ from hearth.plan.graph_spec import GraphSpec
 from hearth.wire.messages import GraphProfile
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.graph_files import find_files
-from tools.bench.results import Summary, Table
+from tools.bench.results import Record, Summary, Table
 from tools.research.moirai import MOIRAI, MoiraiRow, plan_with_all
 
 SLOWDOWNS = (8.0, 8.0, 12.0, 16.0)  # of the assumed devices against one core of this machine
@@ -32,10 +32,8 @@ _LATENCY_SECONDS = 0.0002  # of each transfer: a fraction of a millisecond, as i
 _ROUNDING = 1e-9  # relative: sums of floats in another order
 
 
-class CoarseningRow(BaseModel):
+class CoarseningRow(Record):
     """One network, planned as it is (`fine`) and coarsened (`coarse`). Times in seconds."""
-
-    model_config = ConfigDict(frozen=True)
 
     fine: MoiraiRow
     coarse: MoiraiRow  # its planning time includes that of coarsening

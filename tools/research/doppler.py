@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from numpy.random import default_rng
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from coordinator.plan.graph.latency.baselines import solve_baseline
 from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
@@ -21,7 +21,7 @@ from coordinator.plan.solution import SearchOptions
 from coordinator.serve.planners.policies import usable_policy
 from hearth.errors import ModelDoesNotFit, NoPlacement
 from tools.bench.experiment import Context, Experiment, Named
-from tools.bench.results import Summary, Table
+from tools.bench.results import Record, Summary, Table
 from tools.research.graphs import GRAPHS, HOMES, GraphName, tensor_graph
 
 # `doppler`, with a policy that learns at home (`policy`), and `moirai` are planners of Hearth, the others the paper's.
@@ -51,10 +51,8 @@ class Setting(NamedTuple):
         return f"{self.home}, {self.devices} devices{memory}"
 
 
-class DopplerRow(BaseModel):
+class DopplerRow(Record):
     """What a method found: makespans in seconds, None without a plan that fits."""
-
-    model_config = ConfigDict(frozen=True)
 
     method: Method
     graph: GraphName

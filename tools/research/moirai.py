@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES, Baseline
@@ -18,7 +18,7 @@ from coordinator.plan.solution import SearchOptions
 from hearth.errors import ModelDoesNotFit, NoPlacement
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.graph_files import find_files
-from tools.bench.results import Summary, Table
+from tools.bench.results import Record, Summary, Table
 from tools.research.lists import getf, m_sct
 
 MOIRAI = "moirai"
@@ -26,14 +26,12 @@ LISTS: Mapping[str, Baseline] = {**BASELINES, "m-sct": m_sct, "getf": getf}
 PAPER_FACTORS = {"m-sct": 1.90, "getf": 1.35}  # largest factors reported in the paper, on its own models and clusters
 
 
-class MoiraiRow(BaseModel):
+class MoiraiRow(Record):
     """One placement problem, in its file's time unit. A strategy that found no placement that fits has no makespan."""
-
-    model_config = ConfigDict(frozen=True)
 
     instance: str
     num_operators: int
-    makespans: dict[str, float] = {}
+    makespans: Mapping[str, float] = {}
     bound: float = 0.0  # of moirai; 0: unknown
     proven: bool = False
     planning_seconds: float = 0.0  # of moirai

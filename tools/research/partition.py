@@ -14,7 +14,7 @@ from random import Random
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from coordinator.plan.graph.throughput.planners import best_stages
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
@@ -28,7 +28,7 @@ from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.graph_files import read_graphs
-from tools.bench.results import Summary, Table
+from tools.bench.results import Record, Summary, Table
 from tools.research.pipelines import (
     Accounting,
     draw_links,
@@ -53,10 +53,8 @@ Nodes = Annotated[int, Field(ge=1, le=256)]  # the planners' time grows with the
 Count = Annotated[int, Field(ge=1)]
 
 
-class PartitionRow(BaseModel):
+class PartitionRow(Record):
     """All runs of one setting. `seconds`: bottleneck or bound, by column and run; `planning_seconds`: by planner and run."""
-
-    model_config = ConfigDict(frozen=True)
 
     figures: Literal["7 to 9", "10"]
     model: str
@@ -64,8 +62,8 @@ class PartitionRow(BaseModel):
     memory_mib: int
     outcome: Literal["measured", "fits on one node", "does not fit"] = "does not fit"
     num_stages: int = 0  # of the published planner
-    seconds: dict[str, tuple[float, ...]] = {}
-    planning_seconds: dict[str, tuple[float, ...]] = {}
+    seconds: Mapping[str, tuple[float, ...]] = {}
+    planning_seconds: Mapping[str, tuple[float, ...]] = {}
 
     @property
     def setting(self) -> tuple[object, ...]:

@@ -10,20 +10,18 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from coordinator.plan.graph.throughput.points import Chain, candidate_chain, fine_chain
 from hearth.plan.graph_spec import GraphSpec
 from hearth.platform.units import format_bytes
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.graph_files import read_graphs
-from tools.bench.results import Summary, Table
+from tools.bench.results import Record, Summary, Table
 
 
-class PointsRow(BaseModel):
+class PointsRow(Record):
     """One graph. The points exclude the source and include the sink."""
-
-    model_config = ConfigDict(frozen=True)
 
     graph: str
     num_operators: int

@@ -13,11 +13,10 @@ import psutil
 
 from hearth.errors import InternalError
 from tools.bench.experiment import Context
-from tools.bench.homes import agents, stop_coordinator
+from tools.bench.homes import agents, shared_scenario, stop_coordinator, with_argument
 from tools.bench.processes import ClientProcess
 from tools.bench.results import REPOSITORY
 from tools.bench.shapes import save_random_model
-from tools.bench.shared_devices import shared_scenario, with_argument
 from tools.testbed import Testbed
 from tools.testbed.cluster import check_possible
 

@@ -10,13 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from tools.bench.experiment import Context, Experiment, Named
-from tools.bench.findings import COUNT, Finding, at_least, at_most, equal, summarise, without_target
 from tools.bench.http.home import TINY, HttpHome, chat_directory, http_home
 from tools.bench.load import load_between, snapshot
-from tools.bench.results import Summary
+from tools.bench.results import COUNT, Finding, Record, Summary, at_least, at_most, equal, summarise, without_target
 from tools.bench.stats import percentile
 
 _CHAT = [{"role": "user", "content": "Is the light on?"}]
@@ -27,10 +26,8 @@ _BATCH = 50  # pairs of one call, whose answer has a timeout
 _MILLISECONDS = "{:.2f} ms".format
 
 
-class OverheadRow(BaseModel):
+class OverheadRow(Record):
     """One home. `http` and `direct`: seconds to the first text, in pairs. `streams`: one entry per round."""
-
-    model_config = ConfigDict(frozen=True)
 
     http: tuple[float, ...]
     direct: tuple[float, ...]

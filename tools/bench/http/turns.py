@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from coordinator.http.openai.chat import ChatCompletion
 from coordinator.serve.text.prompts import TextTokenizer
@@ -23,11 +23,21 @@ from hearth.client.answers import chat_message
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.transformer import KV_BLOCK_TOKENS
 from tools.bench.experiment import Context, Experiment, Named
-from tools.bench.findings import COUNT, PERCENT, RATIO, Finding, at_least, at_most, summarise, without_target
 from tools.bench.generation import LLAMA
 from tools.bench.http.home import chat_directory, http_home
 from tools.bench.load import load_between, snapshot
-from tools.bench.results import Summary
+from tools.bench.results import (
+    COUNT,
+    PERCENT,
+    RATIO,
+    Finding,
+    Record,
+    Summary,
+    at_least,
+    at_most,
+    summarise,
+    without_target,
+)
 
 RECORDED = Path(__file__).with_name("turn.json")
 _COMMAND, _RESULT, _NEXT = range(3)  # of the recorded requests
@@ -37,10 +47,8 @@ _ANSWER_SECONDS = 600.0
 _SECONDS = "{:.2f} s".format
 
 
-class TurnRow(BaseModel):
+class TurnRow(Record):
     """One round. Seconds until the first token; tokens of prompts, and of these, the ones that were computed."""
-
-    model_config = ConfigDict(frozen=True)
 
     command_seconds: float  # all is computed
     result_seconds: float

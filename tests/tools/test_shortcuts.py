@@ -1,4 +1,4 @@
-"""The table of speculative decoding by the share of guesses that are right, and the oracle that guesses."""
+"""Shortcuts of generation: tables of guesses and of the prefix cache, and the oracle that guesses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from agent.worker.transformer.generation.sequence import SequenceState
 from hearth.wire.messages import GenerateTokens
 from tools.bench.experiment import make_experiment, read_settings
-from tools.bench.speculation import SpeculationRow, speed_up_bound
+from tools.bench.shortcuts import PrefixRow, SpeculationRow, speed_up_bound
 from tools.bench.stats import paired_ratio
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -20,25 +20,18 @@ from tools.bench.runner import DraftOracle, Oracle
 
 
 def row(right: float, seconds: tuple[float, ...], **changes: Any) -> SpeculationRow:
-    fields = {
-        "strategy": "local",
-        "devices": "one",
-        "weights": "float32",
-        "num_tokens": 80,
-        "num_drafted": 9,
-        **changes,
-    }
-    speed_up = paired_ratio((2.0, 2.0, 4.0), seconds)
-    return SpeculationRow(
-        right=right, seconds=seconds, speed_up=speed_up, num_accepted=5, **{"same_tokens": True, **fields}
-    )
+    fields: dict[str, Any] = {
+        "strategy": "local", "devices": "one", "weights": "float32", "num_tokens": 80, "num_drafted": 9, "num_accepted": 5,
+        "same_tokens": True, "bound": 1.0, **changes,
+    }  # fmt: skip
+    return SpeculationRow(right=right, seconds=seconds, speed_up=paired_ratio((2.0, 2.0, 4.0), seconds), **fields)
 
 
 def test_speed_is_compared_within_rounds() -> None:
     experiment = make_experiment(read_settings("speculation"))
     rows = [row(-1.0, (2.0, 2.0, 4.0), num_drafted=0), row(0.9, (1.0, 0.5, 2.0), bound=1.5)]
     summary = experiment.summary(rows)
-    assert [line[5] for line in summary.tables[0].rows] == ["-", "1.50"]
+    assert [line[5] for line in summary.tables[0].rows] == ["1.00", "1.50"]
     assert [line[2:5] for line in summary.tables[0].rows] == [
         ("none", "40.0", "1.00 [1.00, 1.00]"),
         ("90%", "80.0", "2.00 [2.00, 4.00]"),
@@ -71,3 +64,22 @@ def test_oracle_is_right_with_its_probability(right: float) -> None:
     guess = Oracle(text, right).propose(text[:1000], 2000)
     assert len(guess) == 2000
     assert sum(a == b for a, b in zip(guess, text[1000:], strict=False)) / 2000 == pytest.approx(right, abs=0.05)
+
+
+def prefix_row(cached: tuple[float, ...], whole: tuple[float, ...], **changes: Any) -> PrefixRow:
+    fields: dict[str, Any] = {
+        "strategy": "local", "devices": "one", "instruction_set": "native", "weights": "int4", "layers": 6,
+        "prefix_tokens": 2048, "other_tokens": 20, "num_cached": (2048,) * len(cached), "same_tokens": 2, **changes,
+    }  # fmt: skip
+    return PrefixRow(cached=cached, whole=whole, share=paired_ratio(cached, whole), **fields)
+
+
+def test_share_of_the_time_is_that_within_rounds() -> None:
+    experiment = make_experiment(read_settings("prefix-cache"))
+    calm = prefix_row((0.1, 0.2, 0.3), (2.0, 8.0, 10.0))
+    summary = experiment.summary([calm])
+    assert summary.tables[0].rows[0][2:] == (
+        "2048 + 20", "8.000 s", "0.200 s", "3.0% [2.5%, 5.0%]", "2 of 3",
+    )  # fmt: skip
+    assert not summary.failure
+    assert experiment.summary([calm, prefix_row((0.1,), (2.0,), num_cached=(0,))]).failure

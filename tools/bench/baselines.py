@@ -1,10 +1,11 @@
-"""Baseline: Megatron-LM's tensor parallelism with torch.distributed's AllReduce on gloo, for BERT, GPT-2 and OPT.
+"""Baselines that compute without Hearth's code: `python -m tools.bench.baselines ipc://PATH gloo|transformers`.
 
-Computes and communicates without Hearth's code, which is used only to read the checkpoint. With packed matrices it takes
-Hearth's `PackedMatrix`, too, so that a comparison with it shows what the communication alone makes of the difference.
-
-`python -m tools.bench.gloo ipc://PATH`; a request selects the devices that take part. Heads and columns are split equally;
+`gloo`: Megatron-LM's tensor parallelism with torch.distributed's AllReduce on gloo, for BERT, GPT-2 and OPT. Hearth's code only
+reads the checkpoint. With packed matrices it takes Hearth's `PackedMatrix`, too, so that a comparison with it shows what the
+communication alone makes of the difference. A request selects the devices that take part. Heads and columns are split equally;
 the connective blocks are replicated on every device, as in Megatron-LM.
+
+`transformers`: the reference of generation, on one device.
 """
 
 from __future__ import annotations
@@ -177,5 +178,37 @@ def _interface_bytes() -> int:
     return psutil.net_io_counters(pernic=True)["eth0"].bytes_sent
 
 
+# ---- transformers -----------------------------------------------------------------------------------------------------
+
+
+class Transformers:
+    """A model in `transformers`, in one or more formats, on one thread, as the reference."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._models: dict[str, Any] = {}
+
+    def load(self, model_dir: str, dtype: str) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self._models[dtype] = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
+
+    def generate(self, prompt: list[int], num_tokens: int, dtype: str) -> dict[str, Any]:
+        """Generate greedily with the library's KV cache; returns the seconds of prefill and of all tokens after the first."""
+        model = self._models[dtype]
+        with torch.inference_mode():
+            began = time.perf_counter()
+            out = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+            tokens = [int(out.logits[0, -1].argmax())]
+            first = time.perf_counter()
+            for _ in range(num_tokens - 1):
+                out = model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+                tokens.append(int(out.logits[0, -1].argmax()))
+            ended = time.perf_counter()
+        return {"tokens": tokens, "prefill": first - began, "decode": ended - first}
+
+
 if __name__ == "__main__":
-    serve(sys.argv[1], GlooTensorParallel())
+    serve(sys.argv[1], GlooTensorParallel() if sys.argv[2] == "gloo" else Transformers())
