@@ -32,7 +32,7 @@ from tools.bench.load import BackgroundLoad, Process, calmest, calmest_of, forei
 from tools.bench.measure import Setting, relative_error
 from tools.bench.plans import GLOO, Entry, Name, baseline_of, entries
 from tools.bench.results import Result, Table, load_result
-from tools.bench.rows import Row, by_setting, cells, footnotes
+from tools.bench.rows import Row, by_setting, table_of
 from tools.bench.shapes import SHAPES, shape_of_file
 from tools.bench.stats import Ratio, bootstrap_interval, paired_ratio, percentile, rotated
 from tools.bench.strategies import Strategies, layer_flops, say_auto, say_lz4, say_prediction, scaling_of
@@ -216,10 +216,10 @@ def test_table_numbers_notes_once_and_marks_wrong_rows() -> None:
         row(notes=("4 of its 24 layers",)),
         row(strategy="sp", wrong=True, trusted=False, notes=("4 of its 24 layers",)),
     ]
-    assert footnotes(rows) == ["4 of its 24 layers"]
-    assert cells(rows[1], footnotes(rows))[-1] == "WRONG untrusted 1"
     summary = strategies().summary(rows)
     (table,) = summary.tables
+    assert table.notes == ("4 of its 24 layers",)
+    assert table.rows[1][-1] == "WRONG untrusted 1"
     text = table.markdown()
     assert text.count("24 layers") == 1
     assert "1.40 [1.30, 1.50]" in text
@@ -231,7 +231,7 @@ def test_table_numbers_notes_once_and_marks_wrong_rows() -> None:
 
 def test_row_of_a_failed_run_has_a_reason_and_no_times() -> None:
     empty = Row.model_validate({**SETTING, "strategy": "sp", "wire": "exact", "notes": ("out of memory",)})
-    assert cells(empty, footnotes([empty])) == ("sp exact", *["-"] * 8, "1")
+    assert table_of([empty]).rows == (("sp exact", *["-"] * 8, "1"),)
 
 
 def test_conclusions() -> None:

@@ -9,8 +9,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from tools.bench.experiment import make_experiment, read_settings
-from tools.bench.http.overhead import OverheadRow
-from tools.bench.http.turns import RECORDED, TurnRow
+from tools.bench.http.experiments import RECORDED, OverheadRow, TurnRow
 
 
 def test_recorded_requests_begin_alike() -> None:

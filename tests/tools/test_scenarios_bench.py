@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 from support.plans import BERT_LARGE, make_plan
 
-from hearth.plan.profile import SharedMedium
-from tools.bench.drive import EngineRunners
 from tools.bench.experiment import Context, make_experiment, read_settings
-from tools.bench.measure import Models, emulated
-from tools.bench.profiles import Profiles
 from tools.bench.scenarios import (
     ScenarioRow,
     Scenarios,
@@ -23,8 +19,6 @@ from tools.bench.scenarios import (
     summarise_scenarios,
     timed_scenarios,
 )
-from tools.bench.shapes import Shape
-from tools.testbed import Scenario
 
 TINY = {
     "model_type": "bert", "hidden_size": 96, "num_attention_heads": 6, "num_hidden_layers": 2, "intermediate_size": 300,
@@ -134,25 +128,6 @@ def test_one_or_several_scenarios_can_be_chosen() -> None:
     assert chosen('scenario=["mixed", "wifi-5"]').scenario == ("mixed", "wifi-5")
     assert {"mixed", "wifi-5", "wifi-busy", "galaxy-a", "hub"} <= set(timed_scenarios())
     assert "wifi-lossy" not in timed_scenarios()
-
-
-@pytest.mark.slow
-@pytest.mark.namespaces
-def test_profiles_of_benchmarks_have_the_media_that_a_coordinator_would_find(tmp_path: Path) -> None:
-    air = {"name": "air", "mbit": 20, "delay_ms": 3}
-    devices = [{"name": name, "cpu_share": 0.25, "mbit": 100, "core": core % 2,
-                **({"medium": "air"} if name.startswith("wifi") else {})}
-               for core, name in enumerate(("eth0", "wifi0", "wifi1", "eth1"))]  # fmt: skip
-    scenario = Scenario.model_validate({"name": "test-media", "media": [air], "devices": devices})
-    names = [device.name for device in scenario.devices]
-    model = Models(tmp_path).get(Shape("tiny", TINY), None, 16)
-    with emulated(scenario, tmp_path / "testbed", real_mbit=True) as testbed, EngineRunners(testbed, names) as engine:
-        profile = Profiles(scenario, testbed, engine, print, repeat_disturbed=False).current(model, names, 16, None)
-        both = engine.measure_together([("eth0", "wifi0"), ("wifi0", "eth0")], 0.5)
-    assert profile.media == (SharedMedium(device_ids=("wifi0", "wifi1")),)
-    assert profile.subset(("eth0", "eth1")).media == ()
-    alone = profile.link("eth0", "wifi0").bytes_per_second
-    assert sum(both.values()) < 1.5 * alone  # both directions of one station take turns
 
 
 @pytest.mark.slow

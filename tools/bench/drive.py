@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,7 +13,6 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes
-from hearth.errors import BadSetting
 from hearth.plan.kernels import choose_kernels
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.plan import DRAFT_RANK, TransformerPlan
@@ -24,8 +23,6 @@ from tools.testbed import Testbed
 
 _FIRST_GLOO_PORT = 29511  # counts up with every group that joins, because the last one's may not be free yet
 _NOMINAL_BYTES_PER_SECOND = 1e9  # of a link that is measured: a peer needs a rate, but only codecs use it
-# Messages in both directions at once: long enough for the round trip not to count, also on slow links with delay.
-_SWAPPED_BYTES, _SWAPS = 2 << 20, 3
 _STORE_BYTES = 1 << 40  # more than any model, so that no chunk is evicted
 
 
@@ -178,28 +175,6 @@ class EngineRunners(ProcessGroup):
             answers = {"do": "answer_link"}
             measured = self.call_each({target: answers, source: {"do": "measure_link", "seconds": seconds}})
         return Link(source=source, target=target, **measured[source])
-
-    def measure_together(self, pairs: Sequence[tuple[str, str]], seconds: float) -> dict[tuple[str, str], float]:
-        """Rates of transfers at the same time in bytes/s: of pairs without a common device, or of both directions of one.
-
-        Raises BadSetting for other pairs, because a runner has one link at a time.
-        """
-        devices = [device for pair in pairs for device in pair]
-        if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
-            swapped = _SWAPPED_BYTES / self.swap_seconds(*pairs[0], _SWAPPED_BYTES, _SWAPS)
-            return dict.fromkeys(pairs, swapped)
-        if len(set(devices)) < len(devices):
-            text = ", ".join(f"{source} to {target}" for source, target in pairs)
-            raise BadSetting(
-                setting="scenario", reason=f"its media cannot be found: {text} cannot send at the same time here"
-            )
-        requests: dict[str, dict[str, Any]] = {target: {"do": "answer_link"} for _, target in pairs}
-        requests |= {source: {"do": "measure_link", "seconds": seconds} for source, _ in pairs}
-        with ExitStack() as stack:
-            for pair in pairs:
-                stack.enter_context(self._link(*pair))
-            measured = self.call_each(requests)
-        return {pair: float(measured[pair[0]]["bytes_per_second"]) for pair in pairs}
 
     def ping_seconds(self, source: str, target: str, num_bytes: int, count: int) -> float:
         """One-way seconds of a message of this size over a data-plane socket."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.devices.profile_file import read_graph_profile
 from coordinator.models.graph_file import GraphFile

@@ -239,8 +239,7 @@ def served_table(title: str, served: Sequence[Served]) -> Table:
         one = ones[each.mbit]
         if len(one.seconds) != len(each.seconds):  # not in the same rounds
             return f"{one.median_seconds / each.median_seconds:.2f}"
-        gain = paired_ratio(one.seconds, each.seconds)
-        return f"{gain.median:.2f} {gain.interval}"
+        return str(paired_ratio(one.seconds, each.seconds))
 
     def sent(each: Served) -> str:
         wire = WireStats.sum(part.wire for part in each.rounds)

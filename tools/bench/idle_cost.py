@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,26 +101,28 @@ class IdleCost(Experiment):
 def _tables(row: IdleRow) -> Iterator[Table]:
     after = row.after
 
-    def line(role: str) -> tuple[str, ...]:
-        def most(values: list[float]) -> str:
-            return format_bytes(max(values))
+    def most(form: Callable[[float], str], figure: Callable[[ProcessUse], float]) -> Callable[[str], str]:
+        return lambda role: form(max(after.of_role(role, figure)))
 
-        return (
-            role, str(len(after.of_role(role, lambda process: 1))), f"{row.cpu_seconds(role):.2f} s",
-            most(after.of_role(role, lambda process: process.resident_bytes)),
-            most(after.of_role(role, lambda process: process.proportional_bytes)),
-            f"{max(after.of_role(role, lambda process: process.descriptors)):.0f}",
-            f"{max(after.of_role(role, lambda process: process.threads)):.0f}",
-        )  # fmt: skip
-
-    columns = ("program", "processes", "CPU seconds a minute, mean", "resident, most", "proportional, most",
-               "descriptors, most", "threads, most")  # fmt: skip
-    yield Table.of(f"Idle home that serves the model of: {row.load}", columns, map(line, after.roles))
-    sent = {name: (num - row.before.sent_bytes[name]) / row.minutes for name, num in after.sent_bytes.items()}
-    stores = f"{format_bytes(after.store_bytes)} ({after.store_bytes / max(row.model_bytes, 1):.2f} x the model)"
+    columns: Mapping[str, Callable[[str], object]] = {
+        "program": lambda role: role,
+        "processes": lambda role: len(after.of_role(role, lambda process: 1)),
+        "CPU seconds a minute, mean": lambda role: f"{row.cpu_seconds(role):.2f} s",
+        "resident, most": most(format_bytes, lambda process: process.resident_bytes),
+        "proportional, most": most(format_bytes, lambda process: process.proportional_bytes),
+        "descriptors, most": most("{:.0f}".format, lambda process: process.descriptors),
+        "threads, most": most("{:.0f}".format, lambda process: process.threads),
+    }
+    yield Table.of_columns(f"Idle home that serves the model of: {row.load}", columns, after.roles)
     figures = [
-        *((f"sent by {name} in a minute", format_bytes(num)) for name, num in sent.items()),
-        ("stores, all devices", stores),
+        *(
+            (f"sent by {name} in a minute", format_bytes((num - row.before.sent_bytes[name]) / row.minutes))
+            for name, num in after.sent_bytes.items()
+        ),
+        (
+            "stores, all devices",
+            f"{format_bytes(after.store_bytes)} ({after.store_bytes / max(row.model_bytes, 1):.2f} x the model)",
+        ),
         ("state, all devices", format_bytes(after.state_bytes)),
         ("TCP connections, each end", str(after.sockets)),
     ]

@@ -27,8 +27,9 @@ from agent.worker.transformer.shard import filled_layer
 from hearth.plan.kernels import KERNEL_ROWS, KernelChoice, KernelTime, choose_kernels
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.load import interleaved
 from tools.bench.results import Record, Summary, Table
-from tools.bench.stats import Ratio, paired_ratio, rotated
+from tools.bench.stats import Ratio, paired_ratio
 
 DEFAULT, CHOSEN = "default", "chosen"  # kernels; the others are named by their layout and kernel
 _CPU = torch.device("cpu")
@@ -127,22 +128,15 @@ class KernelSpeed(Experiment):
                 )
 
     def _rounds(self, variants: Mapping[str, _Variant], rows: int, context: Context) -> dict[str, list[float]]:
-        """Seconds of one layer's products by round, after a warm-up round."""
-        turns = {name: cycle(variant.layers) for name, variant in variants.items()}
+        """Seconds of one layer's products by round."""
         inputs = {matrix.shape[1]: torch.randn(rows, matrix.shape[1]) for matrix in variants[DEFAULT].layers[0]}
-        seconds: dict[str, list[float]] = {name: [] for name in variants}
-        for index in range(self.rounds + 1):
-            context.report(f"{rows} rows: round {index} of {self.rounds}")
-            for name in rotated(list(variants), index):
-                found = _seconds(turns[name], inputs, variants[name].kernel)
-                if index:
-                    seconds[name].append(found)
-        return seconds
+        runs = {
+            name: partial(_seconds, cycle(variant.layers), inputs, variant.kernel) for name, variant in variants.items()
+        }
+        found, _ = interleaved(runs, self.rounds, lambda step: context.report(f"{rows} rows: {step}"))
+        return found
 
     def summary(self, rows: Sequence[KernelRow]) -> Summary:
-        def ratio(of: Ratio | None) -> str:
-            return "-" if of is None else f"{of.median:.2f} {of.interval}"
-
         columns = {
             "weights": lambda row: row.weights,
             "rows": lambda row: row.rows,
@@ -151,9 +145,9 @@ class KernelSpeed(Experiment):
             "layout": lambda row: row.layout,
             "bytes per weight": lambda row: f"{row.bytes_per_weight:.2f}",
             "ms a layer": lambda row: f"{median(row.seconds) * 1e3:.3g}",
-            "speed over default": lambda row: ratio(row.over_default),
-            "over the fastest": lambda row: ratio(row.over_fastest),
-            "over bfloat16": lambda row: ratio(row.over_bfloat16),
+            "speed over default": lambda row: row.over_default,
+            "over the fastest": lambda row: row.over_fastest,
+            "over bfloat16": lambda row: row.over_bfloat16 or "-",
             "error": lambda row: f"{row.error:.1e}",
         }
         processors = " and ".join(dict.fromkeys(row.processor for row in rows))

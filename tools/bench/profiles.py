@@ -1,12 +1,11 @@
 """Profiles for the planners of a benchmark.
 
 Devices are profiled once per shape and length and rescaled by a few real steps before every setting; links are measured
-and shared media found once per rate.
+once per rate. Devices share no medium.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -14,15 +13,13 @@ from functools import partial
 from itertools import permutations
 
 from coordinator.devices.block_profiling import smooth_profiles
-from coordinator.devices.shared_media import Pair, devices_on_radio, find_media
+from hearth.errors import BadSetting
 from hearth.plan.profile import (
     DECODING_TIMES,
     BlockProfile,
     ClusterProfile,
     DeviceProfile,
     Link,
-    SharedMedium,
-    media_of,
 )
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.load import calmest_of
@@ -42,7 +39,7 @@ _MOST_ATTEMPTS = 3  # to measure without background load
 class Profiles:
     """Profiles of one testbed with started runners. Memory limits are the scenario's, not the testbed's.
 
-    `repeat_disturbed`: measure again what other programs disturbed.
+    `repeat_disturbed`: measure again what other programs disturbed. Raises BadSetting if devices share a medium.
     """
 
     def __init__(
@@ -53,11 +50,13 @@ class Profiles:
         report: Report,
         repeat_disturbed: bool = True,
     ) -> None:
+        if scenario.media:
+            reason = f"the devices of {scenario.name} share a medium, which only the experiment `scenarios` profiles"
+            raise BadSetting(setting="scenario", reason=reason)
         self._scenario, self._testbed, self._engine, self._report = scenario, testbed, engine, report
         self._most_attempts = _MOST_ATTEMPTS if repeat_disturbed else 1
         self._blocks: dict[tuple[str, str, int], BlockProfile] = {}
         self._links: dict[tuple[float | None, str, str], Link] = {}
-        self._media: dict[float | None, tuple[SharedMedium, ...]] = {}  # of all devices, by rate
 
     def current(self, model: StoredModel, names: Sequence[str], seq_len: int, mbit: float | None) -> ClusterProfile:
         """The profile of these devices, scaled to the current speed of real steps, because the host's speed drifts."""
@@ -98,25 +97,7 @@ class Profiles:
                 for name in names
             ),
             links=tuple(self._link(*pair, mbit) for pair in permutations(names, 2)),
-            media=media_of(self._media_at(mbit), names),
         )
-
-    def _media_at(self, mbit: float | None) -> tuple[SharedMedium, ...]:
-        """The media of all devices, found once per rate as a coordinator finds them. Wires are known from the scenario."""
-        if not self._scenario.media:
-            return ()
-        if mbit not in self._media:
-            names = [device.name for device in self._scenario.devices]
-            links = {pair: self._link(*pair, mbit) for pair in permutations(names, 2)}
-            rates = {pair: link.bytes_per_second for pair, link in links.items()}
-
-            async def together(pairs: Sequence[Pair]) -> dict[Pair, float]:
-                return self._engine.measure_together(pairs, _LINK_SECONDS)
-
-            self._report(f"{self._scenario.name}: finding out what links share")
-            found = asyncio.run(find_media(names, devices_on_radio(names, links), rates, together))
-            self._media[mbit] = found
-        return self._media[mbit]
 
     def _one_per_core(self, names: Sequence[str]) -> list[list[str]]:
         """Groups of devices that share no core. A device that is not pinned to a core has its own group."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import Field
 
 from hearth.plan.common import ValueFormatName
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.plans import Entry, Lz4, Name
-from tools.bench.results import Record
+from tools.bench.results import Record, Table
 from tools.bench.stats import Ratio
 
 
@@ -79,39 +79,46 @@ class Row(Record):
         )
 
 
-COLUMNS = (
-    "strategy", "median", "min..max", "bound", "predicted", "rescaled", "speed-up", "sent", "lz4 saved", "notes",
-)  # fmt: skip
+def table_of(rows: Sequence[Row]) -> Table:
+    """The table of one setting. Its notes are numbered, and rows refer to them by number."""
+    notes = list(dict.fromkeys(note for row in rows for note in row.notes))
+
+    def marks(row: Row) -> str:
+        words = [*(["WRONG"] if row.wrong else []), *([] if row.trusted else ["untrusted"])]
+        return " ".join([*words, *(str(notes.index(note) + 1) for note in row.notes)])
+
+    return Table.of_columns(rows[0].setting, {**_COLUMNS, "notes": marks}, rows, notes)
 
 
-def footnotes(rows: Sequence[Row]) -> list[str]:
-    """The distinct notes of a table's rows, in order; rows refer to them by number, from 1."""
-    return list(dict.fromkeys(note for row in rows for note in row.notes))
+def _if_run(cell: Callable[[Row], object]) -> Callable[[Row], object]:
+    """A dash where the row was not run, or has nothing to show."""
+    return lambda row: (cell(row) or "-") if row.seconds else "-"
 
 
-def cells(row: Row, numbered: Sequence[str]) -> tuple[str, ...]:
-    """The cells of one table line."""
-    marks = [*(["WRONG"] if row.wrong else []), *([] if row.trusted else ["untrusted"])]
-    remarks = " ".join([*marks, *(str(numbered.index(note) + 1) for note in row.notes)])
-    if not row.seconds:
-        return (row.label, *["-"] * (len(COLUMNS) - 2), remarks)
-    median, bound, speedup = row.median_seconds, "-", "-"
+def _bound(row: Row) -> str:
+    if row.bound_seconds is None:
+        return ""
+    share = f"{row.bound_seconds / row.median_seconds:.0%}"
     if row.bound_share is not None:
-        share, low, high = row.bound_share
-        bound = f"{format_seconds(row.bound_seconds or 0.0)} ({share:.0%} [{low:.0%}, {high:.0%}])"
-    elif row.bound_seconds is not None:
-        bound = f"{format_seconds(row.bound_seconds)} ({row.bound_seconds / median:.0%})"
-    predicted = _prediction(row.predicted_seconds, row.prediction_error)
-    rescaled = _prediction(row.rescaled_seconds, row.rescaled_error)
-    if row.speedup is not None:
-        speedup = f"{row.speedup.median:.2f} {row.speedup.interval}"
-    between = f"{format_seconds(min(row.seconds))}..{format_seconds(max(row.seconds))}"
-    sent, saved = (format_bytes(count) if count else "-" for count in (row.sent_bytes, row.lz4_saved_bytes))
-    return row.label, format_seconds(median), between, bound, predicted, rescaled, speedup, sent, saved, remarks
+        share = "{:.0%} [{:.0%}, {:.0%}]".format(*row.bound_share)
+    return f"{format_seconds(row.bound_seconds)} ({share})"
 
 
 def _prediction(seconds: float | None, error: float | None) -> str:
-    return "-" if seconds is None else f"{format_seconds(seconds)} ({error:+.0%})"
+    return "" if seconds is None else f"{format_seconds(seconds)} ({error:+.0%})"
+
+
+_COLUMNS: Mapping[str, Callable[[Row], object]] = {
+    "strategy": lambda row: row.label,
+    "median": _if_run(lambda row: format_seconds(row.median_seconds)),
+    "min..max": _if_run(lambda row: f"{format_seconds(min(row.seconds))}..{format_seconds(max(row.seconds))}"),
+    "bound": _if_run(_bound),
+    "predicted": _if_run(lambda row: _prediction(row.predicted_seconds, row.prediction_error)),
+    "rescaled": _if_run(lambda row: _prediction(row.rescaled_seconds, row.rescaled_error)),
+    "speed-up": _if_run(lambda row: row.speedup),
+    "sent": _if_run(lambda row: row.sent_bytes and format_bytes(row.sent_bytes)),
+    "lz4 saved": _if_run(lambda row: row.lz4_saved_bytes and format_bytes(row.lz4_saved_bytes)),
+}
 
 
 def by_setting(rows: Sequence[Row]) -> list[list[Row]]:

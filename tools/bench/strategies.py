@@ -17,8 +17,8 @@ from hearth.plan.common import ValueFormatName
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting
 from tools.bench.plans import GLOO, Lz4, Name, entries
-from tools.bench.results import Summary, Table
-from tools.bench.rows import COLUMNS, Row, by_setting, cells, footnotes
+from tools.bench.results import Summary
+from tools.bench.rows import Row, by_setting, table_of
 from tools.bench.shapes import Shape, find_shape
 from tools.bench.stats import paired_ratio, percentile
 from tools.testbed import Scenario, load_scenario
@@ -157,14 +157,12 @@ class Strategies(Experiment):
                     yield Setting(shape, self.layers, seq_len, count, rate, compared, self.baseline, self.rounds)
 
     def summary(self, rows: Sequence[Row]) -> Summary:
-        tables = []
-        for group in by_setting(rows):
-            notes = footnotes(group)
-            tables.append(Table.of(group[0].setting, COLUMNS, (cells(row, notes) for row in group), notes))
         wrong = "an output differs from that of a single device; its row is marked"
         said = [line for name in self.conclusions for line in _CONCLUSIONS[name](rows)]
         return Summary(
-            conclusions=tuple(said), tables=tuple(tables), failure=wrong if any(row.wrong for row in rows) else ""
+            conclusions=tuple(said),
+            tables=tuple(map(table_of, by_setting(rows))),
+            failure=wrong if any(row.wrong for row in rows) else "",
         )
 
 

@@ -22,9 +22,8 @@ from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_s
 from hearth.plan.graph_spec import GraphSpec
 from hearth.wire.messages import GraphProfile
 from tools.bench.experiment import Context, Experiment, Named
-from tools.bench.graph_files import find_files
 from tools.bench.results import Record, Summary, Table
-from tools.research.moirai import MOIRAI, MoiraiRow, plan_with_all
+from tools.research.moirai import MOIRAI, MoiraiRow, find_files, plan_with_all
 
 SLOWDOWNS = (8.0, 8.0, 12.0, 16.0)  # of the assumed devices against one core of this machine
 _MBIT_PER_SECOND = 1000.0  # between any two devices: gigabit Ethernet

@@ -57,7 +57,7 @@ class DopplerRow(Record):
     method: Method
     graph: GraphName
     home: HomeName
-    devices: Literal[4, 8]
+    devices: Literal[4] = 4
     memory: float  # of each device, as a share of all weights
     makespan: float | None = None  # of the best plan; of a learnt method, the best one of training
     greedy: float | None = None  # of the most probable choices of a learnt method's final policy
@@ -80,8 +80,7 @@ class DopplerRow(Record):
         return min((each for each in (self.makespan, self.greedy) if each is not None), default=None)
 
     def problem(self) -> PlacementProblem:
-        home = HOMES[self.home] if self.devices == 4 else HOMES[self.home].doubled()
-        return home.problem(tensor_graph(self.graph, devices=self.devices), self.memory)
+        return HOMES[self.home].problem(tensor_graph(self.graph), self.memory)
 
 
 class Doppler(Experiment):
@@ -98,7 +97,6 @@ class Doppler(Experiment):
 
     graphs: tuple[GraphName, ...] = GRAPHS
     homes: tuple[HomeName, ...] = ("gigabit",)
-    devices: Literal[4, 8] = 4
     memory: tuple[float, ...] = (1.0, 0.3)  # of each device, as shares of all weights; the paper halves it
     methods: tuple[Method, ...] = get_args(Method)
     seconds: float = Field(60.0, gt=0)  # processor time of a search
@@ -114,9 +112,7 @@ class Doppler(Experiment):
             for home in self.homes:
                 for graph in self.graphs:
                     for method in self.methods:
-                        row = DopplerRow(
-                            method=method, graph=graph, home=home, devices=self.devices, memory=memory
-                        )  # fmt: skip
+                        row = DopplerRow(method=method, graph=graph, home=home, memory=memory)
                         context.report(f"{method} on {graph}, {row.setting}")
                         yield known.get(row.key) or row.model_copy(update=self._found(method, row.problem()))
 
@@ -203,7 +199,7 @@ _NOTES = (
 
 def _main_table(setting: Setting, rows: Sequence[DopplerRow]) -> Table:
     lines: list[list[str]] = []
-    paper = _EIGHT if setting.devices == 8 else _FOUR if setting.memory >= 1 else _HALVED
+    paper = _FOUR if setting.memory >= 1 else _HALVED
     for graph in dict.fromkeys(row.graph for row in rows):
         found = {row.method: row for row in rows if row.graph == graph}
         bound = max(row.bound for row in found.values())
@@ -211,10 +207,9 @@ def _main_table(setting: Setting, rows: Sequence[DopplerRow]) -> Table:
         lines.append([f"{graph}, s", *cells, f"{bound:.4f}" if bound else ""])
         ours = {name: row.best for name, row in found.items()}
         lines.append(["over doppler", *_ratios(ours, "doppler"), ""])
-        if setting.devices == 4 or setting.memory >= 1:
-            theirs = paper[graph]
-            lines.append(["paper, ms", *(f"{theirs[name]:.1f}" if name in theirs else "" for name in HEADINGS), ""])
-            lines.append(["over Doppler-sys", *_ratios(theirs, _STAGE_III), ""])
+        theirs = paper[graph]
+        lines.append(["paper, ms", *(f"{theirs[name]:.1f}" if name in theirs else "" for name in HEADINGS), ""])
+        lines.append(["over Doppler-sys", *_ratios(theirs, _STAGE_III), ""])
     return Table.of(f"Makespans: {setting}", ["", *HEADINGS.values(), "bound"], lines, _NOTES)
 
 
@@ -286,10 +281,3 @@ _HALVED: _Figures = {
         "local": 482.6, "critical-path": 292.5, "placeto": 302.1, "enumerative": 172.8, "doppler-sys": 154.0
     },
 }  # fmt: skip
-# Eight V100 with 32 GB each, in two meshes with four links between them.
-_EIGHT: _Figures = {
-    "chain-mm": {"local": 83.5, "critical-path": 69.6, "enumerative": 33.5, "doppler-sys": 32.1},
-    "ffnn": {"local": 51.4, "critical-path": 50.0, "enumerative": 20.0, "doppler-sys": 16.2},
-    "llama-block": {"local": 154.4, "critical-path": 117.6, "enumerative": 109.6, "doppler-sys": 109.7},
-    "llama-layer": {"local": 105.0, "critical-path": 105.4, "enumerative": 97.5, "doppler-sys": 90.6},
-}

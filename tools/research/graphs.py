@@ -1,9 +1,9 @@
 """The four task graphs of Doppler's evaluation: ChainMM, FFNN, Llama-block and Llama-layer, at any size.
 
-Cut for 4 devices they have the vertices, edges and costs of the authors' files, and so have the Llama graphs cut for 8. The
-pieces of each operator are facts about those files; the rule that turns them into a graph is `tools.research.sharding`.
+Cut for 4 devices they have the vertices, edges and costs of the authors' files. The pieces of each operator are facts about
+those files; the rule that turns them into a graph is `tools.research.sharding`.
 
-As placement problems of a home they have four or eight devices, and transfers that share full-duplex links. A vertex takes as
+As placement problems of a home they have four devices, and transfers that share full-duplex links. A vertex takes as
 long as its floating point operations, or as reading and writing as much as it produces, whichever is longer, and the start of
 an operator.
 
@@ -87,28 +87,17 @@ class _LlamaCuts(NamedTuple):
     head: int = 0  # pieces of the vocabulary; 0: a block without mask and head
 
 
-_LLAMA_CUTS: Mapping[tuple[str, int], _LlamaCuts] = {
-    ("llama-block", 4): _LlamaCuts("s2 h2", "j2 k2", "s2 j2", "s2 j2", "H2 t2", "", "j2 k2", "", "j4"),
-    ("llama-layer", 4): _LlamaCuts(
-        "s2 h2", "s2 j2", "j2 k2", "j2 k2", "H2 s2", "s2", "s2 k2", "s2", "s2 j2", head=4
-    ),
-    ("llama-block", 8): _LlamaCuts(
-        "s2 h4", "s2 j2 k2", "s2 j2 k2", "s2 j2 k2", "H2 s2 t2", "", "s2 j2 k2", "h2", "j4 k2"
-    ),
-    ("llama-layer", 8): _LlamaCuts(
-        "s2 h4", "s2 j2 k2", "s2 j2 k2", "s2 j2 k2", "H2 s2 t2", "s2 t2", "s2 j2 k2", "s2", "s2 j4", head=8
-    ),
-}  # fmt: skip
+_LLAMA_CUTS: Mapping[str, _LlamaCuts] = {
+    "llama-block": _LlamaCuts("s2 h2", "j2 k2", "s2 j2", "s2 j2", "H2 t2", "", "j2 k2", "", "j4"),
+    "llama-layer": _LlamaCuts("s2 h2", "s2 j2", "j2 k2", "j2 k2", "H2 s2", "s2", "s2 k2", "s2", "s2 j2", head=4),
+}
 
 
-def tensor_graph(name: GraphName, sizes: GraphSizes = HOME, devices: Literal[4, 8] = 4) -> ShardedGraph:
-    """One of the four graphs, cut as the authors cut it for 4 or 8 devices; ChainMM and FFNN are the same for both.
-
-    Raises ValueError if the pieces do not divide the sizes.
-    """
+def tensor_graph(name: GraphName, sizes: GraphSizes = HOME) -> ShardedGraph:
+    """One of the four graphs, cut as the authors cut it for 4 devices. Raises ValueError if pieces do not divide the sizes."""
     if name == "chain-mm":
         return chain_mm(sizes.chain)
-    return ffnn(sizes.ffnn) if name == "ffnn" else llama(name, sizes.llama, devices)
+    return ffnn(sizes.ffnn) if name == "ffnn" else _Llama(name, sizes.llama, _LLAMA_CUTS[name]).graph
 
 
 def chain_mm(sizes: ChainSizes) -> ShardedGraph:
@@ -150,12 +139,9 @@ def ffnn(sizes: FfnnSizes) -> ShardedGraph:
     return graph
 
 
-def llama(name: Literal["llama-block", "llama-layer"], sizes: LlamaSizes, devices: Literal[4, 8] = 4) -> ShardedGraph:
-    """A decoder layer; Llama-layer also makes the causal mask and the rotary table, and the last row's logits."""
-    return _Llama(name, sizes, _LLAMA_CUTS[name, devices]).graph
-
-
 class _Llama:
+    """A decoder layer; Llama-layer also makes the causal mask and the rotary table, and the last row's logits."""
+
     def __init__(self, name: str, sizes: LlamaSizes, cuts: _LlamaCuts) -> None:
         self.graph, self._sizes, self._cuts = ShardedGraph(name), sizes, cuts
         s, h = sizes.rows, sizes.hidden
@@ -286,15 +272,10 @@ def _pieces(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class TensorHome:
-    """Devices, by relative speed, and the rate of transfers between the two halves of them and within a half."""
+    """Devices, by relative speed, and the rate of transfers between any two of them."""
 
     speeds: tuple[float, ...]
     mbit: float
-    mbit_between: float | None = None  # None: as within
-
-    def doubled(self) -> TensorHome:
-        """Two such homes. Between them, the paper's eight GPUs have four links for sixteen pairs: a quarter of the rate."""
-        return TensorHome(self.speeds * 2, self.mbit, self.mbit / 4)
 
     def problem(self, graph: ShardedGraph, budget_share: float = 1.0) -> PlacementProblem:
         """The graph's vertices on these devices, as `cluster`."""
@@ -311,14 +292,12 @@ class TensorHome:
             max(operator.flops / _FLOPS_PER_SECOND, 2 * block.num_bytes / _MEMORY_BYTES_PER_SECOND)
             for operator, (block,) in zip(spec.operators, spec.produced, strict=True)
         ]
-        half, between = len(ranks) // 2, self.mbit if self.mbit_between is None else self.mbit_between
-        mbit = [[between if (a < half) != (b < half) else self.mbit for b in ranks] for a in ranks]
         budget = round(budget_share * sum(parameter.num_bytes for parameter in spec.parameters))
         return GraphCluster(
             devices=tuple(ClusterDevice(f"device{k}", f"device{k}", budget) for k in ranks),
             seconds=tuple(tuple(work / speed + _START_SECONDS for speed in self.speeds) for work in works),
-            bytes_per_second=tuple(tuple(each * 1e6 / 8 for each in row) for row in mbit),
-            latency_seconds=tuple(tuple(_LATENCY_SECONDS for _ in ranks) for _ in ranks),
+            bytes_per_second=((self.mbit * 1e6 / 8,) * len(ranks),) * len(ranks),
+            latency_seconds=((_LATENCY_SECONDS,) * len(ranks),) * len(ranks),
         )
 
 

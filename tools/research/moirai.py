@@ -15,9 +15,8 @@ from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.graph.latency.search import solve_moirai
 from coordinator.plan.solution import SearchOptions
-from hearth.errors import ModelDoesNotFit, NoPlacement
+from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from tools.bench.experiment import Context, Experiment, Named
-from tools.bench.graph_files import find_files
 from tools.bench.results import Record, Summary, Table
 from tools.research.lists import getf, m_sct
 
@@ -96,6 +95,18 @@ class Moirai(Experiment):
             ),
             tables=(Table.of_columns(title, _COLUMNS, rows, ["A dash: no placement found that fits in memory"]),),
         )
+
+
+def find_files(setting: str, folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
+    """The folder's files with these suffixes by name, sorted. Raises BadSetting if there are none."""
+    found = {path.stem: path for path in sorted(folder.glob("*")) if path.suffix in suffixes}
+    if not found:
+        reason = (
+            f"the folder {folder} holds no {' or '.join(suffixes)} files; the experiment's module says how to get them, "
+            f"and --set {setting}=DIR names another folder"
+        )
+        raise BadSetting(setting=setting, reason=reason)
+    return found
 
 
 def plan_with_all(problem: PlacementProblem, time_limit: float) -> tuple[MoiraiRow, Schedule]:

@@ -1,7 +1,7 @@
 """The dual policy's networks (Doppler, section 5.2): message passing, SEL that picks an operator, PLC that picks a device.
 
 Each policy has an encoder of its own. No weight depends on the numbers of operators and devices. Shape letters as in
-`instance` and `episodes`, and H width, C the width of PLC's hidden layer; "..." are rows of any shape.
+`episodes`, and H width, C the width of PLC's hidden layer; "..." are rows of any shape.
 """
 
 from __future__ import annotations
@@ -14,8 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tools.research.episodes import NUM_DEVICE_FEATURES, DeviceOptions, EpisodeClock, Trace
-from tools.research.instance import NUM_STATIC_FEATURES, Floats, Indices, Instance, Mask
+from tools.research.episodes import (
+    NUM_DEVICE_FEATURES,
+    NUM_STATIC_FEATURES,
+    DeviceOptions,
+    EpisodeClock,
+    Floats,
+    Indices,
+    Instance,
+    Mask,
+    Trace,
+)
 
 _SLOPE = 0.1  # of LeakyReLU
 _HEAD_WIDTH = 64

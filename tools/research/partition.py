@@ -27,16 +27,15 @@ from coordinator.plan.graph.throughput.published import (
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
 from tools.bench.experiment import Context, Experiment, Named
-from tools.bench.graph_files import read_graphs
 from tools.bench.results import Record, Summary, Table
 from tools.research.pipelines import (
-    Accounting,
     draw_links,
     fastest_neighbour,
     joint_stages_from,
     problem_of,
     random_stages,
 )
+from tools.research.points import read_graphs
 
 PIPELINE, EXACT, RANDOM, JOINT, ONE_START = "pipeline", "pipeline-exact", "random", "joint", "joint, one start"
 SAME_CUTS = "joint, same partitions"  # with the partitions of `pipeline`
@@ -97,12 +96,7 @@ class Partition(Experiment):
         "partition": {
             "title": "Partitioning and placement for throughput, as the paper counts",
             "source": "Parthasarathy and Krishnamachari, Figures 7 to 10", "graphs": "keras",
-        },
-        "partition-notebooks": {
-            "title": "Partitioning and placement for throughput, as the authors' notebooks count",
-            "source": "Parthasarathy and Krishnamachari, Figures 7 to 10; github.com/ANRGUSC/SEIFER", "graphs": "keras",
-            "accounting": "notebooks", "nodes": [50], "memory_mib": [64, 128, 256], "ratio_runs": 100, "time_limit": 0.5,
-        },
+        }
     }  # fmt: skip
 
     graphs: Path  # folder of graphs, JSON or ONNX
@@ -111,7 +105,6 @@ class Partition(Experiment):
     ratio_runs: int = Field(1000, ge=0)  # of each graph in the folder, for Figure 10; 0 leaves it out
     nodes: tuple[Nodes, ...] = (5, 10, 15, 20, 50)
     memory_mib: tuple[Count, ...] = (64, 128, 256, 512)  # of each node
-    accounting: Accounting = "paper"
     seed: int = 1
     time_limit: float = Field(10.0, gt=0)  # seconds, of pipeline-exact in each run
 
@@ -130,7 +123,7 @@ class Partition(Experiment):
             yield PartitionRow(figures="10", model=spec.name, num_nodes=RATIO_NODES, memory_mib=RATIO_MEMORY_MIB), spec
 
     def _measure(self, row: PartitionRow, spec: GraphSpec, report: Callable[[str], None]) -> PartitionRow:
-        problem = problem_of(spec, self.accounting, row.memory_mib << 20, row.num_nodes)
+        problem = problem_of(spec, row.memory_mib << 20, row.num_nodes)
         try:
             partitioning, _ = equal_partitions(problem)
         except ModelDoesNotFit:
@@ -143,7 +136,7 @@ class Partition(Experiment):
         for number in range(num_runs):
             report(f"{row.model}, {row.num_nodes} nodes of {row.memory_mib} MiB, run {number + 1} of {num_runs}")
             rng = Random(f"{self.seed} {row.model} {row.num_nodes} {row.memory_mib} {number}")
-            drawn = draw_links(problem, self.accounting, rng)
+            drawn = draw_links(problem, rng)
             runs.append(_run(drawn, partitioning, classes, self.time_limit, rng))
         return row.model_copy(update={
             "outcome": "measured",
@@ -202,8 +195,7 @@ def nearest_stages(problem: PipelineProblem, partitioning: Partitioning, devices
     """The joint baseline: place these partitions along a greedy path, which always takes the fastest link to an unused device.
 
     Tries every start device and returns the placement with the lowest bottleneck. Each of `devices` must be able to hold any
-    partition, and there must be at least as many as partitions. In the paper (section IV), joint chooses its partitions
-    greedily; in the authors' notebook it uses those of Algorithm 1.
+    partition, and there must be at least as many as partitions.
     """
     found = []
     for start in devices:

@@ -1,15 +1,9 @@
 """Set-up of Parthasarathy and Krishnamachari (section IV): models, memory, random clusters; random and joint choice. Pure.
 
-Where the paper does not say how it counts memory and transfers, or its authors' notebooks differ, an accounting chooses:
-
-- `paper`: a partition holds its float32 weights and the outputs of its layers; a transfer is the boundary tensor divided by
-  lambda = 1.44 * 2.1; a node's rate depends on its distance to the router, and a link is as fast as its slower end. (Outputs
-  must count, given the paper's figures: there MobileNetV2, with 14 MB of weights, does not fit into 64 MB, and
-  InceptionResNetV2, with 223 MB, not into five times 64 MB.)
-- `weights`: the same, but a partition holds only weights.
-- `notebooks`: 1 byte is held per weight and 8 are sent per float; lambda = 1.44; a tensor is sent once per consumer; the
-  first block of a partition does not count in its memory; rates depend on the distance between two nodes, all of which
-  lie in one quadrant around the router.
+A partition holds its float32 weights and the outputs of its layers. Outputs must count, given the paper's figures: there
+MobileNetV2, with 14 MB of weights, does not fit into 64 MB, and InceptionResNetV2, with 223 MB, not into five times 64 MB. A
+transfer is the boundary tensor divided by lambda = 1.44 * 2.1; a node's rate depends on its distance to the router, and a link
+is as fast as its slower end.
 """
 
 from __future__ import annotations
@@ -18,7 +12,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,43 +28,25 @@ _ZFP, _LZ4 = 1.44, 2.1  # average compression ratios, equation 4
 # With devices of unequal memory, a random order can reach a dead end. Each attempt costs one pass over the blocks.
 _MAX_ATTEMPTS = 200
 
-Accounting = Literal["paper", "weights", "notebooks"]
 
-
-def problem_of(spec: GraphSpec, accounting: Accounting, memory_bytes: int, num_nodes: int) -> PipelineProblem:
+def problem_of(spec: GraphSpec, memory_bytes: int, num_nodes: int) -> PipelineProblem:
     """The problem without compute times, with equal memory on all nodes, and links still to be drawn."""
-    notebooks = accounting == "notebooks"
     chain = candidate_chain(spec)
-    weights = tuple(
-        parameter._replace(num_bytes=round(parameter.num_bytes * (0.25 if notebooks else 1)))
-        for parameter in spec.parameters
+    nodes = np.ones((num_nodes, num_nodes)).tolist()
+    no_seconds = np.zeros((spec.num_operators, num_nodes)).tolist()
+    problem = pipeline_problem(spec, no_seconds, [memory_bytes] * num_nodes, nodes, chain)
+    outputs = [sum(each.num_bytes for operator in block for each in spec.produced[operator]) for block in chain.blocks]
+    ends = np.cumsum([0, *outputs])
+    return replace(
+        problem,
+        boundary_bytes=tuple(size / (_ZFP * _LZ4) for size in problem.boundary_bytes),
+        stage_bytes=problem.stage_bytes + np.triu(ends[None, 1:] - ends[:-1, None]),
     )
-    problem = pipeline_problem(
-        replace(spec, parameters=weights),
-        np.zeros((spec.num_operators, num_nodes)).tolist(),
-        [memory_bytes] * num_nodes,
-        np.ones((num_nodes, num_nodes)).tolist(),
-        chain,
-    )
-    stage_bytes, sizes = problem.stage_bytes, problem.boundary_bytes
-    if accounting != "weights":
-        outputs = [
-            sum(each.num_bytes for operator in block for each in spec.produced[operator]) for block in chain.blocks
-        ]
-        ends = np.cumsum([0, *outputs])
-        stage_bytes = stage_bytes + np.triu(ends[None, 1:] - ends[:-1, None])
-    if notebooks:
-        stage_bytes = np.vstack([stage_bytes[1:], np.zeros_like(stage_bytes[:1])])
-        counts = [max(len(spec.successors[point]), 1) for point in chain.points[: len(sizes)]]
-        sizes = tuple(2 * size * count for size, count in zip(sizes, counts, strict=True))
-    compression = _ZFP if notebooks else _ZFP * _LZ4
-    return replace(problem, boundary_bytes=tuple(size / compression for size in sizes), stage_bytes=stage_bytes)
 
 
-def draw_links(problem: PipelineProblem, accounting: Accounting, rng: Random) -> PipelineProblem:
+def draw_links(problem: PipelineProblem, rng: Random) -> PipelineProblem:
     """The same problem in a random communication graph."""
-    places, notebooks = positions(problem.num_devices, rng), accounting == "notebooks"
-    return replace(problem, rate=rates(np.abs(places) if notebooks else places, between_nodes=notebooks))
+    return replace(problem, rate=rates(positions(problem.num_devices, rng)))
 
 
 def positions(num_nodes: int, rng: Random) -> NDArray[np.float64]:
@@ -81,16 +56,10 @@ def positions(num_nodes: int, rng: Random) -> NDArray[np.float64]:
     return np.array([[side * (_NEAREST_METRES + span * rng.random()) for side in node] for node in sides])
 
 
-def rates(places: NDArray[np.float64], between_nodes: bool) -> NDArray[np.float64]:
+def rates(places: NDArray[np.float64]) -> NDArray[np.float64]:
     """[n, n] bytes per second; infinite on the diagonal."""
-    if between_nodes:
-        squares = ((places[:, None] - places[None]) ** 2).sum(axis=2)
-    else:
-        ways = (places**2).sum(axis=1)
-        squares = np.maximum(ways[:, None], ways[None])
-    np.fill_diagonal(squares, math.inf)
-    # Distances below 1 m count as 1 m, as to the router; otherwise nodes at the same place would have an infinite rate.
-    found: NDArray[np.float64] = np.log2(1 + _A / np.maximum(squares, _NEAREST_METRES**2)) * 1e6 / 8
+    ways = (places**2).sum(axis=1)
+    found: NDArray[np.float64] = np.log2(1 + _A / np.maximum(ways[:, None], ways[None])) * 1e6 / 8
     np.fill_diagonal(found, math.inf)
     return found
 

@@ -12,12 +12,14 @@ from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
 
+from coordinator.models.graph_file import read_graph_file
 from coordinator.plan.graph.throughput.points import Chain, candidate_chain, fine_chain
+from hearth.errors import BadSetting
 from hearth.plan.graph_spec import GraphSpec
 from hearth.platform.units import format_bytes
 from tools.bench.experiment import Context, Experiment, Named
-from tools.bench.graph_files import read_graphs
 from tools.bench.results import Record, Summary, Table
+from tools.research.moirai import find_files
 
 
 class PointsRow(Record):
@@ -103,6 +105,14 @@ COLUMNS: Mapping[str, Callable[[PointsRow], object]] = {
     "larger part at points": lambda row: f"{row.larger_part_at_points:.0%}",
     "at any cut": lambda row: f"{row.larger_part_at_any_cut:.0%}",
 }
+
+
+def read_graphs(folder: Path, models: Sequence[str] = ()) -> list[GraphSpec]:
+    """Read the graphs of a folder (JSON or ONNX) with these names, or all. Raises BadSetting, BadModelFile."""
+    files = find_files("graphs", folder, (".json", ".onnx"))
+    if unknown := [name for name in models if name not in files]:
+        raise BadSetting(setting="models", reason=f"'{unknown[0]}' is none of {', '.join(files)}")
+    return [read_graph_file(files[name], {}).spec for name in models or files]
 
 
 def _larger_part(spec: GraphSpec, cut_points: Chain) -> float:

@@ -16,8 +16,7 @@ from torch import Tensor
 from coordinator.plan.graph.latency.doppler.gradients import advantages
 from coordinator.plan.graph.latency.evaluator import Evaluator
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from tools.research.episodes import Placement, Trace, run_episodes
-from tools.research.instance import Floats, Instance, make_instance
+from tools.research.episodes import Floats, Instance, Placement, Trace, make_instance, run_episodes
 from tools.research.networks import DualPolicy, Encoding, PolicyChooser, Rules, Shape, graph_tensors, log_probabilities
 
 IMITATION_RATE = 2e-3

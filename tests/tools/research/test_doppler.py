@@ -25,7 +25,7 @@ def doppler(**changes: Any) -> Experiment:
 
 
 def row(method: str, makespan: float, **fields: Any) -> DopplerRow:
-    fields = {"graph": "chain-mm", "home": "gigabit", "devices": 4, "memory": 1.0, **fields}
+    fields = {"graph": "chain-mm", "home": "gigabit", "memory": 1.0, **fields}
     return DopplerRow.model_validate({"method": method, "makespan": makespan, **fields})
 
 

@@ -16,8 +16,7 @@ import torch
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, upward_ranks
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
 from coordinator.plan.graph.latency.schedule import best_schedule, schedule
-from tools.research.episodes import Placement, run_episodes
-from tools.research.instance import make_instance
+from tools.research.episodes import Placement, make_instance, run_episodes
 from tools.research.networks import DualPolicy, PolicyChooser, Rules, Shape, graph_tensors, log_probabilities
 from tools.research.training import Trainer, entropy, reinforcement_loss
 

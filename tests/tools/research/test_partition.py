@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,32 +16,25 @@ from support.graphs import chain, save_graph
 from hearth.errors import BadSetting
 from tools.bench.experiment import Context, Experiment, make_experiment, read_settings
 from tools.research.partition import BOUND, EXACT, PIPELINE, PartitionRow
-from tools.research.pipelines import Accounting, positions, problem_of, rates
+from tools.research.pipelines import positions, problem_of, rates
 
 MIB = 1 << 20
 
 
 def test_rates_equal_the_papers() -> None:
     places = np.array([[80.0, 0.0], [0.0, 3.0], [80.0, 4.0]])
-    to_router = rates(places, between_nodes=False) * 8 / 1e6
+    to_router = rates(places) * 8 / 1e6
     assert to_router[0, 1] == to_router[1, 0] == pytest.approx(5.5, abs=0.02)  # of the slower end
     assert to_router[0, 2] == pytest.approx(math.log2(1 + 283230 / 6416))
-    between = rates(places, between_nodes=True) * 8 / 1e6
-    assert between[0, 2] == pytest.approx(math.log2(1 + 283230 / 16))
-    assert np.isinf(np.diagonal(between)).all()
+    assert np.isinf(np.diagonal(to_router)).all()
     drawn = np.abs(positions(500, Random(1)))
     assert ((drawn > 1) & (drawn < 150)).all()
 
 
-def test_memory_accountings_differ_as_documented() -> None:
-    spec = chain(1, [400, 800, 1200], [4000, 8000, 12000])
-    paper, weights, notebooks = (problem_of(spec, name, MIB, 2) for name in get_args(Accounting))
-    assert paper.stage_bytes[0].tolist() == [4400, 13200, 26400]
-    assert weights.stage_bytes[0].tolist() == [4000, 12000, 24000]
-    # A quarter of each weight, without the first block; output floats count twice if they are transferred.
-    assert notebooks.stage_bytes[0].tolist() == [0, 2800, 7000]
-    assert paper.boundary_bytes == weights.boundary_bytes == pytest.approx((400 / 3.024, 800 / 3.024))
-    assert notebooks.boundary_bytes == pytest.approx((800 / 1.44, 1600 / 1.44))
+def test_partition_holds_weights_and_outputs_and_sends_compressed_values() -> None:
+    problem = problem_of(chain(1, [400, 800, 1200], [4000, 8000, 12000]), MIB, 2)
+    assert problem.stage_bytes[0].tolist() == [4400, 13200, 26400]
+    assert problem.boundary_bytes == pytest.approx((400 / 3.024, 800 / 3.024))
 
 
 def experiment(name: str, folder: Path, **changes: Any) -> Experiment:
@@ -96,7 +89,7 @@ def test_interrupted_run_resumes_with_its_rows(graphs: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"accounting": "magic"}, "accounting"),
+        ({"accounting": "magic"}, "accounting: Extra"),
         ({"nodes": [5, "x"]}, "nodes.1"),
         ({"nodes": [0]}, "nodes.0"),
         ({"models": ["Absent"]}, "models.*'Absent' is none of ResNet50"),
