@@ -276,7 +276,7 @@ def test_resumed_run_measures_the_settings_that_are_missing(
     put_up = []
 
     class Home:
-        def __init__(self, scenario: Scenario, *_: object) -> None:
+        def __init__(self, scenario: Scenario, *_: object, **__: object) -> None:
             self.name = scenario.name
 
         def __enter__(self) -> Home:

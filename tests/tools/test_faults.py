@@ -229,10 +229,7 @@ def census(seconds: float = 0.0, cpu_seconds: float = 0.0, memory: int = 100 << 
         (["python", "/x/bin/hearth", "serve", "model"], "hearth serve"),
         (["python", "-m", "agent.worker.main", "ipc://x"], "agent.worker.main"),
         (["python", "-m", "tools.bench.load_clients"], ""),
-        (
-            ["python", "-m", "hearth.platform.child_main", "7", "--spare", "coordinator.serve"],
-            "--spare",
-        ),
+        (["python", "-m", "hearth.platform.child_main", "7", "--spare", "coordinator.serve"], "--spare"),
         (["sh", "-c", "mount"], ""),
     ],
 )

@@ -29,10 +29,7 @@ def test_settings_that_cannot_be_used_are_refused_before_anything_runs(
 def test_gains_are_speeds_of_hearth_over_each_program() -> None:
     experiment = make_experiment({**read_settings("one-core"), "prompt_tokens": 10, "new_tokens": 3})
     assert isinstance(experiment, OneCore)
-    found = {
-        NEW: [{"prefill": 1.0, "decode": 2.0}] * 2,
-        LLAMA_CPP: [{"prefill": 0.5, "decode": 3.0}] * 2,
-    }
+    found = {NEW: [{"prefill": 1.0, "decode": 2.0}] * 2, LLAMA_CPP: [{"prefill": 0.5, "decode": 3.0}] * 2}
     rows = list(experiment._rows(found, {NEW: "torch: torch", LLAMA_CPP: "0.3.36"}, "int4"))
     assert [(row.program, row.weights) for row in rows] == [(NEW, "int4"), (LLAMA_CPP, "Q4_0")]
     assert (rows[1].prefill_gain.median, rows[1].decode_gain.median) == (0.5, 1.5)

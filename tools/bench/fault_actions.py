@@ -11,9 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import psutil
+
 from hearth.errors import InternalError
 from tools.bench.fault_home import FaultHome
 from tools.bench.homes import HUB, agent_of, template_of, worker_of
+from tools.testbed import Testbed
 
 _RESTART_SECONDS = 1.0  # RestartSec of the systemd units
 _CUT_SECONDS = 10.0  # for which a link is cut
@@ -27,6 +30,9 @@ _SERVED_SECONDS = 0.5  # for which the home serves between them: some tokens of 
 _AGENT_SECONDS, _POWER_SECONDS = 1.5, 2.0
 _DATA_PORTS = range(47810, 47830)
 _CONTROL_PORTS = range(47800, 47801)
+
+
+Find = Callable[[Testbed, str], psutil.Process | None]  # a process of a device
 
 
 class Repair(NamedTuple):
@@ -56,18 +62,10 @@ def _signal(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _worker(home: FaultHome, target: str) -> int:
-    worker = worker_of(home.testbed, target)
-    if worker is None:
-        raise InternalError(where="the fault", reason=f"no worker runs on {target}")
-    return worker.pid
-
-
-def _agent(home: FaultHome, target: str) -> int:
-    agent = agent_of(home.testbed, target)
-    if agent is None:
-        raise InternalError(where="the fault", reason=f"no agent runs on {target}")
-    return agent.pid
+def _pid(home: FaultHome, target: str, find: Find) -> int:
+    if (process := find(home.testbed, target)) is None:
+        raise InternalError(where="the fault", reason=f"{target} has no such process: {find.__name__}")
+    return process.pid
 
 
 def _other(home: FaultHome, target: str, chance: random.Random) -> str:
@@ -82,19 +80,19 @@ def _other(home: FaultHome, target: str, chance: random.Random) -> str:
 
 
 def _kill_worker(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    _signal([_worker(home, target)], signal.SIGKILL)
+    _signal([_pid(home, target, worker_of)], signal.SIGKILL)
     return []
 
 
 def _kill_template(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
     """Kill the process from which workers are forked; the worker, if there is none."""
-    template = template_of(home.testbed, target)
-    _signal([template.pid if template else _worker(home, target)], signal.SIGKILL)
+    find = template_of if template_of(home.testbed, target) else worker_of
+    _signal([_pid(home, target, find)], signal.SIGKILL)
     return []
 
 
 def _kill_agent(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    _signal([_agent(home, target)], signal.SIGKILL)
+    _signal([_pid(home, target, agent_of)], signal.SIGKILL)
     return [Repair(_RESTART_SECONDS, lambda: _restart(home, target))]
 
 
@@ -103,8 +101,7 @@ def _restart(home: FaultHome, target: str) -> None:
 
 
 def _stop_worker(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    pids = [_worker(home, target)]
-    return _stopped(pids, chance)
+    return _stopped([_pid(home, target, worker_of)], chance)
 
 
 def _stopped(pids: list[int], chance: random.Random) -> list[Repair]:

@@ -71,12 +71,7 @@ def make_model(load: LoadName, folder: Path) -> Path:
 
 @contextmanager
 def served_home(
-    load: LoadName,
-    context: Context,
-    num_devices: int,
-    mbit: float,
-    standby: bool = False,
-    far_clients: bool = False,
+    load: LoadName, context: Context, num_devices: int, mbit: float, standby: bool = False, far_clients: bool = False
 ) -> Iterator[FaultHome]:
     """A home that serves the model of a load on emulated devices that share all cores. The load has not begun.
 

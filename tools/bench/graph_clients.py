@@ -33,12 +33,7 @@ class GraphClients(HomeClients):
         self._reference: _Arrays = {}
 
     async def load(
-        self,
-        at_once: int,
-        warm_up: int,
-        seconds: float = 0.0,
-        count: int = 1,
-        trace_every: int | None = None,
+        self, at_once: int, warm_up: int, seconds: float = 0.0, count: int = 1, trace_every: int | None = None
     ) -> dict[str, Any]:
         """Keep `at_once` requests running for `seconds`, and until `count` answers after the first `warm_up` ones.
 

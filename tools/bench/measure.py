@@ -95,11 +95,12 @@ class _Prepared:
 
     setting: Setting
     model: StoredModel
-    steps: dict[Entry, _Steps]  # of the entries that can run; entries with equal steps share them
-    notes: dict[Entry, list[str]]
+    cluster: ClusterProfile
     rescaled: ClusterProfile
-    expected: list[float]  # sums of the reference's output
-    keys: list[str]  # ids of all loaded plans
+    notes: dict[Entry, list[str]]
+    steps: dict[Entry, _Steps] = field(default_factory=dict)  # of the entries that can run; equal steps are shared
+    expected: list[float] = field(default_factory=list)  # sums of the reference's output
+    keys: list[str] = field(default_factory=list)  # ids of all loaded plans
 
     @property
     def distinct(self) -> list[_Steps]:
@@ -160,15 +161,9 @@ class Bench:
     _gloo: GlooRunners  # if the baseline is wanted
 
     def __init__(
-        self,
-        scenario: Scenario,
-        folder: Path,
-        models: Models,
-        report: Report,
-        real_mbit: bool,
-        gloo: bool,
+        self, scenario: Scenario, folder: Path, models: Models, report: Report, *, real_mbit: bool, gloo: bool,
         repeat_disturbed: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`real_mbit`: every setting gives its own rate. `gloo`: also start the gloo baseline."""
         self.scenario = scenario
         self._folder, self._models, self._report = folder, models, report
@@ -219,19 +214,18 @@ class Bench:
         cluster = self._profiles.profiled(model, names, setting.seq_len, setting.mbit)
         rescaled = self._profiles.rescaled(cluster, model, setting.seq_len)
         notes = {entry: self._notes(entry, setting, model, cluster) for entry in setting.entries}
+        prepared = _Prepared(setting, model, cluster, rescaled, notes)
         plans: dict[Entry, TransformerPlan | None] = {}
         for entry in setting.entries:
             try:
-                plans[entry] = self._plan(entry, setting, model, cluster)
+                plans[entry] = self._plan(entry, prepared)
             except _CannotRun as reason:
                 notes[entry].insert(0, str(reason))
         reference = reference_plan(model.spec, cluster, setting.seq_len)
         self._check_memory([plan for plan in (*plans.values(), reference) if plan is not None], model)
         alone = f"{prefix}{REFERENCE.key}-reference"
-        self._load(alone, reference, model, REFERENCE, setting, cluster)
-        prepared = _Prepared(
-            setting, model, {}, notes, rescaled, self._engine.run(alone, setting.seq_len).sums, [alone]
-        )
+        self._load(alone, reference, REFERENCE, prepared)
+        prepared.expected = self._engine.run(alone, setting.seq_len).sums
         for entry, plan in plans.items():
             steps = _Steps(prefix + entry.key, plan, setting.seq_len, entry)
             twin = next((other for other in prepared.distinct if _same_steps(steps, other)), None)
@@ -239,8 +233,7 @@ class Bench:
             if twin is not None:
                 notes[entry].append(f"its plan is that of {twin.entry.strategy} {twin.entry.wire}: measured once")
             elif plan is not None:
-                self._load(steps.key, plan, model, entry, setting, cluster)
-                prepared.keys.append(steps.key)
+                self._load(steps.key, plan, entry, prepared)
             else:
                 self._gloo.join(names)
                 self._gloo.load(model, entry.is_packed)
@@ -263,11 +256,9 @@ class Bench:
             found.append("sent bytes are the interfaces', with headers")
         return found
 
-    def _plan(
-        self, entry: Entry, setting: Setting, model: StoredModel, cluster: ClusterProfile
-    ) -> TransformerPlan | None:
+    def _plan(self, entry: Entry, prepared: _Prepared) -> TransformerPlan | None:
         """The plan of an entry; None for gloo. Raises _CannotRun with the reason."""
-        spec = model.spec
+        setting, spec = prepared.setting, prepared.model.spec
         if setting.num_devices == 1 and entry.strategy not in ("local", "auto"):
             raise _CannotRun("needs two devices")
         if entry.strategy in GLOO:
@@ -277,7 +268,7 @@ class Bench:
                 raise _CannotRun(f"{entry.strategy} runs BERT, GPT-2 and OPT only")
             return None
         try:
-            return plan_for(entry, spec, cluster, setting.seq_len)
+            return plan_for(entry, spec, prepared.cluster, setting.seq_len)
         except ModelDoesNotFit as error:
             raise _CannotRun(f"out of memory: {format_bytes(error.missing_bytes)} are missing") from None
 
@@ -298,18 +289,12 @@ class Bench:
                 "free: run fewer layers or fewer strategies at once",
             )
 
-    def _load(
-        self,
-        key: str,
-        plan: TransformerPlan,
-        model: StoredModel,
-        entry: Entry,
-        setting: Setting,
-        cluster: ClusterProfile,
-    ) -> None:
+    def _load(self, key: str, plan: TransformerPlan, entry: Entry, prepared: _Prepared) -> None:
         self._report(f"{self.scenario.name}: loading {key}")
-        slowest = min((self._rate(device.name, setting.mbit) for device in plan.devices), default=1e9)
-        self._engine.load(key, plan, model, entry.encrypt and plan.num_ranks > 1, slowest, profile=cluster)
+        slowest = min((self._rate(device.name, prepared.setting.mbit) for device in plan.devices), default=1e9)
+        encrypt = entry.encrypt and plan.num_ranks > 1
+        self._engine.load(key, plan, prepared.model, encrypt, slowest, profile=prepared.cluster)
+        prepared.keys.append(key)
 
     # ---- the rounds -----------------------------------------------------------------------------------------------
 
@@ -360,17 +345,11 @@ class Bench:
         rates = {self._rate(device.name, setting.mbit) for device in self.scenario.devices[: setting.num_devices]}
         mbit = rates.pop() * 8 / 1e6 if len(rates) == 1 else None
         row = Row(
-            scenario=self.scenario.name,
-            devices=setting.num_devices,
-            model=setting.shape.name,
-            layers=spec.num_layers,
-            hidden_size=spec.hidden_size,
-            seq_len=setting.seq_len,
-            mbit=mbit,
+            scenario=self.scenario.name, devices=setting.num_devices, model=setting.shape.name, layers=spec.num_layers,
+            hidden_size=spec.hidden_size, seq_len=setting.seq_len, mbit=mbit, **asdict(entry),
             paper_mbit=None if mbit is None or self._real_mbit else mbit * PAPER_MBIT / self._testbed.link_scale,
-            **asdict(entry),
             notes=tuple(prepared.notes[entry]),
-        )
+        )  # fmt: skip
         if entry not in prepared.steps:
             return row
         return Row.model_validate({**row.model_dump(), **self._figures(entry, prepared, load)})

@@ -14,13 +14,7 @@ from itertools import permutations
 
 from coordinator.devices.block_profiling import smooth_profiles
 from hearth.errors import BadSetting
-from hearth.plan.profile import (
-    DECODING_TIMES,
-    BlockProfile,
-    ClusterProfile,
-    DeviceProfile,
-    Link,
-)
+from hearth.plan.profile import DECODING_TIMES, BlockProfile, ClusterProfile, DeviceProfile, Link
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.load import calmest_of
 from tools.bench.plans import reference_plan
@@ -43,12 +37,7 @@ class Profiles:
     """
 
     def __init__(
-        self,
-        scenario: Scenario,
-        testbed: Testbed,
-        engine: EngineRunners,
-        report: Report,
-        repeat_disturbed: bool = True,
+        self, scenario: Scenario, testbed: Testbed, engine: EngineRunners, report: Report, repeat_disturbed: bool = True
     ) -> None:
         if scenario.media:
             reason = f"the devices of {scenario.name} share a medium, which only the experiment `scenarios` profiles"

@@ -177,7 +177,6 @@ def machine() -> str:
 
 Format = Callable[[float], str]
 COUNT: Format = "{:.0f}".format
-BYTES: Format = "{:.0f} bytes".format  # exact, where two numbers of bytes must be equal
 PERCENT: Format = "{:.1%}".format
 RATIO: Format = "{:.2f} x".format
 

@@ -137,9 +137,9 @@ class Strategies(Experiment):
             if planned <= left:
                 left -= planned
                 continue
-            gloo = any(name in GLOO for name in self.strategies)
-            options = (bool(self.mbit), gloo, self.repeat_disturbed)
-            with Bench(scenario, context.folder, models, context.report, *options) as bench:
+            options = {"real_mbit": bool(self.mbit), "gloo": any(name in GLOO for name in self.strategies)}
+            options["repeat_disturbed"] = self.repeat_disturbed
+            with Bench(scenario, context.folder, models, context.report, **options) as bench:
                 for shape in shapes:
                     settings = list(self._settings(shape, scenario, bench.paper_mbit))
                     settings, left = settings[left:], max(left - len(settings), 0)

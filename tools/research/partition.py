@@ -18,23 +18,12 @@ from pydantic import Field, TypeAdapter
 
 from coordinator.plan.graph.throughput.planners import best_stages
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
-from coordinator.plan.graph.throughput.published import (
-    NUM_CLASSES,
-    Partitioning,
-    equal_partitions,
-    published_stages,
-)
+from coordinator.plan.graph.throughput.published import NUM_CLASSES, Partitioning, equal_partitions, published_stages
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.results import Record, Summary, Table
-from tools.research.pipelines import (
-    draw_links,
-    fastest_neighbour,
-    joint_stages_from,
-    problem_of,
-    random_stages,
-)
+from tools.research.pipelines import draw_links, fastest_neighbour, joint_stages_from, problem_of, random_stages
 from tools.research.points import read_graphs
 
 PIPELINE, EXACT, RANDOM, JOINT, ONE_START = "pipeline", "pipeline-exact", "random", "joint", "joint, one start"
