@@ -34,14 +34,15 @@ ADMIN = Caller(derive_keypair(HOME.key_bytes(), "admin").public)
 QUESTION = wire.GetModelInfo(request_id="1", timeout_seconds=1.0)
 
 
-def service_in(folder: Path) -> Service:
-    """A service that does not run; its only controller answers `QUESTION` with `Done`."""
+def service_in(folder: Path, end_requests: Any = None) -> Service:
+    """A service that does not run; its only controller answers `QUESTION` with `Done`. `end_requests`: of its port."""
 
     async def answer(message: wire.Message, payload: object) -> wire.Message:
         return wire.Done()
 
     settings = CoordinatorSettings(state_dir=folder, advertise=False)
-    service = Service(settings, HOME, lambda line: None, lambda *_: None, Trust(settings, HOME), cast(Any, None))
+    port = cast(Any, SimpleNamespace(change_access=lambda: None, end_requests=end_requests))
+    service = Service(settings, HOME, lambda line: None, lambda *_: None, Trust(settings, HOME), port)
     service.deployments.controllers["default"] = cast(
         Any,
         SimpleNamespace(
@@ -85,8 +86,7 @@ def test_standby_that_led_before_brings_its_changes_of_keys(tmp_path: Path) -> N
         ended.append(key)
 
     async def main() -> None:
-        service = service_in(tmp_path)
-        service._port = cast(Any, SimpleNamespace(change_access=lambda: None, end_requests=end_requests))
+        service = service_in(tmp_path, end_requests)
         for change in (
             wire.AddApp(request_id="1", timeout_seconds=1.0, name="lamp", public_key=lamp),
             wire.AddDevice(request_id="2", timeout_seconds=1.0, name="attic", public_key=attic),
@@ -122,7 +122,6 @@ async def test_change_of_keys_says_why_it_may_be_lost(
         StateFile(tmp_path).save_configuration(configuration)
     service = service_in(tmp_path)
     monkeypatch.setattr(state_module, "write_atomically", write)
-    service._port = cast(Any, SimpleNamespace(change_access=lambda: None))
     request = wire.AddApp(request_id="5", timeout_seconds=1.0, name="lamp", public_key=new_keypair().public)
     answer = await service.handle(ADMIN, request, ())
     assert isinstance(answer, wire.KeysChanged)
@@ -177,14 +176,15 @@ async def test_coordinator_whose_disk_hangs_offers_its_place_to_its_standby(
     await cancel_all([watching])
 
 
-def test_model_on_a_disk_that_hangs_is_an_error_and_does_not_stop_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_model_on_a_disk_that_hangs_is_an_error_and_does_not_stop_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
     monkeypatch.setattr(deployments, "open_model", lambda goal: answers.wait(30))
     monkeypatch.setattr(deployments, "_OPEN_SECONDS", 0.1)
+    adding = service_in(tmp_path).deployments.add(TransformerGoal(model_dir="/models/m"), None)
     try:
         with pytest.raises(DiskHung, match="/models/m"):
-            asyncio.run(asyncio.wait_for(deployments._opened(TransformerGoal(model_dir="/models/m")), 10))
+            await asyncio.wait_for(adding, 10)
     finally:
         answers.set()

@@ -17,12 +17,14 @@ from support.fleets import TransformerFleet
 from support.waiting import until
 from zmq.auth.base import Authenticator
 
+from coordinator.serve.clients import client_port as client_port_module
 from coordinator.serve.clients.client_port import client_port
 from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.model import lifecycle
 from coordinator.serve.state import TransformerGoal
 from hearth.platform import loop_gatekeeper
-from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.platform.curve import new_keypair
 from hearth.platform.loop_gatekeeper import LoopGatekeeper
 from hearth.platform.security import Access, new_home_key
@@ -57,13 +59,14 @@ async def test_gatekeeper_that_does_not_decide_has_not_worked(monkeypatch: pytes
         await gatekeeper.close()
 
 
-async def test_client_port_that_hears_nothing_of_its_process_has_not_worked(tmp_path: Path) -> None:
+async def test_client_port_that_hears_nothing_of_its_process_has_not_worked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="127.0.0.1")
     async with client_port(settings, Trust(settings, new_home_key())) as port:
         assert port.has_worked()  # the first process is starting
-        await until("a sign of life", lambda: port._num_turns > 0, seconds=30)
-        port._started_at -= 3600.0
-        assert port.has_worked()
+        monkeypatch.setattr(client_port_module, "loop_time", lambda: loop_time() + 3600.0)
+        await until("a sign of life", port.has_worked, seconds=30)
         process_id = port.process_id
         assert process_id is not None
         os.kill(process_id, signal.SIGSTOP)
@@ -78,16 +81,24 @@ async def test_client_port_that_hears_nothing_of_its_process_has_not_worked(tmp_
                 os.kill(process_id, signal.SIGCONT)
 
 
-async def test_controller_whose_work_has_ended_without_an_outcome_has_not_worked(tmp_path: Path) -> None:
+async def test_controller_whose_work_has_ended_without_an_outcome_has_not_worked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = [0.1]
+
+    def pause_or_end(state: lifecycle.Lifecycle) -> float:
+        if pauses:
+            return pauses.pop()
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(lifecycle, "retry_seconds", pause_or_end)
     goal = TransformerGoal(model_dir=str(write_model(tmp_path / "model")))
     home = ServedController(TransformerFleet(""), tmp_path, goal, None)
     running = asyncio.create_task(home.controller.run())
     await home.until(lambda: home.controller.lifecycle.phase == "failed")  # there is no device: it tries again
     assert home.controller.has_worked()
-    work = home.controller._action_task
-    assert work is not None
-    await cancel_all([work])
-    assert not home.controller.has_worked()
+    await home.until(lambda: not home.controller.has_worked())
+    assert home.controller.lifecycle.phase == "failed"
     home.controller.stop()
     await asyncio.wait_for(running, 60)
     assert home.controller.has_worked()

@@ -18,6 +18,13 @@ from hearth.errors import HearthError, LeaseLost
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.wire import messages as wire
 
+POLL_SECONDS = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_POLL_SECONDS", POLL_SECONDS)
+
 
 class Devices:
     """The devices a, b and c, as the fleet of one coordinator knows them. They store every configuration."""
@@ -69,12 +76,12 @@ def test_restarted_coordinator_may_have_been_replaced_until_it_has_a_majority(tm
         assert leadership.may_be_replaced
         running = asyncio.create_task(leadership.run())
         devices.grant("a", known_configuration())
-        await asyncio.sleep(3 * module._POLL_SECONDS)
+        await asyncio.sleep(3 * POLL_SECONDS)
         assert leadership.may_be_replaced
         devices.grant("b", known_configuration())
         await until("a term of its own", lambda: not leadership.may_be_replaced, seconds=20)
         assert leadership.may_compute()
-        await asyncio.sleep(3 * module._POLL_SECONDS)
+        await asyncio.sleep(3 * POLL_SECONDS)
         devices.leases.clear()  # then its requests wait: it has a plan, and the same devices may return
         await until("the loss", lambda: len(losses) == 2, seconds=20)  # the first was at its start
         assert isinstance(losses[1], LeaseLost)
@@ -98,7 +105,7 @@ def test_device_whose_key_was_revoked_is_no_voter_although_its_lease_lasts(tmp_p
         await until("a term of its own", leadership.may_compute, seconds=20)
         devices.devices["b"].health = "refused"
         await until("a change of the voters", lambda: voters() == ("a", "c"), seconds=20)
-        await asyncio.sleep(3 * module._POLL_SECONDS)
+        await asyncio.sleep(3 * POLL_SECONDS)
         assert voters() == ("a", "c")
         assert leadership.may_compute()
         await cancel_all([running])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from support.contexts import zmq_context
 from support.waiting import until
+from zeroconf.asyncio import AsyncServiceBrowser
 
 from coordinator.serve.clients.client_port import client_port
 from coordinator.serve.clients.trust import Trust
@@ -23,7 +26,7 @@ from hearth.errors import NotServing
 from hearth.platform import discovery
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.curve import fingerprint
-from hearth.platform.discovery import DiscoveredService
+from hearth.platform.discovery import COORDINATOR_SERVICE, DiscoveredService
 from hearth.platform.loop_gatekeeper import LoopGatekeeper
 from hearth.platform.security import HomeKey, derive_keypair, new_home_key
 from hearth.protocol import PROTOCOL_VERSION
@@ -40,20 +43,31 @@ async def standby_of(home: HomeKey, folder: Path, leaders: Sequence[str] = ()) -
         yield Standby(settings, home, lambda line: None, trust, port, leaders)
 
 
+@asynccontextmanager
+async def running(standby: Standby) -> AsyncIterator[None]:
+    """Run a standby until the context ends."""
+    task = asyncio.create_task(standby.run())
+    try:
+        yield
+    finally:
+        await cancel_all([task])
+
+
 async def test_only_administrators_learn_the_name_of_the_leader(tmp_path: Path) -> None:
     home = new_home_key()
     admin = Caller(derive_keypair(home.key_bytes(), "admin").public)
 
-    async with standby_of(home, tmp_path, ["kitchen"]) as standby:
-        pass
-    standby._leader_name = "kitchen"
-    for caller, learns in ((admin, True), (Caller("an app"), False)):
-        ready = await standby.handle(caller, wire.GetReadiness(request_id="1", timeout_seconds=1.0), ())
-        assert isinstance(ready, wire.Readiness)
-        assert ("kitchen" in ready.state) is learns
-        with pytest.raises(NotServing) as refused:
-            await standby.handle(caller, wire.GetModelInfo(request_id="2", timeout_seconds=1.0), ())
-        assert ("kitchen" in str(refused.value)) is learns
+    async with (
+        leading(home) as port, standby_of(home, tmp_path, [f"127.0.0.1:{port}"]) as standby, running(standby)
+    ):  # fmt: skip
+        await until("the leader", lambda: "kitchen" in standby.state, seconds=20)
+        for caller, learns in ((admin, True), (Caller("an app"), False)):
+            ready = await standby.handle(caller, wire.GetReadiness(request_id="1", timeout_seconds=1.0), ())
+            assert isinstance(ready, wire.Readiness)
+            assert ("kitchen" in ready.state) is learns
+            with pytest.raises(NotServing) as refused:
+                await standby.handle(caller, wire.GetModelInfo(request_id="2", timeout_seconds=1.0), ())
+            assert ("kitchen" in str(refused.value)) is learns
 
 
 async def nothing_to_copy() -> AsyncGenerator[Reply, None]:
@@ -91,19 +105,30 @@ async def test_forged_records_do_not_keep_a_standby_from_its_leader(
     monkeypatch.setattr(module, "_CONNECT_SECONDS", 1.0)
     home = new_home_key()
     own = fingerprint(derive_keypair(home.key_bytes(), "coordinator").public)
+    records: dict[str, DiscoveredService] = {}
+    num_followed = 0
 
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as silent, zmq_context() as context:
-        async with leading(home) as leader_port, standby_of(home, tmp_path) as standby:
-            ports = [silent.getsockname()[1], *range(1, 40), leader_port]  # none listens at the ports up to 39
-            records = {
-                str(port): DiscoveredService(str(port), ("127.0.0.1",), port, PROTOCOL_VERSION, own) for port in ports
-            }
-            standby._browser = cast(Any, SimpleNamespace(services=records))
-            following = asyncio.create_task(standby._follow(context))
-            await until("the leader", lambda: standby._leader_name == "kitchen", seconds=20)
-            records.clear()  # as when forged records have displaced it
-            assert standby._endpoints() == [f"tcp://127.0.0.1:{leader_port}"]
-            await cancel_all([following])
+    async def nothing() -> None:
+        return
+
+    async def state() -> AsyncGenerator[Reply, None]:
+        """The standby has to follow again and again."""
+        nonlocal num_followed
+        num_followed += 1
+        yield Reply(wire.LeaderAlive(name="kitchen", is_complete=False, configuration=None))
+        yield Reply(wire.Done())
+
+    browser = SimpleNamespace(services=records, start=nothing, stop=nothing)
+    monkeypatch.setattr(module, "Browser", lambda *_, **__: browser)
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as silent:
+        async with leading(home, state) as leader_port, standby_of(home, tmp_path) as standby:
+            for port in (silent.getsockname()[1], *range(1, 40), leader_port):  # none listens at the ports up to 39
+                records[str(port)] = DiscoveredService(str(port), ("127.0.0.1",), port, PROTOCOL_VERSION, own)
+            async with running(standby):
+                await until("the leader", lambda: "kitchen" in standby.state, seconds=20)
+                records.clear()  # as when forged records have displaced it
+                before = num_followed
+                await until("it follows again", lambda: num_followed > before + 1, seconds=20)
 
 
 async def test_standby_asks_for_everything_again_after_its_disk_has_failed(
@@ -124,12 +149,10 @@ async def test_standby_asks_for_everything_again_after_its_disk_has_failed(
 
     async with leading(home, profiles) as port, standby_of(home, tmp_path, [f"127.0.0.1:{port}"]) as standby:
         in_the_way.touch()  # the folder cannot be made
-        with zmq_context() as context:
-            following = asyncio.create_task(standby._follow(context))
+        async with running(standby):
             await until("two copies", lambda: num_copies >= 2, seconds=20)
             in_the_way.unlink()
             await until("the file", (in_the_way / "a.json").is_file, seconds=20)
-            await cancel_all([following])
 
 
 async def test_standby_looks_for_its_leader_on_a_network_that_comes_late(
@@ -138,14 +161,18 @@ async def test_standby_looks_for_its_leader_on_a_network_that_comes_late(
     monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
     addresses = ["127.0.0.1"]
     monkeypatch.setattr("hearth.platform.network.all_addresses", lambda: list(addresses))
+    searched: list[str] = []  # services
 
+    class Search(AsyncServiceBrowser):
+        def __init__(self, zeroconf: Any, service: str, **settings: Any) -> None:
+            searched.append(service)
+            super().__init__(zeroconf, service, **settings)
+
+    monkeypatch.setattr("zeroconf.asyncio.AsyncServiceBrowser", Search)
     async with standby_of(new_home_key(), tmp_path) as standby:
-        running = asyncio.create_task(standby.run())
-        await until("the search", lambda: standby._browser is not None and standby._browser._zeroconf is not None)
-        browser = standby._browser
-        assert browser is not None
-        first = browser._zeroconf
+        task = asyncio.create_task(standby.run())
+        await until("the search", lambda: COORDINATOR_SERVICE in searched)
         addresses.append("127.0.0.2")
-        await until("new sockets", lambda: browser._zeroconf not in (first, None), seconds=20)
-        standby._stopped.set()
-        assert await running is None
+        await until("new sockets", lambda: searched.count(COORDINATOR_SERVICE) == 2, seconds=20)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await task is None
