@@ -85,7 +85,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     async def run() -> None:
         task = asyncio.current_task()
-        assert task is not None
         asyncio.get_running_loop().call_later(COROUTINE_LIMIT_SECONDS, task.cancel)
         async with AsyncExitStack() as stack:
             arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}

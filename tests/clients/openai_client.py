@@ -111,7 +111,6 @@ def print_log_probs(client: openai.OpenAI, address: str) -> None:
         top_logprobs=3,
     )  # fmt: skip
     log_probs = answer.choices[0].logprobs
-    assert log_probs is not None
     tokens = log_probs.content or ()
     print(json.dumps([[each.logprob, [top.logprob for top in each.top_logprobs]] for each in tokens]))
 

@@ -101,7 +101,6 @@ def test_openai_raises_its_own_errors_for_a_full_queue_a_broken_stream_and_a_hom
 ) -> None:
     run_client("openai", "busy", busy_home)
     running = start_client("openai", "broken_stream", busy_home)
-    assert running.stdout is not None
     assert running.stdout.readline() == "began\n"
     with busy_home.connect() as client:
         client.revoke_app("openai-broken-stream")

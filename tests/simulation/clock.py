@@ -189,7 +189,6 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
 
     def add_signal_handler(self, number: int, callback: Callable[..., object], *args: Any) -> None:
         process = CURRENT_PROCESS.get()
-        assert process is not None
         process.variables[f"signal {int(number)}"] = lambda: self.call_in(process, 0.0, callback, *args)
 
     def remove_signal_handler(self, number: int) -> bool:

@@ -61,7 +61,6 @@ class Disk:
 def current_disk() -> Disk:
     """The disk of the host on which the current process runs."""
     process = CURRENT_PROCESS.get()
-    assert process is not None
     disk: Disk = process.host.disk
     return disk
 

@@ -350,7 +350,6 @@ def _load_credential(path: Path) -> HomeKey | DeviceKey:
 @contextmanager
 def _load_identity(state_dir: Path) -> Iterator[Identity]:
     process = CURRENT_PROCESS.get()
-    assert process is not None
     name = process.host.name
     keys = _keypair(name)
     yield Identity(device_id=f"id-{name}", hardware="", public_key=keys.public, secret_key=keys.secret)
@@ -362,7 +361,6 @@ class _Daemon(AgentDaemon):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         process = CURRENT_PROCESS.get()
-        assert process is not None
         process.host.variables["daemon"] = self
         self._history: History = process.host.variables["history"]
 
@@ -389,7 +387,6 @@ class _Service(Service):
         super().__init__(*arguments)
         self.is_running = False
         process = CURRENT_PROCESS.get()
-        assert process is not None
         process.variables["service"] = self
 
     async def run(self, *arguments: Any) -> None:
@@ -475,7 +472,6 @@ class _Telemetry:
 
     def read(self, now: float, idle: bool = False) -> wire.Telemetry:
         process = CURRENT_PROCESS.get()
-        assert process is not None
         return _telemetry(process.host.name, process.host.disk.free_bytes())
 
 
@@ -503,7 +499,6 @@ async def _measure_link(request: wire.MeasureLink, own_keypair: KeyPair) -> wire
 
 async def _refuses_connections(host: str, port: int, timeout_seconds: float) -> bool:
     process = CURRENT_PROCESS.get()
-    assert process is not None
     network, own = process.host.variables["network"], process.host.name
     if network.refuses(own, host, port):
         await asyncio.sleep(2 * network.delay(own, host))

@@ -570,7 +570,6 @@ class Context:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         process = CURRENT_PROCESS.get()
-        assert process is not None
         self.network: Network = process.host.variables["network"]
         self.sockets: dict[Socket, None] = {}
         self.gatekeeper: Gatekeeper | None = None

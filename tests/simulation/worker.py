@@ -64,7 +64,6 @@ class Worker:
 
     @property
     def load(self) -> wire.Load:
-        assert self._start is not None
         return self._start.load
 
     async def run(self, endpoint: str) -> None:
@@ -302,7 +301,6 @@ class _Order:
 def sample(pid: int) -> ProcessSample | None:
     """Stands for what `agent.daemon.supervisor` reads of a process in /proc."""
     parent = CURRENT_PROCESS.get()
-    assert parent is not None
     process = next((each for each in parent.host.processes if each.pid == pid), None)
     if process is None:
         return None
@@ -314,7 +312,6 @@ class WorkerProcess:
 
     def __init__(self, endpoint: str, history: History) -> None:
         parent = CURRENT_PROCESS.get()
-        assert parent is not None
         network: Network = parent.host.variables["network"]
         self._loop = network.loop
         self._ended = self._loop.create_future()

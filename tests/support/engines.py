@@ -153,7 +153,6 @@ class EngineCluster:
 def local_draft(model_dir: Path, plan: TransformerPlan) -> LocalDraft:
     """The draft model of a plan, whose weights are in `model_dir`."""
     alone = draft_plan(plan)
-    assert alone is not None
     stored = _stored_chunks(model_dir, alone.model)
     by_hash = {ref.hash: path for ref, path in stored.items()}
     staging = make_staging("cpu")

@@ -68,7 +68,6 @@ class RuntimeProcess:
         return self.bound
 
     def connect(self, request: ConnectPeers) -> None:
-        assert self._runtime is not None
         self._runtime.connect(request)
         self._thread = threading.Thread(target=self._runtime.run, daemon=True)
         self._thread.start()

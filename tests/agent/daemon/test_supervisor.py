@@ -79,7 +79,6 @@ class ScriptedWorker:
             await asyncio.sleep(interval)
 
     def fall_silent(self) -> None:
-        assert self._signs is not None
         self._signs.cancel()
 
     async def answer(self, request_id: bytes, *messages: Message) -> None:

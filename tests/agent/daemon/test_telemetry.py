@@ -153,7 +153,6 @@ def test_gpu_load_is_read_on_all_jetson_models(name: str, tmp_path: Path) -> Non
         },
     )
     gpu = GpuReader("cpu", root).read()
-    assert gpu is not None
     assert gpu.load_fraction == 0.37
 
 
@@ -182,7 +181,6 @@ def test_board_model_gpu_and_temperature_are_read(tmp_path: Path) -> None:
     assert tegra_model(jetson) == "NVIDIA Jetson Orin Nano"
     assert temperature(jetson) == 51.25
     gpu = GpuReader("cpu", jetson).read()
-    assert gpu is not None
     assert (gpu.kind, gpu.load_fraction) == ("tegra", 0.25)
     assert temperature(tmp_path / "nothing") is None
 
@@ -295,12 +293,10 @@ def test_free_memory_of_a_gpu_is_read_again_while_no_worker_holds_any(monkeypatc
     free_bytes = []
     for idle in (False, True, False):
         now = gpu.read(idle)
-        assert now is not None
         free_bytes.append(now.memory_free_bytes >> 30)
     assert free_bytes == [7, 5, 5]
     free.clear()  # the driver does not say
     after = gpu.read(idle=True)
-    assert after is not None
     assert after.memory_free_bytes >> 30 == 5
 
 

@@ -428,7 +428,6 @@ class FakePipeline:
         spec = two_branches()
         request = GraphRequest(spec, cluster_of(spec, (1.0, 1.0), 1e9), strategy="local")
         plan = plan_graph(request, time.monotonic).chosen.plan
-        assert plan is not None
         self.plan = plan.model_copy(update={"body": plan.body.model_copy(update={"objective": objective})})
         self.asked = self.running = self.most = 0
 

@@ -86,7 +86,6 @@ def test_libraries_installed_here_agree() -> None:
 
 def test_gpu_that_only_this_user_sees_is_a_warning_about_the_service() -> None:
     fine = ready_device("kitchen").telemetry
-    assert fine is not None
     inside = fine.model_copy(update={"gpu_problem": "torch 2.10.0 finds no usable GPU"})
     seen = Libraries(**FINE, gpu="Orin")
     ((check, status, what, do),) = check_gpu_in_service(seen, {"kitchen": inside})

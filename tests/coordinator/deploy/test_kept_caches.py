@@ -82,5 +82,4 @@ def test_as_many_blocks_are_moved_as_time_permits_the_newest_ones() -> None:
     assert prefixes(held(1), held(0), rate=of_block) == []
     assert prefixes(held(0), held(1), rate=1) == KEYS  # nothing moves
     found = kept_prefixes(PLAN, [held(1), held(0)], lambda source, target: of_block * 20.0)
-    assert found is not None
     assert found.transfer_seconds == pytest.approx(0.3)

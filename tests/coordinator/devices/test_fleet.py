@@ -168,7 +168,6 @@ async def test_workers_of_all_deployments_are_known_once_the_lease_is_granted_ag
             assert device.taken_over == {"chat": chat, "camera": camera}
             for worker in agent.workers:
                 known = device.worker(worker.deployment)
-                assert known is not None
                 assert (known.state, known.epoch) == ("ready", worker.epoch)
             del fleet.running_epochs["chat"]
             agent.workers = (camera,)
@@ -251,7 +250,6 @@ async def test_forged_records_neither_use_up_sockets_nor_keep_a_real_agent_out(m
             for record in records:
                 fleet._connections.on_discovered(record)
             real = DiscoveredService("real", ("127.0.0.1",), port, 2, fingerprint(AGENT.public))
-            assert fleet._connections._browser is not None
             fleet._connections._browser.services["real"] = real
             while not any(device.port == port for device in fleet.devices.values()):
                 assert len(fleet._connections.by_address) <= 8 + 2

@@ -28,7 +28,6 @@ TIMES = tuple(
 
 def keep_profile(folder: Path, name: str, processor: str, deterministic: bool = False) -> None:
     device = ready_device(name)
-    assert device.telemetry is not None
     device = replace(device, telemetry=device.telemetry.model_copy(update={"cpu_model": processor}))
     blocks = device_profile(0, 1.0, SPEC).blocks.model_copy(update={"kernels": TIMES})
     workload = block_workload(SPEC, 64, deterministic)

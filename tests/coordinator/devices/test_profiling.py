@@ -81,7 +81,6 @@ def test_profile_is_cached_per_device_model_and_settings(kind: Kind, tmp_path: P
     assert case.seconds() == first
     assert sorted(profiled_on(case.fleet)) == ["a", "b"]
     telemetry = case.fleet.devices["a"].telemetry
-    assert telemetry is not None
     telemetry = telemetry.model_copy(update={"num_threads": 3})
     case.fleet.devices["a"] = replace(case.fleet.devices["a"], telemetry=telemetry)
     case.seconds()

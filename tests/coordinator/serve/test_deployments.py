@@ -70,7 +70,6 @@ def num_failures(controller: Controller) -> int:
 
 def device_of(controller: Controller) -> str:
     """The one device of its plan."""
-    assert controller.plan is not None
     (device,) = controller.plan.devices
     return device.device_id
 
@@ -83,7 +82,6 @@ async def ask(controller: Controller, timeout_seconds: float = 10.0) -> None:
 def limit_memory(fleet: TransformerFleet, num_bytes: int) -> None:
     """Limit the memory of all devices."""
     for name, device in fleet.devices.items():
-        assert device.telemetry is not None
         telemetry = device.telemetry.model_copy(update={"memory_budget_bytes": num_bytes})
         fleet.devices[name] = replace(device, telemetry=telemetry)
 
@@ -219,7 +217,6 @@ def test_idle_model_is_unloaded_and_stays_so_over_a_restart_until_a_request_come
             assert unloaded() == ["a", "b"]
             await ask(controller)  # waits until the model is loaded again
             assert controller.plan is not None
-            assert plan is not None
             assert controller.plan == plan.with_epoch(controller.plan.epoch)
             await until("unloaded again", lambda: controller.lifecycle.phase == "unloaded")
             saved = tmp_path / "state"
@@ -235,7 +232,6 @@ def test_idle_model_is_unloaded_and_stays_so_over_a_restart_until_a_request_come
             assert fleet.asked == []
             fleet.kill("b")
             await ask(controller)  # on the device that is left, without a wait for the other one
-            assert controller.plan is not None
             assert [device.device_id for device in controller.plan.devices] == ["a"]
 
     scenario(main)
@@ -365,7 +361,6 @@ def test_new_pinned_model_takes_the_memory_of_one_that_is_not_pinned_without_a_f
         async with running(deployments, fleet):
             old = deployments.controllers["old"]
             await until("serving", lambda: serves(old))
-            assert old.plan is not None
             limit_memory(fleet, int(1.5 * old.plan.devices[0].memory.total))
             fleet.released.clear()
             request = asyncio.create_task(ask(old))
@@ -390,7 +385,6 @@ def test_model_that_is_too_large_in_any_case_ends_no_other(tmp_path: Path) -> No
         async with running(deployments, fleet):
             old = deployments.controllers["old"]
             await until("serving", lambda: serves(old))
-            assert old.plan is not None
             limit_memory(fleet, int(1.5 * old.plan.devices[0].memory.total))
             write_model(tmp_path / "large", vocab_size=1 << 24)  # 1.5 GiB
             await deployments.add(TransformerGoal(model_dir=str(tmp_path / "large"), strategy="hmp", pinned=True), None)

@@ -19,7 +19,6 @@ from hearth.wire.messages import AgentState, WorkerStatus
 
 def device_with(budget_bytes: int, **held_bytes: int) -> Device:
     device = ready_device("a")
-    assert device.telemetry is not None
     telemetry = device.telemetry.model_copy(
         update={"memory_budget_bytes": budget_bytes, "memory_held_bytes": held_bytes, "num_threads": 2}
     )

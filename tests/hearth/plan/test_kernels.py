@@ -102,7 +102,6 @@ def test_nearest_shape_and_mean_memory() -> None:
     choices = choose_kernels(measured)
     for shape, kernel in (((2500, 900), "torch"), ((64, 1024), "expand")):
         nearest = nearest_choice(choices, *shape)
-        assert nearest is not None
         assert nearest.kernels[0] == kernel
     assert nearest_choice(choices, 0, 32) is nearest_choice((), 8, 8) is None
     larger = [time.model_copy(update={"bytes_per_weight": 0.9}) for time in measured[:2]]

@@ -94,7 +94,6 @@ def test_child_ends_when_its_parent_is_killed(module: Path) -> None:
     """Also while it imports: a profiler spends seconds on torch."""
     module.write_text("import os, sys, time; print(os.getpid(), file=sys.stderr, flush=True); time.sleep(600)")
     with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     child.wait(timeout=60)

@@ -71,7 +71,6 @@ def test_folder_of_a_process_stays_until_that_is_killed(parents: tuple[Path, Pat
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
-        assert process.stdout is not None
         path = aged(Path(process.stdout.readline().strip()))
         remove_leftovers(parents[0], "hearth-test-")
         assert list(path.iterdir()) == [path / "worker"]

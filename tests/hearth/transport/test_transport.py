@@ -66,7 +66,6 @@ def test_messages_arrive_complete_in_order_with_source(kind: str) -> None:
         from_zero, from_one = [], []
         while len(from_zero) + len(from_one) < 21:
             received = transports[2].receive(10)
-            assert received is not None
             (from_zero if received.source == 0 else from_one).append([bytes(frame) for frame in received.frames])
         assert from_zero == [[bytes([i]), bytes(100_000), b""] for i in range(20)]
         assert from_one == [[b"x"]]
@@ -111,7 +110,6 @@ def test_only_peers_of_the_plan_are_admitted() -> None:
             assert transports[0].receive(0.5) is None
             transports[1].send(0, [b"peer"])
             received = transports[0].receive(10)
-            assert received is not None
             assert received.source == 1
         finally:
             context.destroy(linger=0)
@@ -126,7 +124,6 @@ def test_peer_that_connects_early_is_admitted_later() -> None:
         assert late.receive(0.2) is None
         late.connect([peer_of(1, early)])
         received = late.receive(10)
-        assert received is not None
         assert bytes(received.frames[0]) == b"early"
     finally:
         for transport in (late, early):
@@ -140,7 +137,6 @@ def test_messages_with_too_many_frames_are_dropped_and_counted() -> None:
         transports[1].send(0, [b"fine"])
         assert transports[0].receive(10) is None
         received = transports[0].receive(10)
-        assert received is not None
         assert bytes(received.frames[0]) == b"fine"
         assert transports[0].dropped == 1
 
@@ -212,7 +208,6 @@ def test_messages_lost_with_a_connection_are_sent_again_at_once(encrypted: bool)
         assert time.monotonic() - began < 1
         sender.send(0, [b"later"])
         received = receiver.receive(10)
-        assert received is not None
         assert bytes(received.frames[0]) == b"later"
 
 
@@ -258,7 +253,6 @@ def test_background_messages_leave_room_for_those_of_steps_that_are_sent_again()
         arrived = []
         while not arrived or arrived[-1] != b"\x13":
             received = receiver.receive(10)
-            assert received is not None
             arrived.append(bytes(received.frames[0]))
         assert b"step" in arrived
 

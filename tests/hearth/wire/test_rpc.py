@@ -554,7 +554,6 @@ asyncio.run(main())
     server_keys = new_keypair()
     with subprocess.Popen([sys.executable, "-c", code, *server_keys], stdout=subprocess.PIPE) as server:
         try:
-            assert server.stdout is not None
             port = int(server.stdout.readline())
 
             async def scenario() -> None:

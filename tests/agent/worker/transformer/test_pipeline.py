@@ -300,7 +300,6 @@ def test_decode_groups_alternate() -> None:
         request = GenerateTokens(holder="test", epoch=1, max_tokens=20, stop_ids=())
         scheduler.add(SequenceState(number, request, [5, 6], 2))
     first = scheduler.next_order()
-    assert first is not None
     assert first.kind == "prefill"
     assert scheduler.next_order() is None
     for rows in first.rows:
@@ -308,14 +307,12 @@ def test_decode_groups_alternate() -> None:
     groups = []
     for _ in range(2):
         order = scheduler.next_order()
-        assert order is not None
         groups.append([rows.sequence for rows in order.rows])
     assert groups == [[1, 2, 3], [4, 5]]
     assert scheduler.next_order() is None
     for number in (1, 2, 3):
         scheduler.append_tokens(number, [9])
     again = scheduler.next_order()
-    assert again is not None
     assert [rows.sequence for rows in again.rows] == [1, 2, 3]
 
 

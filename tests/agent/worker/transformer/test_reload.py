@@ -65,7 +65,6 @@ class Deployed:
         return [ShardParts(chunks=chunks_for_rank(tuple(self.chunks), plan, rank)) for rank in range(plan.num_ranks)]
 
     def embed(self, ids: Sequence[int], step: int = 1, timeout: float = 30.0) -> np.ndarray[Any, Any]:
-        assert self.home.plan is not None
         request = Run(
             holder="test", epoch=self.home.plan.epoch, step=step, timeout_seconds=timeout,
             names=("token_ids", "cumulative_lengths"),
@@ -185,7 +184,6 @@ def test_process_goes_on_after_a_load_that_was_given_up(bert: Deployed, weights:
     plan = make_plan(spec, "hmp", (2, 1), epoch=4)
     bert.deploy(plan, NAMES[:2])
     assert bound is not None
-    assert process.bound is not None
     assert (process.bound.port, process.bound.public_key) == (bound.port, bound.public_key)
     np.testing.assert_array_equal(bert.embed(PROMPT), fresh(bert, plan, PROMPT))
 
@@ -239,7 +237,6 @@ def test_decoder_continues_its_tokens_in_the_next_plan(tmp_path: Path) -> None:
     spec = read_spec(model_dir)
 
     def generate(prompt: Sequence[int], count: int, first_index: int) -> list[int]:
-        assert deployed.home.plan is not None
         request = GenerateTokens(
             holder="test", epoch=deployed.home.plan.epoch, max_tokens=count, first_index=first_index,
             sampling=Sampling(temperature=1.0, seed=7),

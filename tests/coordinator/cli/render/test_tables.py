@@ -20,7 +20,6 @@ def test_workers_are_shown_with_step_silence_failure_and_stuck_processes() -> No
         ready_device("kitchen"),
         state=AgentState(boot_id="b", workers=(computing, silent, failed), num_abandoned=2, num_hung=3),
     )
-    assert device.telemetry is not None
     telemetry = device.telemetry.model_copy(update={"gpu_problem": "no [new] driver"})
     device = replace(device, telemetry=telemetry)
     console = Console(width=120, record=True)

@@ -51,7 +51,6 @@ def test_fastest_device_has_the_draft_model_and_leads(speeds: tuple[float, ...])
     assert plan.body.generation is not None
     assert first.memory.draft == draft_bytes(DRAFT, plan.body.generation) > 2 * DRAFT.vocab_size * DRAFT.hidden_size * 4
     alone = draft_plan(plan)
-    assert alone is not None
     assert (alone.model, alone.devices) == (DRAFT, (first,))
     assert any(line.startswith(f"draft model: small on {first.name}, ") for line in generation_lines(plan))
 

@@ -897,7 +897,6 @@ async def test_client_reads_tokens_text_and_usage(tokenizer: TextTokenizer) -> N
             assert [token.token_id for token in tokens] == answer.token_ids == script.tokens[: len(tokens)]
             assert all(a.seconds <= b.seconds for a, b in zip(tokens, tokens[1:], strict=False))
             usage = answer.usage
-            assert usage is not None
             assert (usage.num_prompt_tokens, usage.num_tokens, usage.finish_reason) == (2, len(tokens), "stop")
             assert usage.first_token_seconds == tokens[0].seconds > 0
             assert usage.tokens_per_second > 0
@@ -990,7 +989,6 @@ async def test_stream_continues_on_a_coordinator_that_started_again(
     assert (second.first_index, second.sampling) == (9, first.sampling)
     assert sampling.get("seed") in (None, first.sampling.seed)
     usage = answer.usage
-    assert usage is not None
     assert (usage.num_prompt_tokens, usage.num_tokens) == (2, len(answer.token_ids))
     assert answer.token_ids == script.tokens[: len(answer.token_ids)]
     assert usage.decode_seconds > 0
@@ -1108,7 +1106,6 @@ def test_answer_is_a_plain_iterator() -> None:
         tokens = [token for token in answer]  # noqa: C416 (tests iteration)
         assert isinstance(tokens[0], Token)
         assert [token.token_id for token in tokens] == answer.token_ids == expected((1, 2, 3), 5)
-        assert answer.usage is not None
         assert answer.usage.num_tokens == 5
         assert list(answer) == []
         assert home.generate(token_ids=[1], max_tokens=2).text() == ""

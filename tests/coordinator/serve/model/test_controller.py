@@ -597,7 +597,6 @@ async def test_chunks_that_are_sent_ahead_do_not_fill_a_small_disk(
 
     case = Case("transformer", tmp_path, graph, "abc")
     for name, known in case.fleet.devices.items():
-        assert known.telemetry is not None
         small = known.telemetry.model_copy(update={"disk_free_bytes": 1000})
         case.fleet.devices[name] = replace(known, telemetry=small)
     async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
@@ -616,7 +615,6 @@ async def test_device_whose_store_has_no_room_gets_no_weights_and_the_log_says_s
 ) -> None:
     case = Case(kind, tmp_path, graph, "abc")
     known = case.fleet.devices["b"]
-    assert known.telemetry is not None
     full = known.telemetry.model_copy(update={"store_room_bytes": 0})
     case.fleet.devices["b"] = replace(known, telemetry=full)
     async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:

@@ -16,7 +16,6 @@ from hearth.wire.messages import FindMissing
 
 def on_machine(name: str, host: str) -> Device:
     device = ready_device(name)
-    assert device.telemetry is not None
     return replace(device, telemetry=device.telemetry.model_copy(update={"host_id": host}))
 
 

@@ -83,7 +83,6 @@ def test_a_standby_that_takes_over_uses_the_policy_that_has_learnt(
 ) -> None:
     leaders, own = (request(tmp_path / name / POLICIES_FOLDER) for name in ("leader", "standby"))
     path = policy_path(leaders)
-    assert path is not None
     path.parent.mkdir(parents=True)
     path.write_bytes(policy_bytes(SHIPPED, {}))
     assert used_policy(own, monkeypatch) is None
@@ -100,7 +99,6 @@ def test_a_standby_that_takes_over_uses_the_policy_that_has_learnt(
 def test_a_wrong_file_is_one_note_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request(tmp_path)
     path = policy_path(asked)
-    assert path is not None
     path.write_bytes(b"not a policy")
     (note,) = planned(asked).notes
     assert str(path) in note

@@ -159,7 +159,6 @@ asyncio.run(main())
 
 def test_death_of_the_coordinator_leaves_no_process() -> None:
     with subprocess.Popen([sys.executable, "-c", _COORDINATOR], stdout=subprocess.PIPE, text=True) as coordinator:
-        assert coordinator.stdout is not None
         pid = int(coordinator.stdout.readline())
         assert psutil.pid_exists(pid)
         coordinator.kill()

@@ -78,7 +78,6 @@ def test_standby_has_the_draft_model_too(tmp_path: Path) -> None:
     goal = TransformerGoal(model_dir=str(model_dir), draft_dir=str(draft_dir))
     model = open_transformer(goal)
     assert model.draft is not None
-    assert model.generation is not None
     limits = model.generation.limits(model.seq_len).model_copy(update={"draft": model.draft.spec})
     plan = make_plan(model.spec, "hmp", (1, 1), generation=limits)
     hashes = chunk_hashes(model_dir, plan, leader / "manifests", draft_dir)
@@ -97,9 +96,7 @@ def test_standby_has_the_draft_model_too(tmp_path: Path) -> None:
     replica = Replica(standby)
     for part, data in parts:
         replica.receive(part, data)
-    assert replica.state is not None
     copy = open_transformer(replica.state.deployments["default"].goal)  # type: ignore[arg-type]
-    assert copy.draft is not None
     assert copy.draft.spec == model.draft.spec
     assert copy.draft.directory.is_relative_to(standby)
     assert chunk_hashes(copy.directory, plan, standby / "manifests", copy.draft.directory) == hashes
@@ -136,7 +133,6 @@ def test_standby_has_the_whole_graph(tmp_path: Path, name: str) -> None:
     path.unlink()
     for part, data in parts:
         replica.receive(part, data)
-    assert replica.state is not None
     copy = read_graph_file(Path(replica.state.deployments["default"].goal.path), {})
     assert copy.fingerprint == fingerprint
 

@@ -49,7 +49,6 @@ def test_draft_model_follows_the_first_rank_and_may_be_missing(tmp_path: Path) -
         home.deploy(plan, names, parts)
 
     def generate(name: str, max_drafted: int) -> tuple[list[int], GenerationEnded]:
-        assert home.plan is not None
         request = GenerateTokens(
             holder="test", epoch=home.plan.epoch, max_tokens=60, sampling=SAMPLED, max_drafted=max_drafted
         )

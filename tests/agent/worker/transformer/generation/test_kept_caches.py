@@ -103,7 +103,6 @@ class Home:
     def cancel(self, stream: str = "story") -> None:
         """Cancel the stream's first request on this plan."""
         runtime = self.home.ranks[0]._runtime
-        assert runtime is not None
         runtime.handle(self._request_id(stream, 0), Cancel(request=self._request_id(stream, 0)), [])
 
     def _request_id(self, stream: str, first_index: int) -> bytes:
@@ -113,7 +112,6 @@ class Home:
     def go_on(self, tokens: list[int], sampling: Sampling, stream: str = "story") -> tuple[list[int], int]:
         """The rest of the answer, and the number of rows that were not computed again."""
         rest, end = self.generate(PROMPT + tokens, COUNT - len(tokens), sampling, len(tokens), stream=stream)
-        assert end is not None
         return rest, end.num_kept_rows
 
 
@@ -246,10 +244,8 @@ def test_only_equal_tokens_are_taken_over(home: Home) -> None:
     assert [kept.stream for kept in home.home.kept] == ["story"]
     other = [*PROMPT[:100], 7, *PROMPT[101:]]
     changed, end = home.generate(other, 20, GREEDY)
-    assert end is not None
     assert end.num_kept_rows == 100
     fresh, end = home.generate(other, 20, GREEDY, stream="fresh")
-    assert end is not None
     assert end.num_kept_rows == 0
     assert changed == fresh
 
@@ -302,12 +298,10 @@ def test_prefix_cache_outlives_a_change_of_plan(
     home.deploy([by_letter[each] for each in next_names], home.plan(after, next_split))
     for scope, num_cached in (("another", 0), ("app", 144 if is_whole else 0)):  # 9 of the prompt's blocks are full
         answer, end = home.generate(PROMPT, COUNT, GREEDY, stream=f"as {scope}", scope=scope)
-        assert end is not None
         assert end.num_kept_rows == num_cached
         assert answer == whole
     turn = [*PROMPT, *whole, 5, 6]
     _, end = home.generate(turn, 4, GREEDY, stream="next", scope="app")
-    assert end is not None
     assert end.num_kept_rows >= 144
 
 
@@ -318,7 +312,6 @@ def test_prefix_cache_outlives_a_plan_that_ran_nothing(home: Home) -> None:
         home.deploy(NAMES[:2], home.plan("hmp", (1, 2)))
     again, end = home.generate(PROMPT, COUNT, GREEDY, stream="", scope="app")
     assert again == whole
-    assert end is not None
     assert end.num_kept_rows == 144
 
 
@@ -327,5 +320,4 @@ def test_prefix_cache_is_cut_to_the_room_of_the_next_plan(home: Home) -> None:
     home.generate(PROMPT, COUNT, GREEDY, stream="", scope="app")
     home.deploy(NAMES[:2], home.plan("hmp", (1, 2), kv_tokens=64))
     _, end = home.generate(PROMPT[:50], 10, GREEDY, stream="", scope="app")
-    assert end is not None
     assert 0 < end.num_kept_rows <= 48
