@@ -17,20 +17,11 @@ import zmq
 from simulation.clock import VirtualLoop
 from support.servers import rpc_server
 
+from hearth import errors
 from hearth.client import connection as connection_module
 from hearth.client import sync
 from hearth.client.connection import Connection
 from hearth.client.home import AsyncHome, _Repeats
-from hearth.errors import (
-    AppRevoked,
-    ConnectionLost,
-    DeadlineExceeded,
-    HearthError,
-    NoCoordinator,
-    NotServing,
-    Unreachable,
-    WrongKey,
-)
 from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.security import Access, HomeKey, derive_keypair, new_home_key
@@ -60,7 +51,7 @@ def refuses(num_refusals: float) -> Handler:
         nonlocal num_refusals
         if num_refusals > 0:
             num_refusals -= 1
-            raise NotServing(state="the coordinator is starting")
+            raise errors.NotServing(state="the coordinator is starting")
         return await handle(caller, message, payload)
 
     return refuse_at_first
@@ -92,7 +83,7 @@ async def test_forged_records_mislead_no_client() -> None:
             await stack.enter_async_context(record(port))
         connection = Connection(access(), None, LOOPBACK)
         try:
-            with pytest.raises((NoCoordinator, WrongKey)):
+            with pytest.raises((errors.NoCoordinator, errors.WrongKey)):
                 await connection.client(None, 2.0)
             port = await stack.enter_async_context(coordinator())
             await stack.enter_async_context(record(port))
@@ -137,7 +128,7 @@ async def test_only_coordinator_is_asked_again_while_it_starts() -> None:
 async def test_coordinator_that_does_not_serve_in_time_is_reported() -> None:
     async with coordinator(handler=refuses(math.inf)) as port:
         connection = Connection(access(), f"127.0.0.1:{port}", None)
-        with pytest.raises(NotServing):
+        with pytest.raises(errors.NotServing):
             await connection.client(None, 2.0)
         await connection.close()
 
@@ -146,20 +137,21 @@ async def test_refused_key_is_reported_before_the_timeout() -> None:
     async with coordinator(admits=False) as port:
         for addresses in (f"127.0.0.1:{port}", f"127.0.0.1:{port},127.0.0.1:{port}"):
             connection = Connection(access(), addresses, None)
-            with pytest.raises(WrongKey):
+            with pytest.raises(errors.WrongKey):
                 await asyncio.wait_for(connection.client(None, 600.0), FOUND_WITHIN_SECONDS)
             await connection.close()
 
 
 def _refuse(public_key: str, kind: type[wire.Message]) -> None:
-    raise AppRevoked(app="lamp")
+    raise errors.AppRevoked(app="lamp")
 
 
 @pytest.mark.parametrize(
-    ("refusal", "error"), [({"admits": False}, WrongKey), ({"policy": Policy(authorise=_refuse)}, AppRevoked)]
+    ("refusal", "error"),
+    [({"admits": False}, errors.WrongKey), ({"policy": Policy(authorise=_refuse)}, errors.AppRevoked)],
 )
 async def test_search_over_mdns_ends_when_the_key_is_refused(
-    refusal: dict[str, Any], error: type[HearthError], monkeypatch: pytest.MonkeyPatch
+    refusal: dict[str, Any], error: type[errors.HearthError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_module, "_REFUSED_SECONDS", 0.2)
 
@@ -185,7 +177,7 @@ async def test_server_that_hangs_in_the_handshake_is_unreachable() -> None:
         silent.listen(8)
         connection = Connection(access(), f"127.0.0.1:{silent.getsockname()[1]}", None)
         connection._context.setsockopt(zmq.HANDSHAKE_IVL, 100)  # ZeroMQ gives a handshake up after this many ms
-        with pytest.raises(Unreachable):
+        with pytest.raises(errors.Unreachable):
             await connection.client(None, 1.0)
         await connection.close()
 
@@ -196,7 +188,7 @@ async def test_call_waits_for_the_search_of_another_one_only_until_its_own_deadl
     await asyncio.sleep(0)
     clock = asyncio.get_running_loop().time
     began = clock()
-    with pytest.raises(Unreachable):
+    with pytest.raises(errors.Unreachable):
         await connection.client(None, 0.3)
     assert clock() - began < 1.2  # less than a second late
     assert not searching.done()
@@ -213,9 +205,9 @@ def test_call_is_repeated_soon_after_a_failover_but_does_not_flood_a_home_that_i
         times = [clock()]
         try:
             while True:
-                await repeats.pause(None, Unreachable(endpoint="x", seconds=1.0))
+                await repeats.pause(None, errors.Unreachable(endpoint="x", seconds=1.0))
                 times.append(clock())
-        except Unreachable:
+        except errors.Unreachable:
             return times
 
     loop = VirtualLoop()
@@ -236,7 +228,7 @@ async def test_closing_ends_a_search() -> None:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await connection.close()
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(errors.ConnectionLost):
         await asyncio.wait_for(searching, FOUND_WITHIN_SECONDS)
 
 
@@ -248,7 +240,7 @@ def test_blocking_client_that_cannot_be_closed_in_time_is_left_behind(monkeypatc
     monkeypatch.setattr(AsyncHome, "close", hang)
     home = sync.Home(AsyncHome(access(), "127.0.0.1:1", None))
     home.close()
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(errors.ConnectionLost):
         home.ready()
 
 
@@ -256,7 +248,7 @@ async def test_waiting_for_readiness_outlasts_a_restart() -> None:
     async with coordinator() as port:
         home = AsyncHome(access(), f"127.0.0.1:{port}", None)
         await home.open(FOUND_WITHIN_SECONDS)
-    with pytest.raises(DeadlineExceeded, match="getting ready"):
+    with pytest.raises(errors.DeadlineExceeded, match="getting ready"):
         await home.wait_ready(0.3)
     waiting = asyncio.create_task(home.wait_ready(FOUND_WITHIN_SECONDS))
     await asyncio.sleep(0.3)

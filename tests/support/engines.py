@@ -33,19 +33,8 @@ from hearth.grammars import Grammars, Vocabulary
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan, draft_plan
+from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array
-from hearth.wire.messages import (
-    ChunkRef,
-    DeviceTrace,
-    Failed,
-    GenerateTokens,
-    GenerationEnded,
-    Run,
-    RunDone,
-    Sampling,
-    TokenLogProbs,
-    TokensGenerated,
-)
 
 TOKEN = bytes(range(16))
 
@@ -60,13 +49,13 @@ def _store() -> tuple[ShardStore, tempfile.TemporaryDirectory[str]]:
 
 
 @cache
-def _stored_chunks(model_dir: Path, spec: ModelSpec) -> dict[ChunkRef, Path]:
+def _stored_chunks(model_dir: Path, spec: ModelSpec) -> dict[wire.ChunkRef, Path]:
     """Every chunk of a model, cut once: clusters differ in the distribution of chunks."""
     store, _ = _store()
     return store_chunks(model_dir, spec, store)
 
 
-def store_chunks(model_dir: Path, spec: ModelSpec, store: ShardStore) -> dict[ChunkRef, Path]:
+def store_chunks(model_dir: Path, spec: ModelSpec, store: ShardStore) -> dict[wire.ChunkRef, Path]:
     """Cut a checkpoint into chunks; return the file of each in `store`."""
     with Checkpoint(model_dir) as checkpoint:
         refs = build_manifest(checkpoint, spec)
@@ -88,7 +77,7 @@ class EngineCluster:
         *,
         bytes_per_second: float | None = None,
         compute_device: str = "cpu",
-        chunks: Mapping[ChunkRef, Path] | None = None,
+        chunks: Mapping[wire.ChunkRef, Path] | None = None,
         vocabulary: Vocabulary | None = None,
         kernels: Sequence[KernelChoice] = (),
     ) -> None:
@@ -130,10 +119,10 @@ class EngineCluster:
         output: str = "hidden",
         trace: bool = False,
         timeout: float = 30.0 * PATIENCE,
-    ) -> tuple[np.ndarray[Any, Any], list[RunDone]]:
+    ) -> tuple[np.ndarray[Any, Any], list[wire.RunDone]]:
         """All rows [T,H] in order (or the sum over ranks), and each rank's answer."""
         self._step += 1
-        request = Run(
+        request = wire.Run(
             holder="test", epoch=self.plan.epoch, step=self._step, output=output, timeout_seconds=timeout, trace=trace
         )  # fmt: skip
         ids = np.concatenate([np.asarray(s, dtype=np.int32) for s in sequences])
@@ -145,9 +134,11 @@ class EngineCluster:
         rows = np.concatenate(parts) if output == "hidden" else sum(parts[1:], parts[0])
         return rows, [done for done, _ in results]
 
-    def traces(self, answers: Sequence[RunDone]) -> list[DeviceTrace]:
+    def traces(self, answers: Sequence[wire.RunDone]) -> list[wire.DeviceTrace]:
         """Traces with one clock, since all ranks share this process."""
-        return [DeviceTrace(device=f"device{rank}", rank=rank, events=done.trace) for rank, done in enumerate(answers)]
+        return [
+            wire.DeviceTrace(device=f"device{rank}", rank=rank, events=done.trace) for rank, done in enumerate(answers)
+        ]
 
 
 def local_draft(model_dir: Path, plan: TransformerPlan) -> LocalDraft:
@@ -166,8 +157,8 @@ class GenerationCluster:
     def __init__(self, cluster: EngineCluster, speculation: Speculation | None = None) -> None:
         self.leader = Leader(cluster.plan, cluster.executors[0], speculation=speculation)
         self.answers: dict[bytes, list[int]] = {}
-        self.log_probs: dict[bytes, list[TokenLogProbs]] = {}
-        self.ended: dict[bytes, GenerationEnded] = {}
+        self.log_probs: dict[bytes, list[wire.TokenLogProbs]] = {}
+        self.ended: dict[bytes, wire.GenerationEnded] = {}
         self.refused: list[bytes] = []  # requests that failed alone
         self.chosen: list[bytes] = []  # the request of every token, in the order in which tokens were chosen
         self._followers = [
@@ -176,9 +167,11 @@ class GenerationCluster:
         for thread in self._followers:
             thread.start()
 
-    def submit(self, prompt: Sequence[int], max_tokens: int, sampling: Sampling | None = None, **fields: Any) -> bytes:
-        request = GenerateTokens(
-            holder="test", epoch=1, max_tokens=max_tokens, sampling=sampling or Sampling(), **fields
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int, sampling: wire.Sampling | None = None, **fields: Any
+    ) -> bytes:
+        request = wire.GenerateTokens(
+            holder="test", epoch=1, max_tokens=max_tokens, sampling=sampling or wire.Sampling(), **fields
         )  # fmt: skip
         request_id = len(self.answers).to_bytes(8, "little")
         self.answers[request_id], self.log_probs[request_id] = [], []
@@ -187,7 +180,7 @@ class GenerationCluster:
         return request_id
 
     def answer(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling | None = None, **fields: Any
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: wire.Sampling | None = None, **fields: Any
     ) -> list[list[int]]:
         """The answers to all prompts at once, once everything has been answered."""
         requests = [self.submit(prompt, max_tokens, sampling, **fields) for prompt in prompts]
@@ -199,13 +192,13 @@ class GenerationCluster:
 
     def _take(self, replies: Replies) -> None:
         for request_id, message in replies:
-            if isinstance(message, TokensGenerated):
+            if isinstance(message, wire.TokensGenerated):
                 self.answers[request_id] += message.token_ids
                 self.log_probs[request_id] += message.log_probs
                 self.chosen += [request_id] * len(message.token_ids)
-            elif isinstance(message, GenerationEnded):
+            elif isinstance(message, wire.GenerationEnded):
                 self.ended[request_id] = message
-            elif isinstance(message, Failed):
+            elif isinstance(message, wire.Failed):
                 if message.error().scope != "request":
                     raise message.error()
                 self.refused.append(request_id)

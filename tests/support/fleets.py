@@ -23,29 +23,8 @@ from hearth.plan.geometry import rows_per_rank, spans
 from hearth.plan.profile import BlockProfile, WireCost
 from hearth.platform.asyncio_tools import loop_time
 from hearth.protocol import DEFAULT_DEPLOYMENT
+from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, pack_arrays, unpack_arrays
-from hearth.wire.messages import (
-    BlocksOf,
-    ChunksFetched,
-    ChunksMissing,
-    Done,
-    FetchChunks,
-    FindMissing,
-    GraphProfile,
-    Kernel,
-    LinkMeasured,
-    Load,
-    MeasureLink,
-    Message,
-    OperatorsOf,
-    Profile,
-    Profiled,
-    PutChunk,
-    Run,
-    RunDone,
-    WireStats,
-    WorkerBound,
-)
 from hearth.wire.rpc import Reply
 
 
@@ -65,9 +44,9 @@ class FakeFleet(ABC):
         self.link_factor = 1.0
         self.link_bytes_per_second = link_bytes_per_second
         self.stored: dict[str, set[str]] = {name: set() for name in names}
-        self.loads: dict[str, Load] = {}
-        self.other_loads: dict[tuple[str, str], Load] = {}  # of other deployments, by their name and device
-        self.asked: list[tuple[str, Message]] = []
+        self.loads: dict[str, wire.Load] = {}
+        self.other_loads: dict[tuple[str, str], wire.Load] = {}  # of other deployments, by their name and device
+        self.asked: list[tuple[str, wire.Message]] = []
         self.running: Counter[str] = Counter()  # number of running requests by device
         self.most_running = 0  # largest number of concurrent requests on a device
         self.released = asyncio.Event()  # if cleared, requests wait on the devices
@@ -116,52 +95,56 @@ class FakeFleet(ABC):
         fleet = self
 
         class Connection:
-            async def call(self, message: Message, payload: Sequence[Any] = (), *, timeout_seconds: float) -> Reply:
+            async def call(
+                self, message: wire.Message, payload: Sequence[Any] = (), *, timeout_seconds: float
+            ) -> Reply:
                 return await fleet.call(device_id, message, payload, timeout_seconds)
 
         yield Connection()
 
-    async def ask(self, device_id: str, message: Message, expected: type[Any], timeout_seconds: float = 10.0) -> Any:
+    async def ask(
+        self, device_id: str, message: wire.Message, expected: type[Any], timeout_seconds: float = 10.0
+    ) -> Any:
         reply = (await self.call(device_id, message, (), timeout_seconds)).message
         assert isinstance(reply, expected)
         return reply
 
     async def call(
-        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
+        self, device_id: str, message: wire.Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
     ) -> Reply:
         self.asked.append((device_id, message))
         await asyncio.sleep(0)
         if self.devices[device_id].health == "dead":
             raise DeviceLost(device=device_id, reason="it is gone")
         stored = self.stored[device_id]
-        if isinstance(message, Profile):
-            return Reply(Profiled(result=self.profile(message, payload)))
-        if isinstance(message, MeasureLink):
+        if isinstance(message, wire.Profile):
+            return Reply(wire.Profiled(result=self.profile(message, payload)))
+        if isinstance(message, wire.MeasureLink):
             rate = self.link_bytes_per_second / self.link_factor
-            return Reply(LinkMeasured(bytes_per_second=rate, round_trip_seconds=1e-9, num_bytes=1, stable=True))
-        if isinstance(message, FindMissing):
+            return Reply(wire.LinkMeasured(bytes_per_second=rate, round_trip_seconds=1e-9, num_bytes=1, stable=True))
+        if isinstance(message, wire.FindMissing):
             missing = tuple(chunk for chunk in message.hashes if chunk not in stored)
             num_stored = (len(message.hashes) - len(missing)) * message.read_ahead  # as if chunks had one byte
-            return Reply(ChunksMissing(hashes=missing, stored_bytes=num_stored, read_ahead_bytes=num_stored))
-        if isinstance(message, FetchChunks):
+            return Reply(wire.ChunksMissing(hashes=missing, stored_bytes=num_stored, read_ahead_bytes=num_stored))
+        if isinstance(message, wire.FetchChunks):
             stored |= set(message.hashes)
-            return Reply(ChunksFetched(missing=()))
-        if isinstance(message, PutChunk):
+            return Reply(wire.ChunksFetched(missing=()))
+        if isinstance(message, wire.PutChunk):
             assert hashlib.sha256(payload[0]).hexdigest() == message.hash
             stored.add(message.hash)
-            return Reply(Done())
-        if isinstance(message, Load):
+            return Reply(wire.Done())
+        if isinstance(message, wire.Load):
             assert set(message.parts.hashes) <= stored
             if message.deployment == DEFAULT_DEPLOYMENT:
                 self.loads[device_id] = message
             else:
                 self.other_loads[message.deployment, device_id] = message
-            return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
-        if isinstance(message, Run):
+            return Reply(wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+        if isinstance(message, wire.Run):
             return await self._run(device_id, message, payload)
-        return Reply(Done())
+        return Reply(wire.Done())
 
-    async def _run(self, device_id: str, message: Run, payload: Sequence[Any]) -> Reply:
+    async def _run(self, device_id: str, message: wire.Run, payload: Sequence[Any]) -> Reply:
         assert self.loaded(device_id, message).plan.epoch == message.epoch
         self.running[device_id] += 1
         self.most_running = max(self.most_running, self.running[device_id])
@@ -178,18 +161,18 @@ class FakeFleet(ABC):
             raise StepFailed(device=device_id, reason="the input is all ones")
         return self.run(device_id, message, arrays)
 
-    def loaded(self, device_id: str, message: Run) -> Load:
+    def loaded(self, device_id: str, message: wire.Run) -> wire.Load:
         """What the worker that a request is for has loaded."""
         if message.deployment == DEFAULT_DEPLOYMENT:
             return self.loads[device_id]
         return self.other_loads[message.deployment, device_id]
 
     @abstractmethod
-    def profile(self, message: Profile, payload: Sequence[Any]) -> BlockProfile | GraphProfile:
+    def profile(self, message: wire.Profile, payload: Sequence[Any]) -> BlockProfile | wire.GraphProfile:
         """The answer of every device."""
 
     @abstractmethod
-    def run(self, device_id: str, message: Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
+    def run(self, device_id: str, message: wire.Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
         """The answer of one rank to a request."""
 
 
@@ -201,11 +184,11 @@ class TransformerFleet(FakeFleet):
         self.errors = {None: 0.0, "exact": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 5e-2}
         self.speeds = {None: 1.0, "exact": 1.0, "bf16": 0.6, "fp16": 0.7, "int8": 0.4}
 
-    def profile(self, message: Profile, payload: Sequence[Any]) -> BlockProfile:
-        assert isinstance(message.subject, BlocksOf)
+    def profile(self, message: wire.Profile, payload: Sequence[Any]) -> BlockProfile:
+        assert isinstance(message.subject, wire.BlocksOf)
         return device_profile(0, 1.0, message.subject.model, message.subject.seq_len).blocks
 
-    def run(self, device_id: str, message: Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
+    def run(self, device_id: str, message: wire.Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
         load = self.loaded(device_id, message)
         plan, rank = load.plan, load.rank
         num_rows, num_sequences = len(arrays["token_ids"]), len(arrays["cumulative_lengths"]) - 1
@@ -213,10 +196,10 @@ class TransformerFleet(FakeFleet):
         share = num_rows / plan.body.seq_len
         slowest = max(self.slow[device.device_id] for device in plan.devices)
         latency = plan.predicted.latency_seconds * share * slowest * self.link_factor * self.speeds[message.values]
-        done = RunDone(
+        done = wire.RunDone(
             names=(message.output,), began_seconds=0.0, ended_seconds=latency,
             compute_seconds=(plan.devices[rank].compute_seconds * share * self.slow[device_id],),
-            wire=WireStats(), dropped_messages=0,
+            wire=wire.WireStats(), dropped_messages=0,
         )  # fmt: skip
         shape = (own if message.output == "hidden" else num_sequences, plan.model.hidden_size)
         return Reply(done, pack_array(np.ones(shape, np.float32) * (1 + self.errors[message.values])))
@@ -229,33 +212,33 @@ class GraphFleet(FakeFleet):
         super().__init__(names, link_bytes_per_second=1e9)
         self.graph = graph
 
-    def profile(self, message: Profile, payload: Sequence[Any]) -> GraphProfile:
+    def profile(self, message: wire.Profile, payload: Sequence[Any]) -> wire.GraphProfile:
         from onnx import ModelProto
 
-        assert isinstance(message.subject, OperatorsOf)
+        assert isinstance(message.subject, wire.OperatorsOf)
         names = [node.name for node in ModelProto.FromString(b"".join(payload)).graph.node]
         num_tiles = Counter(name.partition("/tile")[0] for name in names if "/tile" in name)
         seconds = {name: 0.01 / num_tiles.get(name.partition("/tile")[0], 1) for name in names}
         seconds |= {name: 0.0 for name in names if name.partition("/")[2][:3] in ("gat", "par", "sum")}
         kernels = tuple(
-            Kernel(name=name, kind="", provider="cpu", seconds=seconds[name], operators=(name,)) for name in names
+            wire.Kernel(name=name, kind="", provider="cpu", seconds=seconds[name], operators=(name,)) for name in names
         )
-        return GraphProfile(
+        return wire.GraphProfile(
             kernels=kernels, run_seconds=sum(seconds.values()), provider="cpu", process_bytes=1 << 20,
             load_bytes=1 << 20, peak_bytes=3 << 20, run_bytes=1 << 20, wire=WireCost(),
         )  # fmt: skip
 
-    def run(self, device_id: str, message: Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
+    def run(self, device_id: str, message: wire.Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
         load = self.loaded(device_id, message)
         plan, rank = load.plan, load.rank
         made = [name for segment in plan.body.segments_of(rank) for name in segment.outputs]
         outputs = {name: np.ones((1, 40), np.float32) for name in plan.model.outputs if name in made}
-        done = RunDone(
+        done = wire.RunDone(
             names=tuple(outputs), began_seconds=0.0, ended_seconds=0.1,
             compute_seconds=tuple(
                 (each.seconds if plan.model.tiles else 0.01 * len(each.operators)) * self.slow[device_id]
                 for each in plan.body.segments_of(rank)
             ),
-            wire=WireStats(), dropped_messages=0,
+            wire=wire.WireStats(), dropped_messages=0,
         )  # fmt: skip
         return Reply(done, pack_arrays(outputs))

@@ -13,34 +13,21 @@ from agent.worker.runtime import Runtime
 from coordinator.deploy.kept_caches import kept_caches, kept_prefixes
 from hearth.errors import HearthError
 from hearth.plan.plan import Plan, is_transformer_plan
-from hearth.wire.messages import (
-    ComputeDevice,
-    ConnectPeers,
-    Failed,
-    KeptCache,
-    KeptPrefixes,
-    Load,
-    Message,
-    Peer,
-    SegmentParts,
-    ShardParts,
-    Start,
-    WorkerBound,
-)
+from hearth.wire import messages as wire
 
 LOOPBACK = "127.0.0.1"
 ANSWER_SECONDS = 60.0
 
-Answer = tuple[Message, list[bytes]]
+Answer = tuple[wire.Message, list[bytes]]
 
 
 class RuntimeProcess:
     """What a worker process does: load a plan, connect, run, and the same again with the next plan."""
 
-    def __init__(self, store_path: Path, compute_device: ComputeDevice = "cpu") -> None:
-        self.bound: WorkerBound | None = None
+    def __init__(self, store_path: Path, compute_device: wire.ComputeDevice = "cpu") -> None:
+        self.bound: wire.WorkerBound | None = None
         self._store_path = store_path
-        self._compute_device: ComputeDevice = compute_device
+        self._compute_device: wire.ComputeDevice = compute_device
         self._runtime: Runtime | None = None
         self._thread: threading.Thread | None = None
         self._answers: dict[bytes, queue.SimpleQueue[Answer]] = {}
@@ -49,12 +36,12 @@ class RuntimeProcess:
         self,
         plan: Plan,
         rank: int,
-        parts: ShardParts | SegmentParts,
+        parts: wire.ShardParts | wire.SegmentParts,
         token: bytes,
         is_given_up: Callable[[], bool] = lambda: False,
-    ) -> WorkerBound:
-        load = Load(holder="test", plan=plan, rank=rank, parts=parts, plan_token=token)
-        start = Start(
+    ) -> wire.WorkerBound:
+        load = wire.Load(holder="test", plan=plan, rank=rank, parts=parts, plan_token=token)
+        start = wire.Start(
             load=load, store_path=str(self._store_path), bind_host=LOOPBACK, ports=(0, 0), num_threads=1,
             compute_device=self._compute_device,
         )  # fmt: skip
@@ -67,12 +54,12 @@ class RuntimeProcess:
             self._runtime = runtime
         return self.bound
 
-    def connect(self, request: ConnectPeers) -> None:
+    def connect(self, request: wire.ConnectPeers) -> None:
         self._runtime.connect(request)
         self._thread = threading.Thread(target=self._runtime.run, daemon=True)
         self._thread.start()
 
-    def begin(self, request_id: bytes, message: Message, payload: Sequence[bytes]) -> Callable[[], Answer]:
+    def begin(self, request_id: bytes, message: wire.Message, payload: Sequence[bytes]) -> Callable[[], Answer]:
         """Pass a request to the runtime; the returned function waits for its next answer and raises its error."""
         assert self._runtime is not None
         answers = self._answers.setdefault(request_id, queue.SimpleQueue())
@@ -80,7 +67,7 @@ class RuntimeProcess:
 
         def answer() -> Answer:
             message, frames = answers.get(timeout=ANSWER_SECONDS)
-            if isinstance(message, Failed):
+            if isinstance(message, wire.Failed):
                 raise message.error()
             return message, frames
 
@@ -105,24 +92,24 @@ class RuntimeProcess:
             transport.close()
             transport.release()
 
-    def _answer(self, request_id: bytes, message: Message, payload: Sequence[Any]) -> None:
+    def _answer(self, request_id: bytes, message: wire.Message, payload: Sequence[Any]) -> None:
         self._answers[request_id].put((message, [bytes(frame) for frame in payload]))
 
 
 class RuntimeHome:
     """Deploys plan after plan on named processes, which live from plan to plan until `kill`."""
 
-    def __init__(self, store_path: Path, compute_device: ComputeDevice = "cpu") -> None:
+    def __init__(self, store_path: Path, compute_device: wire.ComputeDevice = "cpu") -> None:
         self.processes: dict[str, RuntimeProcess] = {}
         self.ranks: list[RuntimeProcess] = []
         self.plan: Plan | None = None
-        self.kept: tuple[KeptCache, ...] = ()  # of the plan before
-        self.prefixes: KeptPrefixes | None = None  # the same
+        self.kept: tuple[wire.KeptCache, ...] = ()  # of the plan before
+        self.prefixes: wire.KeptPrefixes | None = None  # the same
         self._store_path = store_path
-        self._compute_device: ComputeDevice = compute_device
+        self._compute_device: wire.ComputeDevice = compute_device
         self._requests = 0
 
-    def deploy(self, plan: Plan, names: Sequence[str], parts: Sequence[ShardParts | SegmentParts]) -> None:
+    def deploy(self, plan: Plan, names: Sequence[str], parts: Sequence[wire.ShardParts | wire.SegmentParts]) -> None:
         """Load the plan on these processes, by rank, and connect them."""
         self.plan = plan
         token = plan.epoch.to_bytes(16, "little")
@@ -136,14 +123,14 @@ class RuntimeHome:
             self.prefixes = kept_prefixes(plan, [each.prefixes for each in bound], lambda source, target: 1e9)
         for rank, process in enumerate(self.ranks):
             peers = tuple(
-                Peer(rank=other, host=LOOPBACK, port=each.port, public_key=each.public_key, bytes_per_second=1e9)
+                wire.Peer(rank=other, host=LOOPBACK, port=each.port, public_key=each.public_key, bytes_per_second=1e9)
                 for other, each in enumerate(bound)
                 if other != rank
             )
             kept = {"caches": self.kept, "prefixes": self.prefixes}
-            process.connect(ConnectPeers(holder="test", epoch=plan.epoch, peers=peers, **kept))
+            process.connect(wire.ConnectPeers(holder="test", epoch=plan.epoch, peers=peers, **kept))
 
-    def ask(self, requests: Sequence[tuple[Message, Sequence[bytes]]]) -> list[Answer]:
+    def ask(self, requests: Sequence[tuple[wire.Message, Sequence[bytes]]]) -> list[Answer]:
         """Send one request to each rank and wait for all answers. Raises the first error."""
         self._requests += 1
         request_id = self._requests.to_bytes(8, "little")

@@ -22,12 +22,7 @@ from hearth.errors import WrongKey
 from hearth.platform.curve import KeyPair, new_keypair
 from hearth.platform.loop_gatekeeper import LoopGatekeeper
 from hearth.transport.base import Buffer
-from hearth.wire.messages import (
-    FetchChunks,
-    MeasureLink,
-    Message,
-    OpenLinkProbe,
-)
+from hearth.wire import messages as wire
 from hearth.wire.rpc import RpcClient
 
 
@@ -51,7 +46,7 @@ async def link_server(keys: KeyPair, read: Callable[[str], Awaitable[bytes]]) ->
 async def test_link_is_measured_within_limits_for_authorised_peers() -> None:
     mine, theirs = new_keypair(), new_keypair()
     async with link_server(theirs, no_chunk) as server:
-        request = MeasureLink(
+        request = wire.MeasureLink(
             host="127.0.0.1",
             port=server.port,
             peer_public_key=theirs.public,
@@ -60,7 +55,7 @@ async def test_link_is_measured_within_limits_for_authorised_peers() -> None:
         )
         with pytest.raises(WrongKey):
             await measure_link(request, mine)
-        server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
+        server.open(wire.OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
         measured = await asyncio.wait_for(measure_link(request, mine), 20)
         assert measured.bytes_per_second > 1e6
         assert measured.round_trip_seconds > 0
@@ -86,7 +81,7 @@ async def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> No
 
     mine, peer = new_keypair(), new_keypair()
     async with link_server(peer, read) as server:
-        request = FetchChunks(
+        request = wire.FetchChunks(
             holder="c",
             host="127.0.0.1",
             port=server.port,
@@ -96,7 +91,7 @@ async def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> No
         )
         refused = await fetch_chunks(request.model_copy(update={"seconds": 1.0}), mine, store)
         assert sorted(refused) == sorted(hashes)
-        server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
+        server.open(wire.OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
         missing = await asyncio.wait_for(fetch_chunks(request, mine, store), 20)
     assert sorted(missing) == sorted([hashes[3], *hashes[8:]])
     assert sorted(ours.missing(tuple(hashes))) == sorted(missing)
@@ -115,12 +110,12 @@ def test_bursts_are_long_against_what_delays_their_last_packet(
     class Link:
         """Answers a burst after its transfer and a round trip; every burst is `late`, as by a packet that is sent again."""
 
-        async def call(self, message: Message, payload: Sequence[bytes], timeout_seconds: float) -> None:
+        async def call(self, message: wire.Message, payload: Sequence[bytes], timeout_seconds: float) -> None:
             num_bytes = sum(map(len, payload))
             now[0] += round_trip + (num_bytes / bytes_per_second + late if num_bytes else 0.0)
 
     monkeypatch.setattr(links, "loop_time", lambda: now[0])
-    request = MeasureLink(host="a", port=1, peer_public_key="k" * 40, max_bytes=64 << 20, max_seconds=1.0)
+    request = wire.MeasureLink(host="a", port=1, peer_public_key="k" * 40, max_bytes=64 << 20, max_seconds=1.0)
     measured = asyncio.run(links._measure_rate(cast(RpcClient, Link()), request))
     assert measured.round_trip_seconds == pytest.approx(round_trip)
     assert 0.75 * bytes_per_second < measured.bytes_per_second <= bytes_per_second
@@ -136,7 +131,7 @@ def test_the_slow_start_of_a_connection_is_not_its_rate(monkeypatch: pytest.Monk
 
         window = 14_600.0
 
-        async def call(self, message: Message, payload: Sequence[bytes], timeout_seconds: float) -> None:
+        async def call(self, message: wire.Message, payload: Sequence[bytes], timeout_seconds: float) -> None:
             left = float(sum(map(len, payload)))
             now[0] += round_trip
             while left > 0:
@@ -147,6 +142,6 @@ def test_the_slow_start_of_a_connection_is_not_its_rate(monkeypatch: pytest.Monk
                 left -= sent
 
     monkeypatch.setattr(links, "loop_time", lambda: now[0])
-    request = MeasureLink(host="a", port=1, peer_public_key="k" * 40, max_bytes=64 << 20, max_seconds=1.0)
+    request = wire.MeasureLink(host="a", port=1, peer_public_key="k" * 40, max_bytes=64 << 20, max_seconds=1.0)
     measured = asyncio.run(links._measure_rate(cast(RpcClient, Link()), request))
     assert 0.9 * bytes_per_second < measured.bytes_per_second <= 1.01 * bytes_per_second

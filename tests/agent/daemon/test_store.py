@@ -21,12 +21,7 @@ from hypothesis import strategies as st
 from support.chunks import chunk
 
 from agent.daemon.store import ShardStore
-from hearth.errors import (
-    ChunkCorrupt,
-    ChunkMissing,
-    StoreFailed,
-    StoreFull,
-)
+from hearth import errors
 
 
 def test_externally_deleted_chunks_can_be_stored_again(tmp_path: Path) -> None:
@@ -34,7 +29,7 @@ def test_externally_deleted_chunks_can_be_stored_again(tmp_path: Path) -> None:
     name, data = chunk(1)
     store.put(name, data)
     shutil.rmtree(store.path)
-    with pytest.raises(ChunkMissing):
+    with pytest.raises(errors.ChunkMissing):
         store.verify([name])
     assert store.missing([name]) == (name,)
     assert store.total_bytes == 0
@@ -47,7 +42,7 @@ def test_oversized_chunk_evicts_nothing(tmp_path: Path) -> None:
     store = ShardStore(tmp_path, 250, "d")
     name, data = chunk(1)
     store.put(name, data)
-    with pytest.raises(StoreFull):
+    with pytest.raises(errors.StoreFull):
         store.put(*chunk(2, size=300))
     assert store.missing([name]) == ()
 
@@ -123,14 +118,14 @@ def test_restart_keeps_complete_chunks_and_removes_partial_ones(tmp_path: Path) 
     assert again.verify([name]) == ()
     assert again.path_of(name).read_bytes() == data
     assert not list(tmp_path.glob("*/*.part"))
-    with pytest.raises(ChunkMissing):
+    with pytest.raises(errors.ChunkMissing):
         again.path_of("0" * 64)
 
 
 def test_chunk_that_does_not_match_its_hash_is_rejected(tmp_path: Path) -> None:
     name, data = chunk(1)
     store = ShardStore(tmp_path, 1000, "d")
-    with pytest.raises(ChunkCorrupt):
+    with pytest.raises(errors.ChunkCorrupt):
         store.put(name, data[:-1])
     assert store.missing([name]) == (name,)
     store.put(name, data)
@@ -149,7 +144,7 @@ def test_pinned_chunks_are_never_evicted(tmp_path: Path) -> None:
     store.put(third, three)
     assert store.missing([first, second, third]) == (second,)
     store.pin("other", [third])
-    with pytest.raises(StoreFull) as error:
+    with pytest.raises(errors.StoreFull) as error:
         store.put(second, two)
     assert (error.value.device, error.value.needed_bytes, error.value.free_bytes) == ("kitchen", 100, 50)
     store.unpin("other")
@@ -191,7 +186,7 @@ def test_full_disk_raises_store_full_and_leaves_no_partial_file(tmp_path: Path) 
         (first, one), (second, two) = chunk(1, 10 << 20), chunk(2, 10 << 20)
         store.put(first, one)
         store.pin("default", [first])
-        with pytest.raises(StoreFull):
+        with pytest.raises(errors.StoreFull):
             store.put(second, two)
         assert [path.name for path in disk.glob("*/*")] == [first]
     finally:
@@ -281,9 +276,9 @@ def test_read_only_store_is_read_and_says_why_it_takes_no_chunk(tmp_path: Path) 
         for each in (store, again):
             assert each.verify([chunk(1)[0]]) == ()
             each.pin("default", [chunk(1)[0]])
-            with pytest.raises(StoreFailed, match="kitchen cannot be used: Read-only file system"):
+            with pytest.raises(errors.StoreFailed, match="kitchen cannot be used: Read-only file system"):
                 each.put(*chunk(2))
-            with pytest.raises(StoreFailed):
+            with pytest.raises(errors.StoreFailed):
                 each.scratch_folder()
     finally:
         subprocess.run(["umount", str(folder)], check=True)

@@ -27,31 +27,11 @@ from support.waiting import let_tasks_run, until
 from agent.daemon import supervisor
 from agent.daemon.spawner import Spawner
 from agent.daemon.supervisor import WorkerProcess
-from hearth.errors import (
-    DeadlineExceeded,
-    StepFailed,
-    WorkerDied,
-)
-from hearth.wire.messages import (
-    Abort,
-    Cancel,
-    ConnectPeers,
-    Done,
-    Failed,
-    GenerateTokens,
-    GenerationEnded,
-    Message,
-    ReportProgress,
-    Start,
-    TokensGenerated,
-    WorkerBound,
-    WorkerProgress,
-    decode,
-    encode,
-)
+from hearth import errors
+from hearth.wire import messages as wire
 
-REQUEST = GenerateTokens(holder="c", epoch=1, max_tokens=9)
-END = GenerationEnded(
+REQUEST = wire.GenerateTokens(holder="c", epoch=1, max_tokens=9)
+END = wire.GenerationEnded(
     reason="length", num_prompt_tokens=1, num_tokens=2, queued_seconds=0, prefill_seconds=0, decode_seconds=0
 )  # fmt: skip
 
@@ -62,14 +42,14 @@ class ScriptedWorker:
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self._socket = socket
         self._signs: asyncio.Task[None] | None = None
-        self.progress = WorkerProgress()
+        self.progress = wire.WorkerProgress()
 
-    async def receive(self) -> tuple[bytes, Message, list[bytes]]:
+    async def receive(self) -> tuple[bytes, wire.Message, list[bytes]]:
         """The next request. Signs of life are sent from the moment at which the daemon asks for them."""
         while True:
             request_id, body, *payload = await asyncio.wait_for(self._socket.recv_multipart(), 10)
-            message = decode(body)
-            if not isinstance(message, ReportProgress):
+            message = wire.decode(body)
+            if not isinstance(message, wire.ReportProgress):
                 return request_id, message, payload
             self._signs = asyncio.create_task(self._give_signs(request_id, message.interval_seconds))
 
@@ -81,13 +61,13 @@ class ScriptedWorker:
     def fall_silent(self) -> None:
         self._signs.cancel()
 
-    async def answer(self, request_id: bytes, *messages: Message) -> None:
+    async def answer(self, request_id: bytes, *messages: wire.Message) -> None:
         for message in messages:
-            await self._socket.send_multipart([request_id, encode(message)])
+            await self._socket.send_multipart([request_id, wire.encode(message)])
 
 
 NEVER_FORK = Spawner("off", lambda num_bytes: True)
-START = next(message for message in EXAMPLES if isinstance(message, Start))
+START = next(message for message in EXAMPLES if isinstance(message, wire.Start))
 Scenario = Callable[[WorkerProcess, ScriptedWorker], Awaitable[None]]
 WithWorker = Callable[[Scenario], None]
 
@@ -106,10 +86,10 @@ async def scripted_worker(folder: Path) -> AsyncIterator[tuple[WorkerProcess, Sc
             worker = ScriptedWorker(socket)
             request_id, message, _ = await worker.receive()
             assert message == START
-            await worker.answer(request_id, WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+            await worker.answer(request_id, wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
             await starting
-            connecting = asyncio.create_task(process.connect(ConnectPeers(holder="c", epoch=1, peers=())))
-            await worker.answer((await worker.receive())[0], Done())
+            connecting = asyncio.create_task(process.connect(wire.ConnectPeers(holder="c", epoch=1, peers=())))
+            await worker.answer((await worker.receive())[0], wire.Done())
             await connecting
             assert process.state == "ready"
             yield process, worker
@@ -137,11 +117,11 @@ def with_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WithWorker:
     return run
 
 
-def token(index: int) -> TokensGenerated:
-    return TokensGenerated(token_ids=(index,))
+def token(index: int) -> wire.TokensGenerated:
+    return wire.TokensGenerated(token_ids=(index,))
 
 
-async def read(stream: Any) -> list[Message]:
+async def read(stream: Any) -> list[wire.Message]:
     return [reply.message async for reply in stream]
 
 
@@ -156,9 +136,9 @@ def test_streamed_tokens_are_forwarded_up_to_the_last_message(with_worker: WithW
             for request_id, _, [_, name] in asked:
                 await worker.answer(request_id, token(10 * int(name) + index))
         await worker.answer(asked[0][0], END)
-        await worker.answer(asked[1][0], Failed.of(StepFailed(device="rank 0", reason="aborted")))
+        await worker.answer(asked[1][0], wire.Failed.of(errors.StepFailed(device="rank 0", reason="aborted")))
         assert await one == [token(10), token(11), token(12), END]
-        with pytest.raises(StepFailed):
+        with pytest.raises(errors.StepFailed):
             await two
 
     with_worker(scenario)
@@ -173,7 +153,7 @@ def test_closing_a_stream_early_cancels_the_request(with_worker: WithWorker) -> 
             await worker.answer(request_id, token(1), token(2))
             assert (await first).message == token(1)
         _, message, _ = await worker.receive()
-        assert message == Cancel(request=request_id)
+        assert message == wire.Cancel(request=request_id)
         await worker.answer(request_id, token(3))  # sent before the cancel arrived
         again = asyncio.create_task(read(process.stream(REQUEST, ())))
         request_id, _, _ = await worker.receive()
@@ -194,11 +174,11 @@ def test_worker_exit_ends_its_streams(end: str, with_worker: WithWorker) -> None
             os.kill(process.pid, signal.SIGSEGV)
         else:
             await process.stop()
-        with pytest.raises(WorkerDied):
+        with pytest.raises(errors.WorkerDied):
             await reading
         if end == "death":  # the cause of death is in the error
-            with pytest.raises(WorkerDied, match="SIGSEGV"):
-                await process.abort(Abort(holder="c", epoch=1, reason="rank 0 waits"))
+            with pytest.raises(errors.WorkerDied, match="SIGSEGV"):
+                await process.abort(wire.Abort(holder="c", epoch=1, reason="rank 0 waits"))
 
     with_worker(scenario)
 
@@ -218,13 +198,13 @@ def test_stopped_worker_is_killed_and_its_calls_fail(when: str, with_worker: Wit
         worker.fall_silent()
         await until("the verdict", lambda: process.state == "failed")
         assert asyncio.get_running_loop().time() - began < 10  # not one of the timeouts of requests
-        assert isinstance(process.failure, WorkerDied)
+        assert isinstance(process.failure, errors.WorkerDied)
         assert "stopped by a signal" in process.failure.reason
         if reading is not None:
-            with pytest.raises(WorkerDied, match="no sign of life"):
+            with pytest.raises(errors.WorkerDied, match="no sign of life"):
                 await reading
-        with pytest.raises(WorkerDied, match="no sign of life"):
-            await process.abort(Abort(holder="c", epoch=1, reason="rank 0 waits"))
+        with pytest.raises(errors.WorkerDied, match="no sign of life"):
+            await process.abort(wire.Abort(holder="c", epoch=1, reason="rank 0 waits"))
         await until("the end of the process", lambda: not Path(f"/proc/{process.pid}/exe").exists())
         status = process.status("default")
         assert status.state == "failed"
@@ -234,7 +214,7 @@ def test_stopped_worker_is_killed_and_its_calls_fail(when: str, with_worker: Wit
 
 
 def test_load_that_is_given_up_leaves_the_process_to_the_next_plan(with_worker: WithWorker) -> None:
-    def start(epoch: int, **changes: Any) -> Start:
+    def start(epoch: int, **changes: Any) -> wire.Start:
         plan = START.load.plan.model_copy(update={"epoch": epoch})
         return START.model_copy(update={"load": START.load.model_copy(update={"plan": plan}), **changes})
 
@@ -247,12 +227,14 @@ def test_load_that_is_given_up_leaves_the_process_to_the_next_plan(with_worker: 
         assert not process.can_reload(newer)
         assert not process.give_up_load(start(3, num_threads=START.num_threads + 1))  # a process keeps its threads
         assert process.give_up_load(newer)
-        with pytest.raises(StepFailed, match="replaced"):
+        with pytest.raises(errors.StepFailed, match="replaced"):
             await older
-        assert (await worker.receive())[1] == Cancel(request=older_id, final=True)
+        assert (await worker.receive())[1] == wire.Cancel(request=older_id, final=True)
         assert process.can_reload(newer)
         loading = asyncio.create_task(process.reload(newer))
-        await worker.answer((await worker.receive())[0], WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+        await worker.answer(
+            (await worker.receive())[0], wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0)
+        )
         await loading
         assert (process.state, process.epoch, process.pid) == ("bound", 3, pid)
 
@@ -261,10 +243,10 @@ def test_load_that_is_given_up_leaves_the_process_to_the_next_plan(with_worker: 
 
 def test_status_names_the_step_that_the_worker_computes(with_worker: WithWorker) -> None:
     async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
-        worker.progress = WorkerProgress(step=3, step_seconds=2.0, busy_seconds=1.0, limit_seconds=15.0)
+        worker.progress = wire.WorkerProgress(step=3, step_seconds=2.0, busy_seconds=1.0, limit_seconds=15.0)
         await until("the step", lambda: process.status("default").step == 3)
         assert process.status("default").step_seconds == 2.0
-        worker.progress = WorkerProgress(step=3, step_seconds=16.0, busy_seconds=15.0, limit_seconds=15.0)
+        worker.progress = wire.WorkerProgress(step=3, step_seconds=16.0, busy_seconds=15.0, limit_seconds=15.0)
         await until("the verdict", lambda: process.state == "failed")
         assert "computed step 3" in process.status("default").failure
 
@@ -276,18 +258,20 @@ def test_status_says_what_was_sent_to_each_other_device_in_this_plan(with_worker
         ids = [device.device_id for device in START.load.plan.devices]
         own = START.load.rank
         sent = tuple(1000 + rank for rank in range(len(ids)))
-        worker.progress = WorkerProgress(sent_bytes=sent)
+        worker.progress = wire.WorkerProgress(sent_bytes=sent)
         expected = {each: sent[rank] for rank, each in enumerate(ids) if rank != own}
         assert expected
         await until("the count", lambda: process.status("default").sent_bytes == expected)
         reloading = asyncio.create_task(process.reload(START))
-        await worker.answer((await worker.receive())[0], WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+        await worker.answer(
+            (await worker.receive())[0], wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0)
+        )
         await reloading
         assert process.status("default").sent_bytes == {}
-        worker.progress = WorkerProgress()
-        connect = ConnectPeers(holder="c", epoch=process.epoch, peers=())
+        worker.progress = wire.WorkerProgress()
+        connect = wire.ConnectPeers(holder="c", epoch=process.epoch, peers=())
         connecting = asyncio.create_task(process.connect(connect))
-        await worker.answer((await worker.receive())[0], Done())
+        await worker.answer((await worker.receive())[0], wire.Done())
         await connecting
         assert process.state == "ready"
         assert process.status("default").sent_bytes == {}  # the last count was that of the plan before
@@ -307,7 +291,7 @@ def test_stop_while_the_process_is_being_started_leaves_no_process(
             starting = asyncio.create_task(process.start(START))
             await let_tasks_run(1 + num_turns)
             await asyncio.wait_for(process.stop(), 20)
-            with pytest.raises(WorkerDied, match="it was stopped"):
+            with pytest.raises(errors.WorkerDied, match="it was stopped"):
                 await asyncio.wait_for(starting, 1)
 
     asyncio.run(main())
@@ -343,10 +327,10 @@ def test_token_timeout_starts_after_the_first_token(with_worker: WithWorker, mon
         await asyncio.sleep(0.5)  # waiting for the first token: other requests run before
         assert not reading.done()
         await worker.answer(request_id, token(1))
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded):
             await reading
         _, message, _ = await worker.receive()
-        assert message == Cancel(request=request_id)
+        assert message == wire.Cancel(request=request_id)
 
     with_worker(scenario)
 
@@ -357,7 +341,7 @@ async def test_worker_that_exits_at_start_is_reported_immediately(monkeypatch: p
 
     with zmq_context() as context:
         process = WorkerProcess(context, "kitchen", NEVER_FORK)
-        with pytest.raises(WorkerDied, match="exited with code 1"):
+        with pytest.raises(errors.WorkerDied, match="exited with code 1"):
             await asyncio.wait_for(process.start(START), 20)
         assert process.state == "failed"
         await process.stop()
@@ -368,5 +352,5 @@ async def test_disk_without_room_for_a_socket_is_a_fault_of_the_device(monkeypat
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(supervisor, "SocketFolder", read_only)
-    with zmq_context() as context, pytest.raises(WorkerDied, match="Read-only file system"):
+    with zmq_context() as context, pytest.raises(errors.WorkerDied, match="Read-only file system"):
         WorkerProcess(context, "kitchen", NEVER_FORK)

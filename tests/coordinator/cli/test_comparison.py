@@ -55,20 +55,8 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import GenerationLimits
+from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_array
-from hearth.wire.messages import (
-    AgentWelcome,
-    ChunksMissing,
-    Done,
-    FindMissing,
-    Load,
-    Message,
-    Run,
-    RunDone,
-    Unload,
-    WireStats,
-    WorkerBound,
-)
 from hearth.wire.rpc import Reply
 
 SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})
@@ -325,39 +313,39 @@ class FakeFleet:
 
     def __init__(self, broken: str = "") -> None:
         welcomes = [
-            AgentWelcome(
+            wire.AgentWelcome(
                 version="0", device_id=f"id{i}", boot_id="b", name=NAMES[i], device_public_key="0" * 40, link_port=1
             )
             for i in range(2)
         ]
         self.devices = {welcome.device_id: Device(welcome, "10.0.0.1", 1, 0.0) for welcome in welcomes}
         self.broken = broken
-        self.loaded: dict[str, Load] = {}
+        self.loaded: dict[str, wire.Load] = {}
         self.steps: list[int] = []
         self.epochs: set[int] = set()
 
     def may_compute(self) -> bool:
         return True
 
-    async def ask(self, device_id: str, message: Message, expected: type, timeout_seconds: float = 0.0) -> Any:
+    async def ask(self, device_id: str, message: wire.Message, expected: type, timeout_seconds: float = 0.0) -> Any:
         return (await self.call(device_id, message)).message
 
     async def call(
-        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 0.0
+        self, device_id: str, message: wire.Message, payload: Sequence[Any] = (), timeout_seconds: float = 0.0
     ) -> Reply:
         await asyncio.sleep(0)
-        if isinstance(message, FindMissing):
-            return Reply(ChunksMissing(hashes=()))
-        if isinstance(message, Load):
+        if isinstance(message, wire.FindMissing):
+            return Reply(wire.ChunksMissing(hashes=()))
+        if isinstance(message, wire.Load):
             assert device_id not in self.loaded
             self.loaded[device_id] = message
             self.epochs.add(message.plan.epoch)
-            return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
-        if isinstance(message, Unload):
+            return Reply(wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+        if isinstance(message, wire.Unload):
             self.loaded.pop(device_id, None)
-        if isinstance(message, Run):
+        if isinstance(message, wire.Run):
             return self._run(device_id, payload)
-        return Reply(Done())
+        return Reply(wire.Done())
 
     def _run(self, device_id: str, payload: Sequence[Any]) -> Reply:
         load = self.loaded[device_id]
@@ -365,9 +353,9 @@ class FakeFleet:
             raise StepFailed(device=device_id, reason="it is broken")
         ids = unpack_array(payload[:2])
         self.steps.append(len(ids))
-        done = RunDone(
+        done = wire.RunDone(
             names=("mean",), began_seconds=1.0, ended_seconds=1.25, compute_seconds=(0.2,),
-            wire=WireStats(), dropped_messages=0,
+            wire=wire.WireStats(), dropped_messages=0,
         )  # fmt: skip
         return Reply(done, pack_array(np.ones((1, load.plan.model.hidden_size), np.float32)))
 

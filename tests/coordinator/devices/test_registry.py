@@ -11,16 +11,7 @@ from typer.testing import CliRunner
 
 from coordinator.devices import registry
 from coordinator.devices.registry import MAX_DEAD_SECONDS, MIN_DEAD_SECONDS, RECONNECT_SECONDS, Device
-from hearth.errors import (
-    ChunkCorrupt,
-    DeviceLost,
-    DuplicateDevice,
-    HearthError,
-    StepFailed,
-    StoreFailed,
-    StoreFull,
-    WorkerDied,
-)
+from hearth import errors
 from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, LEASE_SECONDS, late_seconds
 from hearth.wire.messages import AgentState, AgentWelcome, WorkerStatus
 
@@ -173,9 +164,9 @@ def test_device_that_accepts_no_new_connection_is_dead_before_a_silent_one_would
     assert "accepts no new one" in known.reason
 
 
-DIED = WorkerDied(device="a", reason="killed")
-FULL = StoreFull(device="a", needed_bytes=2, free_bytes=1)
-CORRUPT = ChunkCorrupt(chunk="c", where="the disk of a", device="a")
+DIED = errors.WorkerDied(device="a", reason="killed")
+FULL = errors.StoreFull(device="a", needed_bytes=2, free_bytes=1)
+CORRUPT = errors.ChunkCorrupt(chunk="c", where="the disk of a", device="a")
 
 
 def test_quarantined_devices_are_used_only_if_no_other_is_left_and_then_those_with_the_mildest_fault() -> None:
@@ -201,14 +192,14 @@ def test_of_quarantined_devices_with_the_same_fault_those_are_used_that_had_it_l
 
 
 def test_device_whose_worker_dies_again_and_again_does_not_keep_out_one_whose_store_failed_once() -> None:
-    failed = registry.after_device_fault(device("failed"), StoreFailed(device="a", reason="read-only"), 100.0)
+    failed = registry.after_device_fault(device("failed"), errors.StoreFailed(device="a", reason="read-only"), 100.0)
     dying = device("dying")
     for attempt in range(1, 4):
         dying = registry.after_device_fault(dying, DIED, 100.0 + attempt)
         assert registry.usable([dying, failed], 105.0) == [dying]
     dying = registry.after_device_fault(dying, DIED, 104.0)
     assert registry.usable([dying, failed], 105.0) == [failed]
-    failed = registry.after_device_fault(failed, StoreFailed(device="a", reason="read-only"), 105.0)
+    failed = registry.after_device_fault(failed, errors.StoreFailed(device="a", reason="read-only"), 105.0)
     assert registry.usable([dying, failed], 106.0) == [dying]
 
 
@@ -240,8 +231,10 @@ def test_first_damaged_chunk_is_forgiven_and_the_second_is_not() -> None:
     assert registry.after_device_fault(once, CORRUPT, 110.0).is_quarantined(169.0)
 
 
-@pytest.mark.parametrize("error", [StepFailed(device="a", reason="late"), DeviceLost(device="a", reason="gone")])
-def test_errors_that_say_nothing_about_the_device_quarantine_nobody(error: HearthError) -> None:
+@pytest.mark.parametrize(
+    "error", [errors.StepFailed(device="a", reason="late"), errors.DeviceLost(device="a", reason="gone")]
+)
+def test_errors_that_say_nothing_about_the_device_quarantine_nobody(error: errors.HearthError) -> None:
     assert not registry.after_device_fault(device(), error, 100.0).is_quarantined(100.0)
 
 
@@ -250,5 +243,5 @@ def test_cloned_device_id_is_detected_but_restart_is_not() -> None:
     registry.check_device_id_unique(None, known.welcome, "x", 1)
     registry.check_device_id_unique(known, known.welcome, "elsewhere", 1)  # the same run, over another network
     registry.check_device_id_unique(known, device(boot_id="new").welcome, "10.0.0.1", 47800)  # the agent was restarted
-    with pytest.raises(DuplicateDevice, match="copy"):
+    with pytest.raises(errors.DuplicateDevice, match="copy"):
         registry.check_device_id_unique(known, device(boot_id="new").welcome, "10.0.0.2", 47800)

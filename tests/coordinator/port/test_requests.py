@@ -12,17 +12,7 @@ from hypothesis import strategies as st
 from coordinator.port import protocol
 from coordinator.port.access import Access, MessageRule
 from coordinator.port.requests import Action, ClientRequests, Disconnect, Forward, Send, encode_failed
-from hearth.errors import (
-    AppRevoked,
-    BadMessage,
-    DeviceLost,
-    FrameTooLarge,
-    HearthError,
-    NotAuthorised,
-    ProtocolMismatch,
-    QueueFull,
-    UnknownMessage,
-)
+from hearth import errors
 from hearth.protocol import PROTOCOL_VERSION
 from hearth.wire.intake import Limits
 from hearth.wire.messages import AddApp, Cancel, Failed, GetReadiness, decode, encode
@@ -77,7 +67,7 @@ def number_of(actions: list[Action]) -> bytes:
     return content(forward.frames[1])
 
 
-def failure(actions: list[Action]) -> HearthError:
+def failure(actions: list[Action]) -> errors.HearthError:
     """The error of the one answer."""
     (sent,) = actions
     assert isinstance(sent, Send)
@@ -107,9 +97,9 @@ def test_request_is_forwarded_with_the_key_and_its_answer_goes_back() -> None:
 def test_messages_of_a_revoked_app_are_not_read_and_many_end_its_connection() -> None:
     plane = Plane(ACCESS._replace(apps={}, revoked={APP: "lamp"}))
     answers = [plane.ask(number=number, body=b"\xc1") for number in range(60)]
-    assert isinstance(failure(answers[0]), AppRevoked)
+    assert isinstance(failure(answers[0]), errors.AppRevoked)
     assert [[type(action) for action in actions] for actions in answers] == [[Send]] * 50 + [[Disconnect]] + [[]] * 9
-    assert isinstance(failure(plane.receive(frames(b"new", request_id(1), READINESS), APP, 1.0)), AppRevoked)
+    assert isinstance(failure(plane.receive(frames(b"new", request_id(1), READINESS), APP, 1.0)), errors.AppRevoked)
     assert len(plane.refused) == 52
 
 
@@ -148,15 +138,17 @@ def test_flood_of_cancellations_of_nothing_ends_its_connection() -> None:
 @pytest.mark.parametrize(
     ("key", "body", "expected"),
     [
-        (APP, encode(AddApp(name="x", public_key="0" * 40)), NotAuthorised),
-        ("stranger", READINESS, NotAuthorised),
-        ("former", READINESS, AppRevoked),
-        (APP, encode(Cancel(request=b"12345678")).replace(b"cancel", b"foobar"), UnknownMessage),
-        (APP, b"\xc1", BadMessage),
-        (APP, READINESS.replace(b"\xa1v" + bytes([PROTOCOL_VERSION]), b"\xa1v\x7f"), ProtocolMismatch),
+        (APP, encode(AddApp(name="x", public_key="0" * 40)), errors.NotAuthorised),
+        ("stranger", READINESS, errors.NotAuthorised),
+        ("former", READINESS, errors.AppRevoked),
+        (APP, encode(Cancel(request=b"12345678")).replace(b"cancel", b"foobar"), errors.UnknownMessage),
+        (APP, b"\xc1", errors.BadMessage),
+        (APP, READINESS.replace(b"\xa1v" + bytes([PROTOCOL_VERSION]), b"\xa1v\x7f"), errors.ProtocolMismatch),
     ],
 )
-def test_refused_messages_are_answered_and_not_forwarded(key: str, body: bytes, expected: type[HearthError]) -> None:
+def test_refused_messages_are_answered_and_not_forwarded(
+    key: str, body: bytes, expected: type[errors.HearthError]
+) -> None:
     plane = Plane(ACCESS._replace(revoked={"former": "old lamp"}))
     assert isinstance(failure(plane.ask(key, body=body)), expected)
     assert len(plane.refused) == 1
@@ -174,9 +166,9 @@ def test_requests_of_a_key_are_limited_in_number_and_size() -> None:
     plane = Plane()
     for number in range(4):
         number_of(plane.ask(number=number))
-    assert isinstance(failure(plane.ask(number=4)), QueueFull)
+    assert isinstance(failure(plane.ask(number=4)), errors.QueueFull)
     number_of(plane.ask(OTHER, number=4))
-    assert isinstance(failure(plane.ask(OTHER, number=5, payload=[bytes(60_000)])), FrameTooLarge)
+    assert isinstance(failure(plane.ask(OTHER, number=5, payload=[bytes(60_000)])), errors.FrameTooLarge)
 
 
 def test_one_app_leaves_the_others_their_part_of_the_memory() -> None:
@@ -184,9 +176,9 @@ def test_one_app_leaves_the_others_their_part_of_the_memory() -> None:
     plane = Plane()
     for number in range(2):
         number_of(plane.ask(number=number, payload=[bytes(44_000)]))
-    assert isinstance(failure(plane.ask(number=2, payload=[bytes(10_000)])), QueueFull)
+    assert isinstance(failure(plane.ask(number=2, payload=[bytes(10_000)])), errors.QueueFull)
     number_of(plane.ask(OTHER, number=3, payload=[bytes(29_000)]))
-    assert isinstance(failure(plane.ask(OTHER, number=4, payload=[bytes(10_000)])), QueueFull)
+    assert isinstance(failure(plane.ask(OTHER, number=4, payload=[bytes(10_000)])), errors.QueueFull)
     number_of(plane.ask(ADMIN, number=5, payload=[bytes(49_000)]))
 
 
@@ -198,7 +190,7 @@ def test_unread_answers_count_until_they_have_left() -> None:
     assert isinstance(held[1], Send)
     assert held[0].num_bytes > 44_000
     refused, cancelled = plane.reply(protocol.LARGE_ANSWER, streams[2], bytes(44_000))
-    assert isinstance(failure([refused]), QueueFull)
+    assert isinstance(failure([refused]), errors.QueueFull)
     assert cancelled == Forward([protocol.CANCEL, streams[2]])
     assert plane.left(held[0]) == [Forward([protocol.LEFT, streams[0]])]
     plane.reply(protocol.END, streams[1])
@@ -249,7 +241,7 @@ def test_waiting_request_of_a_key_that_is_revoked_never_starts() -> None:
     number_of(plane.ask(number=1))
     plane.ask(number=2)
     actions = plane.change_access(limited._replace(apps={OTHER: "door"}, revoked={APP: "lamp"}))
-    assert isinstance(failure(actions), AppRevoked)
+    assert isinstance(failure(actions), errors.AppRevoked)
     assert plane.start_due(10.0) == []
 
 
@@ -289,12 +281,13 @@ def test_no_counter_is_left_once_all_requests_have_ended(steps: list[tuple[str, 
         for number, part in enumerate(parts):
             rest = bytes(45_000 - sum(map(len, part)))
             number_of(plane.ask(key, number, payload=[rest]))
-        assert isinstance(failure(plane.ask(key, 2)), QueueFull)
+        assert isinstance(failure(plane.ask(key, 2)), errors.QueueFull)
         plane.gone(key.encode())
 
 
 @pytest.mark.parametrize(
-    "error", [QueueFull(limit=5), DeviceLost(device="attic", reason="it is gone"), AppRevoked(app="lamp")]
+    "error",
+    [errors.QueueFull(limit=5), errors.DeviceLost(device="attic", reason="it is gone"), errors.AppRevoked(app="lamp")],
 )
-def test_failure_is_encoded_as_messages_are(error: HearthError) -> None:
+def test_failure_is_encoded_as_messages_are(error: errors.HearthError) -> None:
     assert encode_failed(error) == encode(Failed.of(error))

@@ -32,19 +32,7 @@ from hearth.errors import (
 )
 from hearth.plan.transformer import SHARDED, LayerMode, TensorParallel
 from hearth.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from hearth.wire.messages import (
-    CLIENT_SIZES,
-    MESSAGE_TYPES,
-    Done,
-    Embed,
-    Failed,
-    Hello,
-    Message,
-    PutChunk,
-    decode,
-    encode,
-    message_type,
-)
+from hearth.wire import messages as wire
 
 # Written by `python -m golden.record`; a change here changes the protocol version.
 GOLDEN = Path(__file__).parent / "golden_messages.json"
@@ -52,14 +40,14 @@ TYPED = (BadMessage, FrameTooLarge, ProtocolMismatch, UnknownMessage)
 
 
 def test_every_message_type_has_an_example() -> None:
-    assert {type(example) for example in EXAMPLES} == set(MESSAGE_TYPES.values())
+    assert {type(example) for example in EXAMPLES} == set(wire.MESSAGE_TYPES.values())
 
 
 @pytest.mark.parametrize("name", named_examples())
 def test_messages_match_golden_bytes(name: str) -> None:
     message, golden = named_examples()[name], bytes.fromhex(json.loads(GOLDEN.read_text())[name])
-    assert encode(message) == golden
-    assert decode(golden) == message
+    assert wire.encode(message) == golden
+    assert wire.decode(golden) == message
 
 
 def test_golden_bytes_have_the_current_protocol_version() -> None:
@@ -70,10 +58,10 @@ def test_v1_messages_raise_protocol_mismatch() -> None:
     for message in EXAMPLES:
         data = as_version_1(message)
         if message.any_version:
-            assert getattr(decode(data), "protocol", 1) == 1
+            assert getattr(wire.decode(data), "protocol", 1) == 1
         else:
             with pytest.raises(ProtocolMismatch) as mismatch:
-                decode(data)
+                wire.decode(data)
             assert (mismatch.value.ours, mismatch.value.theirs) == (PROTOCOL_VERSION, 1)
 
 
@@ -81,25 +69,25 @@ def test_v1_messages_raise_protocol_mismatch() -> None:
 def test_protocol_version_is_checked_before_other_fields(version: object) -> None:
     for fields in ({"t": "done"}, {"t": "sing"}, {"t": "find_missing", "hashes": 3}):
         with pytest.raises((ProtocolMismatch, BadMessage)) as error:
-            decode(msgpack.packb({**fields, "v": version}))
+            wire.decode(msgpack.packb({**fields, "v": version}))
         assert isinstance(error.value, ProtocolMismatch) == isinstance(version, int)
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
-def test_truncated_messages_raise_typed_errors(message: Message, data: st.DataObject) -> None:
-    encoded = encode(message)
+def test_truncated_messages_raise_typed_errors(message: wire.Message, data: st.DataObject) -> None:
+    encoded = wire.encode(message)
     with pytest.raises(TYPED):
-        decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
+        wire.decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
-def test_flipped_bits_decode_or_raise_typed_errors(message: Message, data: st.DataObject) -> None:
-    damaged = bytearray(encode(message))
+def test_flipped_bits_decode_or_raise_typed_errors(message: wire.Message, data: st.DataObject) -> None:
+    damaged = bytearray(wire.encode(message))
     for _ in range(data.draw(st.integers(1, 3))):
         bit = data.draw(st.integers(0, len(damaged) * 8 - 1))
         damaged[bit // 8] ^= 1 << bit % 8
     try:
-        decode(bytes(damaged))
+        wire.decode(bytes(damaged))
     except TYPED:
         pass
 
@@ -107,7 +95,7 @@ def test_flipped_bits_decode_or_raise_typed_errors(message: Message, data: st.Da
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_raise_only_typed_errors(data: bytes) -> None:
     try:
-        decode(data)
+        wire.decode(data)
     except TYPED:
         pass
 
@@ -125,28 +113,28 @@ json_like = st.recursive(
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
-def test_arbitrary_field_values_raise_only_typed_errors(message: Message, data: st.DataObject) -> None:
+def test_arbitrary_field_values_raise_only_typed_errors(message: wire.Message, data: st.DataObject) -> None:
     fields = message.model_dump()
     name = data.draw(st.sampled_from(sorted({"t", "v", *fields})))
     fields[name] = data.draw(json_like)
     try:
-        decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": message.tag, **fields}))
+        wire.decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": message.tag, **fields}))
     except TYPED:
         pass
 
 
 def test_unknown_fields_are_ignored_and_unknown_tags_named() -> None:
-    assert decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "done", "new": 1})) == Done()
+    assert wire.decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "done", "new": 1})) == wire.Done()
     with pytest.raises(UnknownMessage, match="'sing'"):
-        decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "sing"}))
+        wire.decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "sing"}))
 
 
 def test_oversized_messages_are_rejected_before_decoding() -> None:
     with pytest.raises(FrameTooLarge):
-        decode(b"\x00" * (MAX_MESSAGE_BYTES + 1))
-    huge = Embed(texts=("v" * 65_536,) * 65)
+        wire.decode(b"\x00" * (MAX_MESSAGE_BYTES + 1))
+    huge = wire.Embed(texts=("v" * 65_536,) * 65)
     with pytest.raises(FrameTooLarge):
-        encode(huge)
+        wire.encode(huge)
 
 
 @pytest.mark.parametrize(
@@ -154,32 +142,32 @@ def test_oversized_messages_are_rejected_before_decoding() -> None:
 )
 def test_type_is_read_without_the_other_fields(order: tuple[str, ...]) -> None:
     fields = {"v": PROTOCOL_VERSION, "t": "failed", "code": [[{}]] * 1000, "details": {"x" * 100_000: b"y" * 100_000}}
-    assert message_type(msgpack.packb({name: fields[name] for name in order})) is Failed
+    assert wire.message_type(msgpack.packb({name: fields[name] for name in order})) is wire.Failed
 
 
 def test_type_that_a_receiver_does_not_accept_is_unknown_to_it() -> None:
     with pytest.raises(UnknownMessage, match="'embed'"):
-        message_type(encode(Embed(texts=("a",))), {"hello": Hello})
+        wire.message_type(wire.encode(wire.Embed(texts=("a",))), {"hello": wire.Hello})
 
 
 def test_second_tag_in_a_message_does_not_change_its_type() -> None:
     twice = b"\x83" + b"".join(map(msgpack.packb, ["v", PROTOCOL_VERSION, "t", "done", "t", "failed"]))
-    assert decode(twice, message_type(twice)) == Done()
+    assert wire.decode(twice, wire.message_type(twice)) == wire.Done()
 
 
 @pytest.mark.parametrize("bomb", [[None] * 4097, {str(i): None for i in range(65)}, "x" * 300_000, b"x" * 300_000])
 def test_parts_of_a_message_have_a_limited_size(bomb: Any) -> None:
     data = msgpack.packb({"v": PROTOCOL_VERSION, "t": "done", "unknown": [bomb]})
-    assert decode(data) == Done()
+    assert wire.decode(data) == wire.Done()
     with pytest.raises(BadMessage, match="too large a part"):
-        decode(data, Done, CLIENT_SIZES)
+        wire.decode(data, wire.Done, wire.CLIENT_SIZES)
 
 
 def test_list_of_wrong_items_is_refused_at_once() -> None:
     data = msgpack.packb({"v": PROTOCOL_VERSION, "t": "text_generated", "token_ids": [None] * 1_000_000, "text": ""})
     began = time.process_time()
     with pytest.raises(BadMessage):
-        decode(data)
+        wire.decode(data)
     assert time.process_time() - began < 1.0  # an error object for each item would take half a minute
 
 
@@ -215,7 +203,7 @@ def test_every_list_of_a_message_has_a_limited_length() -> None:
         for part in parts:
             visit(part, where)
 
-    for message in MESSAGE_TYPES.values():
+    for message in wire.MESSAGE_TYPES.values():
         visit(message, message.__name__)
     assert TensorParallel in seen
     assert unlimited == []
@@ -226,7 +214,7 @@ def test_false_length_allocates_no_memory() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(BadMessage):
-            decode(damaged)
+            wire.decode(damaged)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -234,14 +222,14 @@ def test_false_length_allocates_no_memory() -> None:
 
 def test_chunk_name_must_be_a_hash() -> None:
     with pytest.raises(BadMessage, match="hash"):
-        decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "put_chunk", "holder": "c", "hash": "../../etc/passwd"}))
-    assert PutChunk(holder="c", hash="0" * 64).hash == "0" * 64
+        wire.decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "put_chunk", "holder": "c", "hash": "../../etc/passwd"}))
+    assert wire.PutChunk(holder="c", hash="0" * 64).hash == "0" * 64
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 2**70, "\udc80", "x" * 10_000_000, Path("/x"), None])
 def test_every_error_can_be_sent_whatever_its_fields_hold(value: Any) -> None:
-    received = decode(encode(Failed.of(DeadlineExceeded(action=value, seconds=value))))
-    assert isinstance(received, Failed)
+    received = wire.decode(wire.encode(wire.Failed.of(DeadlineExceeded(action=value, seconds=value))))
+    assert isinstance(received, wire.Failed)
     assert len(str(received.error())) < 10_000
 
 
@@ -249,8 +237,8 @@ def test_every_error_can_be_sent_whatever_its_fields_hold(value: Any) -> None:
 def test_errors_round_trip_with_their_hints(error_type: type[HearthError]) -> None:
     samples = {"int": 3, "float": 1.5, "str": "x"}
     error = error_type(**{field.name: samples[str(field.type)] for field in dataclasses.fields(error_type)})
-    received = decode(encode(Failed.of(error)))
-    assert isinstance(received, Failed)
+    received = wire.decode(wire.encode(wire.Failed.of(error)))
+    assert isinstance(received, wire.Failed)
     again = received.error()
     assert type(again) is error_type
     assert again.details() == error.details()
@@ -268,4 +256,4 @@ def test_unknown_error_code_becomes_a_generic_error(code: str, details: dict[str
 
 
 def test_hello_carries_the_protocol_version() -> None:
-    assert msgpack.unpackb(encode(Hello(name="x")))["protocol"] == 4
+    assert msgpack.unpackb(wire.encode(wire.Hello(name="x")))["protocol"] == 4

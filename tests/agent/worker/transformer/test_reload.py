@@ -20,17 +20,8 @@ from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import ChunkCorrupt, StepFailed
 from hearth.plan.layer import LAYER_CHUNK_KINDS
 from hearth.plan.plan import TransformerPlan
+from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_array
-from hearth.wire.messages import (
-    ChunkRef,
-    ComputeDevice,
-    GenerateTokens,
-    GenerationEnded,
-    Run,
-    Sampling,
-    ShardParts,
-    TokensGenerated,
-)
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
@@ -48,24 +39,26 @@ PROMPT = [5, 9, 3, 40, 41, 7, 8, 2, 11]
 class Deployed:
     """A model whose chunks are in a store, and processes that run plans of it."""
 
-    def __init__(self, model_dir: Path, folder: Path, compute_device: ComputeDevice = "cpu") -> None:
+    def __init__(self, model_dir: Path, folder: Path, compute_device: wire.ComputeDevice = "cpu") -> None:
         self.model_dir = model_dir
-        self.compute_device: ComputeDevice = compute_device
+        self.compute_device: wire.ComputeDevice = compute_device
         self.store = ShardStore(folder / "store", 1 << 40, "all devices")
         self.home = RuntimeHome(self.store.path, compute_device)
-        self.chunks: dict[ChunkRef, Path] = {}
-        self.parts: list[ShardParts] = []
+        self.chunks: dict[wire.ChunkRef, Path] = {}
+        self.parts: list[wire.ShardParts] = []
 
     def deploy(self, plan: TransformerPlan, names: Sequence[str]) -> None:
         self.chunks = store_chunks(self.model_dir, plan.model, self.store)
         self.parts = self.parts_of(plan)
         self.home.deploy(plan, names, self.parts)
 
-    def parts_of(self, plan: TransformerPlan) -> list[ShardParts]:
-        return [ShardParts(chunks=chunks_for_rank(tuple(self.chunks), plan, rank)) for rank in range(plan.num_ranks)]
+    def parts_of(self, plan: TransformerPlan) -> list[wire.ShardParts]:
+        return [
+            wire.ShardParts(chunks=chunks_for_rank(tuple(self.chunks), plan, rank)) for rank in range(plan.num_ranks)
+        ]
 
     def embed(self, ids: Sequence[int], step: int = 1, timeout: float = 30.0) -> np.ndarray[Any, Any]:
-        request = Run(
+        request = wire.Run(
             holder="test", epoch=self.home.plan.epoch, step=step, timeout_seconds=timeout,
             names=("token_ids", "cumulative_lengths"),
         )  # fmt: skip
@@ -84,8 +77,8 @@ def bert(tmp_path: Path) -> Iterator[Deployed]:
 def read_to_the_end(answer: Callable[[], Answer]) -> list[int]:
     """The tokens of a stream."""
     tokens: list[int] = []
-    while not isinstance(message := answer()[0], GenerationEnded):
-        assert isinstance(message, TokensGenerated)
+    while not isinstance(message := answer()[0], wire.GenerationEnded):
+        assert isinstance(message, wire.TokensGenerated)
         tokens += message.token_ids
     return tokens
 
@@ -214,7 +207,7 @@ def test_layers_that_a_given_up_load_has_read_are_not_read_again(bert: Deployed)
 def test_running_step_fails_when_the_plan_ends_and_old_tiles_do_not_disturb_the_next(bert: Deployed) -> None:
     spec = read_spec(bert.model_dir)
     bert.deploy(make_plan(spec, "hmp", (1, 1, 1)), NAMES)
-    request = Run(
+    request = wire.Run(
         holder="test", epoch=1, step=1, timeout_seconds=60.0, names=("token_ids", "cumulative_lengths")
     )  # fmt: skip
     payload = [
@@ -237,9 +230,9 @@ def test_decoder_continues_its_tokens_in_the_next_plan(tmp_path: Path) -> None:
     spec = read_spec(model_dir)
 
     def generate(prompt: Sequence[int], count: int, first_index: int) -> list[int]:
-        request = GenerateTokens(
+        request = wire.GenerateTokens(
             holder="test", epoch=deployed.home.plan.epoch, max_tokens=count, first_index=first_index,
-            sampling=Sampling(temperature=1.0, seed=7),
+            sampling=wire.Sampling(temperature=1.0, seed=7),
         )  # fmt: skip
         request_id = f"{deployed.home.plan.epoch} {first_index}".encode()
         payload = list(pack_array(np.asarray(prompt, np.int32)))
@@ -267,7 +260,7 @@ def test_answers_of_a_plan_that_ends_are_failures_for_all_waiting_requests(tmp_p
         requests = [
             leader.begin(
                 bytes([number]),
-                GenerateTokens(holder="test", epoch=1, max_tokens=200),
+                wire.GenerateTokens(holder="test", epoch=1, max_tokens=200),
                 list(pack_array(np.asarray(PROMPT, np.int32))),
             )
             for number in range(3)

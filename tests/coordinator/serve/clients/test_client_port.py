@@ -37,27 +37,12 @@ from hearth.errors import (
 )
 from hearth.platform.curve import KeyPair, new_keypair
 from hearth.platform.security import Access, derive_keypair, new_home_key
-from hearth.wire.messages import (
-    CoordinatorWelcome,
-    Done,
-    Embed,
-    Generate,
-    GetMetrics,
-    GetModelInfo,
-    GetReadiness,
-    Infer,
-    ListDevices,
-    Message,
-    Readiness,
-    TextEnded,
-    TextGenerated,
-    WatchEvents,
-)
+from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Reply, Response, RpcClient, caller_may_return
 
 HOME = new_home_key()
 ADMIN = derive_keypair(HOME.key_bytes(), "admin")
-END = TextEnded(
+END = wire.TextEnded(
     text="", reason="length", num_prompt_tokens=1, num_tokens=1, queued_seconds=0, first_token_seconds=0,
     decode_seconds=0,
 )  # fmt: skip
@@ -77,26 +62,26 @@ class Home:
         self.clients: list[RpcClient] = []
         trust.apps.add("lamp", self.app.public)
 
-    async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
+    async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         self.callers.append(caller.public_key)
-        if isinstance(message, Generate):
+        if isinstance(message, wire.Generate):
             return self.generate(message)
-        if isinstance(message, GetReadiness):
-            return Readiness(ready=True, state="serving", model="m")
-        if isinstance(message, Embed):
+        if isinstance(message, wire.GetReadiness):
+            return wire.Readiness(ready=True, state="serving", model="m")
+        if isinstance(message, wire.Embed):
             raise TextTooLong(index=0, num_tokens=9, max_tokens=8)
-        if isinstance(message, ListDevices):
+        if isinstance(message, wire.ListDevices):
             await asyncio.sleep(60)
-        return Reply(Done(), [bytes(frame) for frame in payload])
+        return Reply(wire.Done(), [bytes(frame) for frame in payload])
 
-    async def generate(self, request: Generate) -> AsyncGenerator[Reply, None]:
+    async def generate(self, request: wire.Generate) -> AsyncGenerator[Reply, None]:
         """`max_tokens` answers, with the prompt `large` of 1 MiB each."""
         assert request.max_tokens is not None
         try:
             for index in range(request.max_tokens):
                 await asyncio.sleep(0.001)
                 payload = [bytes(1 << 20)] if request.prompt == "large" else []
-                yield Reply(TextGenerated(token_ids=(index,), text=""), payload)
+                yield Reply(wire.TextGenerated(token_ids=(index,), text=""), payload)
             yield Reply(END)
         finally:
             self.closed.append(request.prompt or "")
@@ -139,10 +124,10 @@ def run(folder: Path, scenario: Callable[[Home], Awaitable[None]], **settings: A
 async def tokens(client: RpcClient, prompt: str, count: int) -> int:
     """Read a whole stream; returns the number of its tokens."""
     received = 0
-    stream = client.stream(Generate(prompt=prompt, max_tokens=count), timeout_seconds=20, last=TextEnded)
+    stream = client.stream(wire.Generate(prompt=prompt, max_tokens=count), timeout_seconds=20, last=wire.TextEnded)
     async with aclosing(stream) as replies:
         async for reply in replies:
-            received += isinstance(reply.message, TextGenerated)
+            received += isinstance(reply.message, wire.TextGenerated)
     return received
 
 
@@ -157,16 +142,16 @@ async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
 def test_requests_streams_and_errors_pass_through_the_gateway(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         client = home.client(home.app)
-        assert (await client.call(GetReadiness(), timeout_seconds=20)).message == Readiness(
+        assert (await client.call(wire.GetReadiness(), timeout_seconds=20)).message == wire.Readiness(
             ready=True, state="serving", model="m"
         )
         frames = [b"a" * 3_000_000, b"", b"b"]
-        reply = await client.call(Infer(names=()), frames, timeout_seconds=20)
+        reply = await client.call(wire.Infer(names=()), frames, timeout_seconds=20)
         assert [bytes(frame) for frame in reply.payload] == frames
         assert await tokens(client, "small", 50) == 50
         assert await tokens(client, "large", 20) == 20
         with pytest.raises(TextTooLong):
-            await client.call(Embed(texts=("a",)), timeout_seconds=20)
+            await client.call(wire.Embed(texts=("a",)), timeout_seconds=20)
         assert set(home.callers) == {home.app.public}
         assert home.port.num_running == 0
 
@@ -176,7 +161,7 @@ def test_requests_streams_and_errors_pass_through_the_gateway(tmp_path: Path) ->
 def test_closing_a_stream_cancels_it_in_the_coordinator(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         client = home.client()
-        stream = client.stream(Generate(prompt="p", max_tokens=100_000), timeout_seconds=20, last=TextEnded)
+        stream = client.stream(wire.Generate(prompt="p", max_tokens=100_000), timeout_seconds=20, last=wire.TextEnded)
         async with aclosing(stream) as replies:
             async for _ in replies:
                 break
@@ -189,7 +174,7 @@ def test_closing_a_stream_cancels_it_in_the_coordinator(tmp_path: Path) -> None:
 def test_request_of_a_client_that_is_gone_is_cancelled(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         client = home.client()
-        stream = client.stream(Generate(prompt="p", max_tokens=100_000), timeout_seconds=20, last=TextEnded)
+        stream = client.stream(wire.Generate(prompt="p", max_tokens=100_000), timeout_seconds=20, last=wire.TextEnded)
         await anext(stream)
         home.clients.remove(client)
         await client.close()
@@ -205,13 +190,13 @@ def test_roles_are_checked_and_refusals_counted(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         app = home.client(home.app)
         with pytest.raises(NotAuthorised):
-            await app.call(ListDevices(), timeout_seconds=20)
+            await app.call(wire.ListDevices(), timeout_seconds=20)
         with pytest.raises(FrameTooLarge):
-            await app.call(Infer(names=()), [bytes(2 << 20)], timeout_seconds=20)
+            await app.call(wire.Infer(names=()), [bytes(2 << 20)], timeout_seconds=20)
         with pytest.raises(BadMessage):
-            await app.call(Generate(prompt="p", max_tokens=1), [b""] * 65, timeout_seconds=20)
+            await app.call(wire.Generate(prompt="p", max_tokens=1), [b""] * 65, timeout_seconds=20)
         with pytest.raises(WrongKey):
-            await home.client(new_keypair()).call(GetReadiness(), timeout_seconds=20)
+            await home.client(new_keypair()).call(wire.GetReadiness(), timeout_seconds=20)
         assert home.callers == []
         await until(lambda: home.port.num_refused_requests == 3 and home.port.num_refused_connections > 0)
 
@@ -220,14 +205,16 @@ def test_roles_are_checked_and_refusals_counted(tmp_path: Path) -> None:
 
 def test_apps_may_send_what_their_roles_permit(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
-        watch, measure, ask = WatchEvents(), GetMetrics(), GetModelInfo()
-        await home.client().call(GetReadiness(), timeout_seconds=20)  # the process runs, and hears of changes at once
+        watch, measure, ask = wire.WatchEvents(), wire.GetMetrics(), wire.GetModelInfo()
+        await home.client().call(
+            wire.GetReadiness(), timeout_seconds=20
+        )  # the process runs, and hears of changes at once
         permitted = {"app": (ask,), "metrics": (measure,), "observer": (ask, measure, watch)}
         for role, theirs in permitted.items():
             keys = new_keypair()
             home.trust.apps.add(role, keys.public, role)
             home.port.change_access()
-            await home.client().call(GetReadiness(), timeout_seconds=20)
+            await home.client().call(wire.GetReadiness(), timeout_seconds=20)
             client = home.client(keys)
             for message in (watch, measure, ask):
                 if message in theirs:
@@ -236,22 +223,22 @@ def test_apps_may_send_what_their_roles_permit(tmp_path: Path) -> None:
                     with pytest.raises(NotAuthorised, match=f"role '{role}'"):
                         await client.call(message, timeout_seconds=20)
             with pytest.raises(NotAuthorised):
-                await client.call(ListDevices(), timeout_seconds=20)
+                await client.call(wire.ListDevices(), timeout_seconds=20)
 
     run(tmp_path, scenario)
 
 
 def test_new_app_may_connect_at_once_and_revoked_one_is_ended_at_once(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
-        await home.client().call(GetReadiness(), timeout_seconds=20)
+        await home.client().call(wire.GetReadiness(), timeout_seconds=20)
         blind = new_keypair()
         home.trust.apps.add("blind", blind.public)
         home.port.change_access()
         await home.client().call(
-            GetReadiness(), timeout_seconds=20
+            wire.GetReadiness(), timeout_seconds=20
         )  # the answer of `add_app` follows the change likewise
         client = home.client(blind)
-        stream = client.stream(Generate(prompt="p", max_tokens=100_000), timeout_seconds=20, last=TextEnded)
+        stream = client.stream(wire.Generate(prompt="p", max_tokens=100_000), timeout_seconds=20, last=wire.TextEnded)
         await anext(stream)
         home.trust.apps.revoke("blind")
         home.port.change_access()
@@ -261,7 +248,7 @@ def test_new_app_may_connect_at_once_and_revoked_one_is_ended_at_once(tmp_path: 
                 pass
         assert home.closed == ["p"]
         with pytest.raises(AppRevoked):
-            await client.call(GetReadiness(), timeout_seconds=20)
+            await client.call(wire.GetReadiness(), timeout_seconds=20)
 
     run(tmp_path, scenario)
 
@@ -272,10 +259,10 @@ def test_app_that_is_added_while_the_process_starts_may_connect(tmp_path: Path) 
         added = new_keypair()
         home.trust.apps.add("blind", added.public)
         home.port.change_access()
-        await home.client().call(GetReadiness(), timeout_seconds=20)  # the process has started
+        await home.client().call(wire.GetReadiness(), timeout_seconds=20)  # the process has started
         while True:  # until the next tick
             try:
-                await home.client(added).call(GetReadiness(), timeout_seconds=20)
+                await home.client(added).call(wire.GetReadiness(), timeout_seconds=20)
                 return
             except WrongKey:
                 await asyncio.sleep(0.1)
@@ -286,19 +273,19 @@ def test_app_that_is_added_while_the_process_starts_may_connect(tmp_path: Path) 
 def test_connection_of_a_revoked_app_ends_if_it_goes_on_asking(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         client, other = home.client(home.app), home.client()
-        await client.call(GetReadiness(), timeout_seconds=20)
+        await client.call(wire.GetReadiness(), timeout_seconds=20)
         home.trust.apps.revoke("lamp")
         home.port.change_access()
-        await other.call(GetReadiness(), timeout_seconds=20)
+        await other.call(wire.GetReadiness(), timeout_seconds=20)
         errors: list[type[Exception]] = []
         ended = asyncio.Event()
         client.on_disconnect = ended.set
         while not ended.is_set():
-            calls = [client.call(GetReadiness(), timeout_seconds=20) for _ in range(20)]
+            calls = [client.call(wire.GetReadiness(), timeout_seconds=20) for _ in range(20)]
             errors += [type(error) for error in await asyncio.gather(*calls, return_exceptions=True)]  # type: ignore[misc]
         assert set(errors) <= {AppRevoked, ConnectionLost, Unreachable}
         assert 0 < errors.count(AppRevoked) < 70
-        await other.call(GetReadiness(), timeout_seconds=20)
+        await other.call(wire.GetReadiness(), timeout_seconds=20)
         assert len(home.callers) == 3
 
     run(tmp_path, scenario)
@@ -307,9 +294,9 @@ def test_connection_of_a_revoked_app_ends_if_it_goes_on_asking(tmp_path: Path) -
 def test_coordinator_refuses_a_revoked_key_that_its_process_still_admits(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         client = home.client(home.app)
-        await client.call(GetReadiness(), timeout_seconds=20)
+        await client.call(wire.GetReadiness(), timeout_seconds=20)
         os.kill(home.process_id, signal.SIGSTOP)
-        asking = asyncio.ensure_future(client.call(GetReadiness(), timeout_seconds=20))
+        asking = asyncio.ensure_future(client.call(wire.GetReadiness(), timeout_seconds=20))
         await asyncio.sleep(0.05)
         home.trust.apps.revoke("lamp")  # the process is not told: it gets this message before the rules
         home.port.change_access = lambda: None  # type: ignore[method-assign]
@@ -371,7 +358,7 @@ def test_process_starts_as_soon_as_a_folder_takes_its_socket(
 def test_stall_of_the_event_loop_keeps_the_gateway(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         client = home.client()
-        await client.call(GetReadiness(), timeout_seconds=20)
+        await client.call(wire.GetReadiness(), timeout_seconds=20)
         before = home.process_id
         time.sleep(1.75)
         assert await tokens(client, "p", 3) == 3
@@ -389,15 +376,15 @@ async def test_requests_that_run_when_a_role_ends_are_told(tmp_path: Path) -> No
             one = Home(port, trust, context)
             client = one.client()
             async with port.serving(one.handle):
-                await client.call(GetReadiness(), timeout_seconds=20)
-                waiting = asyncio.ensure_future(client.call(ListDevices(), timeout_seconds=20))
+                await client.call(wire.GetReadiness(), timeout_seconds=20)
+                waiting = asyncio.ensure_future(client.call(wire.ListDevices(), timeout_seconds=20))
                 await until(lambda: port.num_running == 1)
             with pytest.raises(NotServing):
                 await waiting
             with pytest.raises(NotServing):  # until the next role begins
-                await client.call(GetReadiness(), timeout_seconds=20)
+                await client.call(wire.GetReadiness(), timeout_seconds=20)
         with pytest.raises((ConnectionLost, Unreachable)):
-            await client.call(GetReadiness(), timeout_seconds=0.5)
+            await client.call(wire.GetReadiness(), timeout_seconds=0.5)
         await client.close()
 
 
@@ -425,7 +412,7 @@ def test_message_of_many_large_frames_costs_its_connection_only(
 
     async def scenario(home: Home) -> None:
         good = home.client()
-        await good.call(GetReadiness(), timeout_seconds=20)
+        await good.call(wire.GetReadiness(), timeout_seconds=20)
         first, before = home.process_id, peak_bytes()
         arguments = (str(home.port.port), home.trust.keypair.public, *home.app)
         sender = await asyncio.create_subprocess_exec(sys.executable, "-c", FLOOD, *arguments)
@@ -449,7 +436,7 @@ def test_frames_that_strangers_announce_and_do_not_send_harm_nobody(tmp_path: Pa
 
     async def scenario(home: Home) -> None:
         client = home.client(home.app)
-        await client.call(GetReadiness(), timeout_seconds=20)
+        await client.call(wire.GetReadiness(), timeout_seconds=20)
         first = home.process_id
         with ExitStack() as stack:
             for _ in range(60):
@@ -457,7 +444,7 @@ def test_frames_that_strangers_announce_and_do_not_send_harm_nobody(tmp_path: Pa
                 stranger.sendall(greeting + large)
             await asyncio.sleep(0.2)  # for ZeroMQ to make room for them
             for _ in range(5):
-                await client.call(Infer(names=()), [bytes(3_000_000)], timeout_seconds=10)
+                await client.call(wire.Infer(names=()), [bytes(3_000_000)], timeout_seconds=10)
         assert home.process_id == first
 
     run(tmp_path, scenario)
@@ -466,7 +453,7 @@ def test_frames_that_strangers_announce_and_do_not_send_harm_nobody(tmp_path: Pa
 async def until_answered(client: RpcClient) -> None:
     while True:
         try:
-            await client.call(GetReadiness(), timeout_seconds=20)
+            await client.call(wire.GetReadiness(), timeout_seconds=20)
             return
         except ConnectionLost:
             pass
@@ -501,7 +488,7 @@ def test_ipv6_address_is_listened_on(tmp_path: Path) -> None:
         settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="::1")
         trust = Trust(settings, HOME)
         async with client_port(settings, trust) as port, client_port_client(port, trust) as client:
-            welcome = await client.hello(CoordinatorWelcome, timeout_seconds=20)
+            welcome = await client.hello(wire.CoordinatorWelcome, timeout_seconds=20)
             assert welcome.name == "home"
 
     with suppress(BadSetting):  # a host without an IPv6 loopback address
@@ -510,8 +497,8 @@ def test_ipv6_address_is_listened_on(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def client_port_client(port: ClientPort, trust: Trust) -> AsyncIterator[RpcClient]:
-    async def welcome(caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
-        return CoordinatorWelcome(version="1", name="home")
+    async def welcome(caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
+        return wire.CoordinatorWelcome(version="1", name="home")
 
     with zmq_context() as context:
         context.setsockopt(zmq.IPV6, 1)

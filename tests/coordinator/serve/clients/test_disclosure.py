@@ -10,25 +10,15 @@ import pytest
 from support.messages import EXAMPLES
 
 from coordinator.serve.clients.trust import error_for_app, response_for_app
-from hearth.errors import (
-    ERROR_TYPES,
-    BadRequest,
-    DeadlineExceeded,
-    DeviceLost,
-    HearthError,
-    ModelDoesNotFit,
-    NotServing,
-    StepFailed,
-    TextTooLong,
-)
+from hearth import errors
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply
 
 SECRET = "tcp://10.0.0.7:47800/kitchen"
 
 
-@pytest.mark.parametrize("kind", [each for each in ERROR_TYPES.values() if each.scope != "request"])
-def test_no_error_of_the_home_names_a_device(kind: type[HearthError]) -> None:
+@pytest.mark.parametrize("kind", [each for each in errors.ERROR_TYPES.values() if each.scope != "request"])
+def test_no_error_of_the_home_names_a_device(kind: type[errors.HearthError]) -> None:
     samples = {"int": 3, "float": 1.5, "str": SECRET}
     public = {"tag": "embed", "chunk": "0" * 64, "weights": "int8", "kv_cache": "int8", "strategy": "moirai"}
     error = kind(**{each.name: public.get(each.name, samples[str(each.type)]) for each in dataclasses.fields(kind)})
@@ -38,9 +28,9 @@ def test_no_error_of_the_home_names_a_device(kind: type[HearthError]) -> None:
 
 
 def test_errors_about_the_request_are_unchanged() -> None:
-    for error in (BadRequest(reason="no texts"), TextTooLong(index=1, num_tokens=9, max_tokens=8)):
+    for error in (errors.BadRequest(reason="no texts"), errors.TextTooLong(index=1, num_tokens=9, max_tokens=8)):
         assert str(error_for_app(error)) == str(error)
-    assert error_for_app(ModelDoesNotFit(model="/srv/bert", missing_bytes=7)).details() == {
+    assert error_for_app(errors.ModelDoesNotFit(model="/srv/bert", missing_bytes=7)).details() == {
         "model": "bert",
         "missing_bytes": 7,
     }
@@ -82,7 +72,7 @@ def test_error_inside_a_stream_is_reduced_and_the_stream_is_closed() -> None:
     async def answers() -> AsyncGenerator[wire.Message | Reply, None]:
         try:
             yield wire.TextGenerated(token_ids=(1,), text="a")
-            raise StepFailed(device="kitchen", reason="out of memory on kitchen")
+            raise errors.StepFailed(device="kitchen", reason="out of memory on kitchen")
         finally:
             closed.append(True)
 
@@ -90,7 +80,7 @@ def test_error_inside_a_stream_is_reduced_and_the_stream_is_closed() -> None:
         stream = response_for_app(answers())
         assert isinstance(stream, AsyncGenerator)
         assert await anext(stream) == wire.TextGenerated(token_ids=(1,), text="a")
-        with pytest.raises(StepFailed) as failed:
+        with pytest.raises(errors.StepFailed) as failed:
             await anext(stream)
         assert "kitchen" not in str(failed.value)
 
@@ -99,6 +89,6 @@ def test_error_inside_a_stream_is_reduced_and_the_stream_is_closed() -> None:
 
 
 def test_deadline_and_readiness_errors_keep_their_numbers() -> None:
-    assert error_for_app(DeadlineExceeded(action=f"Run at {SECRET}", seconds=5.0)).details()["seconds"] == 5.0
-    assert "kitchen" not in str(error_for_app(NotServing(state="loading on kitchen")))
-    assert "kitchen" not in str(error_for_app(DeviceLost(device="kitchen", reason=SECRET)))
+    assert error_for_app(errors.DeadlineExceeded(action=f"Run at {SECRET}", seconds=5.0)).details()["seconds"] == 5.0
+    assert "kitchen" not in str(error_for_app(errors.NotServing(state="loading on kitchen")))
+    assert "kitchen" not in str(error_for_app(errors.DeviceLost(device="kitchen", reason=SECRET)))

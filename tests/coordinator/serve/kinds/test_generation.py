@@ -61,24 +61,8 @@ from hearth.errors import (
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits
 from hearth.platform.security import Access, HomeKey, derive_keypair, new_home_key, save_credential
+from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_array
-from hearth.wire.messages import (
-    Abort,
-    ChatMessage,
-    CoordinatorWelcome,
-    Done,
-    Embed,
-    Generate,
-    GenerateTokens,
-    GenerationEnded,
-    Hello,
-    Message,
-    Sampling,
-    SamplingChoice,
-    TextEnded,
-    TextGenerated,
-    TokensGenerated,
-)
 from hearth.wire.rpc import Caller, Reply, Response
 
 VOCAB, POSITIONS, CONTEXT, END_TOKEN = 300, 80, 64, 7
@@ -111,7 +95,7 @@ def expected(prompt: Sequence[int], count: int) -> list[int]:
 @dataclass
 class Request:
     ids: list[int]
-    sampling: Sampling
+    sampling: wire.Sampling
     max_tokens: int
     stop_ids: tuple[int, ...]
     first_index: int
@@ -138,10 +122,10 @@ class Script:
     async def generate(
         self,
         token_ids: np.ndarray[Any, Any],
-        asked: GenerateTokens,
+        asked: wire.GenerateTokens,
         timeout_seconds: float,
         may_return: Callable[[], bool] = lambda: False,
-    ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
+    ) -> AsyncGenerator[wire.TokensGenerated | wire.GenerationEnded, None]:
         assert token_ids.dtype == np.int32
         assert timeout_seconds > 0
         ids, reason = token_ids.tolist(), "length"
@@ -168,12 +152,12 @@ class Script:
                 reason = "stop" if token in stop_ids else "length"
                 if len(batch) == self.at_once or reason == "stop" or count == max_tokens:
                     self.tokens_given += len(batch)
-                    yield TokensGenerated(token_ids=tuple(batch))
+                    yield wire.TokensGenerated(token_ids=tuple(batch))
                     batch = []
             if limit == count:
                 assert error is not None
                 raise error
-            yield GenerationEnded(
+            yield wire.GenerationEnded(
                 reason=reason, num_prompt_tokens=len(token_ids), num_tokens=count, queued_seconds=0.5,
                 prefill_seconds=0.25, decode_seconds=0.125, num_kept_rows=min(self.num_cached, len(token_ids)),
                 num_drafted=2 * max_drafted, num_accepted=max_drafted,
@@ -213,7 +197,7 @@ class Host(Requests[Any]):
 class Outcome:
     tokens: list[int]
     text: str
-    end: TextEnded
+    end: wire.TextEnded
 
 
 async def ask(
@@ -229,12 +213,12 @@ async def read(
     ids = None if token_ids is None else np.asarray(token_ids, np.int32)
     tokens: list[int] = []
     text = ""
-    async with aclosing(generations.run(model, Generate(**fields), ids)) as parts:
+    async with aclosing(generations.run(model, wire.Generate(**fields), ids)) as parts:
         async for part in parts:
             text += part.text
-            if isinstance(part, TextGenerated):
+            if isinstance(part, wire.TextGenerated):
                 tokens.extend(part.token_ids)
-    assert isinstance(part, TextEnded)
+    assert isinstance(part, wire.TextEnded)
     return Outcome(tokens, text, part)
 
 
@@ -243,9 +227,9 @@ async def read(
 
 def test_tokens_are_streamed_and_end_with_usage() -> None:
     script = Script()
-    found = asyncio.run(ask(Host(script), max_tokens=6, sampling=SamplingChoice(temperature=0.5, seed=3)))
+    found = asyncio.run(ask(Host(script), max_tokens=6, sampling=wire.SamplingChoice(temperature=0.5, seed=3)))
     assert found.tokens == expected((1, 2, 3), 6)
-    assert script.requests == [Request([1, 2, 3], Sampling(temperature=0.5, seed=3), 6, (END_TOKEN,), 0)]
+    assert script.requests == [Request([1, 2, 3], wire.Sampling(temperature=0.5, seed=3), 6, (END_TOKEN,), 0)]
     end = found.end
     assert (end.reason, end.num_prompt_tokens, end.num_tokens, end.text) == ("length", 3, 6, "")
     assert (end.first_token_seconds, end.decode_seconds) == (0.25, 0.125)
@@ -298,7 +282,7 @@ def test_encoder_plan_is_a_bad_plan() -> None:
     ("fields", "token_ids", "message_part"),
     [
         ({}, None, "only one of them"),
-        ({"prompt": "a", "messages": (ChatMessage(role="user", content="a"),)}, None, "only one of them"),
+        ({"prompt": "a", "messages": (wire.ChatMessage(role="user", content="a"),)}, None, "only one of them"),
         ({"prompt": "a"}, [1], "only one of them"),
         ({"prompt": "a"}, None, "no tokenizer"),
         ({"stop": ("a",)}, [1], "no tokenizer"),
@@ -319,8 +303,8 @@ def test_bad_request_is_rejected_before_it_runs(fields: dict[str, Any], token_id
 
 async def test_requests_above_the_limit_are_rejected_immediately() -> None:
     generations = GenerationRunner(Host(Script(silent_after=1)), 2)
-    async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as one:
-        async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as two:
+    async with aclosing(generations.run(MODEL, wire.Generate(), np.ones(1, np.int32))) as one:
+        async with aclosing(generations.run(MODEL, wire.Generate(), np.ones(1, np.int32))) as two:
             await anext(one)
             await anext(two)
             with pytest.raises(QueueFull):
@@ -370,7 +354,7 @@ async def test_closing_the_answer_ends_the_sequence() -> None:
     script = Script()
     host = Host(script)
     generations = GenerationRunner(host, 2)
-    parts = generations.run(MODEL, Generate(), np.ones(1, np.int32))
+    parts = generations.run(MODEL, wire.Generate(), np.ones(1, np.int32))
     for _ in range(3):
         await anext(parts)
     assert (script.open_now, generations.num_running, host.admission.num_running) == (1, 1, 1)
@@ -405,7 +389,7 @@ def test_probe_fits_into_any_context() -> None:
 def test_generation_resumes_on_the_next_plan_after_a_failure(error: HearthError) -> None:
     first, second = Script(fails=[(4, error)]), Script()
     host = Host(first, second, pause_seconds=0.05)
-    found = asyncio.run(ask(host, max_tokens=10, sampling=SamplingChoice(temperature=1.0)))
+    found = asyncio.run(ask(host, max_tokens=10, sampling=wire.SamplingChoice(temperature=1.0)))
     assert found.tokens == expected((1, 2, 3), 10)
     assert host.errors == [error]
     (began,), (resumed,) = first.requests, second.requests
@@ -514,7 +498,7 @@ def test_smaller_plan_limits_the_length() -> None:
 async def test_plan_change_waits_for_running_answers_and_holds_new_ones() -> None:
     host = Host(Script(silent_after=2), Script())
     generations = GenerationRunner(host, 9)
-    one = generations.run(MODEL, Generate(max_tokens=3), np.ones(1, np.int32))
+    one = generations.run(MODEL, wire.Generate(max_tokens=3), np.ones(1, np.int32))
     await anext(one)
     host.admission.close()
     drained = asyncio.create_task(host.admission.wait_until_drained())
@@ -561,7 +545,7 @@ def test_prompt_or_chat_is_answered_with_text(tokenizer: TextTokenizer) -> None:
     script, model = script_of_text(tokenizer, "Grüße! 🙂")
     found = asyncio.run(ask(Host(script), model=model, token_ids=None, prompt="Hi"))
     assert (found.text, found.end.text, found.end.reason) == ("Grüße! 🙂", "", "stop")
-    chat = (ChatMessage(role="user", content="Hi"),)
+    chat = (wire.ChatMessage(role="user", content="Hi"),)
     asyncio.run(ask(Host(script), model=model, token_ids=None, messages=chat))
     assert [tokenizer.decode(request.ids) for request in script.requests] == ["Hi", "user:Hi\n"]
     with pytest.raises(BadRequest, match="empty"):
@@ -622,34 +606,34 @@ class Agents:
     async def stream(
         self,
         device_id: str,
-        message: GenerateTokens,
+        message: wire.GenerateTokens,
         payload: Sequence[Any],
         last: type[Any],
         timeout_seconds: float,
         may_return: Callable[[], bool],
     ) -> AsyncGenerator[Reply, None]:
         ids = unpack_array([bytes(frame) for frame in payload])
-        assert (device_id, message.epoch, last) == ("id0", PLAN.epoch, GenerationEnded)
+        assert (device_id, message.epoch, last) == ("id0", PLAN.epoch, wire.GenerationEnded)
         answers = self._script.generate(ids, message, timeout_seconds)
         async with aclosing(answers):
             async for answer in answers:
                 yield Reply(answer)
 
     async def call(
-        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 0.0
+        self, device_id: str, message: wire.Message, payload: Sequence[Any] = (), timeout_seconds: float = 0.0
     ) -> Reply:
-        assert isinstance(message, Abort)
+        assert isinstance(message, wire.Abort)
         self.aborted.append(device_id)
         if self._knows is not None and device_id == "id1":
             raise self._knows
-        return Reply(Done())
+        return Reply(wire.Done())
 
 
 async def deployed(
     agents: Agents,
-) -> tuple[TransformerDeployment, AsyncGenerator[TokensGenerated | GenerationEnded, None]]:
+) -> tuple[TransformerDeployment, AsyncGenerator[wire.TokensGenerated | wire.GenerationEnded, None]]:
     deployment = TransformerDeployment(agents, PLAN)  # type: ignore[arg-type]
-    request = GenerateTokens(**deployment.command_fields, max_tokens=9)
+    request = wire.GenerateTokens(**deployment.command_fields, max_tokens=9)
     return deployment, deployment.generate(np.asarray([1, 2, 3], np.int32), request, 5.0)
 
 
@@ -658,7 +642,7 @@ async def test_deployment_streams_from_rank_0() -> None:
     deployment, answers = await deployed(Agents(script))
     found = [answer async for answer in answers]
     assert [token for answer in found[:-1] for token in answer.token_ids] == expected((1, 2, 3), 9)  # type: ignore[union-attr]
-    assert isinstance(found[-1], GenerationEnded)
+    assert isinstance(found[-1], wire.GenerationEnded)
     assert (deployment.failure, script.open_now) == (None, 0)
 
 
@@ -682,7 +666,7 @@ async def test_device_loss_ends_the_stream_immediately() -> None:
             pass
     assert time.monotonic() - began < 10
     assert script.open_now == 0
-    request = GenerateTokens(**deployment.command_fields, max_tokens=1)
+    request = wire.GenerateTokens(**deployment.command_fields, max_tokens=1)
     with pytest.raises(WorkerDied):
         await anext(deployment.generate(np.ones(1, np.int32), request, 1.0))
 
@@ -724,7 +708,7 @@ class DecoderFleet(TransformerFleet):
     async def stream(
         self,
         device_id: str,
-        message: GenerateTokens,
+        message: wire.GenerateTokens,
         payload: Sequence[Any],
         last: type[Any],
         timeout_seconds: float,
@@ -743,12 +727,12 @@ class MeasuredFleet(DecoderFleet):
 
     def __init__(self, names: str) -> None:
         super().__init__(names, Script())
-        self.orders: list[GenerateTokens] = []
+        self.orders: list[wire.GenerateTokens] = []
 
     async def stream(
         self,
         device_id: str,
-        message: GenerateTokens,
+        message: wire.GenerateTokens,
         payload: Sequence[Any],
         last: type[Any],
         timeout_seconds: float,
@@ -759,7 +743,7 @@ class MeasuredFleet(DecoderFleet):
         seconds = {"exact": 9.0, "fp16": 5.0, "bf16": 4.0, "int8": 2.0}
         async with aclosing(super().stream(device_id, message, payload, last, timeout_seconds, may_return)) as replies:
             async for reply in replies:
-                if isinstance(reply.message, GenerationEnded) and message.logits == "compare":
+                if isinstance(reply.message, wire.GenerationEnded) and message.logits == "compare":
                     assert message.values is not None
                     changes = {"logit_error": errors[message.values], "decode_seconds": seconds[message.values]}
                     yield Reply(reply.message.model_copy(update=changes))
@@ -786,8 +770,10 @@ def goal_of(folder: Path, family: str, **wishes: Any) -> TransformerGoal:
 
 
 async def tokens_of(home: ServedController, **fields: Any) -> list[int]:
-    parts = await _collect(await home.kind.generate(Generate(**fields), pack_array(np.asarray([1, 2, 3], np.int32))))
-    return [token for part in parts if isinstance(part, TextGenerated) for token in part.token_ids]
+    parts = await _collect(
+        await home.kind.generate(wire.Generate(**fields), pack_array(np.asarray([1, 2, 3], np.int32)))
+    )
+    return [token for part in parts if isinstance(part, wire.TextGenerated) for token in part.token_ids]
 
 
 @pytest.mark.parametrize("error", [*ERRORS_OF_A_REQUEST, StepFailed(device="device1", reason="silent"), DIED], ids=repr)
@@ -833,11 +819,11 @@ async def test_requests_must_match_the_kind_of_model(tmp_path: Path) -> None:
         for family in ("llama", "bert")
     )
     with pytest.raises(BadRequest, match="hearth generate"):
-        await decoder.kind.embed(Embed(texts=("a",)), ())
+        await decoder.kind.embed(wire.Embed(texts=("a",)), ())
     with pytest.raises(BadRequest, match="hearth generate"):
         await decoder.hidden_states(1, 1.0)
     with pytest.raises(BadRequest, match="hearth embed"):
-        await encoder.kind.generate(Generate(), ())
+        await encoder.kind.generate(wire.Generate(), ())
     with pytest.raises(NotServing):
         await tokens_of(decoder, timeout_seconds=0.05)
     assert (decoder.controller.requests.num_failed, decoder.controller.requests.num_served) == (1, 0)
@@ -858,16 +844,16 @@ class Coordinator:
         self._model = model
         self._generations = GenerationRunner(Host(script), 9)
 
-    async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
-        if isinstance(message, Hello):
-            return CoordinatorWelcome(version="0", name="test")
-        assert isinstance(message, Generate)
+    async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
+        if isinstance(message, wire.Hello):
+            return wire.CoordinatorWelcome(version="0", name="test")
+        assert isinstance(message, wire.Generate)
         self.asked += 1
         if self.error is not None:
             raise self.error
         return self._stream(message, unpack_array(payload) if payload else None)
 
-    async def _stream(self, message: Generate, token_ids: Any) -> AsyncGenerator[Reply, None]:
+    async def _stream(self, message: wire.Generate, token_ids: Any) -> AsyncGenerator[Reply, None]:
         async with aclosing(self._generations.run(self._model, message, token_ids)) as parts:
             async for part in parts:
                 await asyncio.sleep(0.002)

@@ -23,15 +23,7 @@ from coordinator.models.graph_file import GraphFile, model_file_kind, parse_dims
 from coordinator.models.onnx.cutting import cut
 from coordinator.serve.kinds.graph import arrays_by_name, check_inputs
 from coordinator.serve.state import GraphGoal, StateFile
-from hearth.errors import (
-    BadModelFile,
-    BadPlan,
-    BadRequest,
-    BadSetting,
-    HearthError,
-    QueueFull,
-    StepFailed,
-)
+from hearth import errors
 from hearth.plan.graph_spec import Tensor
 from hearth.plan.plan import Plan
 from hearth.wire.framing import pack_array, unpack_array
@@ -60,7 +52,7 @@ WANTED = (Tensor("image", 24, None, (0,), "float32", (2, 3)), Tensor("mask", 2, 
     ],
 )
 def test_invalid_input_is_named(given: dict[str, Any], reason: str) -> None:
-    with pytest.raises(BadRequest, match=reason):
+    with pytest.raises(errors.BadRequest, match=reason):
         check_inputs(WANTED, given)
 
 
@@ -68,9 +60,9 @@ def test_arrays_have_two_frames_each_and_unique_names() -> None:
     frames = [frame for value in (1.5, 2.5) for frame in pack_array(np.array([value], np.float32))]
     found = arrays_by_name(("x", "y"), frames)
     assert {name: array.tolist() for name, array in found.items()} == {"x": [1.5], "y": [2.5]}
-    with pytest.raises(BadRequest, match="1 inputs came in 4 frames"):
+    with pytest.raises(errors.BadRequest, match="1 inputs came in 4 frames"):
         arrays_by_name(("x",), frames)
-    with pytest.raises(BadRequest, match="twice"):
+    with pytest.raises(errors.BadRequest, match="twice"):
         arrays_by_name(("x", "x"), frames)
 
 
@@ -105,17 +97,17 @@ def test_model_kind_is_detected_from_the_file(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
         assert model_file_kind(tmp_path / name) == kind
     assert model_file_kind(tmp_path) == "transformer"
-    with pytest.raises(BadModelFile, match="No such file"):
+    with pytest.raises(errors.BadModelFile, match="No such file"):
         model_file_kind(tmp_path / "none.json")
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(BadModelFile, match="is not JSON"):
+    with pytest.raises(errors.BadModelFile, match="is not JSON"):
         model_file_kind(tmp_path / "a.json")
 
 
 def test_dimensions_are_parsed_and_errors_named() -> None:
     assert parse_dims(["batch=1", "x = 20"]) == {"batch": 1, "x": 20}
     for text in ("batch", "batch=0", "=1", "batch=one"):
-        with pytest.raises(BadSetting, match="--dim"):
+        with pytest.raises(errors.BadSetting, match="--dim"):
             parse_dims([text])
 
 
@@ -188,7 +180,7 @@ async def test_full_pipeline_queues_then_rejects_requests(
         asked = [ask(home) for _ in range(room + 5)]
         await home.until(lambda: home.fleet.running.total() == 3 * room)
         assert home.controller.requests.admission.num_waiting == 5
-        with pytest.raises(QueueFull):
+        with pytest.raises(errors.QueueFull):
             await ask(home)
         home.fleet.released.set()
         answers = await asyncio.gather(*asked)
@@ -216,15 +208,15 @@ async def test_request_error_keeps_the_plan_and_a_failing_probe_ends_it(
 ) -> None:
     async with serving_graph(tmp_path, graph, monkeypatch) as home:
         home.fleet.asked.clear()
-        home.fleet.failures = [StepFailed(device="segment 1", reason="index out of range")]
+        home.fleet.failures = [errors.StepFailed(device="segment 1", reason="index out of range")]
         await ask(home)  # runs again after the probe, a request known to work
         assert sum(isinstance(message, Run) for _, message in home.fleet.asked) == 3 * 3
         assert (home.plan.epoch, home.ready) == (1, True)
         home.fleet.reject_ones = True
-        with pytest.raises(StepFailed):
+        with pytest.raises(errors.StepFailed):
             await ask(home, value=1.0)
         assert (home.plan.epoch, home.ready) == (1, True)
-        home.fleet.broken = StepFailed(device="rank 1", reason="the tensor had not come")
+        home.fleet.broken = errors.StepFailed(device="rank 1", reason="the tensor had not come")
         asked = ask(home)
         await home.until(lambda: not home.ready)
         home.fleet.broken = None
@@ -238,12 +230,12 @@ async def test_timed_out_request_keeps_its_slot_until_devices_finish(
     async with serving_graph(tmp_path, graph, monkeypatch) as home:
         home.fleet.released.clear()
         asked = ask(home, timeout_seconds=0.05)
-        with pytest.raises(HearthError, match=r"0\.05 s"):
+        with pytest.raises(errors.HearthError, match=r"0\.05 s"):
             await asked
         assert home.controller.requests.admission.num_running == 1
         home.fleet.released.set()
         await home.until(lambda: home.controller.requests.admission.num_running == 0)
-        with pytest.raises(BadRequest, match="'image' is missing"):
+        with pytest.raises(errors.BadRequest, match="'image' is missing"):
             await home.kind.infer(Infer(names=()), ())
 
 
@@ -262,7 +254,7 @@ async def test_saved_plan_is_reused_for_the_same_graph_only(
     other = plan.model_copy(update={"model": plan.model.model_copy(update={"sha256": "ff" * 32})})
     async with serving_graph(tmp_path, graph, monkeypatch, plan=other) as home:
         assert any("planned by" in line for line in home.lines)
-    with pytest.raises(BadPlan, match="another graph"):
+    with pytest.raises(errors.BadPlan, match="another graph"):
         async with serving_graph(tmp_path, graph, monkeypatch, plan=other, keep_plan=True):
             pass
 
@@ -270,7 +262,7 @@ async def test_saved_plan_is_reused_for_the_same_graph_only(
 async def test_graph_with_unsupported_input_type_is_rejected(tmp_path: Path) -> None:
     goal = GraphGoal(model_file=str(save_bfloat16_model(tmp_path / "model.onnx")))
 
-    with pytest.raises(BadModelFile, match="its tensor x is of bfloat16"):
+    with pytest.raises(errors.BadModelFile, match="its tensor x is of bfloat16"):
         ServedController(GraphFleet("a", None), tmp_path, goal, None)  # type: ignore[arg-type]
 
 
@@ -278,5 +270,5 @@ async def test_graph_without_weights_is_rejected(tmp_path: Path) -> None:
     from support.graphs import save_graph
 
     path = save_graph(tmp_path / "graph.json", two_branches())
-    with pytest.raises(BadSetting, match="no weights to run"):
+    with pytest.raises(errors.BadSetting, match="no weights to run"):
         ServedController(GraphFleet("a", None), tmp_path, GraphGoal(model_file=str(path)), None)  # type: ignore[arg-type]

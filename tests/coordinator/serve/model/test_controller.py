@@ -23,26 +23,7 @@ from coordinator.serve.model import lifecycle
 from coordinator.serve.recovery import preparer
 from coordinator.serve.replan.drift import MIN_PRESENCE_SECONDS, REPLAN_SECONDS
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
-from hearth.errors import (
-    BadCheckpoint,
-    BadPlan,
-    BadSetting,
-    ChunkMissing,
-    DeadlineExceeded,
-    DeviceLost,
-    HearthError,
-    LinkLost,
-    ModelDoesNotFit,
-    NoDevices,
-    NoPlacement,
-    NotServing,
-    StepFailed,
-    StoreFailed,
-    StoreFull,
-    Unreachable,
-    UnsupportedWeights,
-    WorkerDied,
-)
+from hearth import errors
 from hearth.plan.plan import plan_hash
 from hearth.platform.asyncio_tools import loop_time
 from hearth.protocol import DEFAULT_DEPLOYMENT
@@ -126,15 +107,15 @@ async def prepared_home(
 @pytest.mark.parametrize(
     ("error", "ends"),
     [
-        (BadSetting(setting="--strategy", reason="sp needs a context that is prefilled in one step"), True),
-        (BadPlan(reason="it was made for another model"), True),
-        (ModelDoesNotFit(model="m", missing_bytes=5), False),
-        (NoPlacement(graph="m", strategy="heft"), False),
-        (NoDevices(seconds=1), False),
-        (DeviceLost(device="a", reason="no answer"), False),
-        (StoreFull(device="a", needed_bytes=2, free_bytes=1), False),
-        (BadCheckpoint(path="m", reason="the disk is not mounted yet"), False),
-        (UnsupportedWeights(device="a", weights="int4", compute_device="cuda"), False),
+        (errors.BadSetting(setting="--strategy", reason="sp needs a context that is prefilled in one step"), True),
+        (errors.BadPlan(reason="it was made for another model"), True),
+        (errors.ModelDoesNotFit(model="m", missing_bytes=5), False),
+        (errors.NoPlacement(graph="m", strategy="heft"), False),
+        (errors.NoDevices(seconds=1), False),
+        (errors.DeviceLost(device="a", reason="no answer"), False),
+        (errors.StoreFull(device="a", needed_bytes=2, free_bytes=1), False),
+        (errors.BadCheckpoint(path="m", reason="the disk is not mounted yet"), False),
+        (errors.UnsupportedWeights(device="a", weights="int4", compute_device="cuda"), False),
         (ValueError("a fault of ours"), False),
     ],
     ids=lambda value: type(value).__name__,
@@ -196,9 +177,9 @@ async def test_stop_drains_running_requests_and_refuses_others(kind: str, tmp_pa
         asked = [asyncio.create_task(case.ask(home)) for _ in range(room + 1)]
         await home.until(lambda: case.fleet.running.total() == 2 * room)
         home.controller.stop()
-        with pytest.raises(NotServing, match="stopping: running requests finish, new ones are refused"):
+        with pytest.raises(errors.NotServing, match="stopping: running requests finish, new ones are refused"):
             await asked.pop()  # it was queued
-        with pytest.raises(NotServing, match="stopping"):
+        with pytest.raises(errors.NotServing, match="stopping"):
             await case.ask(home)
         await let_tasks_run()
         assert (home.controller.lifecycle.phase, running.done()) == ("draining", False)
@@ -220,7 +201,7 @@ async def test_stop_ends_requests_that_exceed_the_drain_timeout(
         home.controller.stop()
         if twice:
             home.controller.stop()
-        with pytest.raises(NotServing, match="stop"):
+        with pytest.raises(errors.NotServing, match="stop"):
             await asked
 
 
@@ -267,7 +248,7 @@ async def test_stop_before_serving_takes_effect_immediately(tmp_path: Path, grap
             await home.until(lambda home=home: home.controller.lifecycle.phase == "failed")  # there is no device
         home.controller.stop()
         await asyncio.wait_for(running, 60)
-        with pytest.raises(NotServing, match="stopped"):
+        with pytest.raises(errors.NotServing, match="stopped"):
             await home.hidden_states(1, 1.0)
 
 
@@ -296,16 +277,16 @@ class FaultyFleet(TransformerFleet):
     """Devices a and b. While the link between them is `cut`, no plan of both works. `load_error`: of device b."""
 
     cut = False
-    load_error: HearthError | None = None
+    load_error: errors.HearthError | None = None
 
     async def call(
         self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
     ) -> Reply:
         if self.cut and isinstance(message, MeasureLink):
-            raise Unreachable(endpoint="b", seconds=1)
+            raise errors.Unreachable(endpoint="b", seconds=1)
         if self.cut and isinstance(message, Run) and self.loads[device_id].plan.num_ranks > 1:
             rank = self.loads[device_id].rank
-            raise StepFailed(device=f"rank {rank}", reason="a tile did not arrive", peer=f"rank {1 - rank}")
+            raise errors.StepFailed(device=f"rank {rank}", reason="a tile did not arrive", peer=f"rank {1 - rank}")
         if self.load_error is not None and isinstance(message, Load) and device_id == "b":
             raise self.load_error
         return await super().call(device_id, message, payload, timeout_seconds)
@@ -334,16 +315,16 @@ async def test_home_serves_without_a_pair_of_devices_whose_link_is_cut_and_with_
 @pytest.mark.parametrize(
     "error",
     [
-        StoreFull(device="b", needed_bytes=2, free_bytes=1),
-        StoreFailed(device="b", reason="Read-only file system"),
-        StepFailed(device="this device", reason="out of memory"),
-        WorkerDied(device="b", reason="killed"),
-        DeadlineExceeded(action="Load", seconds=1),
+        errors.StoreFull(device="b", needed_bytes=2, free_bytes=1),
+        errors.StoreFailed(device="b", reason="Read-only file system"),
+        errors.StepFailed(device="this device", reason="out of memory"),
+        errors.WorkerDied(device="b", reason="killed"),
+        errors.DeadlineExceeded(action="Load", seconds=1),
     ],
     ids=lambda error: type(error).__name__,
 )
 async def test_device_that_fails_while_loading_is_left_out_of_the_next_plan(
-    error: HearthError, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    error: errors.HearthError, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
     fleet.load_error = error
@@ -363,11 +344,11 @@ async def test_model_that_does_not_fit_without_a_quarantined_device_uses_it(
 
         async def plan(cluster: Any, recovering: bool, held: Any = None) -> Any:
             if len(cluster.devices) < 2:
-                raise ModelDoesNotFit(model="m", missing_bytes=5)
+                raise errors.ModelDoesNotFit(model="m", missing_bytes=5)
             return await working(cluster, recovering, held)
 
         home.kind.plan = plan
-        fleet.failures = [WorkerDied(device="b", reason="killed")]
+        fleet.failures = [errors.WorkerDied(device="b", reason="killed")]
         await home.hidden_states(16)
         assert home.names() == "ab"
 
@@ -535,7 +516,7 @@ async def test_plan_that_was_made_ahead_for_one_end_of_a_link_is_deployed_at_onc
     async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
         one, other = home.plan.devices[0].name, home.plan.devices[1].name
         home.tools.profiler.link_is_cut(one, other)
-        home.controller.lose_deployment(LinkLost(device=one, peer=other, reason="they cannot connect"))
+        home.controller.lose_deployment(errors.LinkLost(device=one, peer=other, reason="they cannot connect"))
         await home.until(lambda: home.ready and not {one, other} <= set(home.names()))
         assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
         assert home.count_lines("is loaded, since it does not use the link") == 1
@@ -560,7 +541,7 @@ async def test_request_whose_step_failed_goes_on_when_the_plan_is_lost_during_th
         asking = asyncio.create_task(home.hidden_states(16))
         await home.until(lambda: fleet.checks)
         home.tools.profiler.link_is_cut("a", "b")
-        home.controller.lose_deployment(LinkLost(device="a", peer="b", reason="they cannot connect"))
+        home.controller.lose_deployment(errors.LinkLost(device="a", peer="b", reason="they cannot connect"))
         await asyncio.wait_for(asking, 5)
         assert len(home.names()) == 1
 
@@ -647,7 +628,7 @@ async def test_worker_that_died_starts_again_in_the_same_plan_and_the_second_one
     async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
         plan, losses = home.plan, home.controller.losses
         victim = plan.devices[-1].name
-        case.fleet.failures = [WorkerDied(device=victim, reason="killed")]
+        case.fleet.failures = [errors.WorkerDied(device=victim, reason="killed")]
         await case.ask(home)
         await home.until(lambda: home.ready)
         assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
@@ -655,7 +636,7 @@ async def test_worker_that_died_starts_again_in_the_same_plan_and_the_second_one
         assert home.count_lines("the same plan is loaded again") == 1
         assert home.controller.redundancy.startswith("yes, any one device")  # at once
         assert home.controller.losses == losses
-        case.fleet.failures = [WorkerDied(device=victim, reason="killed")]
+        case.fleet.failures = [errors.WorkerDied(device=victim, reason="killed")]
         await case.ask(home)
         await home.until(lambda: home.ready)
         assert victim not in home.names()
@@ -681,7 +662,7 @@ async def test_chunks_that_were_sent_ahead_and_evicted_are_sent_again(
 
         async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
             if isinstance(message, Load) and not set(message.parts.hashes) <= case.fleet.stored[device_id]:
-                raise ChunkMissing(chunk="0", device=device_id)
+                raise errors.ChunkMissing(chunk="0", device=device_id)
             return await working(device_id, message, *arguments, **options)
 
         case.fleet.call = call  # type: ignore[method-assign]

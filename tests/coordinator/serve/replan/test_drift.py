@@ -39,16 +39,7 @@ from hearth.errors import DeviceLost
 from hearth.plan.common import Prediction
 from hearth.plan.plan import Plan, TransformerPlan
 from hearth.plan.profile import BlockProfile
-from hearth.wire.messages import (
-    ConnectPeers,
-    FindMissing,
-    Load,
-    Message,
-    Profile,
-    Profiled,
-    Run,
-    Unload,
-)
+from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply
 
 # ---- the monitor ----------------------------------------------------------------------------------------------------
@@ -322,14 +313,14 @@ async def test_plan_from_the_profile_of_an_equal_device_is_replaced_once_it_is_m
     fleet = equal_agents_of_one_machine()
     working, profiled = fleet.call, []
 
-    async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
+    async def call(device_id: str, message: wire.Message, *rest: Any, **named: Any) -> Reply:
         reply = await working(device_id, message, *rest, **named)
-        if not isinstance(message, Profile):
+        if not isinstance(message, wire.Profile):
             return reply
         profiled.append(device_id)
-        assert isinstance(reply.message, Profiled)
+        assert isinstance(reply.message, wire.Profiled)
         assert isinstance(reply.message.result, BlockProfile)
-        return Reply(Profiled(result=reply.message.result.scaled(8.0 if device_id == "b" else 1.0)))
+        return Reply(wire.Profiled(result=reply.message.result.scaled(8.0 if device_id == "b" else 1.0)))
 
     monkeypatch.setattr(fleet, "call", call)
 
@@ -347,8 +338,8 @@ async def test_measurement_that_a_request_disturbs_is_not_kept(tmp_path: Path, m
     fleet = equal_agents_of_one_machine()
     working, profiled, released = fleet.call, [], asyncio.Event()
 
-    async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
-        if isinstance(message, Profile):
+    async def call(device_id: str, message: wire.Message, *rest: Any, **named: Any) -> Reply:
+        if isinstance(message, wire.Profile):
             profiled.append(device_id)
             if device_id == "b":
                 await released.wait()
@@ -471,8 +462,8 @@ async def test_device_that_cannot_be_measured_does_not_disturb_serving(
     async with serving_transformer(tmp_path, monkeypatch) as home:
         working = home.fleet.call
 
-        async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
-            if device_id == "c" and isinstance(message, Profile):
+        async def call(device_id: str, message: wire.Message, *rest: Any, **named: Any) -> Reply:
+            if device_id == "c" and isinstance(message, wire.Profile):
                 raise DeviceLost(device="c", reason="of all times now")
             return await working(device_id, message, *rest, **named)
 
@@ -496,7 +487,7 @@ async def test_fastest_format_within_the_budget_is_measured_and_used(
         await home.until(lambda: home.count_lines(f"activations travel as {chosen} "))
         home.fleet.asked.clear()
         await ask(home, 30)
-        steps = [message for _, message in home.fleet.asked if isinstance(message, Run)]
+        steps = [message for _, message in home.fleet.asked if isinstance(message, wire.Run)]
         assert {step.values for step in steps} == {chosen}
         assert not home.count_lines("the plan stays")  # a faster format is no drift
 
@@ -504,7 +495,7 @@ async def test_fastest_format_within_the_budget_is_measured_and_used(
 async def test_nothing_is_calibrated_without_a_budget_or_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving_transformer(tmp_path / "plain", monkeypatch) as home:
         await ask(home, 2)
-        values = {message.values for _, message in home.fleet.asked if isinstance(message, Run)}
+        values = {message.values for _, message in home.fleet.asked if isinstance(message, wire.Run)}
         assert values == {None}
     async with serving_transformer(tmp_path / "alone", monkeypatch, names="a", accuracy_budget=0.1) as home:
         await ask(home, 2)
@@ -521,13 +512,13 @@ async def test_messages_of_a_plan_change_are_in_order(tmp_path: Path, monkeypatc
         await home.until(lambda: home.plan is not before and home.ready)
         await asking
         kinds = [type(message) for _, message in home.fleet.asked]
-        first_run = kinds.index(Run)
-        reload = first_run + kinds[first_run:].index(Load)
-        assert FindMissing in kinds[first_run:reload]  # weights were sent while the old plan served
-        assert Unload not in kinds[:reload]  # workers go on in the new plan
-        connect = reload + kinds[reload:].index(ConnectPeers)
-        warm_up = connect + kinds[connect:].index(Run)
-        await home.until(lambda: Unload in [type(message) for _, message in home.fleet.asked[warm_up:]])
+        first_run = kinds.index(wire.Run)
+        reload = first_run + kinds[first_run:].index(wire.Load)
+        assert wire.FindMissing in kinds[first_run:reload]  # weights were sent while the old plan served
+        assert wire.Unload not in kinds[:reload]  # workers go on in the new plan
+        connect = reload + kinds[reload:].index(wire.ConnectPeers)
+        warm_up = connect + kinds[connect:].index(wire.Run)
+        await home.until(lambda: wire.Unload in [type(message) for _, message in home.fleet.asked[warm_up:]])
 
 
 @pytest.mark.parametrize(

@@ -11,37 +11,27 @@ from support.waiting import let_tasks_run
 
 from coordinator.serve.requests.retry import Failures
 from coordinator.serve.requests.runner import Requests
-from hearth.errors import (
-    DeadlineExceeded,
-    DeviceLost,
-    HearthError,
-    InternalError,
-    LeaseLost,
-    NotServing,
-    StepFailed,
-    TextTooLong,
-    WorkerDied,
-)
+from hearth import errors
 from hearth.wire.messages import Vectors
 from hearth.wire.rpc import Reply
 
 LIMIT_SECONDS = 60.0
-DIED = WorkerDied(device="a", reason="killed")
-LOST = DeviceLost(device="a", reason="no answer")
-FAILED = StepFailed(device="a", reason="rank 1 is silent")
+DIED = errors.WorkerDied(device="a", reason="killed")
+LOST = errors.DeviceLost(device="a", reason="no answer")
+FAILED = errors.StepFailed(device="a", reason="rank 1 is silent")
 
 
 class Home:
     """Deployments are numbers. Each request records the deployment on which it begins, then waits for its turn."""
 
     def __init__(self, capacity: int = 1, queue_limit: int = 9) -> None:
-        self.lost: list[tuple[int, HearthError]] = []
+        self.lost: list[tuple[int, errors.HearthError]] = []
         self.began: list[tuple[str, int]] = []
         self.running: dict[str, asyncio.Future[None]] = {}
         self.probe: Callable[[int], Awaitable[None]] = self._probe_works
         self.requests: Requests[int] = Requests(
             queue_limit,
-            lambda: NotServing(state="planning"),
+            lambda: errors.NotServing(state="planning"),
             self._on_loss,
             lambda deployment, _: self.probe(deployment),
         )
@@ -67,7 +57,7 @@ class Home:
             self.running.pop(name).set_exception(error)
         await let_tasks_run()
 
-    def _on_loss(self, deployment: int, error: HearthError) -> None:
+    def _on_loss(self, deployment: int, error: errors.HearthError) -> None:
         self.lost.append((deployment, error))
         self.requests.admission.close()
 
@@ -105,11 +95,11 @@ def test_request_waits_for_the_next_plan_only_until_its_own_deadline() -> None:
         asked = home.ask("a", timeout_seconds=0.05)
         await let_tasks_run()
         await home.end("a", LOST)
-        with pytest.raises(NotServing, match="planning"):
+        with pytest.raises(errors.NotServing, match="planning"):
             await asked
         home.deploy(2)
         asked = home.ask("b", timeout_seconds=0.05)
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded):
             await asked
         assert home.requests.admission.num_running == 1  # it still occupies the workers
         await home.end("b")
@@ -123,8 +113,8 @@ def test_error_of_the_request_itself_is_final() -> None:
         home = Home()
         asked = home.ask("a")
         await let_tasks_run()
-        await home.end("a", TextTooLong(index=0, num_tokens=2, max_tokens=1))
-        with pytest.raises(TextTooLong):
+        await home.end("a", errors.TextTooLong(index=0, num_tokens=2, max_tokens=1))
+        with pytest.raises(errors.TextTooLong):
             await asked
         assert home.lost == []
 
@@ -144,9 +134,9 @@ def test_failed_step_on_a_plan_that_works_is_repeated_once_and_alone(error: Exce
         await home.end("b")
         assert home.began[2:] == [("a", 1)]
         await home.end("a", error)
-        with pytest.raises(HearthError) as final:
+        with pytest.raises(errors.HearthError) as final:
             await asked
-        assert isinstance(final.value, InternalError | StepFailed)
+        assert isinstance(final.value, errors.InternalError | errors.StepFailed)
         await let_tasks_run()
         await home.end("late")
         await asyncio.gather(other, late)
@@ -230,7 +220,7 @@ def test_request_that_kills_workers_runs_alone_and_takes_no_other_with_it() -> N
         for _ in range(3):
             assert list(home.running) == ["poison"]
             await lose()
-        with pytest.raises(WorkerDied):
+        with pytest.raises(errors.WorkerDied):
             await asked["poison"]
         assert list(home.running) == ["other"]
         await home.end("other")
@@ -263,8 +253,10 @@ def test_others_run_with_a_suspect_once_it_has_made_progress() -> None:
     scenario(main)
 
 
-@pytest.mark.parametrize("error", [LOST, LeaseLost(device="a"), NotServing(state="unloaded")], ids=lambda e: e.code)
-def test_losses_by_devices_and_changes_of_plan_never_count(error: HearthError) -> None:
+@pytest.mark.parametrize(
+    "error", [LOST, errors.LeaseLost(device="a"), errors.NotServing(state="unloaded")], ids=lambda e: e.code
+)
+def test_losses_by_devices_and_changes_of_plan_never_count(error: errors.HearthError) -> None:
     failures = Failures()
     assert all(failures.record(error, alone, plan_works=False) for alone in (True, False) for _ in range(50))
     assert not failures.must_run_alone

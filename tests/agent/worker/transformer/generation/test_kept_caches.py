@@ -18,16 +18,8 @@ from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.model_spec import KvFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits, Strategy
+from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array
-from hearth.wire.messages import (
-    Cancel,
-    ComputeDevice,
-    GenerateTokens,
-    GenerationEnded,
-    Sampling,
-    ShardParts,
-    TokensGenerated,
-)
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
@@ -40,8 +32,8 @@ NAMES = ("kitchen", "attic", "cellar", "garage")
 PROMPT = np.random.default_rng(3).integers(3, 2000, 150).tolist()
 COUNT = 42  # tokens of the answer
 BREAK = 32  # of these, the number that have arrived when the plan ends
-GREEDY = Sampling()
-SAMPLED = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=11)
+GREEDY = wire.Sampling()
+SAMPLED = wire.Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=11)
 
 
 class Stored:
@@ -58,7 +50,7 @@ class Stored:
 class Home:
     """Worker runtimes that deploy plan after plan of one decoder and generate on them."""
 
-    def __init__(self, model: Stored, compute_device: ComputeDevice = "cpu") -> None:
+    def __init__(self, model: Stored, compute_device: wire.ComputeDevice = "cpu") -> None:
         self.spec = model.spec
         self._chunks = model.chunks
         self.home = RuntimeHome(model.path, compute_device)
@@ -71,21 +63,21 @@ class Home:
         return with_generation(plan, GenerationLimits.model_validate(fields))
 
     def deploy(self, names: Sequence[str], plan: TransformerPlan) -> None:
-        parts = [ShardParts(chunks=chunks_for_rank(self._chunks, plan, rank)) for rank in range(plan.num_ranks)]
+        parts = [wire.ShardParts(chunks=chunks_for_rank(self._chunks, plan, rank)) for rank in range(plan.num_ranks)]
         self.home.deploy(plan, names, parts)
 
     def generate(
         self,
         prompt: Sequence[int],
         count: int,
-        sampling: Sampling,
+        sampling: wire.Sampling,
         first_index: int = 0,
         stop_after: int | None = None,
         stream: str = "story",
         scope: str = "",
-    ) -> tuple[list[int], GenerationEnded | None]:
+    ) -> tuple[list[int], wire.GenerationEnded | None]:
         """The tokens, and how the answer ended. `stop_after` so many tokens, the answer is left alone."""
-        request = GenerateTokens(
+        request = wire.GenerateTokens(
             holder="test", epoch=self.epoch, max_tokens=count, first_index=first_index, sampling=sampling, stream=stream,
             prefix_scope=scope,
         )  # fmt: skip
@@ -94,22 +86,22 @@ class Home:
         tokens: list[int] = []
         while stop_after is None or len(tokens) < stop_after:
             message, _ = answer()
-            if isinstance(message, GenerationEnded):
+            if isinstance(message, wire.GenerationEnded):
                 return tokens, message
-            assert isinstance(message, TokensGenerated)
+            assert isinstance(message, wire.TokensGenerated)
             tokens += message.token_ids
         return tokens, None
 
     def cancel(self, stream: str = "story") -> None:
         """Cancel the stream's first request on this plan."""
         runtime = self.home.ranks[0]._runtime
-        runtime.handle(self._request_id(stream, 0), Cancel(request=self._request_id(stream, 0)), [])
+        runtime.handle(self._request_id(stream, 0), wire.Cancel(request=self._request_id(stream, 0)), [])
 
     def _request_id(self, stream: str, first_index: int) -> bytes:
         name = f"{self.epoch} {stream} {first_index}"
         return hashlib.sha256(name.encode()).digest()[:8]
 
-    def go_on(self, tokens: list[int], sampling: Sampling, stream: str = "story") -> tuple[list[int], int]:
+    def go_on(self, tokens: list[int], sampling: wire.Sampling, stream: str = "story") -> tuple[list[int], int]:
         """The rest of the answer, and the number of rows that were not computed again."""
         rest, end = self.generate(PROMPT + tokens, COUNT - len(tokens), sampling, len(tokens), stream=stream)
         return rest, end.num_kept_rows
@@ -152,7 +144,7 @@ CHANGES: list[tuple[Strategy, tuple[float, ...], int | None, Strategy, tuple[flo
 )
 def test_stream_continues_with_its_kv_cache_after_a_loss(
     home: Home, before: Strategy, split: tuple[float, ...], lost: int | None, after: Strategy,
-    next_split: tuple[float, ...], sampling: Sampling,
+    next_split: tuple[float, ...], sampling: wire.Sampling,
 ) -> None:  # fmt: skip
     whole_prompts = {"prefill_rows": 512} if before == "sp" else {}
     home.deploy(NAMES[: len(split)], home.plan(before, split, **whole_prompts))
