@@ -138,11 +138,8 @@ class WorkerProcess:
         sent = self._liveness.progress.sent_bytes
         own = self._loaded.load.rank
         devices = self._loaded.load.plan.devices
-        return {
-            device.device_id: num_bytes
-            for rank, (device, num_bytes) in enumerate(zip(devices, sent, strict=False))
-            if rank != own
-        }
+        sent_to = zip(devices, sent, strict=False)
+        return {device.device_id: count for rank, (device, count) in enumerate(sent_to) if rank != own}
 
     @property
     def peak_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The gateway as an ASGI application: checks of every request, routes, and how answers are sent."""
+"""The gateway as an ASGI application: checks of every request, routes, the list of models, and how answers are sent."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.http import watching
 from coordinator.http.answer_stream import while_connected
-from coordinator.http.failures import Failure, failure
-from coordinator.http.homes import Homes
+from coordinator.http.failures import Failure, failure, unknown_model
+from coordinator.http.homes import Homes, shown_name
 from coordinator.http.ollama import embeddings as ollama_embeddings
 from coordinator.http.ollama import library, texts
-from coordinator.http.openai import models
 from coordinator.http.openai.chat import chat_completion
 from coordinator.http.openai.completions import completion
 from coordinator.http.openai.embeddings import embeddings
 from coordinator.http.openai.responses import response
-from coordinator.http.request import Call, EventStream, Handler
+from coordinator.http.request import Answer, Call, EventStream, Handler
 from coordinator.http.settings import LOCAL_SUFFIXES
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import with_timeout
@@ -41,13 +40,32 @@ MAX_BODY_BYTES = 8 << 20  # a chat that fills the longest contexts has a tenth o
 _HEALTH_SECONDS = 2.0  # for the coordinator's answer
 _OPEN_PATHS = frozenset({"/", "/health", "/api/version"})  # without a token; they tell nothing of the home
 
+
+async def list_models(call: Call) -> Answer:
+    """List the models that can be asked."""
+    return {"object": "list", "data": [_model_entry(shown_name(each)) for each in call.served.ready]}
+
+
+async def describe_model(call: Call) -> Answer:
+    """Describe one model."""
+    served, name = call.served, call.path["model"]
+    found = served.named(name)
+    if found is None or not found.ready:
+        raise unknown_model(name, served.ready)
+    return _model_entry(shown_name(found))
+
+
+def _model_entry(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "hearth"}
+
+
 _HANDLERS: Mapping[tuple[str, str], Handler] = {
     ("POST", "/v1/chat/completions"): chat_completion,
     ("POST", "/v1/completions"): completion,
     ("POST", "/v1/embeddings"): embeddings,
     ("POST", "/v1/responses"): response,
-    ("GET", "/v1/models"): models.models,
-    ("GET", "/v1/models/{model:path}"): models.model,
+    ("GET", "/v1/models"): list_models,
+    ("GET", "/v1/models/{model:path}"): describe_model,
     ("GET", "/api/tags"): library.tags,
     ("GET", "/api/ps"): library.running,
     ("POST", "/api/show"): library.show,

@@ -166,8 +166,5 @@ def chunk_slices(spec: ModelSpec, kind: ChunkKind, grain: int) -> list[TensorSli
     tensors = layer_tensors(spec) if kind in LAYER_CHUNK_KINDS else embedding_tensors(spec)
     total, size = chunk_items(spec, kind)
     items = grain_span(grain, total, size)
-    return [
-        TensorSlice(tensor, None if tensor.axis is None else tensor.span(items))
-        for tensor in tensors
-        if tensor.kind == kind
-    ]
+    own = (tensor for tensor in tensors if tensor.kind == kind)
+    return [TensorSlice(tensor, None if tensor.axis is None else tensor.span(items)) for tensor in own]

@@ -68,7 +68,7 @@ def routes_for(plan: GraphPlan, rank: int) -> Routes:
             reason=f"{len(sent_tensors)} tensors are sent between devices; at most {MAX_SENT_TENSORS} are supported"
         )
     own = tuple(
-        OwnSegment(index, _unique(segment), segment.outputs)
+        OwnSegment(index, tuple(dict.fromkeys(segment.inputs)), segment.outputs)
         for index, segment in enumerate(plan.body.segments)
         if segment.rank == rank
     )
@@ -240,7 +240,3 @@ class GraphSchedule:
     def _has_ended(self, number: int) -> bool:
         """Whether a step has ended. Numbers increase, so a step older than all remembered ones has ended unless it is held."""
         return number not in self._steps and (number < self._oldest_known or number in self._ended)
-
-
-def _unique(segment: Segment) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(segment.inputs))

@@ -127,10 +127,8 @@ def profile_blocks(
         return gemm(torch.randn(S, heads * d, device=device))
 
     def up(columns: int, num_rows: int = S) -> Callable[[], object]:
-        x_sH, copies = (
-            x_TH[:num_rows],
-            cycle([_with_columns(spec, layer, columns, device, kernels) for layer in layers]),
-        )
+        x_sH = x_TH[:num_rows]
+        copies = cycle([_with_columns(spec, layer, columns, device, kernels) for layer in layers])
         return lambda: blocks.mlp_up(spec, next(copies), x_sH)
 
     def down(columns: int, num_rows: int = S) -> Callable[[], object]:

@@ -107,13 +107,8 @@ class PlannedGraph:
             return [Loss(plan.devices[0].name, "there is no other device")]
         limit = min(request.time_limit_seconds, MAX_RECOVERY_SECONDS)
         stored = stored_weights(request.spec, plan)
-        deployed = replace(
-            request,
-            cluster=with_stored(request.cluster, stored),
-            held=plan,
-            time_limit_seconds=limit,
-            learn_seconds=0.0,
-        )
+        cluster = with_stored(request.cluster, stored)
+        deployed = replace(request, cluster=cluster, held=plan, time_limit_seconds=limit, learn_seconds=0.0)
         after = await plans_or_errors(
             "graph",
             [

@@ -286,11 +286,8 @@ def generation_lines(plan: TransformerPlan) -> list[str]:
     extras = ["each device also holds a copy of the KV cache of the one before it"] if generation.kv_copies else []
     extras += [line] if (line := draft_line(plan)) else []
     if rate := decoding_rate(plan):
-        return [
-            f"decoding: {rate} for one sequence; {format_seconds(request_seconds(plan))} {seconds_unit(plan)}",
-            room,
-            *extras,
-        ]
+        request = format_seconds(request_seconds(plan))
+        return [f"decoding: {rate} for one sequence; {request} {seconds_unit(plan)}", room, *extras]
     return [room, *extras]
 
 

@@ -178,11 +178,8 @@ async def _whole(head: dict[str, Any], generations: Sequence[AsyncGeneration]) -
     choices = []
     for index, (text, usage, generation) in enumerate(zip(texts, usages, generations, strict=True)):
         calls = [_call(call) for call in generation.tool_calls]
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": None if calls and not text else text,
-            "refusal": None,
-        }
+        content = None if calls and not text else text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if generation.reasoning:
             message["reasoning_content"] = generation.reasoning
         if calls:

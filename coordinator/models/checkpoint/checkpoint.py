@@ -80,11 +80,8 @@ class _MappedFile:
             raise self._bad("it was cut short, or is not a safetensors file")
         try:
             header = json.loads(data[8 : 8 + header_bytes])
-            tensors = {
-                str(name): self._tensor(str(name), entry, 8 + header_bytes)
-                for name, entry in header.items()
-                if name != "__metadata__"
-            }
+            entries = {str(name): entry for name, entry in header.items() if name != "__metadata__"}
+            tensors = {name: self._tensor(name, entry, 8 + header_bytes) for name, entry in entries.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise self._bad("its header cannot be read") from None
         end = 8 + header_bytes

@@ -52,10 +52,8 @@ def _checked_view(
     name = source.name
     expected, stored = source.stored_shape(tensor.shape), checkpoint.shape(name)
     if stored != expected:
-        raise BadCheckpoint(
-            path=str(checkpoint.path),
-            reason=f"the tensor {name} has the shape {list(stored)}; config.json implies {list(expected)}",
-        )
+        reason = f"the tensor {name} has the shape {list(stored)}; config.json implies {list(expected)}"
+        raise BadCheckpoint(path=str(checkpoint.path), reason=reason)
     if checkpoint.dtype(name) != spec.dtype:
         raise BadCheckpoint(
             path=str(checkpoint.path), reason=f"the tensor {name} holds {checkpoint.dtype(name)}, others {spec.dtype}"

@@ -71,11 +71,8 @@ def read_onnx(path: str | Path, dims: Mapping[str, int] | None = None) -> OnnxMo
     if len(weights) < len(graph.initializer):
         raise file.error("two of its weights have the same name")
     inputs = _input_types(file, model, weights, dims)
-    declared = {
-        info.name: found
-        for info in (*graph.value_info, *graph.output)
-        if (found := tensor_type(info.type, dims)) is not None
-    }
+    typed = ((info.name, tensor_type(info.type, dims)) for info in (*graph.value_info, *graph.output))
+    declared = {name: found for name, found in typed if found is not None}
     used_names = all_names(graph)
     hoist_weights(graph, INLINE_BYTES, used_names)
     resolved = resolve_types(file, model, inputs, declared, used_names)

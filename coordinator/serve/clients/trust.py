@@ -36,11 +36,8 @@ _MESSAGES_OF: Mapping[wire.AppRole, tuple[type[wire.Message], ...]] = {
     "observer": (*_EVERY_APP, wire.ModelRequest, wire.KeepLoaded, wire.GetMetrics, wire.WatchEvents),
 }
 # What clients may send.
-CLIENT_MESSAGES = {
-    tag: kind
-    for tag, kind in wire.MESSAGE_TYPES.items()
-    if issubclass(kind, wire.Hello | wire.ClientRequest | wire.Follow)
-}
+_TO_CLIENT_PORT = wire.Hello | wire.ClientRequest | wire.Follow
+CLIENT_MESSAGES = {tag: kind for tag, kind in wire.MESSAGE_TYPES.items() if issubclass(kind, _TO_CLIENT_PORT)}
 MESSAGE_RULES = {
     tag: MessageRule(
         kind.__name__, [role for role, theirs in _MESSAGES_OF.items() if issubclass(kind, theirs)], kind.any_version
@@ -147,10 +144,8 @@ def _message_for_app(message: wire.Message) -> wire.Message:
 
 
 def _known_to_apps(served: _Served) -> _Served:
-    changes: dict[str, Any] = {
-        "state": "serving" if served.ready else _SHOWN_TO_APPS["state"],
-        "model": PurePath(served.model).name,
-    }
+    state = "serving" if served.ready else _SHOWN_TO_APPS["state"]
+    changes: dict[str, Any] = {"state": state, "model": PurePath(served.model).name}
     if isinstance(served, wire.ServedModel):
         phase = ("unloaded" if served.phase == "unloaded" else "serving") if served.ready else "idle"
         changes |= {"devices": (), "memory_bytes": 0, "sent_bytes_per_second": 0.0, "phase": phase}

@@ -212,10 +212,8 @@ def check_inputs(expected: Sequence[Tensor], given: dict[str, Array]) -> None:
 
 
 def _array_infos(tensors: Sequence[Tensor]) -> tuple[ArrayInfo, ...]:
-    return tuple(
-        ArrayInfo.model_validate({"name": tensor.name, "dtype": tensor.dtype, "shape": tensor.shape})
-        for tensor in tensors
-    )
+    fields = ({"name": each.name, "dtype": each.dtype, "shape": each.shape} for each in tensors)
+    return tuple(map(ArrayInfo.model_validate, fields))
 
 
 def _zeros(tensors: Sequence[Tensor]) -> dict[str, Array]:

@@ -79,12 +79,9 @@ class Controller:
         services = replace(services, deployment=name)
         self.name = name
         self.goal = goal = saved.goal
+        limit = services.settings.queue_limit
         self.requests: Requests[Any] = Requests(
-            services.settings.queue_limit,
-            self._why_not_ready,
-            self._report_loss,
-            self._probe,
-            self._observe,
+            limit, self._why_not_ready, self._report_loss, self._probe, self._observe
         )
         self.kind = _kind_of(goal, model, services, self.requests)
         if saved.plan is not None and goal.keep_plan:

@@ -160,12 +160,8 @@ class Preparer:
             ahead = self._kind.deployment(plan, deployment.name)
             self.sending = sending = Sending(each)
             try:
-                await ahead.push(
-                    self._weights_ahead(plan, sending),
-                    partial(self._note_received, sending),
-                    self._wait_for_queue,
-                    room_bytes,
-                )
+                received = partial(self._note_received, sending)
+                await ahead.push(self._weights_ahead(plan, sending), received, self._wait_for_queue, room_bytes)
             except NoRoomAhead as error:
                 self._refuse(each, str(error))
                 continue

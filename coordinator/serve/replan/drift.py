@@ -179,11 +179,8 @@ class ReplanTrigger:
         self._usable_since = {
             name: self._usable_since.get(name, now) for name in usable if name not in self._considered
         }
-        joined = frozenset(
-            name
-            for name, since in self._usable_since.items()
-            if now - since >= self._required_presence_seconds(name, now)
-        )
+        since = self._usable_since
+        joined = frozenset(each for each in since if now - since[each] >= self._required_presence_seconds(each, now))
         if now - self._last_replan < REPLAN_SECONDS or not (joined or drift or self._measured):
             return None
         self._last_replan = now

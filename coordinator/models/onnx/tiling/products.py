@@ -42,10 +42,8 @@ def _gemm(call: Call) -> IndexSpace:
     if has_bias and attributes.get("beta", 1.0) != 1.0:
         summable = False
     k: Axis = Along(2) if summable else None
-    inputs = [
-        call.operand(0, (k, Along(0)) if left_t else (Along(0), k)),
-        call.operand(1, (Along(1), k) if right_t else (k, Along(1))),
-    ]
+    left, right = (k, Along(0)) if left_t else (Along(0), k), (Along(1), k) if right_t else (k, Along(1))
+    inputs = [call.operand(0, left), call.operand(1, right)]
     if has_bias:
         inputs.append(call.operand(2, broadcast_axes(call.shape(2), out)))
     return IndexSpace(

@@ -208,10 +208,8 @@ class RingTasks:
                 else:
                     self.last_tasks[rank] = (*self.last_tasks[rank], *after)
         for rank in self.ranks:
-            self.last_tasks[rank] = (
-                *self.last_tasks[rank],
-                self.add_task(Work.WIRE, rank, wire_seconds[rank], start[rank]),
-            )
+            wire = self.add_task(Work.WIRE, rank, wire_seconds[rank], start[rank])
+            self.last_tasks[rank] = (*self.last_tasks[rank], wire)
 
     def exchange(
         self,
@@ -243,10 +241,8 @@ class RingTasks:
                     )
             self.last_tasks[rank] = before
         for rank in self.ranks:
-            self.last_tasks[rank] = (
-                *self.last_tasks[rank],
-                self.add_task(Work.WIRE, rank, wire_seconds[rank], start[rank]),
-            )
+            wire = self.add_task(Work.WIRE, rank, wire_seconds[rank], start[rank])
+            self.last_tasks[rank] = (*self.last_tasks[rank], wire)
             arrived[rank][rank] = self.last_tasks[rank]
         return arrived
 

@@ -150,10 +150,8 @@ class _Problem:
         if not self._head_seconds:
             return given.vocabulary
         without = given._replace(vocabulary=(0,) * self._num_devices)
-        room = [
-            (self._budget.share_bytes(d) - self._used_bytes(without, d)) // self._bytes_per_grain[2]
-            for d in range(self._num_devices)
-        ]
+        free = [self._budget.share_bytes(d) - self._used_bytes(without, d) for d in range(self._num_devices)]
+        room = [num_bytes // self._bytes_per_grain[2] for num_bytes in free]
         shares = [0] * self._num_devices
         for _ in range(self._totals[2]):
             free = [d for d in range(self._num_devices) if shares[d] < room[d]]

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from agent.worker.transformer.kernels.base import Partition, multiplies_bfloat16  # noqa: E402
-from agent.worker.transformer.kernels.int4_tiles import in_order_of_outputs, packed_order  # noqa: E402
+from agent.worker.transformer.kernels.int4 import in_order_of_outputs, packed_order  # noqa: E402
 from agent.worker.transformer.matrices import Matrix, empty_matrix, layouts_to_measure  # noqa: E402
 from hearth.errors import StepFailed  # noqa: E402
 from hearth.plan.kernels import KernelChoice  # noqa: E402
